@@ -1,0 +1,242 @@
+"""The foundation's own costs on a device, each as a ratio to the same work without devgraph.
+
+    python benchmarks/foundation.py [--backend cuda] [--layers 36] [--repeats 7] [--json FILE]
+
+replay      DeviceGraph.replay() against the vendor's native replay of the same graph, host time
+runner      DecodeRunner.run() with six device-resident input slots and padding, host time above
+            the native replay of the graph it launches
+capture     the default decode buckets up to 256, time and memory, against captures written by hand
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import devgraph as dg
+
+WIDTH = 512
+BUCKET = 16
+
+
+class Block(nn.Module):
+    """One layer of a decoder without attention: about a dozen small kernels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.gate(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(nn.functional.silu(a) * b).tanh()
+
+
+class Model(nn.Module):
+    """Embedding, layers, logits; reads six inputs as a decode step does."""
+
+    def __init__(self, layers: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1024, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.cache = nn.Buffer(torch.zeros(4096, width))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        seq_lens: torch.Tensor,
+        request_slots: torch.Tensor,
+        scales: torch.Tensor,
+    ) -> torch.Tensor:
+        x = self.embed(input_ids) + self.embed(positions) * scales[:, None]
+        x = x * (seq_lens[:, None] + request_slots[:, None]).to(x.dtype).rsqrt()
+        self.cache.index_copy_(0, slot_mapping, x)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight.T
+
+
+SLOTS = [
+    dg.InputSlot("input_ids", ("tokens",), torch.int64, pad=dg.Pad.zero()),
+    dg.InputSlot("positions", ("tokens",), torch.int64, pad=dg.Pad.zero()),
+    dg.InputSlot("slot_mapping", ("tokens",), torch.int64, pad=dg.Pad.fill(4095)),
+    dg.InputSlot("seq_lens", ("requests",), torch.int32, pad=dg.Pad.fill(1)),
+    dg.InputSlot("request_slots", ("requests",), torch.int32, pad=dg.Pad.fill(1)),
+    dg.InputSlot("scales", ("tokens",), torch.float32, pad=dg.Pad.fill(1.0)),
+]
+
+
+def inputs(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return one step's inputs for ``rows`` requests."""
+    ids = torch.randint(1024, (rows,), device=device)
+    return {
+        "input_ids": ids,
+        "positions": torch.arange(rows, device=device),
+        "slot_mapping": torch.arange(rows, device=device),
+        "seq_lens": torch.full((rows,), 7, dtype=torch.int32, device=device),
+        "request_slots": torch.arange(rows, dtype=torch.int32, device=device),
+        "scales": torch.rand(rows, device=device),
+    }
+
+
+def host_us(run: Callable[[], object], synchronize: Callable[[], None], steps: int = 200) -> float:
+    """Return the median host microseconds of one call, the device idle before each."""
+    times = []
+    for _ in range(steps):
+        synchronize()
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e6
+
+
+def interleaved(
+    runs: dict[str, Callable[[], object]], synchronize: Callable[[], None], repeats: int
+) -> dict[str, float]:
+    """Return each run's median host time over ``repeats`` turns, taken in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            samples[name].append(host_us(run, synchronize))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def measure_replay(backend: Any, model: Model, repeats: int) -> dict[str, float]:
+    """Host time of a replay, native and through the contract, on one captured graph."""
+    data = inputs(BUCKET, backend.device)
+    captured = dg.capture(model, *data.values(), backend=backend)
+    graph = captured.segments[0]
+    runs = {"native": graph._native.replay, "devgraph": graph.replay}
+    result = interleaved(runs, backend.synchronize, repeats)
+    nodes = graph.info().nodes
+    captured.close()
+    return {**result, "ratio": result["devgraph"] / result["native"], "nodes": nodes}
+
+
+def make_runner(backend: Any, model: Model, buckets: list[int] | None) -> dg.DecodeRunner:
+    """Return a captured decode runner over the model."""
+
+    def forward(batch: Any) -> torch.Tensor:
+        return model(*(getattr(batch, slot.name) for slot in SLOTS))
+
+    config = dg.PhaseConfig(policy="full", buckets=buckets)
+    runner = dg.DecodeRunner(
+        forward,
+        inputs=SLOTS,
+        outputs=dg.OutputSlot(rows="requests"),
+        config=config,
+        backend=backend,
+        max_requests=max(buckets) if buckets else 256,
+    )
+    runner.capture()
+    return runner
+
+
+def measure_runner(backend: Any, model: Model, repeats: int) -> dict[str, float]:
+    """Host time of a padded run above the native replay of the graph that it launches."""
+    runner = make_runner(backend, model, [BUCKET])
+    data = inputs(BUCKET - 3, backend.device)
+    native = runner.graphs()[0].segments[0]._native.replay
+    runs = {"native": native, "run": lambda: runner.run(data)}
+    result = interleaved(runs, backend.synchronize, repeats)
+    runner.close()
+    return {**result, "above": result["run"] - result["native"]}
+
+
+def capture_by_hand(backend: Any, model: Model, buckets: list[int]) -> list[Any]:
+    """Capture the buckets as an engine does today: one pool, one stream, largest first."""
+    namespace = backend.namespace
+    stream, pool = namespace.Stream(), namespace.graph_pool_handle()
+    largest = inputs(max(buckets), backend.device)
+    out = torch.empty(max(buckets), 1024, device=backend.device)
+    graphs = []
+    for rows in sorted(buckets, reverse=True):
+        views = [value[:rows] for value in largest.values()]
+        for _ in range(2):
+            model(*views)
+        namespace.synchronize()
+        graph = getattr(namespace, backend.graph_class_name)()
+        with namespace.graph(graph, pool=pool, stream=stream):
+            out[:rows].copy_(model(*views))
+        graphs.append(graph)
+    return [graphs, out, largest]
+
+
+def measure_capture(backend: Any, model: Model, repeats: int) -> dict[str, float]:
+    """Seconds and bytes of capturing the default buckets up to 256."""
+    from devgraph.runners.buckets import default_decode_buckets
+
+    buckets = list(default_decode_buckets(256))
+
+    def cost(make: Callable[[], Any]) -> tuple[float, int]:
+        gc.collect()
+        backend.namespace.empty_cache()
+        backend.synchronize()
+        free = backend.memory_info()[0]
+        started = time.perf_counter()
+        kept = make()
+        backend.synchronize()
+        seconds = time.perf_counter() - started
+        gc.collect()
+        backend.namespace.empty_cache()
+        used = free - backend.memory_info()[0]
+        del kept
+        gc.collect()
+        return seconds, used
+
+    hand, ours = [], []
+    for _ in range(repeats):
+        hand.append(cost(lambda: capture_by_hand(backend, model, buckets)))
+        ours.append(cost(lambda: make_runner(backend, model, buckets)))
+    hand_s, ours_s = (statistics.median(s for s, _ in side) for side in (hand, ours))
+    hand_b, ours_b = (statistics.median(b for _, b in side) for side in (hand, ours))
+    return {
+        "buckets": len(buckets),
+        "hand_seconds": hand_s,
+        "seconds": ours_s,
+        "seconds_ratio": ours_s / hand_s,
+        "hand_mib": hand_b / 2**20,
+        "mib": ours_b / 2**20,
+        "bytes_ratio": ours_b / max(hand_b, 1),
+    }
+
+
+def main() -> None:
+    """Run the three measurements and print them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    backend = dg.get_backend(args.backend)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        model = Model(args.layers).to(backend.device)
+        report = {
+            "device": backend.device_name,
+            "version": backend.version,
+            "layers": args.layers,
+            "replay_us": measure_replay(backend, model, args.repeats),
+            "runner_us": measure_runner(backend, model, args.repeats),
+            "capture": measure_capture(backend, model, min(args.repeats, 5)),
+        }
+    print(json.dumps(report, indent=2))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(report, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

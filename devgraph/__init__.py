@@ -1,0 +1,109 @@
+"""devgraph: one API for the device graphs of every vendor.
+
+Names are bound on first use: importing devgraph imports no vendor package, not even torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from devgraph.api.backend import Backend as Backend
+    from devgraph.api.buffers import StaticBuffers as StaticBuffers
+    from devgraph.api.capabilities import Capabilities as Capabilities
+    from devgraph.api.capture import Captured as Captured
+    from devgraph.api.capture import capture as capture
+    from devgraph.api.cli_args import add_cli_args as add_cli_args
+    from devgraph.api.config import DeviceGraphConfig as DeviceGraphConfig
+    from devgraph.api.config import PhaseConfig as PhaseConfig
+    from devgraph.api.errors import *  # noqa: F403
+    from devgraph.api.graph import DeviceGraph as DeviceGraph
+    from devgraph.api.graph import GraphInfo as GraphInfo
+    from devgraph.api.graph import GraphState as GraphState
+    from devgraph.api.marks import graph_break as graph_break
+    from devgraph.api.marks import is_capturing as is_capturing
+    from devgraph.api.marks import no_graph as no_graph
+    from devgraph.api.marks import region as region
+    from devgraph.api.pool import Pool as Pool
+    from devgraph.api.prove import Report as Report
+    from devgraph.api.registry import backends as backends
+    from devgraph.api.registry import get_backend as get_backend
+    from devgraph.api.registry import register as register
+    from devgraph.runners import Decision as Decision
+    from devgraph.runners import DecodeRunner as DecodeRunner
+    from devgraph.runners import InputSlot as InputSlot
+    from devgraph.runners import OutputSlot as OutputSlot
+    from devgraph.runners import Pad as Pad
+    from devgraph.runners import PrefillRunner as PrefillRunner
+    from devgraph.runners import Reason as Reason
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "devgraph.api.backend": ("Backend",),
+    "devgraph.api.buffers": ("StaticBuffers",),
+    "devgraph.api.capabilities": ("Capabilities",),
+    "devgraph.api.capture": ("Captured", "capture"),
+    "devgraph.api.cli_args": ("add_cli_args",),
+    "devgraph.api.config": ("DeviceGraphConfig", "PhaseConfig"),
+    "devgraph.api.errors": (
+        "AgreementError",
+        "BackendError",
+        "BackendUnavailableError",
+        "CapabilityError",
+        "CaptureBusyError",
+        "CaptureError",
+        "ConfigError",
+        "ConfigTypeError",
+        "DeviceGraphError",
+        "DeviceLost",
+        "EmptyCaptureError",
+        "FrozenValueError",
+        "HostArgumentError",
+        "HostReadError",
+        "InputError",
+        "InputTypeError",
+        "NestedCaptureError",
+        "NotCapturableError",
+        "RegionError",
+        "ResourceError",
+        "StaleOutputError",
+        "StateError",
+        "UnjoinedStreamError",
+        "UnknownBackendError",
+        "UpdateError",
+        "UpdateTopologyError",
+        "UpdateUnsupportedError",
+    ),
+    "devgraph.api.graph": ("DeviceGraph", "GraphInfo", "GraphState"),
+    "devgraph.api.marks": ("graph_break", "is_capturing", "no_graph", "region"),
+    "devgraph.api.pool": ("Pool",),
+    "devgraph.api.prove": ("Report",),
+    "devgraph.api.registry": ("BackendInfo", "backends", "get_backend", "register"),
+    "devgraph.runners": (
+        "Decision",
+        "DecodeRunner",
+        "InputSlot",
+        "OutputSlot",
+        "Pad",
+        "PrefillRunner",
+        "Reason",
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME_OF, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'devgraph' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

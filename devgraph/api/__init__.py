@@ -1,0 +1,1 @@
+"""The contract: what backends implement, what policies and runners build on."""

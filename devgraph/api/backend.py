@@ -1,0 +1,238 @@
+"""Backend: how one capture is made, replayed and updated on one vendor's device."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from devgraph.api.capabilities import Capabilities
+from devgraph.api.capturing import GraphScope
+from devgraph.api.errors import CaptureBusyError, DeviceLost, InputError, NestedCaptureError
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.hostargs import HostSpec, Tracked
+from devgraph.api.marks import entered, is_capturing
+from devgraph.api.pool import Pool
+
+__all__ = ["Backend"]
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
+
+
+class Backend(abc.ABC):
+    """One vendor's device. Subclasses give identity, capabilities and a graph class.
+
+    ``make_graph`` and ``capture_context`` have the signatures of PyTorch's device-graph proposal.
+    """
+
+    name: str = ""
+    capabilities: Capabilities = Capabilities()
+    capture_lock_timeout: float = 60.0
+    """Seconds that a capture waits for another thread's capture on the same device."""
+
+    def __init__(self) -> None:
+        self._capture_lock = threading.Lock()
+        self._capture_owner = ""
+        self._lost = ""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """The device whose work is captured."""
+
+    @abc.abstractmethod
+    def make_graph(self, pool: Pool | None = None) -> DeviceGraph:
+        """Return an empty graph in ``pool`` (in a pool of its own if None)."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all work of the device is done."""
+
+    @property
+    def version(self) -> str:
+        """Version of the vendor's runtime, for reports and rank agreement."""
+        return torch.__version__
+
+    @property
+    def device_name(self) -> str:
+        """The product name of the device."""
+        return str(self.device)
+
+    def make_pool(self, budget_bytes: int | None = None) -> Pool:
+        """Return a new pool.
+
+        Args:
+            budget_bytes: the most that recordings of its graphs may take; None for the default.
+        """
+        return Pool(self, budget_bytes)
+
+    def poison(self, tensor: torch.Tensor) -> None:
+        """Fill ``tensor`` with values that no correct result contains."""
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is torch.bool:
+            tensor.fill_(True)
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return the state of the device's default random generator."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore what ``get_rng_state`` returned."""
+        torch.set_rng_state(state)
+
+    def memory_info(self) -> tuple[int, int] | None:
+        """Return (free, total) bytes of device memory, or None where that is not known."""
+        return None
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``'s data in host memory from which copies to the device are async."""
+        return tensor
+
+    def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
+        """Return ``run``, a compiled piece of a step, in a form that a capture can record.
+
+        Args:
+            run: takes and returns tensors.
+            source: the ``torch.fx.GraphModule`` that it was compiled from.
+        """
+        return run
+
+    def lost_reason(self, error: BaseException) -> str | None:
+        """Return why ``error`` means that the device is lost, or None if it does not."""
+        return None
+
+    @contextlib.contextmanager
+    def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        """Run the block on a stream that can be captured, ordered after and before the current.
+
+        The base class has no streams and runs it in place.
+        """
+        yield
+
+    @contextlib.contextmanager
+    def capturing(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        """The state around one or more recordings: device lock, stream, garbage collector.
+
+        Raises:
+            NestedCaptureError: this thread is already inside a capture.
+            CaptureBusyError: another thread captures on this device for too long.
+        """
+        if is_capturing():
+            raise NestedCaptureError(
+                "a capture was started inside a capture. Capture the inner callable on its own, "
+                "before or after this one."
+            )
+        if self._lost:
+            raise DeviceLost(f"{self.device} is lost ({self._lost}); start a new process.")
+        pool.check(self)
+        # The pool's lock comes first, as it does in a replay that has to record a region: no graph
+        # of the pool may replay while its memory and its capture stream are in use here.
+        with self._locked(pool.lock), self._locked(self._capture_lock):
+            collecting = gc.isenabled()
+            try:
+                self._capture_owner = threading.current_thread().name
+                # A collection inside a capture could free graphs or unload kernels: both are
+                # refused by drivers, or worse, recorded.
+                gc.disable()
+                with self.side_stream(pool, stream):
+                    yield
+            finally:
+                if collecting:
+                    gc.enable()
+                self._capture_owner = ""
+
+    @contextlib.contextmanager
+    def _locked(self, lock: Any) -> Iterator[None]:
+        if not lock.acquire(timeout=self.capture_lock_timeout):
+            raise CaptureBusyError(
+                f"thread {self._capture_owner!r} has been capturing on {self.device} for more "
+                f"than {self.capture_lock_timeout:g} s; only one thread captures at a time."
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextlib.contextmanager
+    def capture_context(
+        self,
+        graph: DeviceGraph,
+        stream: Any = None,
+        pool: Pool | None = None,
+        capture_error_mode: str = "thread_local",
+        *,
+        host_args: Mapping[str, Any] | None = None,
+    ) -> Iterator[dict[str, Tracked]]:
+        """Capture the device work of the block into ``graph`` without running it.
+
+        Args:
+            graph: an empty graph of this backend.
+            stream: the stream to capture on; None, or the default stream, means the pool's own.
+            pool: the pool to allocate from, if it is not the graph's.
+            capture_error_mode: which threads' unsafe calls make the capture fail: "global",
+                "thread_local" or "relaxed".
+            host_args: host arguments of regions in the block and their values at capture.
+
+        Yields:
+            the tracked host arguments by name, to hand to regions. A plain value equal to the
+            declared one is taken as well.
+
+        Raises:
+            StateError: the graph is not empty.
+            CaptureError: the block cannot be captured. The graph stays empty.
+        """
+        mode = self.check_capture_error_mode(capture_error_mode)
+        if pool is not None and graph.pool is not pool:
+            graph.use_pool(pool)
+        spec = HostSpec(host_args)
+        scope = GraphScope(graph, spec, accept_equal=True)
+        with (
+            self.capturing(graph.pool, stream),
+            graph.recording(mode, spec=spec),
+            entered(scope),
+        ):
+            yield spec.tracked()
+
+    def check_capture_error_mode(self, mode: str) -> str:
+        """Return the backend's own mode for ``mode``; the strictest it has if it lacks it."""
+        if mode not in CAPTURE_ERROR_MODES:
+            raise InputError(
+                f"capture_error_mode {mode!r} is none of {', '.join(CAPTURE_ERROR_MODES)}"
+            )
+        known = self.capabilities.capture_error_modes
+        if mode in known:
+            return mode
+        logger.info("%s has no capture error mode %s; using %s", self.name, mode, known[0])
+        return known[0]
+
+    def raise_if_lost(self, error: BaseException) -> None:
+        """Raise DeviceLost from ``error``, and at every later capture, if it means just that."""
+        reason = self.lost_reason(error)
+        if reason is not None:
+            self._lost = reason
+            raise DeviceLost(
+                f"{self.device} is in a sticky error state and every later call will fail; "
+                f"start a new process ({reason})."
+            ) from error
+
+    def elsewhere(self) -> bool:
+        """Whether this thread's current device is another one than the backend's."""
+        return False
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the backend's device the current one of this thread for a block."""
+        return contextlib.nullcontext()
+
+    def __repr__(self) -> str:
+        return f"<backend {self.name} on {self.device}>"

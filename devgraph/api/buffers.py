@@ -1,0 +1,163 @@
+"""StaticBuffers: tensors with addresses that never change, for graphs to read and write.
+
+A graph keeps addresses, not tensors. What a step reads must therefore be copied into memory that
+stays where it is; this is that memory. All buffers of one object are cut from a single allocation,
+so that copies into them can be grouped and one range check tells whether a tensor lies in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from devgraph.api.errors import InputError, InputTypeError, StateError, did_you_mean
+
+__all__ = ["StaticBuffers"]
+
+_ALIGNMENT = 256
+"""Bytes between starts of buffers: what device allocators give, so that kernels that vectorise by
+address behave as they do on tensors of their own."""
+
+
+class StaticBuffers(Mapping[str, torch.Tensor]):
+    """Named tensors in one allocation, and bound tensors of the caller that must not move.
+
+    Buffers start as zeros. Indexing gives the whole buffer, ``view`` a smaller contiguous tensor
+    at the same address.
+
+    Args:
+        specs: name to (shape, dtype); every dimension is at least 0.
+        device: where the memory is.
+
+    Raises:
+        InputError: a shape or dtype that cannot be allocated (a ValueError).
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, tuple[Sequence[int], torch.dtype]],
+        *,
+        device: torch.device | str,
+    ) -> None:
+        starts: dict[str, int] = {}
+        total = 0
+        for name, (shape, dtype) in specs.items():
+            starts[name] = total
+            total += -(-_nbytes(name, shape, dtype) // _ALIGNMENT) * _ALIGNMENT
+        # Tensors made under inference mode could not be written outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            self._memory = torch.zeros(total, dtype=torch.uint8, device=device)
+            self._flat = {
+                name: self._memory[starts[name] : starts[name] + _nbytes(name, shape, dtype)].view(
+                    dtype
+                )
+                for name, (shape, dtype) in specs.items()
+            }
+            self._full = {name: self._flat[name].view(tuple(s)) for name, (s, _) in specs.items()}
+        self._bound: dict[str, tuple[torch.Tensor, int]] = {}
+        self.start = self._memory.data_ptr()
+        """Address of the first byte."""
+        self.stop = self.start + total
+        """Address behind the last byte."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the buffers, with its index."""
+        return self._memory.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the one allocation, alignment included."""
+        return self._memory.nbytes
+
+    def view(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """Return a contiguous tensor of ``shape`` at the address of buffer ``name``.
+
+        Raises:
+            InputError: no such buffer, or the shape has more elements than it.
+        """
+        flat = self._flat.get(name)
+        if flat is None:
+            raise InputError(f"no buffer {name!r}. {did_you_mean(name, self._flat)}")
+        count = math.prod(shape)
+        if count > flat.numel():
+            raise InputError(
+                f"buffer {name!r} has {flat.numel()} elements and cannot hold the shape "
+                f"{tuple(shape)}, which has {count}"
+            )
+        return flat[:count].view(tuple(shape))
+
+    def bind(self, name: str, tensor: torch.Tensor) -> None:
+        """Register a tensor of the caller's that graphs use in place, such as a KV cache.
+
+        It is kept alive, and ``check`` refuses it when its memory moves.
+
+        Raises:
+            InputError: the name is taken. InputTypeError: it is no tensor.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise InputTypeError(f"bound buffer {name!r} must be a tensor, got {tensor!r}")
+        if name in self._flat or name in self._bound:
+            raise InputError(f"there is already a buffer {name!r}; choose another name")
+        self._bound[name] = (tensor, tensor.data_ptr())
+
+    def rebind(self) -> None:
+        """Take every bound tensor at its present address, after its storage was replaced."""
+        self._bound = {n: (t, t.data_ptr()) for n, (t, _) in self._bound.items()}
+
+    @property
+    def bound(self) -> dict[str, torch.Tensor]:
+        """The bound tensors by name."""
+        return {name: tensor for name, (tensor, _) in self._bound.items()}
+
+    def check(self) -> None:
+        """Raise StateError when a bound tensor is no longer at the address it was bound at."""
+        for name, (tensor, address) in self._bound.items():
+            if tensor.data_ptr() != address:
+                raise StateError(
+                    f"bound tensor {name!r} moved from address {address:#x} to "
+                    f"{tensor.data_ptr():#x} (its storage was replaced or freed); graphs still use "
+                    f"the old memory. Write new data into the same storage with copy_(), or "
+                    f"capture again."
+                )
+
+    def overlaps(self, tensor: torch.Tensor) -> bool:
+        """Whether any byte that ``tensor`` can reach lies in these buffers."""
+        first, last = byte_range(tensor)
+        return first < self.stop and last > self.start
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._full[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._full)
+
+    def __len__(self) -> int:
+        return len(self._full)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("StaticBuffers are addresses of this process and cannot be pickled")
+
+    def __repr__(self) -> str:
+        named = ", ".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._full.items())
+        return f"<StaticBuffers on {self.device}, {self.nbytes} bytes: {named}>"
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of a strided tensor and of the one behind its last."""
+    first = tensor.data_ptr()
+    if not tensor.numel():
+        return first, first
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (reach + 1) * tensor.element_size()
+
+
+def _nbytes(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
+    if not isinstance(dtype, torch.dtype):
+        raise InputTypeError(f"buffer {name!r} needs a torch.dtype, got {dtype!r}")
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+        raise InputError(f"buffer {name!r} has shape {tuple(shape)}; use ints of at least 0")
+    return math.prod(shape) * dtype.itemsize

@@ -1,0 +1,248 @@
+"""``capture``: a callable, captured under a policy, with one meaning of replay for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from devgraph.api.backend import Backend
+from devgraph.api.errors import InputError, NestedCaptureError, StateError
+from devgraph.api.graph import DeviceGraph, GraphInfo
+from devgraph.api.hostargs import HostSpec
+from devgraph.api.marks import is_capturing
+from devgraph.api.modes import Modes
+from devgraph.api.policy import Job, Plan, get_policy
+from devgraph.api.pool import Pool
+from devgraph.api.prove import Report, prove
+from devgraph.api.registry import get_backend
+
+__all__ = ["Captured", "capture"]
+
+
+class Captured:
+    """A captured callable; made by ``capture``.
+
+    ``replay(**host_args)`` does what ``fn(*args, **host_args)`` does, with the data that the
+    bound tensors hold now. ``outputs`` are the same tensors every time: the next replay
+    overwrites them.
+    """
+
+    def __init__(self, job: Job, plan: Plan, policy: str, seconds: float) -> None:
+        self.policy = policy
+        self.backend = job.backend
+        self.pool = job.pool
+        self.capture_seconds = seconds
+        self._job: Job | None = job
+        self._plan = plan
+        self._spec = job.spec
+        self._modes = Modes.current()
+        self._pid = os.getpid()
+        self._lock = job.pool.lock
+        self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
+        self._bound = [(t, t.data_ptr()) for t in _tensors((job.args, job.kwargs))]
+
+    @property
+    def outputs(self) -> Any:
+        """What ``fn`` returned, at fixed addresses."""
+        return self._plan.outputs
+
+    @property
+    def segments(self) -> list[Any]:
+        """The captured graphs and eager segments in launch order."""
+        return self._plan.segments
+
+    def replay(self, **host_args: Any) -> Any:
+        """Run the captured work on the current stream and return ``outputs``.
+
+        Args:
+            **host_args: a value for every declared host argument without a default in ``fn``'s
+                signature. Nothing is remembered from earlier calls.
+
+        Raises:
+            HostArgumentError: host arguments are missing, unknown or ill-typed (a TypeError).
+            StateError: closed, in a forked process, or a bound tensor has moved.
+            NestedCaptureError: inside a capture.
+        """
+        self._check()
+        plan = self._plan
+        values = self._spec.fill(host_args)
+        with self._lock:
+            if plan.marks:
+                plan.bind({mark: mark.host_kwargs(values) for mark in plan.marks})
+            if self._broken and Modes.current() != self._modes:
+                with self._modes.restored():
+                    plan.run()
+            else:
+                plan.run()
+        return plan.outputs
+
+    def _check(self) -> None:
+        if self._job is None:
+            raise StateError("this capture is closed; capture again")
+        if os.getpid() != self._pid:
+            raise StateError(
+                "a capture belongs to the process that made it and was used in a forked one; "
+                "start workers with 'spawn' and capture there"
+            )
+        if is_capturing():
+            raise NestedCaptureError("cannot replay a capture inside a capture")
+        for tensor, address in self._bound:
+            if tensor.data_ptr() != address:
+                raise StateError(
+                    f"a tensor bound at capture ({tensor.dtype} {tuple(tensor.shape)}) has moved "
+                    f"from {address:#x} to {tensor.data_ptr():#x}: the graph would use the old "
+                    f"memory. Write new data with copy_() instead of replacing its storage, or "
+                    f"capture again."
+                )
+
+    def prove(self, cases: int = 3, host_args: Sequence[Mapping[str, Any]] | None = None) -> Report:
+        """Replay against eager runs of ``fn`` on fresh random inputs.
+
+        Args:
+            cases: number of random inputs per set of host arguments.
+            host_args: the sets to try; None for the values of capture.
+
+        Returns:
+            a report with ``ok`` and ``failures``. The bound tensors hold their own data again.
+        """
+        self._check()
+        assert self._job is not None
+        return prove(self, self._job, cases=cases, host_args=host_args)
+
+    def info(self) -> GraphInfo:
+        """Return the sums over all segments."""
+        infos = [s.info() for s in self.segments if isinstance(s, DeviceGraph)]
+        counts = [info.nodes for info in infos]
+        eager = len(self.segments) - len(infos)
+        return GraphInfo(
+            state="closed" if self._job is None else "ready",
+            nodes=None if None in counts else sum(n for n in counts if n is not None),
+            regions=eager + sum(info.regions for info in infos),
+            segments=len(self.segments),
+            bytes=sum(info.bytes for info in infos),
+            capture_seconds=self.capture_seconds,
+            recordings=sum(info.recordings for info in infos),
+        )
+
+    def explain(self) -> str:
+        """Return segments, regions and nodes as text."""
+        lines = [f"policy {self.policy} on {self.backend.name}: {len(self.segments)} segments"]
+        for index, segment in enumerate(self.segments):
+            if isinstance(segment, DeviceGraph):
+                info = segment.info()
+                nodes = "?" if info.nodes is None else info.nodes
+                lines.append(f"  {index}: graph, {nodes} nodes, {info.bytes} bytes")
+                lines.extend(f"      region {hit.index}: {hit.mark.name}" for hit in segment.hits)
+            else:
+                lines.append(f"  {index}: {segment!r}")
+        recordings = self.pool.recordings
+        lines.append(
+            f"  recordings: {len(recordings)} in the pool, {recordings.bytes} bytes, "
+            f"{recordings.hits} hits, {recordings.misses} misses, {recordings.evictions} evictions"
+        )
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Free all segments. Idempotent."""
+        if self._job is None:
+            return
+        with self._lock:
+            self._plan.close()
+        self._job = None
+        self._bound = []
+
+    def __enter__(self) -> Captured:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a capture owns device resources and cannot be pickled or copied")
+
+
+def capture(
+    fn: Callable[..., Any],
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    policy: str = "full",
+    backend: str | Backend = "auto",
+    host_args: Mapping[str, Any] | None = None,
+    warmup: int = 2,
+    pool: Pool | None = None,
+    compiler: str | None = None,
+    capture_error_mode: str = "thread_local",
+    before_break: Callable[[], None] | None = None,
+) -> Captured:
+    """Capture ``fn(*args, **kwargs, **host_args)`` and return what replays it.
+
+    The tensors among the arguments are bound: their addresses are in the graph, and new data is
+    written into them. Their contents, and the device's random state, are after the call what
+    they were before it.
+
+    Args:
+        fn: the step. It receives host arguments as keywords; see ``region`` for their rules.
+        args, kwargs: its bound arguments.
+        policy: "full", "breakable" or "piecewise".
+        backend: a name or a backend.
+        host_args: names and capture values of the host arguments.
+        warmup: eager runs before the capture, on the capture stream (2 as torch recommends for
+            libraries that set themselves up lazily).
+        pool: graph memory to share with other captures; a new one if None.
+        compiler: what compiles the pieces of "piecewise".
+        capture_error_mode: see ``Backend.capture_context``.
+        before_break: called before the eager body of each break during a breakable capture, for
+            example a barrier between ranks.
+
+    Raises:
+        CaptureError: the step cannot be captured; nothing is left behind.
+        InputError: an argument of this function is out of range.
+    """
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        raise InputError(f"warmup must be a whole number from 0, not {warmup!r}")
+    device = get_backend(backend) if isinstance(backend, str) else backend
+    chosen = get_policy(policy)
+    memory = pool if pool is not None else device.make_pool()
+    job = Job(
+        fn=fn,
+        args=args,
+        kwargs=dict(kwargs or {}),
+        spec=HostSpec(host_args, fn),
+        backend=device,
+        pool=memory,
+        capture_error_mode=device.check_capture_error_mode(capture_error_mode),
+        compiler=compiler,
+        before_break=before_break,
+    )
+    started = time.perf_counter()
+    with device.capturing(memory), _contents_kept(device, _tensors((args, job.kwargs))):
+        for _ in range(warmup):
+            fn(*args, **job.kwargs, **job.spec.declared)
+        device.synchronize()
+        plan = chosen.capture(job)
+    return Captured(job, plan, policy, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def _contents_kept(backend: Backend, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give the tensors and the random state their contents back afterwards, also on failure."""
+    with torch.inference_mode():
+        saved = [(tensor, tensor.clone()) for tensor in tensors]
+    rng = backend.get_rng_state()
+    try:
+        yield
+    finally:
+        backend.set_rng_state(rng)
+        with torch.inference_mode():  # inference tensors may only be written in this mode
+            for tensor, content in saved:
+                tensor.copy_(content)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

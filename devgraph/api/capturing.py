@@ -1,0 +1,94 @@
+"""What a mark means inside one graph: the scope of ``capture_context`` and of policy ``full``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from devgraph.api.errors import FrozenValueError
+from devgraph.api.hostargs import HostSpec, is_tracked
+from devgraph.api.marks import Absorbed, Mark, entered, refuse_no_graph
+from devgraph.api.source import user_line
+
+if TYPE_CHECKING:
+    from devgraph.api.graph import DeviceGraph
+
+__all__ = ["GraphScope", "plain_host_values"]
+
+
+def plain_host_values(
+    mark: Mark, host: dict[str, Any], spec: HostSpec, *, accept_equal: bool = False
+) -> dict[str, Any]:
+    """Return the values of capture for a mark's host arguments, all of them checked as tracked.
+
+    Args:
+        accept_equal: also take a plain value equal to the declared one. A raw
+            ``capture_context`` runs the user's code inline, with the values it has at hand.
+
+    Raises:
+        FrozenValueError: a value is not tracked (or derived, or of another name).
+    """
+    for name, value in mark.tracked_names(host).items():
+        declared = name in spec.declared
+        if declared and accept_equal and value == spec.declared[name]:
+            continue
+        if declared:
+            what = (
+                f"a plain {type(value).__name__} ({value!r}) instead of the tracked host argument"
+            )
+            cure = (
+                "pass the host argument on unchanged, or declare the computation with "
+                "derive={...} on the mark"
+            )
+        else:
+            what = f"a host argument that the capture does not declare ({value!r})"
+            cure = f"declare it: host_args={{{name!r}: {value!r}}}"
+        raise FrozenValueError(
+            f"region {mark.name} was given {what} for {name!r}, at {user_line()}; it would freeze "
+            f"in the graph. {cure[0].upper()}{cure[1:]}."
+        )
+    return {
+        name: value._devgraph_value if is_tracked(value) else value for name, value in host.items()
+    }
+
+
+class GraphScope:
+    """Everything goes into one graph; dynamic regions are remembered so that they can be updated.
+
+    Args:
+        graph: the graph that is being captured.
+        spec: the declared host arguments.
+        policy: the name used in messages.
+        accept_equal: see ``plain_host_values``.
+    """
+
+    def __init__(
+        self,
+        graph: DeviceGraph,
+        spec: HostSpec,
+        *,
+        policy: str = "full",
+        accept_equal: bool = False,
+    ) -> None:
+        self._graph = graph
+        self._spec = spec
+        self._policy = policy
+        self._accept_equal = accept_equal
+        self._host_of: dict[Mark, dict[str, Any]] = {}
+
+    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if mark.kind == "no_graph":
+            refuse_no_graph(mark, self._policy)
+        with entered(Absorbed(mark, self._policy)):
+            if not mark.dynamic:
+                return mark.fn(*args, **kwargs)
+            args, kwargs, given = mark.split(args, kwargs)
+            values = plain_host_values(mark, given, self._spec, accept_equal=self._accept_equal)
+            return self._graph.capture_region(mark, args, kwargs, self._host_kwargs(mark, values))
+
+    def graph_break(self) -> None:
+        """Do nothing: one graph has no breaks."""
+
+    def _host_kwargs(self, mark: Mark, values: dict[str, Any]) -> dict[str, Any]:
+        if mark not in self._host_of:
+            self._host_of[mark] = mark.host_kwargs(values)
+        return self._host_of[mark]

@@ -1,0 +1,184 @@
+"""Every error of devgraph, in one tree.
+
+::
+
+    DeviceGraphError
+    ├── StateError                    a call that the graph's state does not allow
+    │   └── StaleOutputError          an output was read after a later replay overwrote it
+    ├── CaptureError                  the body cannot be captured as it is
+    │   ├── HostReadError             it reads device data on the host
+    │   ├── FrozenValueError          it consumes a host value, which would freeze (ValueError)
+    │   ├── NotCapturableError        it calls a ``no_graph`` function where breaks are not allowed
+    │   ├── NestedCaptureError        a capture or replay inside a capture
+    │   ├── EmptyCaptureError         nothing was recorded
+    │   ├── UnjoinedStreamError       a side stream was not joined
+    │   └── CaptureBusyError          another thread is capturing on this device
+    ├── UpdateError                   host arguments could not be applied
+    │   ├── UpdateUnsupportedError    this backend cannot update regions
+    │   └── UpdateTopologyError       the new arguments need other nodes
+    ├── RegionError                   a marked function broke its contract
+    ├── HostArgumentError             missing, unknown or ill-typed host arguments (TypeError)
+    ├── InputError                    a tensor or number that does not fit (ValueError)
+    │   └── InputTypeError            the same, of the wrong kind (TypeError)
+    ├── ConfigError                   unusable mode configuration (ValueError)
+    │   └── ConfigTypeError           the same, of the wrong kind (TypeError)
+    ├── BackendError                  the backend itself
+    │   ├── UnknownBackendError       no backend of that name (ValueError)
+    │   ├── BackendUnavailableError   known, but unusable on this machine
+    │   └── CapabilityError           the backend does not declare what was asked
+    ├── ResourceError                 memory, streams or another budget is exhausted
+    ├── AgreementError                ranks differ, are late or are gone
+    └── DeviceLost                    the device is in a sticky error state
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AgreementError",
+    "BackendError",
+    "BackendUnavailableError",
+    "CapabilityError",
+    "CaptureBusyError",
+    "CaptureError",
+    "ConfigError",
+    "ConfigTypeError",
+    "DeviceGraphError",
+    "DeviceLost",
+    "EmptyCaptureError",
+    "FrozenValueError",
+    "HostArgumentError",
+    "HostReadError",
+    "InputError",
+    "InputTypeError",
+    "NestedCaptureError",
+    "NotCapturableError",
+    "RegionError",
+    "ResourceError",
+    "StaleOutputError",
+    "StateError",
+    "UnjoinedStreamError",
+    "UnknownBackendError",
+    "UpdateError",
+    "UpdateTopologyError",
+    "UpdateUnsupportedError",
+    "did_you_mean",
+]
+
+
+class DeviceGraphError(Exception):
+    """Base of every error that devgraph raises."""
+
+
+class StateError(DeviceGraphError):
+    """A call that the object's state does not allow; the message names the way out."""
+
+
+class StaleOutputError(StateError):
+    """An output was read after a later replay overwrote it."""
+
+
+class CaptureError(DeviceGraphError):
+    """The body cannot be captured as it is."""
+
+
+class HostReadError(CaptureError):
+    """The body reads device data on the host, which a capture cannot record."""
+
+
+class FrozenValueError(CaptureError, ValueError):
+    """A host value was consumed where a replay would not see its new value."""
+
+
+class NotCapturableError(CaptureError):
+    """A ``no_graph`` function was called under a policy without breaks."""
+
+
+class NestedCaptureError(CaptureError):
+    """A capture or a replay was started inside a capture."""
+
+
+class EmptyCaptureError(CaptureError):
+    """The capture recorded nothing."""
+
+
+class UnjoinedStreamError(CaptureError):
+    """A side stream was still running when a segment ended."""
+
+
+class CaptureBusyError(CaptureError):
+    """Another thread holds the device's capture lock."""
+
+
+class UpdateError(DeviceGraphError):
+    """New host arguments could not be applied to a graph."""
+
+
+class UpdateUnsupportedError(UpdateError):
+    """This backend cannot update regions; the message names the alternatives."""
+
+
+class UpdateTopologyError(UpdateError):
+    """The new host arguments need another number or kind of nodes."""
+
+
+class RegionError(DeviceGraphError):
+    """A marked function returned or touched something other than at capture."""
+
+
+class HostArgumentError(DeviceGraphError, TypeError):
+    """Host arguments are missing, unknown or of the wrong type."""
+
+
+class InputError(DeviceGraphError, ValueError):
+    """A value does not fit what was declared."""
+
+
+class InputTypeError(InputError, TypeError):
+    """A value is of another kind than was declared."""
+
+
+class ConfigError(DeviceGraphError, ValueError):
+    """The mode configuration cannot be used."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """A part of the mode configuration has the wrong type."""
+
+
+class BackendError(DeviceGraphError):
+    """Something about a backend itself."""
+
+
+class UnknownBackendError(BackendError, ValueError):
+    """No backend of that name is registered."""
+
+
+class BackendUnavailableError(BackendError):
+    """The backend is known but cannot be used on this machine."""
+
+
+class CapabilityError(BackendError):
+    """The backend does not declare the capability that was asked for."""
+
+
+class ResourceError(DeviceGraphError):
+    """Memory, streams or another budget is exhausted."""
+
+
+class AgreementError(DeviceGraphError):
+    """The ranks of a group differ, are late, or are gone."""
+
+
+class DeviceLost(DeviceGraphError):  # noqa: N818 - a state of the device, not a mistake
+    """The device is in an error state that only a new process leaves."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a sentence that lists ``known`` and, if one is near ``name``, suggests it."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"Known: {', '.join(names) if names else '(none)'}.{hint}"

@@ -1,0 +1,445 @@
+"""DeviceGraph: one captured piece of device work and its states.
+
+::
+
+              capture_context                      update fails half-way
+    empty ───────────────────▶ capturing ──▶ ready ──────────────────────▶ dirty
+      ▲                            │          │ ▲                            │
+      │        the body raised     │          │ └── update, replay           │
+      ├────────────────────────────┘          │                              │
+      │               reset                   ▼           reset              │
+      ├─────────────────────────────── ready / stale ◀── expire              │
+      └──────────────────────────────────────────────────────────────────────┘
+    close() leads from every state but capturing to closed, and nothing leads out of it.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import enum
+import logging
+import os
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+
+from devgraph.api.errors import (
+    EmptyCaptureError,
+    HostArgumentError,
+    NestedCaptureError,
+    StateError,
+    UpdateUnsupportedError,
+)
+from devgraph.api.hostargs import HostSpec
+from devgraph.api.marks import Mark, is_capturing
+from devgraph.api.regions import RegionHit
+
+if TYPE_CHECKING:
+    from devgraph.api.backend import Backend
+    from devgraph.api.pool import Pool, Recording
+
+__all__ = ["DeviceGraph", "GraphInfo", "GraphState"]
+
+logger = logging.getLogger(__name__)
+
+
+class GraphState(str, enum.Enum):
+    """The states of a graph; compares equal to its lower-case name."""
+
+    EMPTY = "empty"
+    CAPTURING = "capturing"
+    READY = "ready"
+    DIRTY = "dirty"
+    STALE = "stale"
+    CLOSED = "closed"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_WAY_OUT = {
+    GraphState.EMPTY: "capture into it first: with backend.capture_context(graph): ...",
+    GraphState.CAPTURING: "leave its capture_context first",
+    GraphState.READY: "call reset() first",
+    GraphState.DIRTY: "an update failed half-way; call reset() and capture again",
+    GraphState.STALE: "what it captured was invalidated; call reset() and capture again",
+    GraphState.CLOSED: "make a new one with backend.make_graph(pool)",
+}
+
+
+@attrs.frozen(kw_only=True)
+class GraphInfo:
+    """What one graph is made of; ``None`` where the backend cannot tell."""
+
+    state: str
+    nodes: int | None
+    """Device operations in the graph."""
+    regions: int
+    """Updatable regions."""
+    segments: int
+    bytes: int
+    """Memory that the graph itself takes, without the pool it shares."""
+    capture_seconds: float
+    recordings: int
+    """Recordings kept for it in the pool."""
+
+
+class DeviceGraph(abc.ABC):
+    """A graph of device work: captured once, replayed many times, updated in its regions.
+
+    Made by ``backend.make_graph(pool)``; filled by ``backend.capture_context(graph)``. A vendor
+    implements the methods that begin with one underscore; they are called in a legal state.
+    """
+
+    def __init__(self, backend: Backend, pool: Pool) -> None:
+        self.backend = backend
+        self.pool = pool
+        self.hits: list[RegionHit] = []
+        """The updatable regions in capture order."""
+        self._state = GraphState.EMPTY
+        self._pid = os.getpid()
+        self._capture_seconds = 0.0
+        self._spec = HostSpec()
+        self._values: dict[str, Any] = {}
+        self._host: dict[Mark, dict[str, Any]] = {}
+        self._key: Hashable = None
+
+    # What a vendor implements.
+
+    @abc.abstractmethod
+    def _begin(self, mode: str) -> None:
+        """Start recording on the current stream. On failure leave nothing begun."""
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """Finish recording and make the graph launchable."""
+
+    @abc.abstractmethod
+    def _abort(self) -> None:
+        """After a failure in the body or in ``_end``: stop recording if it still is, free all."""
+
+    @abc.abstractmethod
+    def _launch(self) -> None:
+        """Replay once on the current stream."""
+
+    @abc.abstractmethod
+    def _free(self) -> None:
+        """Drop everything captured."""
+
+    @abc.abstractmethod
+    def _size(self) -> tuple[int | None, int]:
+        """Return the number of nodes (None where unknown) and the graph's own bytes."""
+
+    def _region_begin(self, hit: RegionHit) -> None:  # noqa: B027
+        """An updatable region starts here."""
+
+    def _region_end(self, hit: RegionHit) -> None:  # noqa: B027
+        """It ends here; ``hit.note`` is the vendor's to use."""
+
+    def _own_recording(self) -> Recording | None:
+        """Return the recording that the capture itself is, if it can be re-applied."""
+        return None
+
+    def _record(self, host: Mapping[Mark, dict[str, Any]]) -> Recording:
+        """Re-run the regions with new host values and return the result; change nothing yet."""
+        raise NotImplementedError
+
+    def _apply(self, recording: Recording) -> None:
+        """Make ``recording`` the one that the next launch uses."""
+        raise NotImplementedError
+
+    # The public life of a graph.
+
+    @property
+    def state(self) -> GraphState:
+        """The current state."""
+        return self._state
+
+    def replay(self) -> None:
+        """Launch the graph once on the current stream; with regions, as last updated.
+
+        Replays of graphs that share a pool are ordered after each other.
+
+        Raises:
+            StateError: the graph is not ready; the message names the way out.
+            NestedCaptureError: this thread is inside a capture.
+            DeviceLost: the device is in a sticky error state.
+        """
+        if self._state is not GraphState.READY or is_capturing() or os.getpid() != self._pid:
+            self._refuse_replay()
+        pool = self.pool
+        with pool.lock:
+            pool.order()
+            try:
+                self._launch()
+            except Exception as error:
+                self.backend.raise_if_lost(error)
+                raise
+
+    def update(self, **host_args: Any) -> None:
+        """Give regions new host arguments; the next replay sees them, and so do later ones.
+
+        Arguments that are not named keep their last value. An unchanged key does nothing.
+
+        Raises:
+            HostArgumentError: an unknown name or another type than at capture (a TypeError).
+            UpdateUnsupportedError: the backend cannot update and a value changed.
+            UpdateTopologyError: the new values need other nodes; the graph is as before.
+        """
+        self._require("update", GraphState.READY)
+        self._refuse_in_capture("update")
+        with self.pool.lock:
+            values = {**self._values, **self._spec.checked(host_args)}
+            self.select(self._host_of(values))
+            self._values = values
+
+    def reset(self) -> None:
+        """Free what was captured; the graph is empty again. Idempotent."""
+        if self._state is GraphState.EMPTY:
+            return
+        self._require("reset", GraphState.READY, GraphState.DIRTY, GraphState.STALE)
+        self._clear()
+        self._state = GraphState.EMPTY
+
+    def close(self) -> None:
+        """Free everything for good. Idempotent; refused only while capturing."""
+        if self._state is GraphState.CLOSED:
+            return
+        if self._state is GraphState.CAPTURING:
+            self._refuse_state("close")
+        if self._state is not GraphState.EMPTY:
+            self._clear()
+        self._state = GraphState.CLOSED
+
+    def expire(self) -> None:
+        """Mark a ready graph stale: what it captured (weights, buffers) is no longer valid."""
+        if self._state is GraphState.READY:
+            self._state = GraphState.STALE
+            self.pool.epoch += 1
+
+    def info(self) -> GraphInfo:
+        """Return nodes, regions, bytes and capture seconds."""
+        nodes, size = (None, 0) if self._state is GraphState.CLOSED else self._size()
+        return GraphInfo(
+            state=self._state.value,
+            nodes=nodes,
+            regions=len(self.hits),
+            segments=1,
+            bytes=size,
+            capture_seconds=self._capture_seconds,
+            recordings=self.pool.recordings.count(self),
+        )
+
+    # What scopes and policies call.
+
+    def launcher(self) -> Callable[[], None]:
+        """Return what replays the graph once, without the checks of ``replay``.
+
+        For a caller that holds the pool's lock, has called ``pool.order()``, is on the backend's
+        device, and asks again whenever ``pool.epoch`` has changed.
+        """
+        return self._launch
+
+    def use_pool(self, pool: Pool) -> None:
+        """Move an empty graph to ``pool``."""
+        self._require("move", GraphState.EMPTY)
+        pool.check(self.backend)
+        self.pool = pool
+
+    @contextlib.contextmanager
+    def recording(self, mode: str, *, spec: HostSpec | None = None) -> Iterator[None]:
+        """Record the block's device work; all or nothing.
+
+        On an exception the partial graph is destroyed, the graph is empty as before, and the
+        exception goes on unchanged.
+        """
+        self.begin(mode, spec=spec)
+        try:
+            yield
+        except BaseException:
+            self.cancel()
+            raise
+        self.end()
+
+    def begin(self, mode: str, *, spec: HostSpec | None = None) -> None:
+        """Start recording; pair with ``end`` or ``cancel``."""
+        self._require("capture", GraphState.EMPTY)
+        self._spec = spec or HostSpec()
+        self._values = dict(self._spec.declared)
+        self._host = {}
+        self._capture_seconds = -time.perf_counter()
+        self._begin(mode)
+        self._state = GraphState.CAPTURING
+
+    def end(self, *, allow_empty: bool = False) -> None:
+        """Finish the recording.
+
+        Args:
+            allow_empty: keep an empty graph (a policy drops it) instead of raising.
+
+        Raises:
+            EmptyCaptureError: nothing was recorded.
+        """
+        try:
+            self._end()
+            nodes, _ = self._size()
+            if nodes == 0 and not allow_empty:
+                raise EmptyCaptureError(
+                    "the capture recorded no device work. Run the step on this backend's device "
+                    f"({self.backend.device}) and inside the with block."
+                )
+            self._remember_capture()
+        except BaseException:
+            self.cancel()
+            raise
+        self._capture_seconds += time.perf_counter()
+        self._state = GraphState.READY
+
+    def cancel(self) -> None:
+        """Undo a recording that failed; never raises, so that the first exception stays."""
+        try:
+            self._abort()
+        except Exception:
+            logger.exception("cleaning up after a failed capture failed as well")
+        self.hits = []
+        self._key = None
+        self.pool.recordings.drop(self)
+        self._state = GraphState.EMPTY
+
+    def capture_region(
+        self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
+    ) -> Any:
+        """Capture one call of an updatable region and return its result."""
+        hit = RegionHit(self.pool, mark, args, kwargs, len(self.hits))
+        self._host[mark] = host
+        self._region_begin(hit)
+        result = hit.first_run(args, kwargs, host)
+        self._region_end(hit)
+        hit.alias_bridges()
+        self.hits.append(hit)
+        return result
+
+    def select(self, host: Mapping[Mark, dict[str, Any]]) -> None:
+        """Make the next launch use the host values of ``host``; does nothing for the same key."""
+        key = self.key_of(host)
+        if key == self._key:
+            return
+        if not self.backend.capabilities.region_update:
+            raise UpdateUnsupportedError(
+                f"backend {self.backend.name!r} cannot update yet: regions "
+                f"{', '.join(mark.name for mark in host)} were captured with {self._values} and "
+                f"would replay those values. Replay with the values of capture, capture with "
+                f"policy='breakable', or read the value from a device tensor."
+            )
+        recordings = self.pool.recordings
+        recording = recordings.get(self, key)
+        if recording is None:
+            with self.pool.region_memory():
+                recording = self._record(host)
+            recordings.put(self, key, recording)
+        try:
+            self._apply(recording)
+        except BaseException:
+            self._state = GraphState.DIRTY
+            raise
+        self._key = key
+
+    def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
+        """Return the key of these host values: every region's values, as one hashable tuple."""
+        key = tuple((name, value) for kwargs in host.values() for name, value in kwargs.items())
+        try:
+            hash(key)
+        except TypeError:
+            for mark, kwargs in host.items():
+                for name, value in kwargs.items():
+                    _require_hashable(mark, name, value)
+            raise
+        return key
+
+    @property
+    def key(self) -> Hashable:
+        """The key of the host values that the next launch uses."""
+        return self._key
+
+    @property
+    def marks(self) -> list[Mark]:
+        """The marks of the updatable regions, each once, in capture order."""
+        return list(dict.fromkeys(hit.mark for hit in self.hits))
+
+    # Inner workings.
+
+    def _host_of(self, values: Mapping[str, Any]) -> dict[Mark, dict[str, Any]]:
+        return {mark: mark.host_kwargs(values) for mark in self.marks}
+
+    def _remember_capture(self) -> None:
+        if not self.hits:
+            return
+        self._key = self.key_of(self._host)
+        own = self._own_recording()
+        if own is not None:
+            self.pool.recordings.put(self, self._key, own)
+
+    def _clear(self) -> None:
+        with self.pool.lock:
+            self.pool.recordings.drop(self)
+            self._free()
+            self.pool.epoch += 1
+            self.hits = []
+            self._host = {}
+            self._key = None
+
+    def _require(self, call: str, *allowed: GraphState) -> None:
+        if self._state not in allowed:
+            self._refuse_state(call)
+        if os.getpid() != self._pid:
+            raise StateError(
+                f"cannot {call} in a forked process: device graphs belong to the process that "
+                f"captured them. Start workers with 'spawn' and capture there."
+            )
+
+    def _refuse_state(self, call: str) -> NoReturn:
+        raise StateError(
+            f"cannot {call} a graph that is {self._state.value}: {_WAY_OUT[self._state]}."
+        )
+
+    def _refuse_in_capture(self, call: str) -> None:
+        if is_capturing():
+            raise NestedCaptureError(
+                f"cannot {call} a graph inside a capture: leave the capture first, or mark the "
+                f"function that does it @dg.no_graph and capture with policy='breakable'."
+            )
+
+    def _refuse_replay(self) -> NoReturn:
+        self._require("replay", GraphState.READY)
+        self._refuse_in_capture("replay")
+        raise AssertionError("replay was refused without a reason")
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a DeviceGraph owns device resources and cannot be pickled or copied; capture it anew"
+        )
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce__()
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", GraphState.CLOSED) in (GraphState.CLOSED, GraphState.EMPTY):
+            return
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._state.value} on {self.backend.device}>"
+
+
+def _require_hashable(mark: Mark, name: str, value: object) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise HostArgumentError(
+            f"host argument {name!r} of {mark.name} is a {type(value).__name__}, which cannot be a "
+            f"key. Declare reduce={{{name!r}: tuple}} (or a coarser rule) on the mark."
+        ) from error

@@ -1,0 +1,93 @@
+"""Policies: how a Python callable becomes a list of segments. A policy never sees a vendor."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import attrs
+
+from devgraph.api.backend import Backend
+from devgraph.api.errors import CapabilityError, InputError, did_you_mean
+from devgraph.api.hostargs import HostSpec
+from devgraph.api.marks import Mark
+from devgraph.api.pool import Pool
+
+__all__ = ["POLICIES", "Job", "Plan", "Policy", "Segment", "get_policy"]
+
+POLICIES = ("full", "breakable", "piecewise")
+
+
+class Segment(Protocol):
+    """Whatever can stand in a capture's segment list."""
+
+    def replay(self) -> None:
+        """Run the segment once."""
+
+    def reset(self) -> None:
+        """Free what it holds."""
+
+
+@attrs.frozen(kw_only=True)
+class Job:
+    """What a policy is asked to capture."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    spec: HostSpec
+    backend: Backend
+    pool: Pool
+    capture_error_mode: str
+    compiler: str | None
+    before_break: Callable[[], None] | None
+    """Called before each break's eager body while capturing: a barrier between ranks."""
+
+
+class Plan(Protocol):
+    """A finished capture: segments in order, and the outputs that they write."""
+
+    segments: list[Any]
+    outputs: Any
+    marks: list[Mark]
+    """Marks whose host values must be resolved at each replay."""
+    notes: dict[str, Any]
+    """What else the policy has to say about the capture, for reports."""
+
+    def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
+        """Make the next ``run`` use these host values."""
+
+    def run(self) -> None:
+        """Run all segments once, in one flat loop."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class Policy(Protocol):
+    """Turns a callable into a ``Plan``."""
+
+    name: str
+
+    def capture(self, job: Job) -> Plan:
+        """Capture ``job.fn`` inside ``job.backend.capturing``; all or nothing."""
+
+
+def get_policy(name: str) -> Policy:
+    """Return the policy of that name.
+
+    Raises:
+        InputError: there is no such policy (a ValueError).
+        CapabilityError: it is not part of this version.
+    """
+    if name not in POLICIES:
+        raise InputError(f"no policy {name!r}. {did_you_mean(name, POLICIES)}")
+    module_name = f"{__name__}.{name}"
+    if importlib.util.find_spec(module_name) is None:
+        raise CapabilityError(
+            f"policy {name!r} is not part of this version of devgraph; use 'full' or 'breakable'"
+        )
+    policy: Policy = importlib.import_module(module_name).POLICY
+    return policy

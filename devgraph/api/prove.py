@@ -1,0 +1,166 @@
+"""``prove``: replay against eager on inputs that the capture never saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from devgraph.api.capture import Captured
+    from devgraph.api.policy import Job
+
+__all__ = ["Failure", "Report", "compare", "prove", "randomize"]
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """One tensor that a replay left different from eager."""
+
+    case: int
+    host_args: Mapping[str, Any]
+    where: str
+    """Which output or argument, as a path."""
+    message: str
+
+    def __str__(self) -> str:
+        return (
+            f"case {self.case}, host arguments {dict(self.host_args)}: {self.where} {self.message}"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """The outcome of ``prove``."""
+
+    cases: int
+    """Replays that were compared."""
+    failures: tuple[Failure, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether at least one case ran and none differed."""
+        return self.cases > 0 and not self.failures
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.cases} replays equal eager bit for bit"
+        return "\n".join([f"{len(self.failures)} differences:", *map(str, self.failures)])
+
+
+def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill ``tensor`` with other data of its own kind.
+
+    Floating point gets normal noise. Integers are drawn from the values that the tensor already
+    holds, because they are often indices and other values could be out of range.
+    """
+    cpu = torch.device("cpu")
+    with torch.inference_mode():
+        if tensor.is_floating_point() or tensor.is_complex():
+            kind = torch.complex64 if tensor.is_complex() else torch.float32
+            noise = torch.randn(tensor.shape, generator=generator, dtype=kind, device=cpu)
+            tensor.copy_(noise)
+        elif tensor.numel():
+            flat = tensor.detach().to(cpu).reshape(-1)
+            picks = torch.randint(flat.numel(), (flat.numel(),), generator=generator)
+            tensor.copy_(flat[picks].reshape(tensor.shape))
+
+
+def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
+    """Return "" if the tensors are equal bit for bit (NaN equals NaN), else what differs."""
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        return (
+            f"is {got.dtype} {tuple(got.shape)} and should be "
+            f"{expected.dtype} {tuple(expected.shape)}"
+        )
+    a, b = expected.detach().cpu(), got.detach().cpu()
+    same = a == b
+    if a.is_floating_point() or a.is_complex():
+        same = same | (torch.isnan(a) & torch.isnan(b))
+    wrong = int((~same).sum())
+    if not wrong:
+        return ""
+    where = tuple(int(i[0]) for i in torch.nonzero(~same, as_tuple=True))
+    return (
+        f"differs in {wrong} of {a.numel()} elements, first at {where}: {b[where]} not {a[where]}"
+    )
+
+
+class _Prover:
+    def __init__(self, captured: Captured, job: Job) -> None:
+        self._captured = captured
+        self._job = job
+        self._bound = [
+            (path, leaf) for path, leaf in _named_tensors((job.args, job.kwargs), "argument ")
+        ]
+        self._saved = [leaf.detach().clone() for _, leaf in self._bound]
+        self._generator = torch.Generator().manual_seed(0)
+
+    def restore(self, contents: Sequence[torch.Tensor]) -> None:
+        with torch.inference_mode():
+            for (_, leaf), content in zip(self._bound, contents, strict=True):
+                leaf.copy_(content)
+
+    def case(self, index: int, host: Mapping[str, Any]) -> list[Failure]:
+        backend = self._job.backend
+        self.restore(self._saved)
+        for _, leaf in self._bound:
+            randomize(leaf, self._generator)
+        inputs = [leaf.detach().clone() for _, leaf in self._bound]
+        rng = backend.get_rng_state()
+        result = self._job.fn(*self._job.args, **self._job.kwargs, **host)
+        expected = [(n, t.detach().clone()) for n, t in self._results(result)]
+        self.restore(inputs)
+        self._poison_outputs()
+        backend.set_rng_state(rng)
+        replayed = self._captured.replay(**host)
+        backend.synchronize()
+        failures = []
+        for (name, want), (_, got) in zip(expected, self._results(replayed), strict=True):
+            message = compare(want, got)
+            if message:
+                failures.append(Failure(case=index, host_args=host, where=name, message=message))
+        return failures
+
+    def _results(self, result: Any) -> list[tuple[str, torch.Tensor]]:
+        return [*_named_tensors(result, "output "), *self._bound]
+
+    def _poison_outputs(self) -> None:
+        owned = {leaf.untyped_storage().data_ptr() for _, leaf in self._bound}
+        for _, output in _named_tensors(self._captured.outputs, ""):
+            if output.untyped_storage().data_ptr() not in owned:
+                with torch.inference_mode():
+                    self._job.backend.poison(output)
+
+
+def _named_tensors(tree: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return [
+        (prefix + (pytree.keystr(path) or "0"), leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def prove(
+    captured: Captured,
+    job: Job,
+    *,
+    cases: int = 3,
+    host_args: Sequence[Mapping[str, Any]] | None = None,
+) -> Report:
+    """Implement ``Captured.prove``."""
+    prover = _Prover(captured, job)
+    failures: list[Failure] = []
+    count = 0
+    try:
+        for host in host_args if host_args is not None else [job.spec.declared]:
+            for _ in range(cases):
+                failures.extend(prover.case(count, dict(host)))
+                count += 1
+    finally:
+        prover.restore(prover._saved)
+    return Report(cases=count, failures=tuple(failures))

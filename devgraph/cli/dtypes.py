@@ -1,0 +1,15 @@
+"""Names of data types on the command line."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["DTYPES", "dtype_named"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return torch's dtype of one of ``DTYPES``."""
+    found: torch.dtype = getattr(torch, name)
+    return found

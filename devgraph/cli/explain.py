@@ -1,0 +1,227 @@
+"""``devgraph explain``: what a capture is made of, as text, DOT, JSON or a Chrome trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from devgraph.api.capture import Captured, capture
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.policy import POLICIES
+from devgraph.api.registry import get_backend
+from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text
+from devgraph.cli.target import Target, add_target_arguments, find_target, user_code
+from devgraph.runners.stats import format_bytes
+
+__all__ = ["add_arguments", "run"]
+
+_RUNS = 10
+
+
+@attrs.frozen(kw_only=True)
+class _Part:
+    """One segment as it is shown."""
+
+    index: int
+    kind: str
+    """``graph`` or ``eager``."""
+    name: str
+    nodes: int | None
+    regions: tuple[str, ...]
+    bytes: int
+    seconds: float
+    """Median of a few replays, from launch until the device is done."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``explain``."""
+    add_target_arguments(parser)
+    parser.add_argument("--policy", default="full", choices=POLICIES, help="(default: full)")
+    parser.add_argument("--backend", default="auto", help="(default: auto)")
+    parser.add_argument("--compiler", help="compiler of the pieces under policy piecewise")
+    parser.add_argument("--grad", action="store_true", help="capture with autograd on")
+    parser.add_argument("--dot", metavar="FILE", help="write the segments as a Graphviz graph")
+    parser.add_argument(
+        "--chrome-trace",
+        metavar="FILE",
+        help="write one timed replay for chrome://tracing or ui.perfetto.dev",
+    )
+    parser.add_argument("--prove", action="store_true", help="also replay against eager")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Capture and print; 1 when ``--prove`` finds a difference."""
+    backend = get_backend(args.backend)
+    target = find_target(args)
+    with torch.set_grad_enabled(args.grad), user_code(target.name):
+        captured = capture(
+            target.fn,
+            *target.args,
+            kwargs=target.kwargs,
+            policy=args.policy,
+            backend=backend,
+            host_args=target.host_args,
+            compiler=args.compiler,
+        )
+        with captured:
+            parts = _parts(captured, _timed(captured, target))
+            report = captured.prove() if args.prove else None
+            if args.dot:
+                _write(args.dot, _dot(target, parts))
+            if args.chrome_trace:
+                _write(args.chrome_trace, json.dumps(_trace(captured, parts)))
+            if args.json:
+                print_json(_data(captured, parts, report))
+            else:
+                _print(captured, target, parts, report)
+    return 0 if report is None or report.ok else 1
+
+
+def _timed(captured: Captured, target: Target) -> list[float]:
+    """Return the median seconds of each segment, waiting for the device after each one."""
+    captured.replay(**target.host_args)
+    runs = [[_seconds(captured, segment) for segment in captured.segments] for _ in range(_RUNS)]
+    return [sorted(column)[_RUNS // 2] for column in zip(*runs, strict=True)]
+
+
+def _seconds(captured: Captured, segment: Any) -> float:
+    captured.backend.synchronize()
+    begin = time.perf_counter()
+    segment.replay()
+    captured.backend.synchronize()
+    return time.perf_counter() - begin
+
+
+def _parts(captured: Captured, seconds: list[float]) -> list[_Part]:
+    parts = []
+    for index, (segment, taken) in enumerate(zip(captured.segments, seconds, strict=True)):
+        if isinstance(segment, DeviceGraph):
+            info = segment.info()
+            part = _Part(
+                index=index,
+                kind="graph",
+                name=f"graph {index}",
+                nodes=info.nodes,
+                regions=tuple(hit.mark.name for hit in segment.hits),
+                bytes=info.bytes,
+                seconds=taken,
+            )
+        else:
+            name = repr(segment).strip("<>").removeprefix("eager ")
+            part = _Part(
+                index=index, kind="eager", name=name, nodes=None, regions=(), bytes=0, seconds=taken
+            )
+        parts.append(part)
+    return parts
+
+
+def _data(captured: Captured, parts: list[_Part], report: Any) -> dict[str, Any]:
+    return {
+        "policy": captured.policy,
+        "backend": captured.backend.name,
+        "device": captured.backend.device_name,
+        "info": attrs.asdict(captured.info()),
+        "pool_bytes": captured.pool.bytes,
+        "segments": [attrs.asdict(part) for part in parts],
+        "proof": None if report is None else {"ok": report.ok, "text": str(report)},
+    }
+
+
+def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) -> None:
+    info = captured.info()
+    print_table(
+        f"{target.name}: policy {captured.policy} on {captured.backend.name} "
+        f"({captured.backend.device_name})",
+        ("#", "segment", "nodes", "updatable regions", "bytes", "replay"),
+        [
+            (
+                part.index,
+                "graph" if part.kind == "graph" else f"eager {part.name}",
+                part.nodes,
+                _counted(part.regions) or None,
+                format_bytes(part.bytes) if part.kind == "graph" else None,
+                time_text(part.seconds),
+            )
+            for part in parts
+        ],
+        numbers=("#", "nodes", "bytes", "replay"),
+    )
+    nodes = "an unknown number of" if info.nodes is None else info.nodes
+    say(
+        f"{info.segments} segments, {nodes} nodes, captured in {time_text(info.capture_seconds)}, "
+        f"pool {format_bytes(captured.pool.bytes)}, {info.recordings} recordings "
+        f"({format_bytes(captured.pool.recordings.bytes)})"
+    )
+    if report is not None:
+        say(f"proof: {report}")
+
+
+def _counted(names: tuple[str, ...]) -> str:
+    return ", ".join(f"{name} x{names.count(name)}" for name in dict.fromkeys(names))
+
+
+def _dot(target: Target, parts: list[_Part]) -> str:
+    lines = [
+        "digraph capture {",
+        "  rankdir=TB;",
+        "  node [shape=box, style=filled];",
+        f"  label={_quoted(target.name)};",
+    ]
+    for part in parts:
+        if part.kind == "graph":
+            nodes = "?" if part.nodes is None else part.nodes
+            body = [f"graph {part.index}", f"{nodes} nodes", *part.regions]
+            color = "lightblue"
+        else:
+            body, color = [f"eager {part.name}"], "lightyellow"
+        text = _quoted("\n".join([*body, str(time_text(part.seconds))]))
+        lines.append(f"  s{part.index} [label={text}, fillcolor={color}];")
+    lines += [f"  s{left.index} -> s{left.index + 1};" for left in parts[:-1]]
+    return "\n".join([*lines, "}", ""])
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _trace(captured: Captured, parts: list[_Part]) -> dict[str, Any]:
+    """Return the segments one after the other in Chrome's trace format; times in us."""
+    events: list[dict[str, Any]] = [
+        {
+            "ph": "M",
+            "pid": 0,
+            "tid": 0,
+            "name": "process_name",
+            "args": {"name": f"{captured.backend.name}: policy {captured.policy}"},
+        }
+    ]
+    start = 0.0
+    for part in parts:
+        events.append(
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": 0,
+                "cat": part.kind,
+                "name": part.name if part.kind == "graph" else f"eager {part.name}",
+                "ts": start * 1e6,
+                "dur": part.seconds * 1e6,
+                "args": {"nodes": part.nodes, "regions": list(part.regions), "bytes": part.bytes},
+            }
+        )
+        start += part.seconds
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,248 @@
+"""One engine over given prompts: what came out, how long it took, what ran in graphs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from devgraph.runners.integrations.transformers.engine import (
+    Completion,
+    Engine,
+    EngineStats,
+    TokenEvent,
+)
+from devgraph.runners.integrations.transformers.sampling import SamplingParams
+from devgraph.runners.stats import RunnerStats
+
+__all__ = ["Run", "Task", "first_difference", "run_engine", "run_plain"]
+
+
+@attrs.frozen(kw_only=True)
+class Task:
+    """What every engine is asked to do."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids."""
+    max_new_tokens: int
+    sampling: tuple[SamplingParams, ...]
+    stop: tuple[str, ...]
+
+    @property
+    def greedy(self) -> bool:
+        return all(params.greedy for params in self.sampling)
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """One way to run the task, with the medians of its repeats."""
+
+    name: str
+    tokens: tuple[tuple[int, ...], ...]
+    """Generated ids of every prompt."""
+    texts: tuple[str, ...]
+    finish: tuple[str, ...]
+    seconds: float
+    """Time in steps, without printing."""
+    generated: int
+    decode_seconds: float | None = None
+    decode_tokens: int | None = None
+    capture_seconds: float | None = None
+    phases: tuple[RunnerStats, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, prompts' time included."""
+        return self.generated / self.seconds if self.seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second of the decode steps."""
+        if not self.decode_seconds or not self.decode_tokens:
+            return None
+        return self.decode_tokens / self.decode_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON has it."""
+        return {
+            **attrs.asdict(self, filter=lambda field, _: field.name != "phases"),
+            "tokens_per_second": self.rate,
+            "decode_tokens_per_second": self.decode_rate,
+            "phases": [stats.to_dict() for stats in self.phases],
+        }
+
+
+def run_engine(
+    engine: Engine, task: Task, on_event: Callable[[TokenEvent], None] | None = None
+) -> tuple[list[Completion], EngineStats]:
+    """Run the task once through a captured engine and return what this run added."""
+    engine.reset_stats()
+    done = engine.generate(
+        task.prompts,
+        max_new_tokens=task.max_new_tokens,
+        sampling=task.sampling,
+        stop=task.stop,
+        on_event=on_event,
+    )
+    return done, engine.stats()
+
+
+def summarise(
+    name: str,
+    engine: Engine,
+    repeats: Sequence[tuple[list[Completion], EngineStats]],
+    capture_seconds: float | None,
+) -> Run:
+    """Return the run that ``repeats`` of one engine come to."""
+    done, _ = repeats[0]
+    stats = [one for _, one in repeats]
+    decoded = [one for one in stats if one.decode_tokens]
+    return Run(
+        name=name,
+        tokens=tuple(one.token_ids for one in done),
+        texts=tuple(one.text for one in done),
+        finish=tuple(str(one.finish_reason) for one in done),
+        seconds=statistics.median(one.seconds for one in stats),
+        generated=sum(len(one.token_ids) for one in done),
+        decode_seconds=statistics.median(one.decode_seconds for one in decoded)
+        if decoded
+        else None,
+        decode_tokens=decoded[0].decode_tokens if decoded else None,
+        capture_seconds=capture_seconds,
+        phases=(engine.prefill.stats(), engine.decode.stats()),
+    )
+
+
+@torch.no_grad()
+def run_plain(model: Any, tokenizer: Any, task: Task, *, repeats: int) -> Run:
+    """Run the task through the model's own ``generate``, greedily, one prompt after the other."""
+    device = next(model.parameters()).device
+    seconds = []
+    for _ in range(repeats):
+        tokens = []
+        begin = time.perf_counter()
+        for prompt in task.prompts:
+            ids = torch.tensor([prompt], device=device)
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=task.max_new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            tokens.append(tuple(out[0, ids.shape[1] :].tolist()))  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+    return Run(
+        name="transformers generate",
+        tokens=tuple(tokens),
+        texts=tuple(tokenizer.decode(one, skip_special_tokens=True) for one in tokens),
+        finish=tuple("length" if len(t) == task.max_new_tokens else "eos" for t in tokens),
+        seconds=statistics.median(seconds),
+        generated=sum(map(len, tokens)),
+    )
+
+
+def first_difference(left: Run, right: Run) -> tuple[int, int] | None:
+    """Return the first (prompt, token) in which two runs differ, None where there is none."""
+    for prompt, (a, b) in enumerate(zip(left.tokens, right.tokens, strict=True)):
+        if a != b:
+            same = next(
+                (i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]),
+                min(len(a), len(b)),
+            )
+            return prompt, same
+    return None
+
+
+class Runs:
+    """The engines of one call: with graphs, eager, and the model's own generate."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        backend: Backend,
+        config: DeviceGraphConfig,
+        network: Any,
+        tokenizer: Any,
+        task: Task,
+    ) -> None:
+        self._args = args
+        self._backend = backend
+        self._config = config
+        self._network = network
+        self._tokenizer = tokenizer
+        self._task = task
+
+    def run(self, prompts: Sequence[str]) -> list[Run]:
+        """Return the runs, the one with graphs first; print its text as it comes."""
+        args, task = self._args, self._task
+        graphs = self._engine(self._config)
+        begin = time.perf_counter()
+        graphs.capture()
+        self._backend.synchronize()
+        captured = time.perf_counter() - begin
+        repeats = [self._first(graphs, prompts)]
+        runs = []
+        with graphs, working("running again, and eagerly"):
+            eager = self._eager_engine() if args.compare else None
+            compared = []
+            for index in range(args.repeats):
+                if index:
+                    repeats.append(run_engine(graphs, task))
+                if eager is not None:
+                    compared.append(run_engine(eager, task))
+            runs.append(summarise("graphs", graphs, repeats, captured))
+            if eager is not None:
+                runs.append(summarise("eager", eager, compared, None))
+                eager.close()
+        if args.with_transformers:
+            with working("running transformers' own generate"):
+                runs.append(run_plain(self._network, self._tokenizer, task, repeats=args.repeats))
+        return runs
+
+    def _engine(self, config: DeviceGraphConfig) -> Any:
+        args, lengths = self._args, [len(ids) for ids in self._task.prompts]
+        requests = args.max_requests or max(
+            min(len(lengths), _MOST_REQUESTS), *(self._config.decode.buckets or (1,))
+        )
+        tokens = args.max_step_tokens or max(
+            min(_up(sum(lengths)), _MOST_STEP_TOKENS),
+            requests,
+            *(self._config.prefill.buckets or (1,)),
+        )
+        return Engine(
+            self._network,
+            self._tokenizer,
+            config=config,
+            backend=self._backend,
+            max_requests=requests,
+            max_len=args.max_len or max(lengths) + self._task.max_new_tokens,
+            max_step_tokens=tokens,
+        )
+
+    def _eager_engine(self) -> Any:
+        off = PhaseConfig(policy="disabled")
+        engine = self._engine(DeviceGraphConfig(decode=off, prefill=off))
+        # What a capture's warm-up runs have set up for the other engine is not part of its speed.
+        engine.generate([self._task.prompts[0]], max_new_tokens=2)
+        return engine
+
+    def _first(self, engine: Any, prompts: Sequence[str]) -> Any:
+        if self._args.json:
+            return run_engine(engine, self._task)
+        text = OrderedText([f"[{i + 1}] {prompt}" for i, prompt in enumerate(prompts)])
+
+        def show(event: Any) -> None:
+            # A new engine numbers its requests from 0 in the order of the prompts.
+            text.add(event.request_id, event.text, last=event.finish_reason is not None)
+
+        text.start()
+        return run_engine(engine, self._task, show)
+
+
+def _up(tokens: int) -> int:
+    return -(-tokens // 16) * 16

@@ -1,0 +1,176 @@
+"""``module:function`` on the command line: finding the function, its inputs, its host arguments."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from devgraph.api.errors import DeviceGraphError, did_you_mean
+from devgraph.cli.tables import CommandError
+
+__all__ = ["Target", "add_target_arguments", "find_target", "user_code"]
+
+
+@attrs.frozen(kw_only=True)
+class Target:
+    """A function of the user with everything needed to call it."""
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    host_args: dict[str, Any]
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the positional target, ``--inputs`` and ``--host-arg``."""
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="the function; MODULE is importable from here, or the path of a .py file",
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the target's arguments: a tuple, a "
+        "dictionary of keywords, or a pair of both (default: the target takes none). MODULE may be "
+        "left out when it is the target's.",
+    )
+    parser.add_argument(
+        "--host-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a host argument and its value at capture (a Python literal); may be repeated",
+    )
+
+
+def find_target(args: argparse.Namespace) -> Target:
+    """Import what the arguments name and make the inputs.
+
+    Raises:
+        CommandError: there is no such module or function, or the inputs have another form.
+    """
+    fn = _find(args.target)
+    positional, keywords = _inputs(args)
+    return Target(
+        name=args.target,
+        fn=fn,
+        args=positional,
+        kwargs=keywords,
+        host_args=_host_args(args.host_arg),
+    )
+
+
+def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
+    module_name, colon, name = text.rpartition(":")
+    module_name = module_name or module_of
+    if not module_name or not name or (not colon and not module_of):
+        raise CommandError(
+            f"{text!r} names no function: write MODULE:FUNCTION, for example engine.step:decode"
+        )
+    module = _load(module_name)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [key for key in vars(found) if not key.startswith("_")]
+            raise CommandError(f"{module_name} has no {part!r}. {did_you_mean(part, known)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise CommandError(f"{text} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _load(name: str) -> Any:
+    if name.endswith(".py"):
+        return _load_file(Path(name))
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)  # as `python -m` does, for the installed program
+    try:
+        with user_code(name):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise CommandError(
+            f"there is no module {name!r} that Python can import from {here}; run this in the "
+            f"folder that holds it, or give the path of its .py file"
+        ) from error
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise CommandError(f"there is no file {path}")
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path.resolve()):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    with user_code(str(path)):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _inputs(args: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args.inputs is None:
+        return (), {}
+    factory = _find(args.inputs, module_of=args.target.rpartition(":")[0])
+    with user_code(args.inputs):
+        made = factory()
+    if isinstance(made, Mapping):
+        return (), dict(made)
+    if isinstance(made, tuple):
+        if len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], Mapping):
+            return made[0], dict(made[1])
+        return made, {}
+    raise CommandError(
+        f"{args.inputs} returned a {type(made).__name__}; it must return a tuple of arguments, a "
+        f"dictionary of keywords, or a pair of both"
+    )
+
+
+def _host_args(given: list[str]) -> dict[str, Any]:
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise CommandError(f"--host-arg {text!r}: write NAME=VALUE, for example kv_len=512")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError) as error:
+            raise CommandError(
+                f"--host-arg {text!r}: {value!r} is no Python literal such as 512, [1, 2] or 'x'"
+            ) from error
+    return found
+
+
+@contextmanager
+def user_code(name: str) -> Iterator[None]:
+    """Turn an exception of the user's own code into one line that says where it was raised."""
+    try:
+        yield
+    except (DeviceGraphError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "devgraph/cli/" not in frame.filename]
+        where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        text = str(error).strip().splitlines() or [""]
+        raise CommandError(
+            f"{name} raised {type(error).__name__}: {text[0]}{where} (--debug shows all of it)"
+        ) from error

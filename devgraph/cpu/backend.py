@@ -1,0 +1,213 @@
+"""The CPU reference as a backend: pool, graph and identity over the recording engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from devgraph.api.backend import Backend
+from devgraph.api.capabilities import Capabilities
+from devgraph.api.errors import StateError
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.marks import Mark
+from devgraph.api.pool import Pool, Recording
+from devgraph.api.regions import RegionHit
+from devgraph.cpu.check import check
+from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
+from devgraph.cpu.violations import Violation
+
+__all__ = ["CpuBackend", "CpuGraph", "CpuPool", "make_backend"]
+
+ENTRY_BYTES = 2048
+"""What one entry of a tape takes: a bound call and about three tensor objects (1.6 to 2.4 KiB,
+resident memory over a tape of 1277 entries, torch 2.13)."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class CpuRecording:
+    """The entries of every region for one key."""
+
+    changes: Mapping[Span, tuple[Entry, ...]]
+
+    @property
+    def bytes(self) -> int:
+        return ENTRY_BYTES * sum(len(entries) for entries in self.changes.values())
+
+    def close(self) -> None:
+        """Nothing to free: a tape that uses the entries holds them itself."""
+
+
+class CpuPool(Pool):
+    """Blocks for graphs, and blocks for the temporaries of regions that are recorded again."""
+
+    def __init__(self, backend: CpuBackend, budget_bytes: int | None = None) -> None:
+        super().__init__(backend, budget_bytes)
+        self.blocks = BlockPool()
+        self.regions = BlockPool()
+
+    @property
+    def bytes(self) -> int:
+        return self.blocks.reserved_bytes + self.regions.reserved_bytes
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided or not tensor.is_cpu:
+            return tensor
+        return self.regions.alias(self.blocks.alias(tensor))
+
+
+class CpuGraph(DeviceGraph):
+    """A tape behind the DeviceGraph contract."""
+
+    pool: CpuPool
+
+    def __init__(self, backend: CpuBackend, pool: CpuPool) -> None:
+        super().__init__(backend, pool)
+        self._knowledge = backend.knowledge
+        self._recorder: Recorder | None = None
+        self._tape: Tape | None = None
+
+    @property
+    def ops(self) -> list[Op]:
+        """The recorded operations and the lines that called them, in order."""
+        return [] if self._tape is None else self._tape.ops
+
+    def _begin(self, mode: str) -> None:
+        recorder = Recorder(
+            self.pool.blocks, others=(self.pool.regions,), knowledge=self._knowledge
+        )
+        recorder.__enter__()
+        self._recorder = recorder
+
+    def _end(self) -> None:
+        recorder = self._leave()
+        assert recorder is not None
+        self._tape = recorder.tape()
+
+    def _abort(self) -> None:
+        self._leave()
+        self._free()
+
+    def _leave(self) -> Recorder | None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.__exit__(None, None, None)
+        return recorder
+
+    def _launch(self) -> None:
+        assert self._tape is not None
+        self._tape.replay()
+
+    def _free(self) -> None:
+        tape, self._tape = self._tape, None
+        if tape is not None:
+            tape.close()
+
+    def _size(self) -> tuple[int | None, int]:
+        count = 0 if self._tape is None else len(self._tape)
+        return count, count * ENTRY_BYTES
+
+    def _region_begin(self, hit: RegionHit) -> None:
+        assert self._recorder is not None
+        hit.note = self._recorder.begin_span(f"region {hit.mark.name}")
+
+    def _region_end(self, hit: RegionHit) -> None:
+        assert self._recorder is not None
+        self._recorder.end_span(hit.note)
+
+    def _own_recording(self) -> Recording:
+        return CpuRecording(changes={hit.note: hit.note.entries for hit in self.hits})
+
+    def _record(self, host: Mapping[Mark, dict[str, Any]]) -> Recording:
+        recorder = Recorder(
+            self.pool.regions, others=(self.pool.blocks,), knowledge=self._knowledge
+        )
+        changes: dict[Span, tuple[Entry, ...]] = {}
+        with recorder:
+            for hit in self.hits:
+                with recorder.span(hit.note.label) as span:
+                    hit.run(host[hit.mark])
+                check_topology(hit.note, span.entries)
+                changes[hit.note] = span.entries
+        return CpuRecording(changes=changes)
+
+    def _apply(self, recording: Recording) -> None:
+        assert self._tape is not None
+        assert isinstance(recording, CpuRecording)
+        self._tape.replace(recording.changes)
+
+
+class CpuBackend(Backend):
+    """Device graphs on the CPU, for development, tests and machines without a device."""
+
+    name = "cpu"
+    capabilities = Capabilities(
+        region_update=True,
+        shared_pool=True,
+        rng=True,
+        refuses_host_reads=True,
+        capture_error_modes=("thread_local",),
+        concurrent_threads=True,
+        node_counts=True,
+        piecewise=True,
+        compilers=("eager", "inductor"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.knowledge = Knowledge()
+        """What recordings learned of torch's operations."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def make_pool(self, budget_bytes: int | None = None) -> CpuPool:
+        return CpuPool(self, budget_bytes)
+
+    def make_graph(self, pool: Pool | None = None) -> CpuGraph:
+        pool = self.make_pool() if pool is None else pool
+        pool.check(self)
+        if not isinstance(pool, CpuPool):
+            raise StateError(f"{type(pool).__name__} is no pool of backend {self.name!r}")
+        return CpuGraph(self, pool)
+
+    def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
+        from devgraph.cpu.compiled import CompiledPiece  # registers an operation with torch
+
+        return CompiledPiece(run, source)
+
+    def synchronize(self) -> None:
+        """Do nothing: work on the CPU is done when the call returns."""
+
+    def memory_info(self) -> tuple[int, int] | None:
+        names = ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")
+        if not all(name in os.sysconf_names for name in names):
+            return None
+        page = os.sysconf("SC_PAGE_SIZE")
+        free, total = (os.sysconf(name) * page for name in names)
+        return free, total
+
+    def check(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        host_args: Mapping[str, Any] | None = None,
+    ) -> list[Violation]:
+        """Return everything in ``fn(*args, **kwargs)`` that a device capture refuses or freezes.
+
+        See ``devgraph.cpu.check.check``.
+        """
+        return check(fn, args, kwargs=kwargs, host_args=host_args, knowledge=self.knowledge)
+
+
+def make_backend() -> CpuBackend:
+    """Return the backend; it is always available."""
+    return CpuBackend()

@@ -1,0 +1,191 @@
+"""Binding: from one operation with its arguments to a call that replays it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from devgraph.api.errors import DeviceGraphError
+from devgraph.cpu.ops import OpPlan
+
+__all__ = ["Binder"]
+
+_aten = torch.ops.aten
+
+_COPIES = {_aten.clone.default, _aten._to_copy.default}
+
+# Each writes one value everywhere; all of them do it with fill_ themselves.
+_FILLS: dict[OpOverload, Callable[..., Any]] = {
+    _aten.zeros.default: lambda size, **_: 0,
+    _aten.ones.default: lambda size, **_: 1,
+    _aten.zeros_like.default: lambda like, **_: 0,
+    _aten.ones_like.default: lambda like, **_: 1,
+    _aten.new_zeros.default: lambda like, size, **_: 0,
+    _aten.new_ones.default: lambda like, size, **_: 1,
+    _aten.full.default: lambda size, value, **_: value,
+    _aten.full_like.default: lambda like, value, **_: value,
+    _aten.new_full.default: lambda like, size, value, **_: value,
+    _aten.scalar_tensor.default: lambda value, **_: value,
+}
+
+
+class Binder:
+    """Makes the calls of a tape; remembers which typed function of torch serves which arguments.
+
+    Usable from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._proved: dict[Any, bool] = {}
+
+    def copy(self, out: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+        """Return a call that copies ``source`` into ``out``."""
+        return functools.partial(torch.Tensor.copy_, out, source)
+
+    def write(
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Callable[[], object]:
+        """Return a call that runs an operation for what it does to its arguments."""
+        return self._bind(plan.func, args, kwargs)
+
+    def compute(
+        self, plan: OpPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
+    ) -> Callable[[], object]:
+        """Return a call that runs an operation and leaves its results in ``outputs``.
+
+        The kernel writes straight there if the operation has such an overload; else the results
+        are copied. All tensors are bound as they are given.
+        """
+        func = plan.func
+        if func in _COPIES:
+            return self.copy(outputs, args[0])
+        if func in _FILLS:
+            return functools.partial(torch.Tensor.fill_, outputs, _FILLS[func](*args, **kwargs))
+        if func is _aten.embedding.default and args[1].is_contiguous():
+            # What embedding itself does, without a temporary.
+            rows = outputs.view(-1, args[0].shape[1])
+            return self._bind(_aten.index_select.out, (args[0], 0, args[1].view(-1)), {"out": rows})
+        targets = outputs if isinstance(outputs, tuple) else (outputs,)
+        variant = plan.out
+        if variant is not None and all(isinstance(target, torch.Tensor) for target in targets):
+            kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
+            named = dict(zip(variant.outputs, targets, strict=True))
+            return self._bind(variant.func, args, {**kept, **named})
+        return _Copied(plan, self._bind(func, args, kwargs), outputs)
+
+    def _bind(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> functools.partial[Any]:
+        """Return a call of ``func``, through torch's typed function where that is the same.
+
+        A typed function takes 0.7 us where the generic call of an overload takes 1.2 us (add of
+        576 numbers, torch 2.13, AMD EPYC).
+        """
+        pattern = (_pattern(args), tuple([(name, _pattern(v)) for name, v in kwargs.items()]))
+        for call in _typed_functions(func):
+            key = (call, func, pattern)
+            if key not in self._proved:
+                self._proved[key] = _is_same(call, func, args, kwargs)
+            if self._proved[key]:
+                return functools.partial(call, *args, **kwargs)
+        return functools.partial(func._op, *args, **kwargs)
+
+
+def _pattern(value: Any) -> Any:
+    """Return what the choice of an overload can depend on."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.dim() == 0)
+    if isinstance(value, (list, tuple)):
+        return tuple([_pattern(item) for item in value])
+    return type(value)
+
+
+@functools.cache
+def _typed_functions(func: OpOverload) -> tuple[Callable[..., Any], ...]:
+    """Return torch's generated functions and methods that have the name of ``func``."""
+    if func.namespace != "aten":
+        return ()
+    name = func._schema.name.split("::")[1]
+    homes = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+    return tuple(getattr(home, name) for home in homes if hasattr(home, name))
+
+
+class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the first operations that a call dispatches, and runs none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append((func, args, kwargs or {}))
+        return (kwargs or {}).get("out", args[0] if args else None)
+
+
+def _is_same(
+    call: Callable[..., Any], func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether ``call`` with these arguments dispatches ``func`` with the same ones, and no more."""
+    probe = _Probe()
+    with probe:
+        try:
+            call(*args, **kwargs)
+        except (TypeError, RuntimeError):
+            return False  # another signature
+    if len(probe.seen) != 1:
+        return False
+    seen, seen_args, seen_kwargs = probe.seen[0]
+    return (
+        seen is func
+        and _equal(seen_args, args)
+        and seen_kwargs.keys() == kwargs.keys()
+        and all(_equal(seen_kwargs[name], value) for name, value in kwargs.items())
+    )
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, (list, tuple)):
+        return (
+            isinstance(right, (list, tuple))
+            and len(left) == len(right)
+            and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+        )
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return left is right
+    return type(left) is type(right) and bool(left == right)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]
+
+
+class _Copied:
+    """Runs an operation that cannot write into given tensors, and copies its results there."""
+
+    __slots__ = ("_name", "_outputs", "_run")
+
+    def __init__(self, plan: OpPlan, run: Callable[[], Any], outputs: Any) -> None:
+        self._name = plan.name
+        self._run = run
+        self._outputs = _flat(outputs)
+
+    def __call__(self) -> None:
+        for out, result in zip(self._outputs, _flat(self._run()), strict=True):
+            if not isinstance(out, torch.Tensor):
+                continue
+            if result.shape != out.shape or result.dtype is not out.dtype:
+                raise DeviceGraphError(
+                    f"{self._name} returned {result.dtype} {tuple(result.shape)} where torch's "
+                    f"own metadata said {out.dtype} {tuple(out.shape)}; please report this with "
+                    f"the version of torch ({torch.__version__})."
+                )
+            out.copy_(result)

@@ -1,0 +1,106 @@
+"""Checking a step: everything that a device capture would refuse or freeze, with source lines."""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from devgraph.api.capturing import plain_host_values
+from devgraph.api.errors import FrozenValueError
+from devgraph.api.hostargs import HostSpec
+from devgraph.api.marks import Mark, entered
+from devgraph.api.source import SourceLine
+from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.violations import Violation
+
+__all__ = ["check"]
+
+logger = logging.getLogger(__name__)
+
+
+def check(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    host_args: Mapping[str, Any] | None = None,
+    knowledge: Knowledge | None = None,
+) -> list[Violation]:
+    """Run ``fn(*args, **kwargs)`` without executing an operation and return what is wrong with it.
+
+    The run goes on after a violation with an assumed value (a host read gives 1, every element of
+    a mask counts), so that one run finds as much as possible; where no value can be assumed, it
+    ends there. What a ``no_graph`` function does is not reported, since it is never captured.
+
+    Args:
+        fn: the step.
+        args, kwargs: its arguments.
+        host_args: declared host arguments; ``fn`` receives them as tracked values.
+        knowledge: what earlier recordings learned of torch's operations.
+
+    Returns:
+        the violations in the order in which the code runs into them, each line and kind once.
+    """
+    found: dict[tuple[object, ...], Violation] = {}
+
+    def note(violation: Violation) -> None:
+        if not scope.muted:
+            place = (violation.kind, violation.op, violation.file, violation.line)
+            found.setdefault(place, violation)
+
+    spec = HostSpec(host_args, fn)
+    scope = _Scope(spec)
+    recorder = Recorder(BlockPool(), knowledge=knowledge, on_violation=note)
+    try:
+        with recorder, entered(scope):
+            outputs = fn(*args, **(kwargs or {}), **spec.tracked())
+    except FrozenValueError as error:
+        note(Violation.at(_line_of(error), kind="host_value", op="host argument", text=str(error)))
+    except Exception:
+        # Reported before it was raised, or a consequence of an assumed value.
+        if not found:
+            raise
+        logger.info("the check ended early", exc_info=True)
+    else:
+        leaves = pytree.tree_leaves(outputs)
+        for violation in recorder.escaping([x for x in leaves if isinstance(x, torch.Tensor)]):
+            note(violation)
+    return list(found.values())
+
+
+def _line_of(error: BaseException) -> SourceLine:
+    """Return the innermost line outside torch and devgraph that ``error`` came through."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        if frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "devgraph"):
+            break
+    code, line = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, line).strip()
+    return SourceLine(code.co_filename, line, code.co_name, text)
+
+
+class _Scope:
+    """What marks mean during a check: regions are part of the step, ``no_graph`` is let be."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self._spec = spec
+        self.muted = False
+
+    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs, given = mark.split(args, kwargs)
+        values = plain_host_values(mark, given, self._spec)
+        outer, self.muted = self.muted, self.muted or mark.kind == "no_graph"
+        try:
+            return mark.fn(*args, **kwargs, **mark.host_kwargs(values))
+        finally:
+            self.muted = outer
+
+    def graph_break(self) -> None:
+        """Do nothing: a break does no work."""

@@ -1,0 +1,277 @@
+"""The memory of captured CPU graphs: blocks that are re-carved like those of a device's pool.
+
+A tensor that a capture hands out owns its block; when the last tensor over the block dies, the
+block is free and a later allocation of the pool, in this capture or in another, may take it. What
+a graph keeps of such a tensor is an alias, which does not hold the block. So programs that read
+memory that is no longer theirs misbehave here exactly as they do on a device.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from devgraph.api.errors import ResourceError
+
+__all__ = ["Block", "BlockPool"]
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT = 64
+"""Bytes; torch's own CPU allocator guarantees it, and equal bits of matrix kernels depend on it."""
+
+SLAB_BYTES = 2 * 2**20
+"""Smallest reservation; the size that device caching allocators use for small blocks."""
+
+_FLOAT_POISON = 0xFF
+_INT_POISON = 0x7F
+_BOOL_POISON = 0x01
+_FNUZ_POISON = 0x80
+
+_FNUZ = {
+    getattr(torch, name) for name in ("float8_e4m3fnuz", "float8_e5m2fnuz") if hasattr(torch, name)
+}
+
+
+def _poison_byte(dtype: torch.dtype) -> int:
+    """Return the byte that, repeated, is NaN, a huge integer or True in ``dtype``."""
+    if dtype in _FNUZ:
+        return _FNUZ_POISON
+    if dtype.is_floating_point or dtype.is_complex:
+        return _FLOAT_POISON
+    return _BOOL_POISON if dtype is torch.bool else _INT_POISON
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Block:
+    """One allocation that a live tensor owns: ``bytes`` at ``address``.
+
+    ``storage_id`` names the owning storage: an alias has the same address and another storage.
+    """
+
+    address: int
+    bytes: int
+    storage_id: int
+    shared: torch.UntypedStorage
+    """A storage over the same bytes that does not hold the block."""
+    origin: Any
+    """What the allocation was made for, as given to ``empty``."""
+
+
+class _Slab:
+    """A contiguous reservation; alive as long as anything points into it."""
+
+    def __init__(self, size: int) -> None:
+        self.bytes = torch.empty(size, dtype=torch.uint8)
+        self.base = self.bytes.data_ptr()
+        self.end = self.base + size
+        kind: Any = type("SlabBytes", (ctypes.c_char * size,), {})  # takes attributes
+        array = kind.from_address(self.base)
+        array.slab = self.bytes
+        self._window = memoryview(array)
+
+    def window(self, address: int, size: int) -> memoryview:
+        """Return the bytes at ``address``; the window keeps the slab, and nothing else, alive."""
+        start = address - self.base
+        return self._window[start : start + size]
+
+
+class BlockPool:
+    """Blocks of CPU memory for the tensors of captures; safe to use from several threads.
+
+    Every block is handed out poisoned: NaN, huge integers, True.
+
+    Args:
+        limit_bytes: the most that the pool may reserve, or None.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._slabs: list[_Slab] = []
+        self._bases: list[int] = []
+        self._live: dict[int, Block] = {}
+        self._owners: dict[int, weakref.ref[memoryview]] = {}
+        self._dead: deque[int] = deque()
+        # Free blocks by (size, address) for best fit, and both their ends for joining neighbours.
+        self._free: list[tuple[int, int]] = []
+        self._free_size: dict[int, int] = {}
+        self._free_end: dict[int, int] = {}
+        self._users = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the pool holds, used or free."""
+        return sum(slab.end - slab.base for slab in self._slabs)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that live tensors own."""
+        return sum(block.bytes for block in self.live())
+
+    def live(self) -> list[Block]:
+        """Return the blocks that live tensors own, oldest first."""
+        with self._lock:
+            self._collect()
+            return list(self._live.values())
+
+    def empty(
+        self,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        origin: Any = None,
+    ) -> torch.Tensor:
+        """Return a poisoned tensor over a block of its own.
+
+        Args:
+            origin: kept with the block for ``live``.
+
+        Raises:
+            ResourceError: the pool's limit would be exceeded.
+        """
+        extent = 1
+        for length, step in zip(size, stride, strict=True):
+            if length == 0:
+                return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
+            extent += (length - 1) * step
+        nbytes = -(-extent * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            self._collect()
+            address = self._take(nbytes)
+            slab = self._slab_of(address)
+            owner = slab.window(address, nbytes)
+            shared = _storage(slab.window(address, nbytes))
+            storage = _storage(owner)
+            # The storage holds the window; when it dies the block's address is queued. The
+            # callback may run at any point of any thread, so it does nothing else.
+            dead = self._dead
+            self._owners[address] = weakref.ref(owner, lambda _: dead.append(address))
+            del owner
+            self._live[address] = Block(
+                address=address,
+                bytes=nbytes,
+                storage_id=storage._cdata,
+                shared=shared,
+                origin=origin,
+            )
+        ctypes.memset(address, _poison_byte(dtype), nbytes)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
+
+    def block_of(self, tensor: torch.Tensor) -> Block | None:
+        """Return the block that ``tensor`` helps to keep, or None if it is not one of this pool."""
+        storage = tensor.untyped_storage()
+        block = self._live.get(storage.data_ptr())
+        return block if block is not None and block.storage_id == storage._cdata else None
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor over the same memory that does not keep its block from reuse.
+
+        A tensor whose memory is not this pool's, or that is an alias already, is returned as is.
+        """
+        block = self.block_of(tensor)
+        if block is None:
+            return tensor
+        plain = torch.empty(0, dtype=tensor.dtype).set_(
+            block.shared, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        if tensor.is_conj():
+            plain = plain.conj()
+        return torch._neg_view(plain) if tensor.is_neg() else plain
+
+    def retain(self) -> None:
+        """Keep all reserved memory until the matching ``release``: a graph's temporaries live in
+        blocks that look free."""
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """End one ``retain``; after the last, reservations without live blocks are given back."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._collect()
+                self._trim()
+
+    def _collect(self) -> None:
+        while self._dead:
+            address = self._dead.popleft()
+            del self._owners[address]
+            self._give(address, self._live.pop(address).bytes)
+
+    def _take(self, nbytes: int) -> int:
+        at = bisect.bisect_left(self._free, (nbytes, 0))
+        if at == len(self._free):
+            self._reserve(nbytes)
+            at = bisect.bisect_left(self._free, (nbytes, 0))
+        size, address = self._free[at]
+        self._forget(size, address)
+        if size > nbytes:
+            self._remember(size - nbytes, address + nbytes)
+        return address
+
+    def _give(self, address: int, size: int) -> None:
+        slab = self._slab_of(address)
+        before = self._free_end.get(address)
+        if before is not None and before >= slab.base:
+            joined = self._free_size[before]
+            self._forget(joined, before)
+            address, size = before, size + joined
+        after = self._free_size.get(address + size)
+        if after is not None and address + size < slab.end:
+            self._forget(after, address + size)
+            size += after
+        self._remember(size, address)
+
+    def _remember(self, size: int, address: int) -> None:
+        bisect.insort(self._free, (size, address))
+        self._free_size[address] = size
+        self._free_end[address + size] = address
+
+    def _forget(self, size: int, address: int) -> None:
+        del self._free[bisect.bisect_left(self._free, (size, address))]
+        del self._free_size[address]
+        del self._free_end[address + size]
+
+    def _slab_of(self, address: int) -> _Slab:
+        return self._slabs[bisect.bisect_right(self._bases, address) - 1]
+
+    def _reserve(self, nbytes: int) -> None:
+        size = -(-nbytes // SLAB_BYTES) * SLAB_BYTES
+        reserved = self.reserved_bytes
+        if self.limit_bytes is not None and reserved + size > self.limit_bytes:
+            if reserved + nbytes > self.limit_bytes:
+                raise ResourceError(
+                    f"the pool would need {nbytes} more bytes; it holds {reserved} and may hold "
+                    f"{self.limit_bytes}. Capture fewer or smaller buckets, or make the pool with "
+                    f"a larger limit."
+                )
+            size = nbytes
+        slab = _Slab(size)
+        at = bisect.bisect_left(self._bases, slab.base)
+        self._slabs.insert(at, slab)
+        self._bases.insert(at, slab.base)
+        self._remember(size, slab.base)
+        logger.debug("reserved %d bytes for captures", size)
+
+    def _trim(self) -> None:
+        for slab in list(self._slabs):
+            size = slab.end - slab.base
+            if self._free_size.get(slab.base) == size:
+                self._forget(size, slab.base)
+                self._slabs.remove(slab)
+                self._bases.remove(slab.base)
+
+
+def _storage(window: memoryview) -> torch.UntypedStorage:
+    return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()

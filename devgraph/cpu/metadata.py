@@ -1,0 +1,207 @@
+"""What an operation returns, without running it: sizes, strides and dtypes from fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from devgraph.cpu.ops import OpPlan
+
+__all__ = [
+    "DataDependentError",
+    "Layout",
+    "Metadata",
+    "OtherDeviceError",
+    "UnrecordableError",
+    "map_tensors",
+]
+
+
+class DataDependentError(Exception):
+    """What an operation returns depends on the data of its arguments."""
+
+
+class UnrecordableError(Exception):
+    """An operation cannot be recorded; the text says why, without a final stop."""
+
+
+class OtherDeviceError(Exception):
+    """An operation has to do with a tensor that is not in CPU memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(str(device))
+        self.device = device
+
+
+@attrs.frozen
+class Layout:
+    """Size, stride and dtype of a tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """Return the layout of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return ``value`` with ``change`` applied to the tensors in it, at any depth of lists."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, change) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if not value.is_cpu:
+            raise OtherDeviceError(value.device)
+        if value.layout is not torch.strided:
+            raise UnrecordableError(
+                f"a {value.layout} tensor has no fixed memory that a graph needs"
+            )
+        return (value.dtype, value.shape, value.stride())
+    if isinstance(value, (list, tuple)):
+        return tuple([_key(item) for item in value])
+    # 1, 1.0 and True are equal as keys and different as arguments.
+    return (type(value), value)
+
+
+class Metadata:
+    """Remembers what operations return for arguments of given layouts.
+
+    The answers are those of eager execution except for strides of dimensions of size 1, which
+    address nothing and which fake tensors set by another rule.
+
+    Thirty equal layers ask for the same few answers, so a capture asks torch only once for each.
+    Usable from several threads.
+    """
+
+    LIMIT = 20_000
+    """Answers kept; then all are forgotten, so that captures without end take bounded memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mode = FakeTensorMode()
+        self._fakes: dict[Layout, torch.Tensor] = {}
+        self._known: dict[Any, Any] = {}
+
+    def infer(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the operation would return, with a ``Layout`` in place of each tensor.
+
+        Raises:
+            DataDependentError: that depends on the data of the arguments.
+            OtherDeviceError: an argument or a result is not in CPU memory.
+            UnrecordableError: the operation resizes an argument, takes or returns a tensor that is
+                not dense, or torch does not know what it returns.
+        """
+        key = (plan.func, _key(args), tuple([(n, _key(v)) for n, v in kwargs.items()]))
+        try:
+            found = self._known.get(key)
+        except TypeError:  # an argument that cannot be a key, such as a script object
+            return self._ask(plan, args, kwargs)
+        if found is None:
+            found = self._ask(plan, args, kwargs)
+            with self._lock:
+                if len(self._known) >= self.LIMIT:
+                    self._known.clear()
+                    self._fakes.clear()
+                self._known[key] = found
+        return found
+
+    def _ask(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        schema = plan.func._schema.arguments
+        positions = {argument.name: at for at, argument in enumerate(schema)}
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def fake_of(position: int, value: Any) -> Any:
+            if isinstance(value, torch.Generator):
+                return None  # a generator of the CPU does not serve fake tensors
+            if position not in plan.writes:
+                return map_tensors(value, self._fake)
+            resizable = plan.func.namespace == "aten" and schema[position].is_out
+
+            def fresh(tensor: torch.Tensor) -> torch.Tensor:
+                # An empty output takes the shape of the result without torch's warning.
+                fake = torch.empty(0, dtype=tensor.dtype) if resizable else _new(Layout.of(tensor))
+                written.append((tensor, fake))
+                return fake
+
+            return map_tensors(value, fresh)
+
+        with self._lock, self._mode, _quiet():
+            result = _run(
+                plan.func,
+                [fake_of(at, value) for at, value in enumerate(args)],
+                {name: fake_of(positions[name], value) for name, value in kwargs.items()},
+            )
+        for tensor, fake in written:
+            if tuple(fake.shape) != tuple(tensor.shape):
+                raise UnrecordableError(
+                    f"{plan.name} would resize its output from {tuple(tensor.shape)} to "
+                    f"{tuple(fake.shape)}; memory has fixed addresses in a capture, so give it an "
+                    f"output of the right shape"
+                )
+        return map_tensors(result, lambda fake: _layout(plan, fake))
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        layout = Layout.of(tensor)
+        if layout not in self._fakes:
+            self._fakes[layout] = _new(layout)
+        return self._fakes[layout]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging an error that it also raises, and that is the user's to see once."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _new(layout: Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="cpu")
+
+
+def _layout(plan: OpPlan, fake: torch.Tensor) -> Layout:
+    if fake.layout is not torch.strided:
+        raise UnrecordableError(
+            f"{plan.name} returns a {fake.layout} tensor, which has no fixed memory that a graph "
+            f"needs"
+        )
+    if fake.device.type != "cpu":
+        raise OtherDeviceError(fake.device)
+    return Layout.of(fake)
+
+
+def _run(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise DataDependentError(str(error)) from error
+    except (UnsupportedOperatorException, NotImplementedError) as error:
+        raise UnrecordableError(
+            f"torch cannot tell what {func} returns without running it; register its shapes with "
+            f"torch.library.register_fake, or call it in a function marked @dg.no_graph"
+        ) from error

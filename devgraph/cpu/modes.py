@@ -1,0 +1,121 @@
+"""Getting between a thread and torch: two modes at the bottom of torch's stacks of modes.
+
+The bottom is where a device would be: whatever modes the user's code enters and leaves, before a
+recording or across its ends, stay above these and see an ordinary device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+from devgraph.api.errors import CaptureError
+from devgraph.api.source import user_line
+
+__all__ = ["Dispatching", "Functions", "Listener"]
+
+
+class Listener(Protocol):
+    """What the modes report to."""
+
+    def call_function(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A function of torch was called; return what it returns."""
+
+    def call_operation(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """An operation reached the dispatcher; return what it returns."""
+
+
+def _move(
+    mode: object,
+    pop: Callable[[], Any],
+    push: Callable[[Any], None],
+    height: int,
+    *,
+    to_bottom: bool,
+) -> None:
+    """Move ``mode`` within a stack of modes: below all but the default device, or to the top."""
+    stack = [pop() for _ in range(height)]
+    stack.reverse()
+    stack.remove(mode)
+    at = len(stack)
+    if to_bottom:
+        # torch insists that what set_default_device made is the lowest of all.
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        at = 1 if stack and stack[0] is default else 0
+    stack.insert(at, mode)
+    for item in stack:
+        push(item)
+
+
+class Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports every operation of the thread to ``listener``."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._listener = listener
+
+    def install(self) -> None:
+        """Start, at the bottom of the stack."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._move(to_bottom=True)
+
+    def remove(self) -> None:
+        """Stop, wherever in the stack the mode is now."""
+        self._move(to_bottom=False)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _move(self, *, to_bottom: bool) -> None:
+        height = torch._C._len_torch_dispatch_stack()
+        _move(self, _pop_dispatch_mode, _push_dispatch_mode, height, to_bottom=to_bottom)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
+            return NotImplemented  # a tensor subclass: it makes plain operations of this one
+        if not isinstance(func, OpOverload):
+            raise CaptureError(
+                f"{func} cannot be recorded, at {user_line()}; call it in a function marked "
+                f"@dg.no_graph and capture with policy='breakable'."
+            )
+        return self._listener.call_operation(func, args, kwargs or {})
+
+
+class Functions(TorchFunctionMode):
+    """Reports every call of a torch function by the thread to ``listener``."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+
+    def install(self) -> None:
+        """Start, below all modes but a default device."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._move(to_bottom=True)
+
+    def remove(self) -> None:
+        """Stop, wherever in the stack the mode is now."""
+        self._move(to_bottom=False)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _move(self, *, to_bottom: bool) -> None:
+        height = torch._C._len_torch_function_stack()
+        _move(self, _pop_function_mode, _push_function_mode, height, to_bottom=to_bottom)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._listener.call_function(func, args, kwargs or {})

@@ -1,0 +1,446 @@
+"""The recorder: notes what a thread asks of torch on a tape, and executes none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch._ops import OpOverload
+
+from devgraph.api.errors import StateError
+from devgraph.api.source import user_line
+from devgraph.cpu import violations
+from devgraph.cpu.binding import Binder
+from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.metadata import (
+    DataDependentError,
+    Layout,
+    Metadata,
+    OtherDeviceError,
+    UnrecordableError,
+    map_tensors,
+)
+from devgraph.cpu.modes import Dispatching, Functions
+from devgraph.cpu.ops import Kind, OpPlan, plan_of
+from devgraph.cpu.tape import Entry, Op, Span, Tape
+from devgraph.cpu.violations import Refusal, Violation
+
+__all__ = ["Knowledge", "Recorder"]
+
+logger = logging.getLogger(__name__)
+
+# What stands above Python in the dispatcher, apart from autograd. A handler runs with these
+# switched off, and an operation that is made of others must see them again.
+_ABOVE = functools.reduce(
+    lambda left, right: left | right,
+    (
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        for name in ("Conjugate", "Negative", "ZeroTensor")
+    ),
+)
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+class Knowledge:
+    """What recordings learn of torch's operations; shared by those of a backend."""
+
+    def __init__(self) -> None:
+        self.metadata = Metadata()
+        self.binder = Binder()
+
+
+class Recorder:
+    """Records the operations of the current thread between ``__enter__`` and ``__exit__``.
+
+    Nothing is executed and no random number is drawn; outputs are poisoned tensors in the pool's
+    memory, which every replay of the tape writes. Views are made at once, since they are only
+    aliases. Python runs once, so its control flow and its numbers are frozen.
+
+    Args:
+        pool: gives the memory of outputs.
+        others: pools whose tensors may occur too; none of them is kept from reuse by the tape.
+        knowledge: what earlier recordings learned; learned anew if None.
+        on_violation: called for everything that a device capture would refuse or freeze; the
+            recording goes on with assumed values and cannot be replayed. Without it, what is
+            refused raises.
+
+    Raises:
+        HostReadError: the code reads tensor data on the host or needs it for a shape.
+        CaptureError: the code does something else that cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        others: Sequence[BlockPool] = (),
+        knowledge: Knowledge | None = None,
+        on_violation: Callable[[Violation], None] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._pools = (pool, *others)
+        knowledge = knowledge or Knowledge()
+        self._metadata = knowledge.metadata
+        self._binder = knowledge.binder
+        self._refusal = Refusal(on_violation)
+        self._parts: list[Entry | Span] = []
+        self._span: Span | None = None
+        self._span_entries: list[Entry] = []
+        self._span_random = True
+        self._function = ""
+        self._autocast = False
+        self._modes: contextlib.ExitStack | None = None
+        self._dispatching = Dispatching(self)
+        self._handlers: dict[Kind, Callable[[OpPlan, tuple[Any, ...], dict[str, Any]], Any]] = {
+            Kind.DECOMPOSE: self._decompose,
+            Kind.VIEW: self._run_now,
+            Kind.METADATA: self._run_now,
+            Kind.RESIZE: self._resize,
+            Kind.ALLOCATE: self._allocate,
+            Kind.CONSTANT: self._constant,
+            Kind.HOST: self._host,
+            Kind.BOOLEAN_INDEX: self._index,
+            Kind.MUTATE: self._mutate,
+            Kind.COMPUTE: self._compute,
+        }
+
+    def __enter__(self) -> Recorder:
+        if self._modes is not None:
+            raise StateError("this recorder is already recording")
+        self._modes = stack = contextlib.ExitStack()
+        # A cast that autocast remembers would be a pool tensor outliving the capture, and would
+        # not be recorded where it is used again.
+        cached = torch.is_autocast_cache_enabled()
+        stack.callback(torch.set_autocast_cache_enabled, cached)
+        torch.set_autocast_cache_enabled(False)
+        torch.clear_autocast_cache()
+        self._autocast = torch.is_autocast_enabled("cpu")
+        for mode in (Functions(self), self._dispatching):
+            mode.install()
+            stack.callback(mode.remove)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._modes is not None
+        modes, self._modes = self._modes, None
+        modes.close()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Everything recorded so far, spans included, in order."""
+        found: list[Entry] = []
+        for part in self._parts:
+            if isinstance(part, Span):
+                found.extend(part.entries)
+            else:
+                found.append(part)
+        return tuple(found)
+
+    def tape(self) -> Tape:
+        """Return the recording as a tape.
+
+        Raises:
+            StateError: still recording, or recorded with assumed values.
+        """
+        if self._modes is not None:
+            raise StateError("leave the recording before asking for its tape")
+        if self._refusal.collects:
+            raise StateError(
+                "a recording that collects violations has no tape: it went on with assumed "
+                "values. Record again without on_violation"
+            )
+        return Tape(self._parts, self._pools)
+
+    def begin_span(self, label: str, *, random: bool = False) -> Span:
+        """Start the part of one region; ``end_span`` ends it. Spans do not nest.
+
+        Args:
+            random: whether the region may draw random numbers. Recording it again could not
+                continue a device's random sequence, so an updatable region may not.
+        """
+        if self._span is not None:
+            raise StateError(f"a span inside the span of {self._span.label}")
+        self._span, self._span_entries, self._span_random = Span(label), [], random
+        return self._span
+
+    def end_span(self, span: Span) -> None:
+        """End ``span``: everything recorded since its begin is its entries."""
+        if span is not self._span:
+            raise StateError(f"{span!r} is not the open span")
+        span.entries = tuple(self._span_entries)
+        self._parts.append(span)
+        self._span, self._span_random = None, True
+
+    @contextlib.contextmanager
+    def span(self, label: str, *, random: bool = False) -> Iterator[Span]:
+        """Record the block as one span."""
+        span = self.begin_span(label, random=random)
+        try:
+            yield span
+        finally:
+            self.end_span(span)
+
+    def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> list[Violation]:
+        """Return the allocations of this recording that outlive it and are not ``outputs``.
+
+        The next replay, or another graph of the pool, overwrites what such a tensor holds.
+        """
+        known = {tensor.untyped_storage().data_ptr() for tensor in outputs}
+        return [
+            Violation.at(
+                block.origin.op.line,
+                kind="escaping_allocation",
+                op=block.origin.op.name,
+                text=(
+                    f"the result of {block.origin.op.name} is kept after the capture; every replay "
+                    f"overwrites it. Return it, or allocate it before the capture."
+                ),
+            )
+            for block in self._pool.live()
+            if isinstance(block.origin, _Origin)
+            and block.origin.recorder is self
+            and block.address not in known
+        ]
+
+    # What the modes call.
+
+    def call_function(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a function of torch, unless it reads tensors on the host without an operation."""
+        self._autocast = torch.is_autocast_enabled("cpu")
+        read = violations.HOST_READS.get(func)
+        if read is not None and args[0].is_cpu:
+            return self._read(read, func, args, kwargs)
+        if func is torch._C._nn.one_hot:
+            func = one_hot
+        made = violations.CONSTRUCTORS.get(func)
+        if made is not None and violations.reads_tensors(args, kwargs):
+            self._refusal.read(made)
+        outer, self._function = self._function, getattr(func, "__name__", "")
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._function = outer
+
+    def call_operation(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record one operation and return what it returns."""
+        plan = plan_of(func)
+        try:
+            return self._handlers[plan.kind](plan, args, kwargs)
+        except OtherDeviceError as error:
+            if error.device.type == "meta":
+                return func(*args, **kwargs)
+            self._refusal.other(
+                plan.name,
+                f"{plan.name} works on {error.device}, and the CPU backend captures work on CPU "
+                f"tensors only: move the model and its inputs to the CPU, or capture with the "
+                f"backend of {error.device.type}",
+            )
+        except UnrecordableError as error:
+            self._refusal.other(plan.name, str(error), cause=error.__cause__)
+
+    # One method per kind of operation.
+
+    def _run_now(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return plan.func(*args, **kwargs)
+
+    def _decompose(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = _ABOVE | _AUTOCAST if self._autocast else _ABOVE
+        include = torch._C._dispatch_tls_local_include_set()
+        exclude = torch._C._dispatch_tls_local_exclude_set() - hidden
+        with torch._C._ForceDispatchKeyGuard(include, exclude), self._dispatching:
+            return plan.func._op_dk(_COMPOSITE, *args, **kwargs)
+
+    def _resize(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target, wanted = args[0], args[1]
+        size = wanted.shape if isinstance(wanted, torch.Tensor) else torch.Size(wanted)
+        if target.shape == size:
+            return target
+        raise UnrecordableError(
+            f"{plan.name} would resize a tensor from {tuple(target.shape)} to {tuple(size)}; "
+            f"memory has fixed addresses in a capture, so allocate the final size before"
+        )
+
+    def _allocate(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._make(plan, self._metadata.infer(plan, args, kwargs), None)
+
+    def _constant(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        data = args[0].clone()  # frozen: what the host does with its own copy is not replayed
+        op = self._op(plan.name)
+        out = self._make(plan, Layout.of(data), op)
+        self._append(self._binder.copy(self._hold(out), data), op)
+        if self._function != "__setitem__":
+            self._refusal.note(
+                "host_value",
+                plan.name,
+                "host data becomes a tensor here; a replay sees the data of capture. Copy changing "
+                "data into an input tensor before the replay.",
+            )
+        return out
+
+    def _host(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = violations.host_read_name(self._function, plan.name)
+        if plan.func.namespace != "aten":
+            raise UnrecordableError(
+                f"{plan.name} needs the host while it runs; call it in a function marked "
+                f"@dg.no_graph and capture with policy='breakable'"
+            )
+        assumed: Any = True
+        if plan.func is torch.ops.aten._local_scalar_dense.default:
+            assumed = violations.assumed_scalar(args[0].dtype)
+        self._refusal.read(f"{name} ({plan.name})" if name != plan.name else name)
+        return assumed
+
+    def _index(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        # One number put under a mask is a masked fill, whose shape does not depend on the mask.
+        # The number itself must come from the host, as in x[mask] = 0.
+        if masks and not (plan.writes and self._function == "__setitem__" and args[2].numel() == 1):
+            self._refusal.shape(f"indexing with a boolean mask ({plan.name})", known=True)
+            args = (args[0], [self._as_if_all(i) for i in args[1]], *args[2:])
+        return (
+            self._mutate(plan, args, kwargs) if plan.writes else self._compute(plan, args, kwargs)
+        )
+
+    @staticmethod
+    def _as_if_all(index: torch.Tensor | None) -> torch.Tensor | None:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return index
+        return torch.zeros(index.numel(), dtype=torch.int64)
+
+    def _mutate(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layouts = self._metadata.infer(plan, args, kwargs)
+        op = self._op(plan.name)
+        self._note_random(plan, args, kwargs)
+        held_args, held_kwargs = self._hold(args), self._hold(kwargs)
+        if not plan.returns or all(position is not None for position in plan.returns):
+            self._append(self._binder.write(plan, held_args, held_kwargs), op)
+            given = [plan.argument(p, args, kwargs) for p in plan.returns if p is not None]
+            if not given:
+                return None
+            return given[0] if len(given) == 1 else tuple(given)
+        outs = self._make(plan, layouts, op)
+        held = self._hold(outs)
+        self._append(self._binder.compute(plan, held_args, held_kwargs, held), op)
+        return outs
+
+    def _compute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            layouts = self._metadata.infer(plan, args, kwargs)
+        except DataDependentError:
+            layouts = violations.assumed_layouts(plan.name, args, kwargs)
+            self._refusal.shape(plan.name, known=layouts is not None)
+        op = self._op(plan.name)
+        self._note_random(plan, args, kwargs)
+        held_args, held_kwargs = self._hold(args), self._hold(kwargs)
+        if not plan.returns:
+            self._append(self._binder.write(plan, held_args, held_kwargs), op)
+            return None
+        outs = self._make(plan, layouts, op)
+        held = self._hold(outs)
+        self._append(self._binder.compute(plan, held_args, held_kwargs, held), op)
+        return outs
+
+    # Helpers.
+
+    def _op(self, name: str) -> Op:
+        return Op(name=name, line=user_line())
+
+    def _append(self, run: Callable[[], object], op: Op) -> None:
+        entry = Entry(run, op)
+        (self._parts if self._span is None else self._span_entries).append(entry)
+
+    def _make(self, plan: OpPlan, layouts: Any, op: Op | None) -> Any:
+        origin = _Origin(self, op or self._op(plan.name))
+
+        def make(value: Any) -> Any:
+            if isinstance(value, Layout):
+                return self._pool.empty(value.size, value.stride, value.dtype, origin=origin)
+            if isinstance(value, (list, tuple)):
+                items = [make(item) for item in value]
+                return tuple(items) if isinstance(value, tuple) else items
+            return value
+
+        return make(layouts)
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        for pool in self._pools:
+            alias = pool.alias(tensor)
+            if alias is not tensor:
+                return alias
+        if tensor.requires_grad or type(tensor) is not torch.Tensor:
+            return tensor.detach()
+        return tensor
+
+    def _hold(self, value: Any) -> Any:
+        # Replays run in inference mode, where aliases made in it need no version counting.
+        with torch._C._InferenceMode(True):
+            if isinstance(value, dict):
+                return {name: map_tensors(item, self._held) for name, item in value.items()}
+            return map_tensors(value, self._held)
+
+    def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not plan.draws(args, kwargs):
+            return
+        if not self._span_random:
+            assert self._span is not None
+            raise UnrecordableError(
+                f"{plan.name} draws random numbers inside the updatable region "
+                f"{self._span.label}, and a recording made later could not continue the sequence; "
+                f"draw them before the region and pass them in"
+            )
+        self._refusal.note(
+            "rng",
+            plan.name,
+            f"{plan.name} draws random numbers; every replay draws new ones, on backends whose "
+            f"capabilities say rng.",
+        )
+
+    def _read(
+        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._refusal.read(name)
+        tensor = args[0]
+        if func is torch.Tensor.cpu:
+            return tensor
+        if func is torch.Tensor.__deepcopy__:
+            return tensor.clone()
+        with torch._C._DisableTorchDispatch():
+            ones = torch.ones(tensor.shape, dtype=tensor.dtype)
+            return func(ones, *args[1:], **kwargs)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Recorder belongs to one thread and cannot be pickled or copied")
+
+
+def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """What one_hot does on a device: with a given number of classes it does not look at the data,
+    while on the CPU torch looks for classes out of range."""
+    if num_classes <= 0 or tensor.dtype is not torch.int64:
+        return torch._C._nn.one_hot(tensor, num_classes)
+    out = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64)
+    return out.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+class _Origin:
+    """Which recorder made a block, and for what."""
+
+    __slots__ = ("op", "recorder")
+
+    def __init__(self, recorder: Recorder, op: Op) -> None:
+        self.recorder = recorder
+        self.op = op

@@ -1,0 +1,198 @@
+"""What a capture refuses, in the words of the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from devgraph.api.errors import CaptureError, HostReadError
+from devgraph.api.source import SourceLine, user_line
+from devgraph.cpu.metadata import Layout
+
+__all__ = [
+    "CONSTRUCTORS",
+    "HOST_READS",
+    "Refusal",
+    "Violation",
+    "assumed_layouts",
+    "assumed_scalar",
+    "host_read_name",
+    "reads_tensors",
+]
+
+
+@attrs.frozen(kw_only=True)
+class Violation:
+    """One thing that a device capture would refuse or freeze, and the line that does it."""
+
+    kind: str
+    """host_sync, host_value, data_dependent_shape, rng, escaping_allocation, or unsupported for
+    what has no place in a graph for another reason (sparse tensors, other devices, resizing)."""
+    op: str
+    file: str
+    line: int
+    text: str
+    """What is wrong and what to do, as a sentence."""
+
+    @classmethod
+    def at(cls, where: SourceLine, *, kind: str, op: str, text: str) -> Violation:
+        """Return a violation at ``where``."""
+        return cls(kind=kind, op=op, file=where.file, line=where.line, text=text)
+
+
+_ADVICE = (
+    "Read it after the replay, keep it in a device tensor, or move it into a function marked "
+    "@dg.region or @dg.no_graph and capture with policy='breakable'."
+)
+
+
+class Refusal:
+    """What happens at a violation: an error, or a report after which the recording goes on.
+
+    Args:
+        on_violation: receives the violations; None to raise.
+    """
+
+    def __init__(self, on_violation: Callable[[Violation], None] | None) -> None:
+        self._on_violation = on_violation
+
+    @property
+    def collects(self) -> bool:
+        """Whether the recording goes on after a violation."""
+        return self._on_violation is not None
+
+    def read(self, name: str) -> None:
+        """Refuse a host read; return if the recording goes on.
+
+        Raises:
+            HostReadError: violations are not collected.
+        """
+        text = f"{name} reads device data on the host, which a capture cannot record"
+        self.note("host_sync", name, f"{text}. {_ADVICE}")
+        if not self.collects:
+            raise HostReadError(f"{text}, at {user_line()}. {_ADVICE}")
+
+    def shape(self, name: str, *, known: bool) -> None:
+        """Refuse a data-dependent shape; return if the recording goes on, with a ``known`` one.
+
+        Raises:
+            HostReadError: violations are not collected, or no shape can be assumed.
+        """
+        text = f"{name} has an output whose shape depends on device data, which the host must read"
+        self.note("data_dependent_shape", name, f"{text}. {_ADVICE}")
+        if not (self.collects and known):
+            raise HostReadError(f"{text}, at {user_line()}. {_ADVICE}") from None
+
+    def other(self, name: str, text: str, cause: BaseException | None = None) -> NoReturn:
+        """Refuse anything else.
+
+        Raises:
+            CaptureError: always.
+        """
+        self.note("unsupported", name, f"{text}.")
+        raise CaptureError(f"{text} (at {user_line()}).") from cause
+
+    def note(self, kind: str, op: str, text: str) -> None:
+        """Report a violation that is collected, or do nothing."""
+        if self._on_violation is not None:
+            self._on_violation(Violation.at(user_line(), kind=kind, op=op, text=text))
+
+
+# Functions of torch that read tensor memory on the host without dispatching an operation, or that
+# are clearer named than the operation below them.
+HOST_READS: dict[Any, str] = {
+    torch.Tensor.tolist: ".tolist()",
+    torch.Tensor.numpy: ".numpy()",
+    torch.Tensor.cpu: ".cpu()",
+    torch.Tensor.__array__: "numpy.asarray() of a tensor",
+    torch.Tensor.__repr__: "print() or repr() of a tensor",
+    torch.Tensor.__format__: "formatting a tensor",
+    torch.Tensor.__deepcopy__: "copy.deepcopy() of a tensor",
+    torch.Tensor.__dlpack__: "exporting a tensor with DLPack",
+}
+
+# Functions that take host data; given tensors inside a list, they read them one by one.
+CONSTRUCTORS = {
+    torch.tensor: "torch.tensor() of a list of tensors",
+    torch.as_tensor: "torch.as_tensor() of a list of tensors",
+    torch.asarray: "torch.asarray() of a list of tensors",
+    torch.Tensor.new_tensor: ".new_tensor() of a list of tensors",
+}
+
+# How a function's host read is called by the user who wrote it.
+_SPELLING = {
+    "item": ".item()",
+    "__bool__": "bool() of a tensor",
+    "__int__": "int() of a tensor",
+    "__float__": "float() of a tensor",
+    "__complex__": "complex() of a tensor",
+    "__index__": "a tensor used as an index or length",
+    "__getitem__": "indexing with a scalar tensor",
+    "__setitem__": "indexing with a scalar tensor",
+    "__contains__": "'in' on a tensor",
+    "equal": "torch.equal()",
+    "allclose": "torch.allclose()",
+}
+
+
+def host_read_name(function: str, operation: str) -> str:
+    """Return how the user wrote the call that reached ``operation`` through ``function``."""
+    return _SPELLING.get(function, f"{function}()" if function else operation)
+
+
+def reads_tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the data given to a constructor is a list with tensors in it."""
+    return any(
+        isinstance(value, (list, tuple))
+        and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+        for value in (*args, *kwargs.values())
+    )
+
+
+def assumed_scalar(dtype: torch.dtype) -> Any:
+    """Return the value with which a check goes on after a host read: 1, in the tensor's kind."""
+    if dtype is torch.bool:
+        return True
+    if dtype.is_complex:
+        return 1 + 0j
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def _nonzero(tensor: torch.Tensor) -> Layout:
+    count, width = tensor.numel(), tensor.dim()
+    # torch lays the indices out by column.
+    return Layout((count, width), (1, max(count, 1)), torch.int64)
+
+
+def _row(count: int, dtype: torch.dtype) -> Layout:
+    return Layout((count,), (1,), dtype)
+
+
+def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> Layout:
+    size = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
+    return _row(size.numel(), tensor.dtype)
+
+
+def _unique(tensor: torch.Tensor, *flags: Any, **named: Any) -> tuple[Layout, Layout, Layout]:
+    shape = tuple(tensor.shape)
+    inverse = Layout(shape, torch.empty(shape, device="meta").stride(), torch.int64)
+    return (_row(tensor.numel(), tensor.dtype), inverse, _row(tensor.numel(), torch.int64))
+
+
+_ASSUMED: dict[str, Callable[..., Any]] = {
+    "aten::nonzero": _nonzero,
+    "aten::masked_select": _masked_select,
+    "aten::_unique2": _unique,
+    "aten::unique_consecutive": _unique,
+}
+
+
+def assumed_layouts(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what a data-dependent operation returns if every element counts (all masks true, all
+    values different), or None if that is not known for ``name``."""
+    rule = _ASSUMED.get(name.split(".")[0])
+    return rule(*args, **kwargs) if rule is not None else None

@@ -1,0 +1,313 @@
+"""Agreement between ranks: the same graphs everywhere, captured in lockstep, replayed together.
+
+Everything goes over a ``torch.distributed`` store (or a gloo group), never through a device
+collective: a rank that is late, different or gone must be named by the others, and a device
+collective can only hang. Each exchange has a tag; a rank posts its value under the tag and waits
+for the others' with a timeout.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from devgraph.api.errors import AgreementError, ConfigError
+from devgraph.runners.decision import Decision, GraphKey, Reason
+from devgraph.runners.entries import Entries
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
+
+__all__ = ["PeerFailed", "RankGroup", "Solo", "agree_on", "ranks_of"]
+
+logger = logging.getLogger(__name__)
+
+_SLICE_S = 0.2
+"""Seconds of one blocking wait; between two waits a rank looks for failures of the others."""
+
+_NEUTRAL = 2**31
+"""In a vote of minima: this rank has no opinion."""
+
+
+class PeerFailed(AgreementError):
+    """Another rank gave up the exchange that this rank waits in."""
+
+
+class Solo:
+    """The agreement of a process that is alone: everything is agreed at once."""
+
+    rank = 0
+    size = 1
+
+    def handshake(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Make sure that all ranks have the same facts."""
+
+    def gather(self, tag: str, value: str, *, escape: str | None = None) -> list[str]:
+        """Return the value that each rank gave for ``tag``, by rank."""
+        return [value]
+
+    def post(self, tag: str, value: str) -> None:
+        """Publish a value for ``tag`` without waiting for the others."""
+
+    def minimum(self, tag: str, values: Sequence[int]) -> list[int]:
+        """Return the element-wise minimum over ranks."""
+        return list(values)
+
+
+class RankGroup(Solo):
+    """The ranks that capture and replay together.
+
+    Args:
+        store: any ``torch.distributed`` store that all ranks share (``TCPStore``, ``FileStore``,
+            ``PrefixStore``, ``HashStore`` between threads).
+        rank: this rank, from 0.
+        size: number of ranks.
+        timeout_s: the longest that a rank waits for the others in one exchange; it must cover the
+            slowest capture of a bucket.
+        vote: for the vote of each step, instead of the store: receives a list of ints and returns
+            their element-wise minimum over all ranks.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        *,
+        size: int,
+        timeout_s: float = 120.0,
+        vote: Callable[[list[int]], list[int]] | None = None,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ConfigError(f"rank {rank} is not within a group of {size}")
+        if timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be over 0, got {timeout_s}")
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+        self._store = store
+        self._vote = vote
+        self._round: collections.Counter[str] = collections.Counter()
+        self._last_vote: str | None = None
+
+    @classmethod
+    def from_process_group(
+        cls, group: ProcessGroup | None = None, *, timeout_s: float = 120.0
+    ) -> RankGroup:
+        """Make one from a gloo process group (None: the default group).
+
+        The group carries the votes and, once, the address of a store that its first rank opens.
+
+        Raises:
+            ConfigError: the group has no gloo backend.
+        """
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
+
+        kind = str(dist.get_backend(group))
+        if "gloo" not in kind:
+            raise ConfigError(
+                f"ranks agree on the host, and this process group uses {kind!r}; make one with "
+                f"torch.distributed.new_group(backend='gloo') and pass that"
+            )
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        hosts: list[Any] = [None] * size
+        dist.all_gather_object(hosts, socket.gethostname(), group=group)
+        address = "127.0.0.1" if len(set(hosts)) == 1 else str(hosts[0])
+        port: list[Any] = [None]
+        store: Any = None
+        if rank == 0:
+            store = TCPStore(address, 0, size, True, timeout=timeout, wait_for_workers=False)
+            port = [store.port]
+        first = 0 if group is None else dist.get_global_rank(group, 0)
+        dist.broadcast_object_list(port, src=first, group=group)
+        if rank != 0:
+            store = TCPStore(address, port[0], size, False, timeout=timeout)
+
+        def minimum(values: list[int]) -> list[int]:
+            import torch
+
+            tensor = torch.tensor(values, dtype=torch.int64)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
+            return [int(value) for value in tensor.tolist()]
+
+        return cls(store, rank, size=size, timeout_s=timeout_s, vote=minimum)
+
+    def handshake(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Make sure that all ranks have the same facts.
+
+        Raises:
+            AgreementError: a rank differs (names it and shows both values) or did not come.
+        """
+        mine = json.dumps(dict(facts), sort_keys=True, default=str)
+        texts = self.gather(f"{name}/facts", mine)
+        if len(set(texts)) == 1:
+            return
+        everyone = [json.loads(text) for text in texts]
+        raise AgreementError(
+            f"the ranks of {name} do not agree: {'; '.join(_differences(everyone))}. "
+            f"All ranks of a group must be configured alike."
+        )
+
+    def gather(self, tag: str, value: str, *, escape: str | None = None) -> list[str]:
+        """Return the value that each rank gave for ``tag``, by rank.
+
+        Args:
+            tag: name of the exchange. The same tag may be used again: the n-th use on one rank
+                meets the n-th use on the others.
+            escape: a tag that a rank posts to instead when it gives up.
+
+        Raises:
+            PeerFailed: a rank that has not come posted to ``escape``; carries what it posted.
+            AgreementError: ranks did not come within the timeout; names them.
+        """
+        key = self._post(tag, value)
+        waiting = [rank for rank in range(self.size) if rank != self.rank]
+        deadline = time.monotonic() + self.timeout_s
+        with self._reachable(tag):
+            while waiting:
+                waiting = self._still_missing(key, waiting)
+                if waiting:
+                    self._look_for_failures(escape, waiting)
+                if waiting and time.monotonic() > deadline:
+                    raise AgreementError(
+                        f"rank {self.rank} waited {self.timeout_s:g} s at {tag!r} for "
+                        f"{_listed(waiting)}, which did not come: it is dead, stuck or late. Look "
+                        f"at its log; raise timeout_s if it was only slow."
+                    )
+            return [
+                value if rank == self.rank else self._store.get(f"{key}/{rank}").decode()
+                for rank in range(self.size)
+            ]
+
+    def post(self, tag: str, value: str) -> None:
+        """Publish a value for ``tag`` without waiting for the others."""
+        with contextlib.suppress(Exception):
+            self._post(tag, value)
+
+    def minimum(self, tag: str, values: Sequence[int]) -> list[int]:
+        """Return the element-wise minimum over ranks, through the engine's vote if it gave one.
+
+        Raises:
+            AgreementError: a rank did not vote.
+        """
+        if self._vote is not None:
+            try:
+                return self._vote(list(values))
+            except Exception as error:
+                raise AgreementError(
+                    f"the vote {tag!r} failed on rank {self.rank}: a rank is gone or late ({error})"
+                ) from error
+        texts = self.gather(tag, json.dumps(list(values)))
+        self._discard(tag)
+        return [min(column) for column in zip(*map(json.loads, texts), strict=True)]
+
+    def _post(self, tag: str, value: str) -> str:
+        self._round[tag] += 1
+        key = f"devgraph/{tag}/{self._round[tag]}"
+        with self._reachable(tag):
+            self._store.set(f"{key}/{self.rank}", value)
+        return key
+
+    def _still_missing(self, key: str, waiting: list[int]) -> list[int]:
+        from torch.distributed import DistStoreError
+
+        names = [f"{key}/{rank}" for rank in waiting]
+        try:
+            self._store.wait(names, datetime.timedelta(seconds=_SLICE_S))
+            return []
+        except DistStoreError:
+            return [r for r, name in zip(waiting, names, strict=True) if not self._has(name)]
+
+    def _has(self, name: str) -> bool:
+        return bool(self._store.check([name]))
+
+    def _look_for_failures(self, escape: str | None, waiting: list[int]) -> None:
+        if escape is None:
+            return
+        key = f"devgraph/{escape}/{self._round[escape] + 1}"
+        for rank in waiting:
+            if self._has(f"{key}/{rank}"):
+                text = self._store.get(f"{key}/{rank}").decode()
+                raise PeerFailed(f"rank {rank}: {text}")
+
+    def _discard(self, tag: str) -> None:
+        # Whoever completed round n has seen every rank leave round n - 1.
+        done = self._round[tag] - 1
+        if done > 0:
+            with contextlib.suppress(Exception):
+                self._store.delete_key(f"devgraph/{tag}/{done}/{self.rank}")
+
+    @contextlib.contextmanager
+    def _reachable(self, tag: str) -> Any:
+        try:
+            yield
+        except AgreementError:
+            raise
+        except Exception as error:
+            raise AgreementError(
+                f"rank {self.rank} lost the store at {tag!r}: the process that hosts it, usually "
+                f"rank 0's, is gone ({error})"
+            ) from error
+
+
+def ranks_of(group: Any) -> Solo:
+    """Return the agreement for a runner's ``group``: None, a RankGroup or a process group."""
+    if group is None:
+        return Solo()
+    if isinstance(group, Solo):
+        return group
+    return RankGroup.from_process_group(group)
+
+
+def agree_on(decision: Decision | None, ranks: Solo, entries: Entries, name: str) -> Decision:
+    """Implement ``Runner.agree``: one vote of minima over all ranks."""
+    if ranks.size == 1:
+        return decision if decision is not None else Decision.eager(Reason.EMPTY_BATCH)
+    variants = list(entries.variants)
+    ok, bucket, variant = 1, 0, None
+    if decision is not None and decision.reason is not Reason.EMPTY_BATCH:
+        ok = int(decision.ok)
+        if decision.key is not None:
+            bucket, variant = decision.key.bucket, variants.index(decision.key.variant)
+    low, high = (_NEUTRAL, _NEUTRAL) if variant is None else (variant, -variant)
+    ok, bucket, low, high = ranks.minimum(f"{name}/vote", (ok, -bucket, low, high))
+    key = None if low == _NEUTRAL else GraphKey(variants[low], -bucket)
+    if not ok:
+        if decision is not None and not decision.ok:
+            return decision
+        return Decision.eager(Reason.VOTED_EAGER, decision.key if decision else key)
+    if key is None:
+        return Decision.eager(Reason.EMPTY_BATCH)
+    if low != -high:
+        raise AgreementError(
+            f"the ranks of {name} want different variants in one step: {dict(variants[low])} and "
+            f"{dict(variants[-high])}; give all ranks of a step the same variant"
+        )
+    return Decision.graph(key)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks))
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def _differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say for each differing fact which ranks are in the minority, and both values."""
+    found = []
+    names = sorted({name for facts in everyone for name in facts})
+    for name in names:
+        values = [json.dumps(facts.get(name)) for facts in everyone]
+        usual, _ = collections.Counter(values).most_common(1)[0]
+        for value in sorted(set(values) - {usual}):
+            odd = [rank for rank, have in enumerate(values) if have == value]
+            found.append(f"{_listed(odd)} has {name}={value}, others {usual}")
+    return found

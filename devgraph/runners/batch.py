@@ -1,0 +1,130 @@
+"""The batch that a step function receives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from devgraph.api.errors import CaptureError, did_you_mean
+from devgraph.api.marks import is_capturing
+from devgraph.api.source import user_line
+from devgraph.runners.slots import Size
+
+__all__ = ["Batch", "HostValues", "Live"]
+
+
+class HostValues(Mapping[str, Any]):
+    """Host arguments by attribute or key; tracked values while a capture records."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(
+                f"the batch has no host argument {name!r}. {did_you_mean(name, self._values)} "
+                f"Declare it in host_args of the runner."
+            ) from None
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+class Live:
+    """The part of a batch that changes from run to run although graphs stay the same.
+
+    One object is shared by every batch that a runner's graphs were captured with; the runner
+    stores the size and the tensors of a run here just before it replays.
+    """
+
+    __slots__ = ("size", "tensors")
+
+    def __init__(self) -> None:
+        self.size = Size(0, 0)
+        self.tensors: Mapping[str, torch.Tensor] = {}
+
+
+class Batch:
+    """One step's data: ``batch.<slot>`` tensors, ``batch.host``, and the sizes.
+
+    In a graph the tensors are static views of the bucket's size; run eagerly they have the real
+    size. Where a graph's body depends on tokens only (breakable prefill), slots that count
+    requests belong to the run and not to the graph: read them in a region, in a ``no_graph``
+    function or in the tail, through the batch itself.
+
+    Attributes:
+        host: the host arguments.
+        tokens: rows of the ``"tokens"`` slots, padding included.
+        width: tokens per request, or None.
+        variant: the variant that this step belongs to.
+    """
+
+    host: HostValues
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        size: Size,
+        *,
+        host: Mapping[str, Any],
+        variant: Mapping[str, Any],
+        live: Live | None = None,
+        live_names: frozenset[str] = frozenset(),
+    ) -> None:
+        self.__dict__.update(tensors)
+        self.host = HostValues(host)
+        self.tokens = size.tokens
+        self.width = size.width
+        self.variant = MappingProxyType(dict(variant))
+        self._size = size
+        self._live = live
+        self._live_names = live_names
+
+    @property
+    def requests(self) -> int:
+        """Requests of this batch, padding included; of the current run where they are its own."""
+        if self._live_names:
+            return self._of_run("requests").size.requests
+        return self._size.requests
+
+    @property
+    def real(self) -> Size:
+        """Sizes without padding. They change from run to run, so a graph cannot read them."""
+        return self._size if self._live is None else self._of_run("real").size
+
+    def _of_run(self, name: str) -> Live:
+        if is_capturing():
+            raise CaptureError(
+                f"batch.{name} changes from run to run and was read inside a graph, at "
+                f"{user_line()}. Hand the batch to a function marked @dg.region() or "
+                f"@dg.no_graph and read it there, or move the line into the runner's tail."
+            )
+        assert self._live is not None
+        return self._live
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        # Reached for names that are no static tensor: slots of the run, or mistakes.
+        known = self.__dict__.get("_live_names", frozenset())
+        if name in known:
+            return self._of_run(name).tensors[name]
+        raise AttributeError(f"the batch has no slot {name!r}. {did_you_mean(name, self._names())}")
+
+    def _names(self) -> list[str]:
+        static = [n for n, v in self.__dict__.items() if isinstance(v, torch.Tensor)]
+        return [*static, *sorted(self.__dict__.get("_live_names", ()))]
+
+    def __repr__(self) -> str:
+        return f"<Batch of {self._size}: {', '.join(self._names())}>"

@@ -1,0 +1,151 @@
+"""Bucket sizes: the padded batch sizes that a runner captures a graph for.
+
+Decode buckets count requests, prefill buckets count tokens. A list is always ascending, free of
+duplicates, and ends with the maximum, so that no batch within the capacity is left without one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, overload
+
+from devgraph.api.errors import ConfigError, ConfigTypeError
+
+__all__ = ["Buckets", "Phase", "default_buckets"]
+
+Phase = Literal["decode", "prefill"]
+
+# (first, last, step), last inclusive; None = without end. The steps are those that the serving
+# engines of this field converged on: dense where a step is cheap, sparse where padding is.
+_RANGES: dict[Phase, tuple[tuple[int, int | None, int], ...]] = {
+    "decode": ((1, 1, 1), (2, 2, 1), (4, 12, 4), (16, 256, 8), (272, 511, 16), (512, None, 32)),
+    "prefill": (
+        (4, 32, 4),
+        (48, 256, 16),
+        (288, 512, 32),
+        (576, 1024, 64),
+        (1280, 4096, 256),
+        (4608, None, 512),
+    ),
+}
+
+
+def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buckets:
+    """Return the default buckets of a phase up to ``maximum``, which is always the last one.
+
+    With ``multiple_of`` every size is rounded up to a multiple of it (tensor parallelism that
+    scatters tokens needs this); the last bucket is then the smallest multiple that holds
+    ``maximum``.
+    """
+    maximum = _count("the maximum", maximum)
+    multiple_of = _count("multiple_of", multiple_of)
+    sizes: set[int] = set()
+    for first, last, step in _RANGES[phase]:
+        stop = maximum if last is None else min(last, maximum)
+        sizes.update(range(first, stop + 1, step))
+    top = _round_up(maximum, multiple_of)
+    rounded = {_round_up(size, multiple_of) for size in sizes}
+    return Buckets(tuple(sorted({size for size in rounded if size < top} | {top})))
+
+
+class Buckets(Sequence[int]):
+    """An ascending, non-empty sequence of bucket sizes that answers "which one holds n rows?"."""
+
+    __slots__ = ("_sizes",)
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = tuple(sizes)
+
+    @classmethod
+    def of(
+        cls, sizes: Iterable[int] | None, *, phase: Phase, maximum: int, multiple_of: int = 1
+    ) -> Buckets:
+        """Normalise what a user asked for: None means the defaults of the phase.
+
+        Order and duplicates are put right; the maximum is added when it is not there. A size that
+        is not a positive integer, is over ``maximum`` or is no multiple of ``multiple_of`` raises
+        ``ConfigError`` (``ConfigTypeError`` for the wrong kind) that names the value.
+        """
+        if sizes is None:
+            return default_buckets(phase, maximum, multiple_of=multiple_of)
+        maximum = _count("the maximum", maximum)
+        multiple_of = _count("multiple_of", multiple_of)
+        top = _round_up(maximum, multiple_of)
+        if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
+            raise ConfigTypeError(
+                f"{phase} buckets must be a list of integers, got {sizes!r}; for example [1, 2, 8]"
+            )
+        chosen = {_bucket(size, phase, maximum, multiple_of, top) for size in sizes}
+        if not chosen:
+            raise ConfigError(
+                f"{phase} buckets are an empty list: name at least one size, leave the list out "
+                f"for the defaults, or switch graphs off with the policy 'disabled'"
+            )
+        return cls(tuple(sorted(chosen | {top})))
+
+    @property
+    def maximum(self) -> int:
+        return self._sizes[-1]
+
+    def at_least(self, rows: int) -> Iterator[int]:
+        """Yield the buckets that hold ``rows``, smallest first."""
+        yield from self._sizes[bisect.bisect_left(self._sizes, rows) :]
+
+    def fitting(self, rows: int) -> int | None:
+        """Return the smallest bucket that holds ``rows``, or None when all are too small."""
+        at = bisect.bisect_left(self._sizes, rows)
+        return self._sizes[at] if at < len(self._sizes) else None
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        return self._sizes[index]
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __eq__(self, other: object) -> bool:
+        return self._sizes == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._sizes)
+
+    def __repr__(self) -> str:
+        return f"Buckets({list(self._sizes)})"
+
+
+def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int) -> int:
+    value = _count(f"a {phase} bucket", size)
+    if value > top:
+        raise ConfigError(
+            f"{phase} bucket {value} is over the capacity of {maximum}: remove it or raise the "
+            f"capacity"
+        )
+    if value % multiple_of:
+        low, high = value - value % multiple_of, _round_up(value, multiple_of)
+        near = f"{low} or {high}" if low else f"{high}"
+        raise ConfigError(
+            f"{phase} bucket {value} is no multiple of {multiple_of}, which the alignment asks "
+            f"for: use {near}"
+        )
+    return value
+
+
+def _count(what: str, value: object) -> int:
+    if isinstance(value, bool):
+        raise ConfigTypeError(f"{what} must be a positive integer, got {value!r}")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigTypeError(f"{what} must be a positive integer, got {value!r}") from None
+    if number < 1:
+        raise ConfigError(f"{what} must be at least 1, got {number}")
+    return number
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

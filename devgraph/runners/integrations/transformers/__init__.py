@@ -1,0 +1,52 @@
+"""Causal language models of Hugging Face transformers on device graphs.
+
+>>> from devgraph.runners.integrations.transformers import Engine, load
+>>> model, tokenizer = load("HuggingFaceTB/SmolLM2-135M-Instruct")      # doctest: +SKIP
+>>> with Engine(model, tokenizer, backend="cpu") as engine:             # doctest: +SKIP
+...     print(engine.generate(["The capital of France is"])[0].text)
+ Paris.
+
+A model runs unmodified if its attention goes through transformers' attention-function registry and
+its whole state is a cache of keys and values; everything else raises ``UnsupportedModelError`` at
+construction.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("transformers") is None:
+    raise ImportError(
+        "this integration needs transformers; install it with pip install 'devgraph[demo]'"
+    )
+
+from devgraph.runners.integrations.transformers.cache import KVCache, LayerShape
+from devgraph.runners.integrations.transformers.engine import (
+    Completion,
+    Engine,
+    EngineStats,
+    TokenEvent,
+)
+from devgraph.runners.integrations.transformers.errors import UnsupportedModelError
+from devgraph.runners.integrations.transformers.loading import find_demo, load, load_demo
+from devgraph.runners.integrations.transformers.model import CausalModel
+from devgraph.runners.integrations.transformers.sampling import SamplingParams
+from devgraph.runners.integrations.transformers.scheduler import FinishReason
+from devgraph.runners.integrations.transformers.text import TextStream
+
+__all__ = [
+    "CausalModel",
+    "Completion",
+    "Engine",
+    "EngineStats",
+    "FinishReason",
+    "KVCache",
+    "LayerShape",
+    "SamplingParams",
+    "TextStream",
+    "TokenEvent",
+    "UnsupportedModelError",
+    "find_demo",
+    "load",
+    "load_demo",
+]

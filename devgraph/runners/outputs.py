@@ -1,0 +1,258 @@
+"""Outputs: one set of buffers for all graphs of a runner, and views of their real rows.
+
+Every graph copies what the step returned into these buffers as its last work, so that the memory
+of intermediate results stays free for reuse by the graphs of other buckets, and a user's view has
+the same address whichever bucket ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from devgraph.api.buffers import StaticBuffers
+from devgraph.api.errors import ConfigError, ConfigTypeError, InputError
+from devgraph.runners.decision import Variant
+from devgraph.runners.slots import OutputSlot, Size
+
+__all__ = ["OutputStore", "OutputViews"]
+
+
+@attrs.frozen
+class _Leaf:
+    """One tensor of the output tree: its shape for ``rows`` = None entries in ``dim``."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slot: OutputSlot
+
+    def shape_for(self, size: Size) -> tuple[int, ...]:
+        if self.slot.rows is None:
+            return self.shape
+        dim = self.slot.dim
+        return (*self.shape[:dim], size.rows(self.slot.rows), *self.shape[dim + 1 :])
+
+
+@attrs.frozen
+class _Layout:
+    """The output tree of one variant; a leaf that is None is handed on as None."""
+
+    spec: Any
+    leaves: tuple[_Leaf | None, ...]
+    largest: Size
+
+
+class OutputViews:
+    """Hands out the views of one (padded size, real size); built once, used every run."""
+
+    __slots__ = ("_leaves", "_make", "_spec")
+
+    def __init__(self, spec: Any, leaves: list[torch.Tensor | None]) -> None:
+        self._spec = spec
+        self._leaves = leaves
+        self._make = self._maker()
+
+    def __call__(self) -> Any:
+        """Return the output tree. Containers are new, so that callers may change them."""
+        return self._make()
+
+    def _maker(self) -> Callable[[], Any]:
+        tree = pytree.tree_unflatten(self._leaves, self._spec)
+        if self._spec.is_leaf():
+            return lambda: tree
+        if type(tree) is dict and self._is_flat(tree.values()):
+            return tree.copy
+        if type(tree) is tuple and self._is_flat(tree):
+            return lambda: tree
+        return lambda: pytree.tree_unflatten(self._leaves, self._spec)
+
+    def _is_flat(self, children: Iterable[Any]) -> bool:
+        return [id(child) for child in children] == [id(leaf) for leaf in self._leaves]
+
+
+class OutputStore:
+    """The output buffers of a runner.
+
+    Args:
+        slots: an ``OutputSlot`` for every tensor alike, or a pytree of them as the step returns.
+
+    Life: ``learn`` once per variant with a result of the largest size, ``allocate`` once, then
+    ``writer`` per graph and ``views`` per size.
+    """
+
+    def __init__(self, slots: Any) -> None:
+        for slot in pytree.tree_leaves(slots):
+            if not isinstance(slot, OutputSlot):
+                raise ConfigTypeError(
+                    f"outputs must be an OutputSlot or a tree of them, got {slot!r}"
+                )
+        self._slots = slots
+        self._layouts: dict[Variant, _Layout] = {}
+        self._buffers: StaticBuffers | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the buffers exist."""
+        return self._buffers is not None
+
+    @property
+    def buffers(self) -> StaticBuffers | None:
+        """The buffers, named by position in the output tree."""
+        return self._buffers
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._buffers is None else self._buffers.nbytes
+
+    def learn(self, variant: Variant, result: Any, size: Size) -> None:
+        """Take the structure of the outputs from a result of the variant's largest size.
+
+        Raises:
+            ConfigError: the result does not fit the declared output slots; names the output.
+        """
+        paths, spec = pytree.tree_flatten_with_path(result)
+        slots = self._slots_of(result, spec)
+        leaves = [
+            _leaf(pytree.keystr(path) or "(the tensor itself)", value, slot, size)
+            for (path, value), slot in zip(paths, slots, strict=True)
+        ]
+        if not any(leaves):
+            raise ConfigError(f"the step returned {result!r}; return at least one tensor")
+        self._layouts[variant] = _Layout(spec, tuple(leaves), size)
+
+    def _slots_of(self, result: Any, spec: Any) -> list[OutputSlot]:
+        if isinstance(self._slots, OutputSlot):
+            return [self._slots] * spec.num_leaves
+        slots, declared = pytree.tree_flatten(self._slots)
+        if declared != spec:
+            raise ConfigError(
+                f"the step returned {pytree.treespec_pprint(spec)}, and outputs is declared as "
+                f"{pytree.treespec_pprint(declared)}; they must have the same structure"
+            )
+        return slots
+
+    def allocate(self, device: torch.device) -> None:
+        """Make one buffer per output that is large enough for every variant. Idempotent."""
+        if self._buffers is not None:
+            return
+        needed: dict[str, int] = {}
+        for layout in self._layouts.values():
+            for index, leaf in enumerate(layout.leaves):
+                if leaf is not None:
+                    size = math.prod(leaf.shape_for(layout.largest)) * leaf.dtype.itemsize
+                    needed[str(index)] = max(size, needed.get(str(index), 0))
+        self._buffers = StaticBuffers(
+            {name: ((size,), torch.uint8) for name, size in needed.items()}, device=device
+        )
+
+    def refuse_overlap(self, name: str, tensor: torch.Tensor) -> None:
+        """Raise InputError when a tensor that graphs read in place lies in the output buffers."""
+        if self._buffers is not None and self._buffers.overlaps(tensor):
+            raise InputError(
+                f"bound tensor {name!r} overlaps the runner's output buffers, which every replay "
+                f"overwrites; bind a copy, or pass it as an input, which is copied first"
+            )
+
+    def _full_views(self, variant: Variant, size: Size) -> list[torch.Tensor | None]:
+        assert self._buffers is not None
+        out: list[torch.Tensor | None] = []
+        for index, leaf in enumerate(self._layouts[variant].leaves):
+            if leaf is None:
+                out.append(None)
+                continue
+            shape = leaf.shape_for(size)
+            flat = self._buffers[str(index)]
+            nbytes = math.prod(shape) * leaf.dtype.itemsize
+            out.append(flat[:nbytes].view(leaf.dtype).view(shape))
+        return out
+
+    def writer(self, variant: Variant, size: Size) -> Callable[[Any], Any]:
+        """Return a function that copies a result of ``size`` into the buffers.
+
+        It raises ConfigError when the result has not the structure, shape or dtype that the
+        largest bucket of the variant showed.
+        """
+        layout = self._layouts[variant]
+        views = self._full_views(variant, size)
+
+        def write(result: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(result)
+            if spec != layout.spec:
+                raise ConfigError(
+                    f"the step returned {pytree.treespec_pprint(spec)} for {size} and "
+                    f"{pytree.treespec_pprint(layout.spec)} for {layout.largest}; the structure "
+                    f"must not depend on the size of the batch"
+                )
+            for value, view, leaf in zip(leaves, views, layout.leaves, strict=True):
+                if leaf is None or view is None:
+                    _require_none(value)
+                    continue
+                if not isinstance(value, torch.Tensor):
+                    raise ConfigError(f"output {leaf.path} is {value!r} and was a tensor before")
+                if value.shape != view.shape or value.dtype is not view.dtype:
+                    raise ConfigError(
+                        f"output {leaf.path} is {value.dtype} {tuple(value.shape)} for {size}; "
+                        f"expected {view.dtype} {tuple(view.shape)}, because it is declared with "
+                        f"rows={leaf.slot.rows!r} along dim {leaf.slot.dim}"
+                    )
+                view.copy_(value)
+            return pytree.tree_unflatten(views, layout.spec)
+
+        return write
+
+    def views(self, variant: Variant, padded: Size, real: Size) -> OutputViews:
+        """Return what hands out the real rows of a result of ``padded``."""
+        layout = self._layouts[variant]
+        leaves: list[torch.Tensor | None] = []
+        for view, leaf in zip(self._full_views(variant, padded), layout.leaves, strict=True):
+            if leaf is not None and view is not None and leaf.slot.rows is not None:
+                view = view.narrow(leaf.slot.dim, 0, real.rows(leaf.slot.rows))
+            leaves.append(view)
+        return OutputViews(layout.spec, leaves)
+
+    def poison(self, fill: Callable[[torch.Tensor], None]) -> None:
+        """Fill every output buffer of every variant through ``fill``, typed as its output."""
+        for variant, layout in self._layouts.items():
+            for view in self._full_views(variant, layout.largest):
+                if view is not None:
+                    fill(view)
+
+    def describe(self) -> Mapping[str, str]:
+        """Return shape and dtype of each output at the largest size, by path."""
+        return {
+            leaf.path: f"{leaf.dtype} {leaf.shape_for(layout.largest)}"
+            for layout in self._layouts.values()
+            for leaf in layout.leaves
+            if leaf is not None
+        }
+
+
+def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(
+            f"output {path} is {value!r}: a graph can only return tensors (or None); anything "
+            f"else would keep its value of capture for ever"
+        )
+    if slot.rows is not None:
+        rows = size.rows(slot.rows)
+        got = value.shape[slot.dim] if slot.dim < value.dim() else None
+        if got != rows:
+            raise ConfigError(
+                f"output {path} has shape {tuple(value.shape)} for {size}, and is declared with "
+                f"rows={slot.rows!r} along dim {slot.dim}, which would be {rows}. Declare "
+                f"OutputSlot(rows=...) as 'requests', 'tokens' or None, with its dim."
+            )
+    return _Leaf(path, tuple(value.shape), value.dtype, slot)
+
+
+def _require_none(value: Any) -> None:
+    if value is not None:
+        raise ConfigError(f"an output was None for the largest batch and is {value!r} now")

@@ -1,0 +1,171 @@
+"""PrefillRunner: steps in which requests differ in length, mixed batches included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils import _pytree as pytree
+
+from devgraph.api.backend import Backend
+from devgraph.api.config import PhaseConfig
+from devgraph.api.errors import ConfigError, InputError
+from devgraph.api.pool import Pool
+from devgraph.api.registry import get_backend
+from devgraph.runners.base import Runner
+from devgraph.runners.batch import Batch
+from devgraph.runners.buckets import Buckets
+from devgraph.runners.decision import GraphKey, Reason, Variant
+from devgraph.runners.entries import Entry, canonical_variant, check_variants
+from devgraph.runners.settings import Options, RunnerOptions, phase_config
+from devgraph.runners.slots import (
+    ROW_PER_REQUEST,
+    ROW_PER_TOKEN,
+    InputSlot,
+    OutputSlot,
+    Size,
+    check_slots,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["PrefillRunner"]
+
+
+class PrefillRunner(Runner):
+    """Runs prefill steps: any requests, together ``tokens`` tokens, in a graph per token bucket.
+
+    Under ``full`` one graph holds body and tail, with ``max_requests`` request slots; slots that
+    no request uses hold their pad values (a length sentinel, ``Pad.last()`` for offsets). Under
+    the other policies a graph holds the body only, which may depend on the number of tokens but
+    not on the number of requests: slots that count requests keep their real size and can be read
+    in regions, ``no_graph`` functions and the tail, through the batch. The tail runs eagerly after
+    the replay.
+
+    Args:
+        body: receives a ``Batch``; returns tensors with a row per token (see ``hidden``).
+        inputs: the input slots; one of them counts tokens.
+        tail: receives what the body returned and a batch, and returns the step's outputs, for
+            example the logits of each request's last token. Rows and sizes are the real ones,
+            except under ``full``, where they are the graph's.
+        hidden: an ``OutputSlot`` or a tree of them for what the body returns; without a tail that
+            is the step's output.
+        outputs: the same for what the tail returns, used under ``full``.
+        variants, host_args, config, backend, pool, group: as for ``DecodeRunner``; the default
+            policy is ``breakable``.
+        max_tokens: the most tokens of a step.
+        max_requests: the most requests of a step.
+        **options: see ``Options``.
+
+    Raises:
+        ConfigError: something in the declaration cannot work.
+        CapabilityError: the policy is not available.
+    """
+
+    phase = "prefill"
+
+    def __init__(
+        self,
+        body: Callable[[Batch], Any],
+        inputs: Sequence[InputSlot],
+        *,
+        tail: Callable[[Any, Batch], Any] | None = None,
+        hidden: Any = ROW_PER_TOKEN,
+        outputs: Any = ROW_PER_REQUEST,
+        variants: Sequence[Mapping[str, Any]] = ({},),
+        host_args: Mapping[str, Any] | None = None,
+        config: PhaseConfig | str | Mapping[str, Any] | None = None,
+        backend: str | Backend = "auto",
+        pool: Pool | None = None,
+        group: Any = None,
+        max_tokens: int,
+        max_requests: int,
+        **options: Unpack[RunnerOptions],
+    ) -> None:
+        settings = phase_config(config, "prefill")
+        capacity = whole("max_tokens", max_tokens)
+        requests = whole("max_requests", max_requests)
+        if not capacity or not requests:
+            raise ConfigError("max_tokens and max_requests must be at least 1")
+        slots = check_slots(inputs)
+        if not any(slot.row_dim == "tokens" for slot in slots.values()):
+            raise ConfigError("a prefill runner needs an input slot with a dim 'tokens'")
+        whole_step = settings.policy == "full"
+        if not whole_step:
+            _check_hidden(hidden, settings.policy)
+        if whole_step and settings.max_requests is not None:
+            requests = min(requests, settings.max_requests)
+        largest = min(settings.max_bs or capacity, capacity)
+        buckets = Buckets.of(
+            settings.buckets, phase="prefill", maximum=largest, multiple_of=settings.align
+        )
+        declared = check_variants(variants, with_width=False)
+        eager = body if tail is None else _joined(body, tail)
+        self._max_requests = requests
+        super().__init__(
+            slots=slots,
+            step=eager if whole_step else body,
+            eager=eager,
+            tail=None if whole_step else tail,
+            outputs=outputs if whole_step and tail is not None else hidden,
+            variants=declared,
+            host_args=host_args,
+            config=settings,
+            options=Options.of("prefill", options),
+            backend=get_backend(backend) if isinstance(backend, str) else backend,
+            pool=pool,
+            group=group,
+            buckets=buckets,
+            sizes={
+                GraphKey(variant, bucket): Size(requests, bucket)
+                for variant in declared
+                for bucket in (buckets if settings.policy != "disabled" else ())
+            },
+            largest=Size(requests, buckets.maximum),
+            run_slots=frozenset(
+                () if whole_step else (s.name for s in slots.values() if s.by_requests)
+            ),
+        )
+
+    def _rows(self, size: Size) -> int:
+        return size.tokens
+
+    def _variant_of(
+        self, requests: int, tokens: int, options: Mapping[str, Any]
+    ) -> Variant | Reason:
+        variant = canonical_variant(options)
+        return variant if variant in self._parts.entries.variants else Reason.UNKNOWN_VARIANT
+
+    def _fits_requests(self, requests: int) -> bool:
+        return requests <= self._max_requests
+
+    def _size_of(self, requests: int, tokens: int, options: Mapping[str, Any]) -> Size:
+        return Size(requests, tokens)
+
+    def _infer(self, requests: int | None, tokens: int | None, options: Mapping[str, Any]) -> Size:
+        if tokens is None:
+            raise InputError("prefill needs the number of tokens: can_run(requests, tokens)")
+        return Size((1 if tokens else 0) if requests is None else requests, tokens)
+
+    def _dummy_size(self, options: Mapping[str, Any]) -> Size:
+        return Size(1, 1)
+
+    def _real_size(self, entry: Entry, rows: int, index: int) -> Size:
+        return Size(1 + index % min(self._max_requests, rows), rows)
+
+
+def _joined(
+    body: Callable[[Batch], Any], tail: Callable[[Any, Batch], Any]
+) -> Callable[[Batch], Any]:
+    return lambda batch: tail(body(batch), batch)
+
+
+def _check_hidden(hidden: Any, policy: str) -> None:
+    for slot in pytree.tree_leaves(hidden):
+        if isinstance(slot, OutputSlot) and slot.rows not in (None, "tokens"):
+            raise ConfigError(
+                f"under the policy {policy!r} a prefill graph does not depend on the number of "
+                f"requests, so its body cannot return rows={slot.rows!r}; compute that in the tail"
+            )

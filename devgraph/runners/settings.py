@@ -1,0 +1,100 @@
+"""What a runner is configured with, from a phase configuration and the engine's own options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypedDict
+
+import attrs
+import torch
+
+from devgraph.api.config import PhaseConfig
+from devgraph.api.config_values import DEFAULT_POLICY
+from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
+from devgraph.runners.buckets import Phase
+
+__all__ = ["DEBUG_VARIABLE", "Options", "RunnerOptions", "phase_config"]
+
+DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
+"""Environment variable that switches ``debug`` on where the engine does not say."""
+
+
+class RunnerOptions(TypedDict, total=False):
+    """Options that both runners take as keywords; see ``Options`` for their meaning."""
+
+    name: str
+    strict: bool | None
+    debug: bool | None
+    bound: Mapping[str, torch.Tensor]
+    weights_epoch: Callable[[], Hashable] | None
+    reset_state: Callable[[], None] | None
+    idle_dummy: bool
+    progress: bool | None
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """Options of a runner that belong to the engine and not to the mode configuration."""
+
+    name: str
+    """Name in messages, logs and metrics; the phase by default."""
+
+    strict: bool | None = None
+    """Raise instead of running eagerly; None takes it from the configuration."""
+
+    debug: bool | None = None
+    """Hand out leased outputs, which notice being read after the next run. None asks the
+    environment variable DEVGRAPH_DEBUG."""
+
+    bound: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    """Tensors that graphs use in place (KV caches, weights): kept alive, and every run refuses
+    when the memory of one has moved."""
+
+    weights_epoch: Callable[[], Hashable] | None = None
+    """Returns a value that changes when weights are replaced. A graph is only used while it equals
+    the one of its capture."""
+
+    reset_state: Callable[[], None] | None = None
+    """Undoes what warm-up runs did to the engine's state; called after the warm-up runs and after
+    each capture. Pad values should make it unnecessary; recurrent state may need it."""
+
+    idle_dummy: bool = False
+    """An empty batch replays the smallest graph on pad values, as engines whose steps hold
+    collectives need; otherwise it does nothing."""
+
+    progress: bool | None = None
+    """Show a progress bar during capture; None: on a terminal."""
+
+    @classmethod
+    def of(cls, phase: Phase, given: Mapping[str, Any]) -> Options:
+        """Check option names; an unknown one raises ``ConfigError`` that lists what exists."""
+        known = [field.name for field in attrs.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ConfigError(f"unknown runner option {name!r}. {did_you_mean(name, known)}")
+        options = cls(**{"name": phase, **given})
+        if options.debug is None:
+            text = os.environ.get(DEBUG_VARIABLE, "")
+            options = attrs.evolve(options, debug=text.lower() not in ("", "0", "false", "no"))
+        return options
+
+
+def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: Phase) -> PhaseConfig:
+    """Return the configuration of a phase: given, by policy name, as a mapping, or the default."""
+    if isinstance(config, PhaseConfig):
+        return config
+    if config is None:
+        return PhaseConfig(policy=DEFAULT_POLICY[phase], explicit=frozenset())
+    if isinstance(config, str):
+        return PhaseConfig(policy=config)
+    if isinstance(config, Mapping):
+        known = [field.name for field in attrs.fields(PhaseConfig)]
+        for key in config:
+            if key not in known:
+                raise ConfigError(f"unknown key {key!r}. {did_you_mean(str(key), known)}")
+        return PhaseConfig(**{"policy": DEFAULT_POLICY[phase], **config})
+    raise ConfigTypeError(
+        f"config of a runner is one phase, such as DeviceGraphConfig().{phase}, a policy name or a "
+        f"mapping; got {type(config).__name__}"
+    )

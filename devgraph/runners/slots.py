@@ -1,0 +1,330 @@
+"""What a runner is told about its data: input slots, pad rules, output slots, sizes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from devgraph.api.errors import (
+    ConfigError,
+    ConfigTypeError,
+    InputError,
+    InputTypeError,
+    did_you_mean,
+)
+
+__all__ = [
+    "ROW_PER_REQUEST",
+    "ROW_PER_TOKEN",
+    "HostSlot",
+    "InputSlot",
+    "OutputSlot",
+    "Pad",
+    "Size",
+    "check_slots",
+    "whole",
+]
+
+Dim = int | str
+Scalar = int | float | bool
+_ROW_DIMS: dict[str, tuple[str, int]] = {
+    "tokens": ("tokens", 0),
+    "requests": ("requests", 0),
+    "requests+1": ("requests", 1),
+}
+# Attributes of Batch that a slot of the same name would hide.
+_RESERVED = frozenset({"host", "real", "requests", "tokens", "variant", "width"})
+
+
+@attrs.frozen
+class Size:
+    """How large a batch is: ``requests``, ``tokens``, and ``width`` = tokens per request.
+
+    ``width`` is None where requests differ in length (prefill).
+    """
+
+    requests: int
+    tokens: int
+    width: int | None = None
+
+    def rows(self, dim: str) -> int:
+        """Return the extent of a dimension named ``"tokens"``, ``"requests"``, ``"requests+1"``."""
+        base, extra = _ROW_DIMS[dim]
+        return (self.tokens if base == "tokens" else self.requests) + extra
+
+
+@attrs.frozen
+class Pad:
+    """What the rows of a slot hold that no real request owns.
+
+    A padded row must never write real state: give index-like slots a value that points nowhere
+    (``Pad.fill(-1)``, or a reserved row), lengths a sentinel, and cumulative offsets
+    ``Pad.last()``. Make one with the class methods.
+    """
+
+    kind: Literal["fill", "last", "ramp", "value_of"]
+    value: Scalar = 0
+    step: int = 0
+    source: torch.Tensor | None = attrs.field(default=None, eq=False)
+
+    @classmethod
+    def zero(cls) -> Pad:
+        """Pad with zeros."""
+        return cls("fill", 0)
+
+    @classmethod
+    def fill(cls, value: Scalar) -> Pad:
+        """Pad with ``value``, for example a length sentinel or the index of a scratch row."""
+        return cls("fill", value)
+
+    @classmethod
+    def last(cls, start: Scalar = 0) -> Pad:
+        """Repeat the last real row: in cumulative offsets, unused requests get the length 0.
+
+        Where there is no real row (capture, an idle rank) every row holds ``start``.
+        """
+        return cls("last", start)
+
+    @classmethod
+    def ramp(cls, step: int, start: int = 0) -> Pad:
+        """Continue from the last real row in steps of ``step``.
+
+        In cumulative offsets, every unused request gets the length ``step``. Where there is no
+        real row the slot holds ``start``, ``start + step``, ...
+        """
+        return cls("ramp", start, step)
+
+    @classmethod
+    def value_of(cls, source: torch.Tensor) -> Pad:
+        """Pad with what ``source`` holds at each run: a scalar tensor, or one row of the slot.
+
+        It must lie on the device of the slot; it is read in place, so writing it changes the
+        padding of later runs without a new capture.
+        """
+        if not isinstance(source, torch.Tensor):
+            raise ConfigTypeError(
+                f"Pad.value_of takes a tensor that is read at every run, got {source!r}; use "
+                f"Pad.fill({source!r}) for a constant"
+            )
+        return cls("value_of", source=source)
+
+
+@attrs.frozen
+class InputSlot:
+    """One input of a step: a static tensor that ``run`` copies the caller's data into.
+
+    Args:
+        name: key of the input in ``run`` and attribute of the batch.
+        dims: shape; each entry is an int, ``"tokens"``, ``"requests"`` or ``"requests+1"``. At
+            most one entry may be named; without one the slot has a fixed shape and no padding.
+        dtype: exact dtype of the data; nothing is converted.
+        pad: what padded rows hold, and every row during capture.
+        sample: for ``prove``: called with the shape and a ``torch.Generator``, returns fresh legal
+            data on the host. Without it floating slots get normal random numbers and all others
+            keep their pad value, because a random index may point anywhere.
+
+    Raises:
+        ConfigError: a name, dimension, dtype or pad rule that cannot work. It is a ValueError.
+    """
+
+    name: str
+    dims: tuple[Dim, ...] = attrs.field(converter=tuple)
+    dtype: torch.dtype
+    pad: Pad = attrs.field(kw_only=True)
+    sample: Callable[[tuple[int, ...], torch.Generator], torch.Tensor] | None = attrs.field(
+        default=None, kw_only=True, eq=False
+    )
+
+    def __attrs_post_init__(self) -> None:
+        _check_name("input slot", self.name)
+        for dim in self.dims:
+            _check_dim(self.name, dim)
+        if sum(isinstance(dim, str) for dim in self.dims) > 1:
+            raise ConfigError(
+                f"input slot {self.name!r} has dims {self.dims}: at most one may be named, the "
+                f"others must be ints"
+            )
+        if not isinstance(self.dtype, torch.dtype):
+            raise ConfigTypeError(
+                f"input slot {self.name!r} needs a torch.dtype, got {self.dtype!r}"
+            )
+        self._check_pad()
+
+    def _check_pad(self) -> None:
+        if not isinstance(self.pad, Pad):
+            raise ConfigTypeError(
+                f"input slot {self.name!r} needs pad=Pad.zero(), Pad.fill(value), Pad.last(), "
+                f"Pad.ramp(step) or Pad.value_of(tensor), got {self.pad!r}"
+            )
+        if self.pad.kind in ("last", "ramp") and self.axis is None:
+            raise ConfigError(
+                f"input slot {self.name!r} pads from its last row but has no named dim in "
+                f"{self.dims}; use Pad.fill(value)"
+            )
+        if self.pad.source is not None:
+            self._check_source(self.pad.source)
+        elif not _fits(self.pad.value, self.dtype):
+            raise ConfigError(
+                f"input slot {self.name!r} is {self.dtype} and cannot hold its pad value "
+                f"{self.pad.value!r}"
+            )
+
+    def _check_source(self, source: torch.Tensor) -> None:
+        row = tuple(1 if isinstance(dim, str) else dim for dim in self.dims)
+        if source.dtype is not self.dtype:
+            raise ConfigError(
+                f"input slot {self.name!r} is {self.dtype} and its Pad.value_of tensor is "
+                f"{source.dtype}; they must be the same"
+            )
+        try:
+            source.expand(row)
+        except RuntimeError:
+            raise ConfigError(
+                f"input slot {self.name!r} has rows of shape {row} and its Pad.value_of tensor "
+                f"the shape {tuple(source.shape)}, which does not expand to that"
+            ) from None
+
+    @property
+    def axis(self) -> int | None:
+        """Index of the named dimension, or None when the shape is fixed."""
+        return next((i for i, dim in enumerate(self.dims) if isinstance(dim, str)), None)
+
+    @property
+    def row_dim(self) -> str | None:
+        """The named dimension, or None when the shape is fixed."""
+        return next((dim for dim in self.dims if isinstance(dim, str)), None)
+
+    @property
+    def by_requests(self) -> bool:
+        """Whether the slot grows with the number of requests."""
+        return self.row_dim is not None and _ROW_DIMS[self.row_dim][0] == "requests"
+
+    def shape(self, size: Size) -> tuple[int, ...]:
+        """Return the shape for a batch of ``size``."""
+        return tuple(size.rows(dim) if isinstance(dim, str) else dim for dim in self.dims)
+
+
+@attrs.frozen
+class HostSlot:
+    """A host argument that is a sequence with one entry per request or token.
+
+    Declared as a value of ``host_args``. The caller passes a sequence of the real length; the step
+    receives a tuple (which is hashable, so it can be a key), in graphs continued to the bucket's
+    length by the pad rule.
+
+    Args:
+        dim: ``"tokens"``, ``"requests"`` or ``"requests+1"``.
+        pad: ``Pad.zero()``, ``Pad.fill(value)``, ``Pad.last()`` or ``Pad.ramp(step)``.
+    """
+
+    dim: str
+    pad: Pad = attrs.field(kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if self.dim not in _ROW_DIMS:
+            raise ConfigError(
+                f"unknown dim {self.dim!r} of a host slot. {did_you_mean(str(self.dim), _ROW_DIMS)}"
+            )
+        if self.pad.kind == "value_of":
+            raise ConfigError("a host slot cannot pad with Pad.value_of: use Pad.fill(value)")
+
+    def padded(self, values: Sequence[Any], size: Size) -> tuple[Any, ...]:
+        """Return ``values`` continued by the pad rule to the length that ``size`` asks for."""
+        missing = range(size.rows(self.dim) - len(values))
+        if self.pad.kind == "ramp":
+            last = values[-1] if values else self.pad.value - self.pad.step
+            return (*values, *(last + self.pad.step * (i + 1) for i in missing))
+        repeated = values[-1] if self.pad.kind == "last" and values else self.pad.value
+        return (*values, *(repeated for _ in missing))
+
+
+@attrs.frozen
+class OutputSlot:
+    """How a tensor that the step returns grows with the batch.
+
+    Args:
+        rows: ``"requests"``, ``"tokens"``, or None for a tensor whose shape never depends on the
+            batch; only real rows are handed out.
+        dim: the dimension that has one entry per row.
+    """
+
+    rows: str | None = attrs.field(default="requests", kw_only=True)
+    dim: int = attrs.field(default=0, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if self.rows is not None and self.rows not in _ROW_DIMS:
+            raise ConfigError(
+                f"unknown rows {self.rows!r} of an output slot. "
+                f"{did_you_mean(str(self.rows), _ROW_DIMS)} None stands for a fixed shape."
+            )
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
+            raise ConfigError(f"dim of an output slot must be an int of at least 0: {self.dim!r}")
+
+
+ROW_PER_REQUEST = OutputSlot(rows="requests")
+ROW_PER_TOKEN = OutputSlot(rows="tokens")
+
+
+def check_slots(slots: Sequence[InputSlot]) -> dict[str, InputSlot]:
+    """Return the slots by name; duplicates, non-slots and an empty list raise ``ConfigError``."""
+    by_name: dict[str, InputSlot] = {}
+    for slot in slots:
+        if not isinstance(slot, InputSlot):
+            raise ConfigTypeError(f"inputs must be InputSlot objects, got {slot!r}")
+        if slot.name in by_name:
+            raise ConfigError(f"input slot {slot.name!r} is declared twice")
+        by_name[slot.name] = slot
+    if not any(slot.row_dim for slot in slots):
+        raise ConfigError(
+            "a runner needs at least one input slot with a dim 'tokens' or 'requests', or it "
+            "cannot see the size of a batch"
+        )
+    return by_name
+
+
+def whole(what: str, value: object) -> int:
+    """Return ``value`` if it is a whole number from 0; else InputError or InputTypeError."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputTypeError(f"{what} must be an int, got {value!r}")
+    number = operator.index(value)
+    if number < 0:
+        raise InputError(f"{what} must be at least 0, got {number}")
+    return number
+
+
+def _check_name(what: str, name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+        raise ConfigError(f"{what} {name!r} must be a Python identifier without leading underscore")
+    if name in _RESERVED:
+        raise ConfigError(
+            f"{what} {name!r} would hide batch.{name}; reserved: {', '.join(sorted(_RESERVED))}"
+        )
+
+
+def _check_dim(name: str, dim: object) -> None:
+    if isinstance(dim, str):
+        if dim not in _ROW_DIMS:
+            raise ConfigError(
+                f"unknown dim {dim!r} of input slot {name!r}. {did_you_mean(dim, _ROW_DIMS)}"
+            )
+    elif isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+        raise ConfigError(
+            f"dim {dim!r} of input slot {name!r} must be a positive int or one of "
+            f"{', '.join(_ROW_DIMS)}"
+        )
+
+
+def _fits(value: Scalar, dtype: torch.dtype) -> bool:
+    if dtype is torch.bool:
+        return value in (0, 1)
+    if dtype.is_floating_point:
+        return math.isinf(value) or math.isnan(value) or abs(value) <= torch.finfo(dtype).max
+    if dtype.is_complex:
+        return True
+    info = torch.iinfo(dtype)
+    return float(value).is_integer() and info.min <= value <= info.max

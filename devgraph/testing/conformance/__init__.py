@@ -1,0 +1,1 @@
+"""Tests that every backend has to pass; see ``devgraph.testing``."""

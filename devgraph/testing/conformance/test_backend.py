@@ -1,0 +1,122 @@
+"""Identity, declared capabilities and signatures of the backend."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import attrs
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit, same
+
+MODES = ("global", "thread_local", "relaxed")
+
+
+def test_backend_names_itself_its_device_and_its_version(kit: Kit) -> None:
+    backend = kit.backend
+    assert backend.name
+    assert isinstance(backend.device, torch.device)
+    assert backend.version
+    assert backend.device_name
+    assert backend.name in repr(backend)
+
+
+def test_registry_hands_out_one_backend_per_name(kit: Kit) -> None:
+    assert dg.get_backend(kit.backend.name) is kit.backend
+    listed = {info.name: info for info in dg.backends()}
+    assert listed[kit.backend.name].available
+
+
+def test_capabilities_are_frozen_data(kit: Kit) -> None:
+    capabilities = kit.backend.capabilities
+    assert isinstance(capabilities, dg.Capabilities)
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        capabilities.rng = not capabilities.rng  # type: ignore[misc]
+    assert capabilities.capture_error_modes
+    assert set(capabilities.capture_error_modes) <= set(MODES)
+
+
+def test_signatures_are_those_of_the_torch_proposal(kit: Kit) -> None:
+    make = list(inspect.signature(kit.backend.make_graph).parameters)
+    context = list(inspect.signature(kit.backend.capture_context).parameters)
+    assert make[:1] == ["pool"]
+    assert context[:4] == ["graph", "stream", "pool", "capture_error_mode"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_capture_works_in_every_error_mode(kit: Kit, mode: str) -> None:
+    x = kit.tensor(8)
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph, capture_error_mode=mode):
+        y = x * 2
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x * 2)
+
+
+def test_unknown_error_mode_is_refused_with_those_that_exist(kit: Kit) -> None:
+    graph = kit.backend.make_graph()
+    with (
+        pytest.raises(dg.InputError, match="thread_local"),
+        kit.backend.capture_context(graph, capture_error_mode="strict"),
+    ):
+        pytest.fail("the body ran")
+    assert graph.state == "empty"
+
+
+def test_pool_given_to_the_context_is_used(kit: Kit, pool: dg.Pool) -> None:
+    graph = kit.backend.make_graph()
+    x = kit.tensor(4)
+    with kit.backend.capture_context(graph, None, pool):
+        y = x + 1
+    assert graph.pool is pool
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x + 1)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8,
+     torch.bool],
+    ids=str,
+)
+def test_poison_overwrites_every_element(kit: Kit, dtype: torch.dtype) -> None:
+    tensor = torch.zeros(8, dtype=dtype, device=kit.device)
+    kit.backend.poison(tensor)
+    poisoned = tensor.cpu()
+    assert bool(torch.isnan(poisoned).all() if dtype.is_floating_point else (poisoned != 0).all())
+
+
+def test_random_state_is_restored_by_its_setter(kit: Kit) -> None:
+    state = kit.backend.get_rng_state()
+    first = torch.rand(8, device=kit.device)
+    kit.backend.set_rng_state(state)
+    same(torch.rand(8, device=kit.device), first)
+
+
+def test_pool_belongs_to_one_backend(kit: Kit, pool: dg.Pool) -> None:
+    class Other:
+        name = "other"
+
+    with pytest.raises(dg.StateError, match="make_pool"):
+        pool.check(Other())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("what", ["graph", "pool", "captured"])
+def test_things_that_own_device_memory_cannot_be_copied(
+    kit: Kit, pool: dg.Pool, what: str, how: object
+) -> None:
+    """FAULTS 29."""
+    x = kit.tensor(4)
+    graph, _ = kit.record(lambda: x + 1, pool=pool)
+    captured = kit.capture(lambda x: x + 1, x)
+    thing = {"graph": graph, "pool": pool, "captured": captured}[what]
+    with pytest.raises(TypeError, match=r"pickled|copied"):
+        how(thing)  # type: ignore[operator]
+    graph.replay()  # a refused copy harms nothing

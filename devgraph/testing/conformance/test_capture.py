@@ -1,0 +1,301 @@
+"""What a capture is: recorded and not run, replayed with the data of now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit, copied, same
+
+Step = Callable[..., Any]
+
+
+def test_capture_does_not_execute(kit: Kit) -> None:
+    x, target = kit.tensor(8), kit.tensor(8, seed=1)
+    before = target.clone()
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph):
+        target.copy_(x * 2)
+    kit.backend.synchronize()
+    same(target, before, "the buffer after the capture")
+    graph.replay()
+    kit.backend.synchronize()
+    same(target, x * 2)
+
+
+def test_every_replay_runs_the_work_once(kit: Kit) -> None:
+    count = torch.zeros(4, device=kit.device)
+    graph, _ = kit.record(lambda: count.add_(1), warm=False)
+    for expected in range(1, 6):
+        graph.replay()
+        kit.backend.synchronize()
+        same(count, torch.full((4,), float(expected)))
+
+
+def test_replay_reads_the_data_of_now(kit: Kit) -> None:
+    x, w = kit.tensor(4, 16), kit.tensor(16, 16, seed=1)
+    graph, y = kit.record(lambda: torch.relu(x @ w) + 1)
+    for seed in range(10, 14):
+        kit.refill(x, seed)
+        kit.refill(w, seed + 100)
+        graph.replay()
+        kit.backend.synchronize()
+        same(y, torch.relu(x @ w) + 1)
+
+
+def test_outputs_stay_at_their_addresses(kit: Kit) -> None:
+    x = kit.tensor(8)
+    captured = kit.capture(lambda x: (x + 1, {"double": x * 2}), x)
+    first, second = captured.outputs[0], captured.outputs[1]["double"]
+    addresses = (first.data_ptr(), second.data_ptr())
+    for seed in (3, 4):
+        kit.refill(x, seed)
+        out = captured.replay()
+        assert (out[0].data_ptr(), out[1]["double"].data_ptr()) == addresses
+        assert out is captured.outputs
+        kit.backend.synchronize()
+        same(out, (x + 1, {"double": x * 2}))
+
+
+def test_outputs_keep_their_values_until_the_next_replay(kit: Kit) -> None:
+    x = kit.tensor(64)
+    graph, y = kit.record(lambda: x + 1)
+    graph.replay()
+    kit.backend.synchronize()
+    want = x + 1
+    kit.refill(x, 9)
+    kit.churn()
+    same(y, want, "the output after unrelated work")
+
+
+def test_python_runs_once_and_its_numbers_are_frozen(kit: Kit) -> None:
+    x = kit.tensor(8)
+    factor = {"value": 2.0, "calls": 0}
+
+    def body() -> Any:
+        factor["calls"] += 1
+        return x * factor["value"]
+
+    graph, y = kit.record(body, warm=False)
+    factor["value"] = 3.0
+    graph.replay()
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x * 2.0)
+    assert factor["calls"] == 1
+
+
+def test_output_fed_back_as_input_sees_the_previous_replay(kit: Kit) -> None:
+    """FAULTS 12."""
+    x = kit.tensor(16)
+    captured = kit.capture(lambda x: torch.tanh(x * 1.5) + 0.1, x)
+    want = x.clone()
+    for _ in range(5):
+        want = torch.tanh(want * 1.5) + 0.1
+        x.copy_(captured.replay())
+    kit.backend.synchronize()
+    same(x, want)
+
+
+def test_input_that_is_an_output_of_the_step_is_updated_in_place(kit: Kit) -> None:
+    """FAULTS 12."""
+    x = kit.tensor(16)
+    start = x.clone()
+    captured = kit.capture(lambda x: x.mul_(0.5).add_(1), x)
+    same(x, start, "the bound tensor after the capture")
+    want = start.clone()
+    for _ in range(3):
+        captured.replay()
+        want.mul_(0.5).add_(1)
+    kit.backend.synchronize()
+    same(x, want)
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_capture_gives_bound_tensors_and_random_state_back(kit: Kit, policy: str) -> None:
+    x = kit.tensor(16)
+    before, state = x.clone(), kit.backend.get_rng_state()
+    kit.capture(lambda x: x.add_(1), x, policy=policy)
+    kit.backend.synchronize()
+    same(x, before, "the bound tensor")
+    same(kit.backend.get_rng_state(), state, "the random state")
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_kwargs_and_nested_arguments_are_bound(kit: Kit, policy: str) -> None:
+    x, y = kit.tensor(8), kit.tensor(8, seed=1)
+
+    def step(batch: dict[str, Any], *, scale: Any) -> Any:
+        return {"sum": batch["x"][0] + scale, "none": None, "text": "kept"}
+
+    captured = kit.capture(step, {"x": [x]}, kwargs={"scale": y}, policy=policy)
+    kit.refill(x, 7)
+    kit.refill(y, 8)
+    out = captured.replay()
+    kit.backend.synchronize()
+    same(out, {"sum": x + y, "none": None, "text": "kept"})
+
+
+def test_a_tensor_that_is_an_input_may_be_returned(kit: Kit) -> None:
+    x = kit.tensor(4, 4)
+    captured = kit.capture(lambda x: (x, x[1:], x.t() + 1), x)
+    kit.check(captured, lambda x: (x, x[1:], x.t() + 1), x)
+
+
+def _attention(x: Any, w: Any, i: Any) -> Any:
+    q = x.view(1, 8, 2, 8).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def _in_place(x: Any, w: Any, i: Any) -> Any:
+    h = x.clone()
+    h[2:4] = w[2:4]
+    h[:, 0] *= 2
+    h.index_copy_(0, i[:2].clamp(max=0) + torch.arange(2, device=x.device), w[:2])
+    return h.masked_fill_(h > 1, 0.5)
+
+
+def _foreach(x: Any, w: Any, i: Any) -> Any:
+    items = [x.clone(), w.clone()]
+    torch._foreach_add_(items, 1.0)
+    torch._foreach_copy_([items[0]], [x[:8] * 2])
+    return items
+
+
+STEPS: dict[str, Step] = {
+    "elementwise": lambda x, w, i: torch.sigmoid(x) * torch.tanh(w[:8]) - x / 3,
+    "matmul": lambda x, w, i: x @ w,
+    "linear": lambda x, w, i: F.linear(x, w, w[0]),
+    "views": lambda x, w, i: x.t()[1:5, ::2].reshape(-1).unsqueeze(0).expand(3, -1) + 1,
+    "cat_and_stack": lambda x, w, i: torch.cat([x, torch.stack([x[0], w[0]])]),
+    "split": lambda x, w, i: [part + 1 for part in x.split(3)],
+    "reductions": lambda x, w, i: (x.sum(), x.mean(0), x.amax(1), x.argmax(1), x.cumsum(1)),
+    "softmax": lambda x, w, i: F.softmax(x, -1),
+    "layer_norm": lambda x, w, i: F.layer_norm(x, (16,), w[0], w[1]),
+    "embedding": lambda x, w, i: F.embedding(i % 16, w),
+    "gather": lambda x, w, i: x.gather(1, (i % 16).view(8, 1)),
+    "index_select": lambda x, w, i: x.index_select(0, i % 8),
+    "where": lambda x, w, i: torch.where(x > 0, x, w[:8]),
+    "topk": lambda x, w, i: x.topk(3, dim=1),
+    "sort": lambda x, w, i: x.sort(dim=1),
+    "casts": lambda x, w, i: (x.to(torch.bfloat16) * 2).float() + x.to(torch.int64),
+    "integers": lambda x, w, i: (i * 3 + 1) // 2 % 5,
+    "factories": lambda x, w, i: (
+        torch.zeros_like(x) + torch.arange(16, device=x.device) + torch.full_like(x, 2.0)
+    ),
+    "attention": _attention,
+    "in_place": _in_place,
+    "foreach": _foreach,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_replay_equals_eager_bit_for_bit(kit: Kit, pool: dg.Pool, name: str) -> None:
+    step = STEPS[name]
+    x, w = kit.tensor(8, 16), kit.tensor(16, 16, seed=1)
+    i = kit.tensor(8, seed=2, dtype=torch.int64)
+    with torch.no_grad():
+        captured = kit.capture(step, x, w, i, pool=pool)
+        for seed in (50, 60):
+            kit.check(captured, step, x, w, i, seed=seed)
+
+
+def _two_layers(x: Any, w1: Any, w2: Any) -> Any:
+    for w in (w1, w2):
+        h = F.silu(x @ w)
+        x = x + F.layer_norm(h, (16,))
+    return x
+
+
+@pytest.mark.parametrize("mode", ["plain", "no_grad", "inference_mode"])
+def test_replay_equals_eager_in_every_gradient_mode(kit: Kit, mode: str) -> None:
+    args = [kit.tensor(4, 16), kit.tensor(16, 16, seed=1), kit.tensor(16, 16, seed=2)]
+    with {
+        "plain": torch.enable_grad,
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+    }[mode]():
+        captured = kit.capture(_two_layers, *args)
+        kit.check(captured, _two_layers, *args)
+    kit.check(captured, _two_layers, *args, seed=200)
+
+
+def test_inference_tensors_can_be_bound(kit: Kit) -> None:
+    with torch.inference_mode():
+        x = kit.tensor(4, 4)
+        captured = kit.capture(lambda x: x.reshape(2, 8) * 2, x)
+        kit.check(captured, lambda x: x.reshape(2, 8) * 2, x)
+
+
+def test_weights_of_a_module_that_require_grad_are_read_in_place(kit: Kit) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU()).to(kit.device)
+    x = kit.tensor(4, 16)
+    with torch.no_grad():
+        captured = kit.capture(model, x)
+        kit.check(captured, model, x)
+        kit.refill(model[0].weight, 77)
+        kit.check(captured, model, x)
+
+
+def test_temporaries_of_a_step_do_not_show_in_another_replay(kit: Kit, pool: dg.Pool) -> None:
+    x = kit.tensor(256)
+
+    def deep(x: Any) -> Any:
+        for k in range(6):
+            x = x * 0.5 + k
+        return x
+
+    first = kit.capture(deep, x, pool=pool)
+    second = kit.capture(lambda x: deep(deep(x)), x, pool=pool)
+    kept = copied(first.replay())
+    second.replay()
+    kit.backend.synchronize()
+    same(first.outputs, kept, "the first output after the second graph ran")
+    kit.check(second, lambda x: deep(deep(x)), x)
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("move", ["set_", "data"])
+def test_bound_tensor_that_moved_is_refused(kit: Kit, policy: str, move: str) -> None:
+    """FAULTS 9."""
+    x = kit.tensor(8)
+    captured = kit.capture(lambda x: x + 1, x, policy=policy)
+    kept = x.detach()
+    if move == "data":
+        x.data = kit.tensor(8, seed=3)
+    else:
+        with torch.no_grad():
+            x.set_(kit.tensor(8, seed=3))
+    with pytest.raises(dg.StateError, match=r"moved from 0x.*copy_"):
+        captured.replay()
+    with torch.no_grad():
+        x.set_(kept)
+    captured.replay()
+    kit.backend.synchronize()
+    same(captured.outputs, kept + 1)
+
+
+@pytest.mark.parametrize("warmup", [-1, 1.5, True, "2"])
+def test_warmup_that_is_no_count_is_refused(kit: Kit, warmup: Any) -> None:
+    with pytest.raises(dg.InputError, match="warmup"):
+        kit.capture(lambda x: x + 1, kit.tensor(4), warmup=warmup)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_warmup_runs_the_step_so_often_before_the_capture(kit: Kit, warmup: int) -> None:
+    x = kit.tensor(4)
+    calls = []
+    captured = kit.capture(lambda x: calls.append(dg.is_capturing()) or x + 1, x, warmup=warmup)
+    assert calls == [False] * warmup + [True]
+    kit.check(captured, lambda x: x + 1, x)
+
+
+def test_unknown_policy_lists_those_that_exist(kit: Kit) -> None:
+    """FAULTS 33."""
+    with pytest.raises(dg.InputError, match="breakable.*full.*Did you mean 'breakable'"):
+        kit.capture(lambda x: x + 1, kit.tensor(4), policy="brekable")

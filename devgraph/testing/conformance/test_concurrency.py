@@ -1,0 +1,191 @@
+"""Threads: replays, captures and other work at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit, declares, same
+
+PATIENCE = 60.0
+"""Seconds after which a thread that should have finished counts as stuck."""
+
+
+def _together(*works: Callable[[], Any]) -> list[Any]:
+    """Run every function in a thread of its own and return their results."""
+    with ThreadPoolExecutor(len(works)) as threads:
+        return [future.result(PATIENCE) for future in [threads.submit(work) for work in works]]
+
+
+def test_replay_from_another_thread_equals_eager(kit: Kit) -> None:
+    """FAULTS 18."""
+    x = kit.tensor(64)
+    captured = kit.capture(lambda x: torch.tanh(x) + 1, x)
+    kit.refill(x, 5)
+    kit.backend.synchronize()
+
+    def work() -> Any:
+        out = captured.replay()
+        kit.backend.synchronize()
+        return out.clone()
+
+    (out,) = _together(work)
+    kit.backend.synchronize()
+    same(out, torch.tanh(x) + 1)
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
+    kit: Kit, pool: dg.Pool, policy: str
+) -> None:
+    """FAULTS 18."""
+
+    @dg.region()
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * 1.5
+
+    def step(x: torch.Tensor, out: torch.Tensor) -> None:
+        for k in range(4):
+            x = scaled(x * 0.5 + k) + 1
+        out.copy_(x)  # memory of the pool would be another graph's as soon as that one replays
+
+    works = []
+    for index in range(3):
+        x, out, want = (kit.tensor(1024, seed=index) for _ in range(3))
+        captured = kit.capture(step, x, out, policy=policy, pool=pool)
+        step(x, want)
+
+        def work(
+            captured: dg.Captured = captured, out: torch.Tensor = out, want: torch.Tensor = want
+        ) -> None:
+            for _ in range(25):
+                kit.backend.poison(out)
+                captured.replay()
+                kit.backend.synchronize()
+                same(out, want)
+
+        works.append(work)
+    kit.backend.synchronize()
+    _together(*works)
+
+
+def test_two_threads_capture_one_after_the_other(kit: Kit) -> None:
+    """FAULTS 17."""
+    inside: list[int] = []
+    most = []
+
+    def work(index: int) -> None:
+        x = kit.tensor(64, seed=index)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if dg.is_capturing():
+                inside.append(index)
+                most.append(len(inside))
+            y = x * 2 + index
+            if dg.is_capturing():
+                inside.remove(index)
+            return y
+
+        for _ in range(5):
+            captured = kit.capture(step, x)
+            kit.check(captured, step, x, seed=index)
+
+    _together(*(lambda index=index: work(index) for index in range(3)))
+    assert len(most) == 15
+    assert max(most) == 1
+
+
+def test_capture_that_waits_too_long_names_the_capturing_thread(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 17."""
+    monkeypatch.setattr(kit.backend, "capture_lock_timeout", 0.05)
+    x = kit.tensor(8)
+    refused: list[BaseException] = []
+
+    def second() -> None:
+        try:
+            with kit.backend.capture_context(kit.backend.make_graph()):
+                x * 2
+        except dg.CaptureBusyError as error:
+            refused.append(error)
+
+    graph = kit.backend.make_graph()
+    owner = threading.current_thread().name
+    with kit.backend.capture_context(graph):
+        y = x + 1
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(PATIENCE)
+    assert len(refused) == 1
+    assert owner in str(refused[0])
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x + 1)
+    monkeypatch.undo()
+    second()
+    assert len(refused) == 1
+
+
+@declares("concurrent_threads")
+def test_another_thread_works_while_one_captures(kit: Kit) -> None:
+    """FAULTS 16."""
+    x, other = kit.tensor(64), kit.tensor(64, seed=1)
+    seen: list[torch.Tensor] = []
+
+    def work() -> None:
+        result = other
+        for _ in range(20):
+            result = torch.tanh(result * 2) + 1
+        seen.append(result.cpu())
+
+    work()
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph, capture_error_mode="thread_local"):
+        y = x + 1
+        _together(work)
+        z = y * 2
+    assert len(seen) == 2
+    same(seen[1], seen[0], "the work of the other thread")
+    nodes = graph.info().nodes
+    assert nodes is None or nodes == 2, "work of another thread is in the graph"
+    kit.refill(x, 5)
+    graph.replay()
+    kit.backend.synchronize()
+    same(z, (x + 1) * 2)
+
+
+@declares("concurrent_threads")
+def test_another_thread_replays_while_one_captures(kit: Kit) -> None:
+    """FAULTS 16."""
+    x, other = kit.tensor(64), kit.tensor(64, seed=1)
+    captured = kit.capture(lambda x: x * 3, other)
+
+    def work() -> torch.Tensor:
+        out = captured.replay()
+        return out.cpu()
+
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph, capture_error_mode="thread_local"):
+        y = x + 1
+        (out,) = _together(work)
+    same(out, (other * 3).cpu())
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x + 1)
+
+
+def test_graph_may_be_captured_in_one_thread_and_closed_in_another(kit: Kit) -> None:
+    """FAULTS 27."""
+    x = kit.tensor(64)
+    (captured,) = _together(lambda: kit.capture(lambda x: x + 1, x))
+    kit.check(captured, lambda x: x + 1, x)
+    _together(captured.close)
+    with pytest.raises(dg.StateError, match="closed"):
+        captured.replay()

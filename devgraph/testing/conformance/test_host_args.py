@@ -1,0 +1,391 @@
+"""Host arguments: tracked while captured, complete and checked at every replay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit, same
+
+POLICIES = ("full", "breakable")
+
+
+@dg.region(host_args=("length",))
+def prefix_sum(x: torch.Tensor, *, length: int) -> torch.Tensor:
+    """Sum of the first ``length`` columns: another kernel argument for each length."""
+    return x[:, :length].sum(1)
+
+
+def step(x: torch.Tensor, *, length: int) -> torch.Tensor:
+    """One region between two pieces of captured work."""
+    return prefix_sum(x * 2, length=length) + 1
+
+
+def usable_lengths(kit: Kit, policy: str) -> list[int]:
+    """The lengths that a replay may use: without update, a graph knows only that of capture."""
+    if policy == "full" and not kit.backend.capabilities.region_update:
+        return [3]
+    return [3, 5, 1, 8, 5, 3]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replay_equals_eager_for_every_host_argument(kit: Kit, policy: str) -> None:
+    x = kit.tensor(4, 8)
+    captured = kit.capture(step, x, policy=policy, host_args={"length": 3})
+    for seed, length in enumerate(usable_lengths(kit, policy)):
+        kit.check(captured, step, x, seed=seed, length=length)
+
+
+def test_changed_host_argument_is_applied_or_refused_but_never_ignored(kit: Kit) -> None:
+    x = kit.tensor(4, 8)
+    captured = kit.capture(step, x, host_args={"length": 3})
+    if kit.backend.capabilities.region_update:
+        kit.check(captured, step, x, length=6)
+    else:
+        with pytest.raises(dg.UpdateUnsupportedError, match="breakable"):
+            captured.replay(length=6)
+    kit.check(captured, step, x, length=3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_missing_host_arguments_are_listed(kit: Kit, policy: str) -> None:
+    """FAULTS 19."""
+    captured = kit.capture(step, kit.tensor(4, 8), policy=policy, host_args={"length": 3})
+    with pytest.raises(TypeError, match=r"missing.*length") as caught:
+        captured.replay()
+    assert isinstance(caught.value, dg.HostArgumentError)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_sticky_between_replays(kit: Kit, policy: str) -> None:
+    captured = kit.capture(step, kit.tensor(4, 8), policy=policy, host_args={"length": 3})
+    captured.replay(length=3)
+    with pytest.raises(dg.HostArgumentError, match=r"missing.*length"):
+        captured.replay()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_unknown_host_argument_suggests_the_nearest(kit: Kit, policy: str) -> None:
+    """FAULTS 19."""
+    captured = kit.capture(step, kit.tensor(4, 8), policy=policy, host_args={"length": 3})
+    with pytest.raises(dg.HostArgumentError, match="'lenght'.*Did you mean 'length'"):
+        captured.replay(length=3, lenght=3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("value", [2.5, "3", None, [3], True], ids=repr)
+def test_host_argument_of_another_type_is_refused(kit: Kit, policy: str, value: Any) -> None:
+    """FAULTS 19."""
+    x = kit.tensor(4, 8)
+    captured = kit.capture(step, x, policy=policy, host_args={"length": 3})
+    with pytest.raises(dg.HostArgumentError, match="'length' was a int at capture"):
+        captured.replay(length=value)
+    kit.check(captured, step, x, length=3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_default_in_the_signature_makes_a_host_argument_optional(kit: Kit, policy: str) -> None:
+    def with_default(x: torch.Tensor, *, length: int = 3) -> torch.Tensor:
+        return prefix_sum(x * 2, length=length)
+
+    x = kit.tensor(4, 8)
+    captured = kit.capture(with_default, x, policy=policy, host_args={"length": 3})
+    kit.check(captured, with_default, x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_list_that_is_not_reduced_cannot_be_a_key_of_a_graph(kit: Kit, policy: str) -> None:
+    """FAULTS 19."""
+
+    @dg.region(host_args=("lengths",))
+    def body(x: torch.Tensor, *, lengths: list[int]) -> torch.Tensor:
+        return x[:, : max(lengths)].sum(1)
+
+    def listed(x: torch.Tensor, *, lengths: list[int]) -> torch.Tensor:
+        return body(x * 2, lengths=lengths)
+
+    x = kit.tensor(4, 8)
+    if policy == "full":
+        with pytest.raises(dg.HostArgumentError, match=r"lengths.*list.*reduce"):
+            kit.capture(listed, x, policy=policy, host_args={"lengths": [3, 1]})
+    else:
+        captured = kit.capture(listed, x, policy=policy, host_args={"lengths": [3, 1]})
+        kit.check(captured, listed, x, lengths=[5, 2])
+
+
+# Tracked values.
+
+
+@dg.region(host_args=("kv_len",))
+def windowed(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+    """Reads the last ``kv_len`` columns."""
+    return x[:, -kv_len:].sum(1)
+
+
+@dg.region(host_args=("kv_len",), derive={"window": lambda kv_len: min(kv_len, 4096)})
+def windowed_by_rule(x: torch.Tensor, *, kv_len: int, window: int = 0) -> torch.Tensor:
+    """Reads the last ``window`` columns, which devgraph works out from ``kv_len``."""
+    return x[:, :kv_len][:, -window:].sum(1)
+
+
+def _clamped(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+    return windowed(x * 2, kv_len=min(kv_len, 4096))
+
+
+def _by_rule(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+    return windowed_by_rule(x * 2, kv_len=kv_len)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_clamping_a_host_argument_outside_a_region_is_refused(kit: Kit, policy: str) -> None:
+    x = kit.tensor(2, 6000)
+    with pytest.raises(dg.FrozenValueError, match="kv_len") as caught:
+        kit.capture(_clamped, x, policy=policy, host_args={"kv_len": 512})
+    assert "min(kv_len, 4096)" in str(caught.value)
+    assert __file__ in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_window_derived_from_a_host_argument_follows_every_replay(kit: Kit, policy: str) -> None:
+    x = kit.tensor(2, 6000)
+    captured = kit.capture(_by_rule, x, policy=policy, host_args={"kv_len": 512})
+    updates = policy == "breakable" or kit.backend.capabilities.region_update
+    for kv_len in (5000, 512, 4097, 5999) if updates else (512,):
+        want = (x * 2)[:, :kv_len][:, -min(kv_len, 4096) :].sum(1)
+        got = captured.replay(kv_len=kv_len)
+        kit.backend.synchronize()
+        same(got, want, f"the replay with kv_len={kv_len}")
+
+
+CONSUMING: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "arithmetic": lambda n, x: n // 2,
+    "reflected arithmetic": lambda n, x: 2 * n,
+    "negation": lambda n, x: -n,
+    "comparison": lambda n, x: n > 4,
+    "equality": lambda n, x: n == 3,
+    "branch": lambda n, x: 1 if n else 2,
+    "index": lambda n, x: [1, 2, 3, 4, 5][n],
+    "slice of a tensor": lambda n, x: x[:, :n],
+    "range": lambda n, x: list(range(n)),
+    "int": lambda n, x: int(n),
+    "float": lambda n, x: float(n),
+    "text": lambda n, x: f"{n}",
+    "hash": lambda n, x: {n: 1},
+    "factory": lambda n, x: torch.zeros(n, device=x.device),
+    "multiplied with a tensor": lambda n, x: x * n,
+    "tensor multiplied": lambda n, x: n * x,
+    "tensor made of it": lambda n, x: torch.tensor(n),
+    "narrow": lambda n, x: x.narrow(1, 0, n),
+    "max": lambda n, x: max(n, 3),
+    "attribute": lambda n, x: n.bit_length(),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CONSUMING)
+def test_consuming_a_host_argument_outside_a_region_names_the_line(
+    kit: Kit, policy: str, name: str
+) -> None:
+    def frozen(x: torch.Tensor, *, length: int) -> torch.Tensor:
+        CONSUMING[name](length, x)
+        return prefix_sum(x * 2, length=length)
+
+    x = kit.tensor(4, 8)
+    with pytest.raises(dg.FrozenValueError, match="length") as caught:
+        kit.capture(frozen, x, policy=policy, host_args={"length": 3})
+    assert __file__ in str(caught.value)
+    captured = kit.capture(step, x, policy=policy, host_args={"length": 3})
+    kit.check(captured, step, x, length=3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_consuming_a_list_outside_a_region_is_refused(kit: Kit, policy: str) -> None:
+    @dg.region(host_args=("lengths",), reduce={"lengths": max})
+    def body(x: torch.Tensor, *, lengths: int) -> torch.Tensor:
+        return x[:, :lengths].sum(1)
+
+    for use in (len, sum, max, iter, sorted, tuple):
+
+        def frozen(x: torch.Tensor, *, lengths: Any, use: Any = use) -> torch.Tensor:
+            use(lengths)
+            return body(x, lengths=lengths)
+
+        with pytest.raises(dg.FrozenValueError, match="lengths"):
+            kit.capture(
+                frozen, kit.tensor(4, 8), policy=policy, host_args={"lengths": [3]}, warmup=0
+            )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_argument_under_the_name_of_another_is_refused(kit: Kit, policy: str) -> None:
+    def crossed(x: torch.Tensor, *, length: int, other: int) -> torch.Tensor:
+        return prefix_sum(x * 2, length=other)
+
+    with pytest.raises(dg.FrozenValueError, match="'length'.*'other'"):
+        kit.capture(
+            crossed, kit.tensor(4, 8), policy=policy, host_args={"length": 3, "other": 4}
+        )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("declared", [True, False])
+def test_plain_value_for_a_host_argument_is_refused(
+    kit: Kit, policy: str, declared: bool
+) -> None:
+    def plain(x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return prefix_sum(x * 2, length=5)
+
+    with pytest.raises(dg.FrozenValueError, match=r"prefix_sum.*length"):
+        kit.capture(
+            plain,
+            kit.tensor(4, 8),
+            policy=policy,
+            host_args={"length": 3} if declared else None,
+        )
+
+
+def test_raw_capture_takes_the_declared_value_and_refuses_another(kit: Kit) -> None:
+    x = kit.tensor(4, 8)
+    graph, y = kit.record(lambda: prefix_sum(x * 2, length=3), host_args={"length": 3})
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, prefix_sum(x * 2, length=3))
+    with pytest.raises(dg.FrozenValueError, match="length"):
+        kit.record(lambda: prefix_sum(x * 2, length=4), host_args={"length": 3})
+
+
+def test_raw_capture_hands_out_tracked_host_arguments(kit: Kit) -> None:
+    x = kit.tensor(4, 8)
+    prefix_sum(x, length=3)
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph, host_args={"length": 3}) as host:
+        assert isinstance(host["length"], int)
+        y = prefix_sum(x * 2, length=host["length"])
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, prefix_sum(x * 2, length=3))
+
+
+# Derived, reduced and ambient values.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_derived_value_cannot_be_passed_by_the_caller(kit: Kit, policy: str) -> None:
+    def given(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+        return windowed_by_rule(x, kv_len=kv_len, window=3)
+
+    with pytest.raises(dg.HostArgumentError, match="window.*derives"):
+        kit.capture(given, kit.tensor(4, 8), policy=policy, host_args={"kv_len": 3})
+
+
+def _bucketed(lengths: list[int]) -> int:
+    return -(-max(lengths) // 4) * 4
+
+
+@dg.region(host_args=("lengths",), reduce={"lengths": _bucketed})
+def reduced_prefix(x: torch.Tensor, *, lengths: Any) -> torch.Tensor:
+    """Receives the reduced value only."""
+    assert isinstance(lengths, int)
+    return x[:, :lengths].sum(1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_region_receives_the_reduced_value(kit: Kit, policy: str) -> None:
+    def reduced(x: torch.Tensor, *, lengths: list[int]) -> torch.Tensor:
+        return reduced_prefix(x * 2, lengths=lengths)
+
+    x = kit.tensor(4, 12)
+    captured = kit.capture(reduced, x, policy=policy, host_args={"lengths": [3, 1]})
+    updates = policy == "breakable" or kit.backend.capabilities.region_update
+    for lengths in ([4, 4], [2], [3, 3, 3], *([[5, 9], [12], [1]] if updates else [])):
+        kit.check(captured, reduced, x, lengths=lengths)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rules_run_once_per_mark_and_replay(kit: Kit, policy: str) -> None:
+    calls: list[str] = []
+
+    def counted_max(lengths: list[int]) -> int:
+        calls.append("reduce")
+        return max(lengths)
+
+    def counted_half(lengths: list[int]) -> int:
+        calls.append("derive")
+        return max(lengths) // 2
+
+    @dg.region(
+        host_args=("lengths",), reduce={"lengths": counted_max}, derive={"half": counted_half}
+    )
+    def body(x: torch.Tensor, *, lengths: Any, half: int = 0) -> torch.Tensor:
+        return x + x[:, :lengths].sum() + half
+
+    def deep(x: torch.Tensor, *, lengths: list[int]) -> torch.Tensor:
+        for _ in range(4):
+            x = body(x * 0.5, lengths=lengths)
+        return x
+
+    x = kit.tensor(4, 8)
+    captured = kit.capture(deep, x, policy=policy, host_args={"lengths": [3]})
+    calls.clear()
+    captured.replay(lengths=[3])
+    assert sorted(calls) == ["derive", "reduce"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_ambient_context_is_read_once_per_replay_on_the_replaying_thread(
+    kit: Kit, policy: str
+) -> None:
+    ambient = threading.local()
+    reads = []
+
+    def snapshot() -> int:
+        reads.append(threading.get_ident())
+        return int(ambient.length)
+
+    @dg.region(context=snapshot)
+    def body(x: torch.Tensor, *, context: int) -> torch.Tensor:
+        return x[:, :context].sum(1)
+
+    def ambiently(x: torch.Tensor) -> Any:
+        h = x * 2
+        return body(h), body(h + 1)
+
+    x = kit.tensor(4, 8)
+    ambient.length = 3
+    captured = kit.capture(ambiently, x, policy=policy)
+    updates = policy == "breakable" or kit.backend.capabilities.region_update
+    for length in (3, 5, 8, 3) if updates else (3,):
+        ambient.length = length
+        reads.clear()
+        out = captured.replay()
+        assert reads == [threading.get_ident()]
+        kit.backend.synchronize()
+        h = x * 2
+        same(out, (h[:, :length].sum(1), (h + 1)[:, :length].sum(1)))
+
+
+def test_rules_hold_outside_a_capture_too(kit: Kit) -> None:
+    x = kit.tensor(2, 12)
+    same(reduced_prefix(x, lengths=[3, 1]), x[:, :4].sum(1))
+    same(windowed_by_rule(x, kv_len=5), x[:, :5].sum(1))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_argument_may_be_positional_and_between_tensors(kit: Kit, policy: str) -> None:
+    @dg.region(host_args=("length",))
+    def body(x: torch.Tensor, length: int, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x[:, :length].sum(1) + y[:, 0] * scale
+
+    def positional(x: torch.Tensor, y: torch.Tensor, *, length: int) -> torch.Tensor:
+        return body(x * 2, length, y + 1, 0.5)
+
+    x, y = kit.tensor(4, 8), kit.tensor(4, 8, seed=1)
+    captured = kit.capture(positional, x, y, policy=policy, host_args={"length": 3})
+    for length in usable_lengths(kit, policy):
+        kit.check(captured, positional, x, y, length=length)

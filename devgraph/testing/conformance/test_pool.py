@@ -1,0 +1,248 @@
+"""Graphs that share a pool: any order of replays, and memory of the largest one."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit, copied, declares, same
+
+WIDTH = 32
+
+
+class Buckets:
+    """One step captured for several numbers of rows in one pool, largest first.
+
+    Every bucket has its own input; its intermediate results share the pool with all others.
+    """
+
+    def __init__(
+        self, kit: Kit, pool: dg.Pool, step: Callable[..., Any], sizes: tuple[int, ...], policy: str
+    ) -> None:
+        self.kit = kit
+        self.step = step
+        self.weight = kit.tensor(WIDTH, WIDTH, seed=1)
+        self.inputs = {n: kit.tensor(n, WIDTH, seed=n) for n in sorted(sizes, reverse=True)}
+        self.captured = {
+            n: kit.capture(step, x, self.weight, policy=policy, pool=pool)
+            for n, x in self.inputs.items()
+        }
+
+    def check(self, size: int, seed: int) -> None:
+        """Replay one bucket with fresh data and compare it with eager."""
+        self.kit.check(
+            self.captured[size], self.step, self.inputs[size], self.weight, seed=seed
+        )
+
+    def close(self) -> None:
+        for captured in self.captured.values():
+            captured.close()
+
+
+def deep(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Many temporaries of the size of ``x``."""
+    for k in range(4):
+        x = torch.tanh(x @ w) * 0.5 + x + k
+    return x
+
+
+@dg.region(mutates=("out",))
+def mixed(x: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x * 2 - residual)
+
+
+@dg.no_graph
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    return x + float(x.detach().abs().amax().cpu())
+
+
+@dg.region()
+def halved(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * 0.5, residual + 1
+
+
+def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Breaks that read results of several segments before them, and of each other."""
+    residual = x * 3
+    for k in range(3):
+        h = torch.tanh(x @ w)
+        out = torch.zeros_like(h)
+        mixed(h, residual, out)
+        if k == 1:
+            out = on_host(out)
+        x, residual = halved(out + h, residual)
+        x = x + residual * 0.1
+    return x
+
+
+def partly(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A break that writes a part of a tensor that a segment made."""
+    out = torch.zeros_like(x)
+    write_first_row(x @ w, out)
+    return out + x
+
+
+@dg.region(mutates=("out",))
+def write_first_row(x: torch.Tensor, out: torch.Tensor) -> None:
+    out[:1].copy_(x[:1])
+
+
+STEPS = [("full", deep), ("breakable", deep), ("breakable", broken), ("breakable", partly)]
+
+
+@pytest.mark.parametrize(("policy", "step"), STEPS)
+def test_buckets_are_right_in_every_order_after_all_are_captured(
+    kit: Kit, pool: dg.Pool, policy: str, step: Callable[..., Any]
+) -> None:
+    """FAULTS 35."""
+    sizes = (64, 17, 8, 1)
+    buckets = Buckets(kit, pool, step, sizes, policy)
+    kit.churn()
+    seed = 1000
+    for order in itertools.permutations(sizes):
+        for size in order:
+            seed += 10
+            buckets.check(size, seed)
+
+
+@pytest.mark.parametrize(("policy", "step"), STEPS)
+def test_output_survives_replays_of_buckets_that_were_captured_later(
+    kit: Kit, pool: dg.Pool, policy: str, step: Callable[..., Any]
+) -> None:
+    """FAULTS 35. A later capture may use what an earlier one freed, but not what is still held."""
+    sizes = (40, 20, 10)
+    buckets = Buckets(kit, pool, step, sizes, policy)
+    for index, size in enumerate(sizes):
+        kept = copied(buckets.captured[size].replay())
+        for later in sizes[index + 1 :]:
+            buckets.captured[later].replay()
+        kit.backend.synchronize()
+        same(buckets.captured[size].outputs, kept, f"the output of bucket {size}")
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_closed_bucket_leaves_the_others_right(kit: Kit, pool: dg.Pool, policy: str) -> None:
+    """FAULTS 27."""
+    sizes = (64, 17, 8)
+    buckets = Buckets(kit, pool, broken if policy == "breakable" else deep, sizes, policy)
+    buckets.captured.pop(64).close()
+    gc.collect()
+    for size in (8, 17, 8):
+        buckets.check(size, 3000 + size)
+    x = kit.tensor(64, WIDTH)
+    again = kit.capture(buckets.step, x, buckets.weight, policy=policy, pool=pool)
+    for size in (17, 8):
+        buckets.check(size, 4000 + size)
+    kit.check(again, buckets.step, x, buckets.weight)
+    buckets.check(17, 5000)
+
+
+def test_tensors_from_outside_are_kept_alive_by_the_breaks_that_read_them(
+    kit: Kit, pool: dg.Pool
+) -> None:
+    """FAULTS 35."""
+    sizes = (512, 4096)
+    held = {n: kit.tensor(n, seed=n) for n in sizes}
+    want = {n: tensor.clone() for n, tensor in held.items()}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0]
+        return weighed(x + 1, held[n]) * 2
+
+    xs = {n: kit.tensor(n) for n in sizes}
+    captured = {n: kit.capture(step, xs[n], policy="breakable", pool=pool) for n in sizes}
+    held.clear()
+    gc.collect()
+    kit.churn()
+    kept = [kit.tensor(n, seed=7) for n in sizes for _ in range(8)]
+    for n in sizes:
+        kit.refill(xs[n], 50 + n)
+        out = captured[n].replay()
+        kit.backend.synchronize()
+        same(out, (xs[n] + 1) * want[n] * 2, f"the bucket of {n}")
+    del kept
+
+
+@dg.no_graph
+def weighed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * weight
+
+
+def test_result_of_a_break_is_kept_for_the_segments_and_breaks_after_it(
+    kit: Kit, pool: dg.Pool
+) -> None:
+    """FAULTS 35."""
+
+    @dg.no_graph
+    def first(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        early = first(x + 1)
+        h = x * 3
+        for _ in range(3):
+            h = weighed(h, early)
+            h = h - early
+        return h
+
+    x = kit.tensor(256)
+    captured = kit.capture(step, x, policy="breakable", pool=pool)
+    gc.collect()
+    kit.churn()
+    other = kit.capture(step, kit.tensor(256, seed=1), policy="breakable", pool=pool)
+    kit.check(captured, step, x)
+    other.replay()
+    kit.check(captured, step, x, seed=101)
+
+
+@declares("shared_pool")
+@pytest.mark.parametrize(("policy", "step"), STEPS[:3])
+def test_many_buckets_cost_little_more_than_the_largest(
+    kit: Kit, policy: str, step: Callable[..., Any]
+) -> None:
+    """Within 1.2 of the largest alone, plus outputs and 2 MiB of allocator rounding."""
+    largest = 1 << 14  # 2 MiB a tensor: large against what allocators round to
+    sizes = tuple(range(largest // 16, largest + 1, largest // 16))
+
+    def to_one_row(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return step(x, w)[:1].clone()
+
+    alone = kit.backend.make_pool()
+    weight = kit.tensor(WIDTH, WIDTH, seed=1)
+    x = kit.tensor(largest, WIDTH)
+    captured = kit.capture(to_one_row, x, weight, policy=policy, pool=alone)
+    shared = kit.backend.make_pool()
+    buckets = Buckets(kit, shared, to_one_row, sizes, policy)
+    outputs = sum(c.outputs.nbytes for c in buckets.captured.values())
+    assert alone.bytes > 0
+    assert shared.bytes <= 1.2 * alone.bytes + outputs + 2 * 2**20, (
+        f"{len(sizes)} buckets take {shared.bytes} bytes and the largest alone {alone.bytes}"
+    )
+    for size in sizes[::5]:
+        buckets.check(size, 100 + size)
+    captured.close()
+
+
+@declares("shared_pool")
+def test_temporaries_of_a_step_reuse_memory(kit: Kit) -> None:
+    x = kit.tensor(1 << 16)
+
+    def chain(steps: int) -> int:
+        pool = kit.backend.make_pool()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(steps):
+                x = x * 0.5 + 1
+            return x
+
+        captured = kit.capture(step, x, pool=pool)
+        kit.check(captured, step, x)
+        return pool.bytes
+
+    assert 0 < chain(64) <= 2 * chain(4)

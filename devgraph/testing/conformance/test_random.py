@@ -1,0 +1,101 @@
+"""Random numbers inside graphs (capability ``rng``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit, copied, declares, same
+
+
+def _dropout(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x, 0.5, training=True) + 1
+
+
+def _drawn(x: torch.Tensor) -> Any:
+    return torch.rand_like(x) + x, torch.randn(x.shape, device=x.device), x * 2
+
+
+def _in_place(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x).uniform_(0, 1) + torch.empty_like(x).exponential_()
+
+
+DRAWS: list[Callable[[torch.Tensor], Any]] = [_dropout, _drawn, _in_place]
+
+
+@declares("rng")
+@pytest.mark.parametrize("step", DRAWS)
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_replays_draw_what_eager_steps_draw(
+    kit: Kit, policy: str, step: Callable[..., Any]
+) -> None:
+    x = kit.tensor(64)
+    captured = kit.capture(step, x, policy=policy)
+    state = kit.backend.get_rng_state()
+    eager = [copied(step(x)) for _ in range(3)]
+    after = torch.rand(4, device=kit.device)
+    kit.backend.set_rng_state(state)
+    for index, want in enumerate(eager):
+        got = captured.replay()
+        kit.backend.synchronize()
+        same(got, want, f"replay {index}")
+    same(torch.rand(4, device=kit.device), after, "what is drawn after the replays")
+
+
+@declares("rng")
+def test_every_replay_draws_other_numbers(kit: Kit) -> None:
+    x = kit.tensor(64)
+    graph, y = kit.record(lambda: torch.rand_like(x))
+    seen = []
+    for _ in range(4):
+        graph.replay()
+        kit.backend.synchronize()
+        seen.append(tuple(y.tolist()))
+    assert len(set(seen)) == 4
+
+
+@declares("rng")
+def test_random_numbers_on_both_sides_of_a_break_are_those_of_eager(kit: Kit) -> None:
+    @dg.no_graph
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return middle(x + torch.rand_like(x)) * torch.rand_like(x)
+
+    x = kit.tensor(64)
+    captured = kit.capture(step, x, policy="breakable")
+    state = kit.backend.get_rng_state()
+    eager = [step(x).clone() for _ in range(2)]
+    kit.backend.set_rng_state(state)
+    for want in eager:
+        got = captured.replay()
+        kit.backend.synchronize()
+        same(got, want)
+
+
+@declares("rng")
+def test_prove_holds_for_a_step_that_draws(kit: Kit) -> None:
+    captured = kit.capture(_dropout, kit.tensor(64))
+    report = captured.prove(cases=2)
+    assert report.ok, str(report)
+
+
+def test_random_numbers_are_replayed_or_refused(kit: Kit, pool: dg.Pool) -> None:
+    """FAULTS 22."""
+    x = kit.tensor(16)
+    if kit.backend.capabilities.rng:
+        captured = kit.capture(_dropout, x, pool=pool)
+        assert captured.prove(cases=1).ok
+        return
+    state = kit.backend.get_rng_state()
+    with pytest.raises(dg.CaptureError, match=r"dropout|random|rand"):
+        kit.capture(_dropout, x, pool=pool)
+    same(kit.backend.get_rng_state(), state, "the random state after the refusal")
+    captured = kit.capture(lambda x: x + 1, x, pool=pool)
+    kit.check(captured, lambda x: x + 1, x)

@@ -1,0 +1,318 @@
+"""The states of a graph, what each of them refuses, and what leads out of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit, declares, same
+
+
+def test_state_goes_from_empty_to_closed(kit: Kit) -> None:
+    x = kit.tensor(4)
+    graph = kit.backend.make_graph()
+    assert graph.state == "empty"
+    with kit.backend.capture_context(graph):
+        assert graph.state == "capturing"
+        y = x + 1
+    assert graph.state == "ready"
+    graph.replay()
+    assert graph.state == "ready"
+    graph.reset()
+    assert graph.state == "empty"
+    with kit.backend.capture_context(graph):
+        y = x + 2
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x + 2)
+    graph.close()
+    assert graph.state == "closed"
+
+
+@pytest.mark.parametrize("call", ["replay", "update"])
+def test_empty_graph_refuses_and_names_the_way_out(kit: Kit, call: str) -> None:
+    graph = kit.backend.make_graph()
+    with pytest.raises(dg.StateError, match="empty.*capture_context"):
+        getattr(graph, call)()
+    assert graph.state == "empty"
+
+
+@pytest.mark.parametrize("call", ["replay", "update", "reset"])
+def test_closed_graph_refuses_and_names_the_way_out(kit: Kit, call: str) -> None:
+    """FAULTS 28."""
+    x = kit.tensor(4)
+    graph, _ = kit.record(lambda: x + 1)
+    graph.close()
+    with pytest.raises(dg.StateError, match="closed.*make_graph"):
+        getattr(graph, call)()
+    with (
+        pytest.raises(dg.StateError, match="closed.*make_graph"),
+        kit.backend.capture_context(graph),
+    ):
+        pytest.fail("the body ran")
+    assert graph.state == "closed"
+
+
+def test_reset_and_close_can_be_called_twice(kit: Kit) -> None:
+    """FAULTS 28."""
+    x = kit.tensor(4)
+    graph, _ = kit.record(lambda: x + 1)
+    graph.reset()
+    graph.reset()
+    assert graph.state == "empty"
+    graph.close()
+    graph.close()
+    assert graph.state == "closed"
+
+
+def test_ready_graph_is_not_captured_over(kit: Kit) -> None:
+    x = kit.tensor(4)
+    graph, y = kit.record(lambda: x + 1)
+    with (
+        pytest.raises(dg.StateError, match="ready.*reset"),
+        kit.backend.capture_context(graph),
+    ):
+        pytest.fail("the body ran")
+    kit.refill(x, 5)
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x + 1)
+
+
+@pytest.mark.parametrize("call", ["reset", "close", "replay", "update"])
+def test_capturing_graph_refuses_and_the_capture_goes_on(kit: Kit, call: str) -> None:
+    """FAULTS 13."""
+    x = kit.tensor(4)
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph):
+        y = x + 1
+        with pytest.raises((dg.StateError, dg.NestedCaptureError)):
+            getattr(graph, call)()
+        z = y * 2
+    kit.refill(x, 5)
+    graph.replay()
+    kit.backend.synchronize()
+    same(z, (x + 1) * 2)
+
+
+@pytest.mark.parametrize("call", ["replay", "update"])
+def test_another_graph_is_refused_inside_a_capture(kit: Kit, call: str) -> None:
+    """FAULTS 13."""
+    x = kit.tensor(4)
+    other, y = kit.record(lambda: x + 1)
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph):
+        z = x * 3
+        with pytest.raises(dg.NestedCaptureError, match="inside a capture"):
+            getattr(other, call)()
+    kit.refill(x, 5)
+    other.replay()
+    graph.replay()
+    kit.backend.synchronize()
+    same((y, z), (x + 1, x * 3))
+
+
+def _raw(kit: Kit, x: torch.Tensor) -> Any:
+    with kit.backend.capture_context(kit.backend.make_graph()):
+        pytest.fail("the inner body ran")
+
+
+def _captured(kit: Kit, x: torch.Tensor) -> Any:
+    return kit.capture(lambda x: pytest.fail("the inner body ran"), x)
+
+
+@pytest.mark.parametrize("inner", [_raw, _captured])
+def test_capture_inside_a_capture_is_refused_and_the_outer_goes_on(
+    kit: Kit, inner: Callable[[Kit, torch.Tensor], Any]
+) -> None:
+    """FAULTS 13."""
+    x = kit.tensor(4)
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph):
+        y = x + 1
+        with pytest.raises(dg.NestedCaptureError):
+            inner(kit, x)
+        z = y * 2
+    kit.refill(x, 5)
+    graph.replay()
+    kit.backend.synchronize()
+    same(z, (x + 1) * 2)
+
+
+def test_captured_replay_inside_a_capture_is_refused(kit: Kit) -> None:
+    """FAULTS 13."""
+    x = kit.tensor(4)
+    captured = kit.capture(lambda x: x + 1, x)
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph):
+        x * 3
+        with pytest.raises(dg.NestedCaptureError):
+            captured.replay()
+    kit.check(captured, lambda x: x + 1, x)
+
+
+def test_expired_graph_is_stale_until_reset(kit: Kit) -> None:
+    x = kit.tensor(4)
+    graph, _ = kit.record(lambda: x + 1)
+    graph.expire()
+    assert graph.state == "stale"
+    with pytest.raises(dg.StateError, match="stale.*reset"):
+        graph.replay()
+    graph.reset()
+    with kit.backend.capture_context(graph):
+        y = x - 1
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x - 1)
+
+
+def test_info_counts_what_was_captured(kit: Kit) -> None:
+    x = kit.tensor(4)
+    graph, _ = kit.record(lambda: (x + 1) * 2)
+    info = graph.info()
+    assert info.state == "ready"
+    assert info.segments == 1
+    assert info.regions == 0
+    assert info.recordings == 0
+    assert info.bytes >= 0
+    assert info.capture_seconds > 0
+    assert info.nodes is None or info.nodes >= 2
+    graph.close()
+    assert graph.info().state == "closed"
+    assert "closed" in repr(graph)
+
+
+@declares("node_counts")
+def test_info_counts_nodes(kit: Kit) -> None:
+    x = kit.tensor(4)
+    one, _ = kit.record(lambda: x.add_(1))
+    three, _ = kit.record(lambda: x.add_(1).mul_(2).sub_(3))
+    assert one.info().nodes == 1
+    assert three.info().nodes == 3
+
+
+@declares("node_counts")
+def test_empty_capture_is_refused_and_the_next_one_works(kit: Kit) -> None:
+    """FAULTS 26."""
+    graph = kit.backend.make_graph()
+    with (
+        pytest.raises(dg.EmptyCaptureError, match="recorded no device work"),
+        kit.backend.capture_context(graph),
+    ):
+        pass
+    assert graph.state == "empty"
+    x = kit.tensor(4)
+    with kit.backend.capture_context(graph):
+        y = x + 1
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x + 1)
+
+
+@declares("node_counts")
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_step_without_device_work_is_refused(kit: Kit, policy: str) -> None:
+    """FAULTS 26."""
+    with pytest.raises(dg.EmptyCaptureError):
+        kit.capture(lambda: None, policy=policy)
+
+
+def _in_child(work: Callable[[], object]) -> str:
+    """Run ``work`` in a forked child and return the name of what it raised, and its text."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # Forking with threads is what is tested; the child only calls Python code.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        told = "nothing was raised"
+        try:
+            work()
+        except BaseException as error:
+            told = f"{type(error).__name__}: {error}"
+        os.write(writer, told.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answers:
+        told = answers.read()
+    os.waitpid(child, 0)
+    return told
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("call", ["replay", "update", "reset"])
+def test_forked_child_is_refused_and_the_parent_goes_on(kit: Kit, call: str) -> None:
+    """FAULTS 29."""
+    x = kit.tensor(4)
+    graph, y = kit.record(lambda: x + 1)
+    assert _in_child(getattr(graph, call)).startswith("StateError: ")
+    kit.refill(x, 5)
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, x + 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forked_child_cannot_replay_a_captured_step(kit: Kit) -> None:
+    """FAULTS 29."""
+    captured = kit.capture(lambda x: x + 1, kit.tensor(4))
+    assert _in_child(captured.replay).startswith("StateError: ")
+
+
+def test_closed_capture_refuses_and_closes_twice(kit: Kit) -> None:
+    """FAULTS 28."""
+    x = kit.tensor(4)
+    with kit.capture(lambda x: x + 1, x) as captured:
+        assert captured.info().state == "ready"
+    assert captured.info().state == "closed"
+    captured.close()
+    for use in (captured.replay, captured.prove):
+        with pytest.raises(dg.StateError, match="closed"):
+            use()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_destructors_raise_nothing_in_any_order(kit: Kit, policy: str) -> None:
+    """FAULTS 27, 28."""
+    x = kit.tensor(64)
+    want = x * 2 + 1
+    outputs = []
+    for order in ("graph first", "pool first", "together"):
+        pool = kit.backend.make_pool()
+        captured = kit.capture(lambda x: x * 2 + 1, x, policy=policy, pool=pool)
+        keep = captured.replay()  # in flight when its graph goes
+        if order == "graph first":
+            del captured
+            gc.collect()
+            del pool
+        elif order == "pool first":
+            del pool
+            gc.collect()
+            captured.replay()
+            del captured
+        else:
+            del captured, pool
+        gc.collect()
+        outputs.append(keep)
+    kit.backend.synchronize()
+    for keep in outputs:
+        same(keep, want)
+
+
+def test_pool_outlives_its_last_graph(kit: Kit, pool: dg.Pool) -> None:
+    x = kit.tensor(64)
+    for offset in range(3):
+        graph, y = kit.record(lambda offset=offset: x + offset, pool=pool)
+        graph.replay()
+        kit.backend.synchronize()
+        same(y, x + offset)
+        del graph, y
+        gc.collect()

@@ -1,0 +1,378 @@
+"""Region update: new host values in a captured graph (capability ``region_update``)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit, declares, same
+
+pytestmark = declares("region_update")
+
+WIDTH = 16
+
+
+@dg.region(host_args=("n",))
+def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """The same kernels for every ``n``, with other arguments."""
+    return x[:, :n].sum(1, keepdim=True) * 2
+
+
+@dg.region(host_args=("m",))
+def tail(x: torch.Tensor, *, m: int) -> torch.Tensor:
+    """A second region with a host argument of its own."""
+    return x[:, m:].sum(1, keepdim=True) + 1
+
+
+def layers(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """Three calls of one region with captured work between them."""
+    for _ in range(3):
+        x = x * 0.5 + head(x + 1, n=n)
+    return x
+
+
+def both(x: torch.Tensor, *, n: int, m: int) -> torch.Tensor:
+    """Two regions that depend on different host arguments."""
+    h = x * 2
+    return head(h, n=n) * 10 + tail(h, m=m)
+
+
+def test_update_is_seen_by_the_next_replay_and_by_later_ones(kit: Kit) -> None:
+    x = kit.tensor(4, WIDTH)
+    graph, y = kit.record(lambda: head(x * 2, n=3), host_args={"n": 3})
+    for n in (3, 7, 1):
+        graph.update(n=n)
+        for seed in (1, 2):
+            kit.refill(x, seed)
+            graph.replay()
+            kit.backend.synchronize()
+            same(y, head(x * 2, n=n), f"the replay after update(n={n})")
+
+
+def test_update_keeps_arguments_that_it_does_not_name(kit: Kit) -> None:
+    x = kit.tensor(4, WIDTH)
+    graph, y = kit.record(lambda: both(x, n=3, m=4), host_args={"n": 3, "m": 4})
+    n, m = 3, 4
+    for change in ({"n": 5}, {"m": 9}, {"n": 2, "m": 1}, {}):
+        graph.update(**change)
+        n, m = change.get("n", n), change.get("m", m)
+        graph.replay()
+        kit.backend.synchronize()
+        same(y, both(x, n=n, m=m), f"the replay after update({change})")
+
+
+@pytest.mark.parametrize("wrong", [{"k": 3}, {"n": "3"}, {"n": 2.5}, {"n": 3, "k": 1}], ids=str)
+def test_wrong_update_is_refused_and_changes_nothing(kit: Kit, wrong: dict[str, Any]) -> None:
+    """FAULTS 19."""
+    x = kit.tensor(4, WIDTH)
+    graph, y = kit.record(lambda: head(x * 2, n=3), host_args={"n": 3})
+    graph.update(n=5)
+    with pytest.raises(dg.HostArgumentError, match="host argument"):
+        graph.update(**wrong)
+    assert graph.state == "ready"
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, head(x * 2, n=5))
+
+
+def test_every_order_of_keys_gives_eager_results(kit: Kit) -> None:
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(layers, x, host_args={"n": 2})
+    keys = (2, 5, 11)
+    seed = 0
+    for order in itertools.permutations(keys):
+        for n in (*order, order[0], order[0]):
+            seed += 1
+            kit.check(captured, layers, x, seed=seed, n=n)
+
+
+def test_each_region_gets_its_own_argument(kit: Kit) -> None:
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(both, x, host_args={"n": 3, "m": 4})
+    for n, m in ((3, 4), (4, 3), (9, 4), (9, 1), (3, 1), (3, 4)):
+        kit.check(captured, both, x, n=n, m=m)
+
+
+def test_unchanged_key_runs_no_host_code(kit: Kit) -> None:
+    calls = []
+
+    @dg.region(host_args=("n",))
+    def counted(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        calls.append(n)
+        return x[:, :n].sum(1)
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return counted(x * 2, n=n)
+
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(step, x, host_args={"n": 3})
+    captured.replay(n=6)
+    calls.clear()
+    for _ in range(3):
+        captured.replay(n=6)
+    kit.backend.synchronize()
+    assert calls == []
+    kit.check(captured, step, x, n=6)
+
+
+def test_reset_forgets_what_was_recorded(kit: Kit, pool: dg.Pool) -> None:
+    """A key of the first capture says nothing about the second."""
+    x = kit.tensor(4, WIDTH)
+    graph, _ = kit.record(lambda: head(x * 2, n=3), pool=pool, host_args={"n": 3})
+    graph.update(n=5)
+    graph.replay()
+    graph.reset()
+    assert graph.info().recordings == 0
+    with kit.backend.capture_context(graph, host_args={"n": 3}):
+        y = head(x * 7, n=3) + 100
+    for n in (5, 3, 5):
+        graph.update(n=n)
+        graph.replay()
+        kit.backend.synchronize()
+        same(y, head(x * 7, n=n) + 100, f"the second capture after update(n={n})")
+
+
+def test_new_graph_does_not_inherit_recordings(kit: Kit, pool: dg.Pool) -> None:
+    x = kit.tensor(4, WIDTH)
+    first = kit.capture(layers, x, host_args={"n": 2}, pool=pool)
+    kit.check(first, layers, x, n=5)
+    first.close()
+    del first
+
+    def other(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return head(x * 3, n=n) - 1
+
+    for _ in range(3):  # an address or id of a dead graph may come back
+        second = kit.capture(other, x, host_args={"n": 2}, pool=pool)
+        for n in (5, 2):
+            kit.check(second, other, x, n=n)
+        second.close()
+
+
+def test_small_budget_evicts_and_stays_right(kit: Kit) -> None:
+    x = kit.tensor(4, WIDTH)
+    pool = kit.backend.make_pool(budget_bytes=1)
+    captured = kit.capture(layers, x, host_args={"n": 2}, pool=pool)
+    for n in (2, 3, 4, 2, 3, 4, 2):
+        kit.check(captured, layers, x, n=n)
+    assert captured.info().recordings <= 2
+
+
+def test_two_graphs_of_a_pool_are_updated_apart(kit: Kit, pool: dg.Pool) -> None:
+    x = kit.tensor(4, WIDTH)
+    first = kit.capture(layers, x, host_args={"n": 2}, pool=pool)
+    second = kit.capture(both, x, host_args={"n": 2, "m": 1}, pool=pool)
+    for n, m in ((5, 6), (2, 1), (7, 6)):
+        kit.check(first, layers, x, n=n)
+        kit.check(second, both, x, n=m, m=n)
+        kit.check(first, layers, x, n=n)
+
+
+def test_region_temporaries_do_not_touch_what_the_graph_holds(kit: Kit, pool: dg.Pool) -> None:
+    """What looks free after the capture is in use inside a replay."""
+
+    @dg.region(host_args=("n",))
+    def scratchy(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        total = x * 0
+        for _ in range(4):
+            total = total + (x * n).cumsum(1) * 0.25
+        return total
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        held = [x + k for k in range(6)]
+        h = scratchy(x, n=n)
+        for k, item in enumerate(held):
+            h = h + item * k
+        return h
+
+    x = kit.tensor(32, WIDTH)
+    captured = kit.capture(step, x, host_args={"n": 1}, pool=pool)
+    for n in (4, 2, 9, 1, 4):
+        kit.check(captured, step, x, n=n)
+
+
+def _uneven(n: int) -> int:
+    return 1 if n < 8 else 3
+
+
+@dg.region(host_args=("n",))
+def uneven(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """Runs another number of kernels from 8 on."""
+    h = x[:, :n].sum(1, keepdim=True)
+    for _ in range(_uneven(n)):
+        h = h * 1.5
+    return h
+
+
+def uneven_behind_head(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """A region that can follow any ``n``, and behind it one that cannot."""
+    h = x * 2
+    return head(h, n=n) * 10 + uneven(h, n=n)
+
+
+def test_update_that_needs_other_nodes_is_refused_and_half_applies_nothing(kit: Kit) -> None:
+    """FAULTS 21."""
+    x = kit.tensor(4, WIDTH)
+    uneven(x, n=9)
+    graph, y = kit.record(lambda: uneven_behind_head(x, n=3), host_args={"n": 3})
+    for good, bad in ((3, 9), (5, 12), (5, 9)):
+        graph.update(n=good)
+        with pytest.raises(dg.UpdateTopologyError, match="uneven"):
+            graph.update(n=bad)
+        assert graph.state == "ready"
+        graph.replay()
+        kit.backend.synchronize()
+        same(y, uneven_behind_head(x, n=good), f"the replay after the refused update(n={bad})")
+
+
+def test_step_that_needs_other_nodes_is_right_or_refused(kit: Kit) -> None:
+    """FAULTS 21."""
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(uneven_behind_head, x, host_args={"n": 3})
+    for n in (5, 9, 3, 12, 6):
+        try:
+            kit.check(captured, uneven_behind_head, x, n=n)
+        except dg.UpdateTopologyError:
+            assert _uneven(n) != _uneven(3)
+
+
+class _Refused(Exception):
+    pass
+
+
+@dg.region(host_args=("n",))
+def picky(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """Raises for one value."""
+    if n == 13:
+        raise _Refused("n is 13")
+    return x[:, :n].sum(1, keepdim=True) - 1
+
+
+@pytest.mark.parametrize("raises_in", ["first", "second"])
+def test_failed_update_keeps_the_old_result_or_refuses_to_replay(
+    kit: Kit, raises_in: str
+) -> None:
+    """FAULTS 20."""
+    x = kit.tensor(4, WIDTH)
+
+    def step(n: int) -> torch.Tensor:
+        h = x * 2
+        if raises_in == "first":
+            return picky(h, n=n) * 10 + head(h, n=n)
+        return head(h, n=n) * 10 + picky(h, n=n)
+
+    graph, y = kit.record(lambda: step(3), host_args={"n": 3})
+    graph.update(n=5)
+    with pytest.raises(_Refused, match="n is 13"):
+        graph.update(n=13)
+    if graph.state == "dirty":
+        with pytest.raises(dg.StateError, match="dirty.*reset"):
+            graph.replay()
+        graph.reset()
+        return
+    assert graph.state == "ready"
+    for _ in range(2):
+        graph.replay()
+        kit.backend.synchronize()
+        same(y, step(5), "the replay after the failed update")
+    graph.update(n=7)
+    graph.replay()
+    kit.backend.synchronize()
+    same(y, step(7))
+
+
+@pytest.mark.parametrize("raises_in", ["first", "second"])
+def test_failed_step_raises_the_original_and_the_next_is_right(kit: Kit, raises_in: str) -> None:
+    """FAULTS 20, 25."""
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        h = x * 2
+        if raises_in == "first":
+            return picky(h, n=n) * 10 + head(h, n=n)
+        return head(h, n=n) * 10 + picky(h, n=n)
+
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(step, x, host_args={"n": 3})
+    kit.check(captured, step, x, n=5)
+    with pytest.raises(_Refused, match="n is 13"):
+        captured.replay(n=13)
+    for n in (5, 3, 6):
+        kit.check(captured, step, x, n=n)
+
+
+def test_random_numbers_in_an_updatable_region_are_refused(kit: Kit, pool: dg.Pool) -> None:
+    """FAULTS 22."""
+
+    @dg.region(host_args=("n",))
+    def noisy(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x[:, :n].sum(1) + torch.rand(4, device=x.device)
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return noisy(x * 2, n=n)
+
+    x = kit.tensor(4, WIDTH)
+    state = kit.backend.get_rng_state()
+    with pytest.raises(dg.CaptureError, match="noisy"):
+        kit.capture(step, x, host_args={"n": 3}, pool=pool)
+    same(kit.backend.get_rng_state(), state, "the random state after the refusal")
+    captured = kit.capture(layers, x, host_args={"n": 3}, pool=pool)
+    kit.check(captured, layers, x, n=4)
+
+
+def test_region_that_returns_another_layout_for_a_value_is_refused(kit: Kit) -> None:
+    """FAULTS 24."""
+
+    @dg.region(host_args=("n",))
+    def growing(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x[:, :n] * 2
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return growing(x + 1, n=n).sum()
+
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(step, x, host_args={"n": 3})
+    with pytest.raises(dg.RegionError, match="growing"):
+        captured.replay(n=5)
+    kit.check(captured, step, x, n=3)
+
+
+def test_region_that_writes_a_preallocated_output_follows_its_argument(kit: Kit) -> None:
+    @dg.region(host_args=("n",), mutates=("out",))
+    def attend(q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
+        out.copy_((q.unsqueeze(1) * cache[:n]).sum(1))
+
+    def step(q: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
+        for _ in range(2):
+            out = torch.empty_like(q)
+            attend(q + 1, cache, out, n=n)
+            q = out * 0.1
+        return q
+
+    q, cache = kit.tensor(4, 8), kit.tensor(32, 8, seed=1)
+    captured = kit.capture(step, q, cache, host_args={"n": 2})
+    for n in (3, 30, 2, 17, 30):
+        kit.check(captured, step, q, cache, n=n)
+
+
+def test_prove_covers_host_arguments(kit: Kit) -> None:
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(both, x, host_args={"n": 3, "m": 4})
+    report = captured.prove(cases=2, host_args=[{"n": n, "m": m} for n, m in ((1, 2), (8, 3))])
+    assert report.cases == 4
+    assert report.ok, str(report)
+
+
+def test_info_counts_regions_and_recordings(kit: Kit) -> None:
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(layers, x, host_args={"n": 2})
+    assert captured.info().regions == 3
+    captured.replay(n=5)
+    captured.replay(n=6)
+    assert captured.info().recordings >= 2
+    assert captured.explain().count("head") == 3
+    captured.close()
+    assert len(captured.pool.recordings) == 0

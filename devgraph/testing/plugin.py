@@ -1,0 +1,277 @@
+"""The pytest plugin: the backend under test, its markers, and what a skip or a dead device means.
+
+Options:
+
+``--devgraph-backend NAME``  the backend that tests of devgraph use; "auto" for the best one here.
+``--devgraph-fail-on-skip``  a skipped test fails, unless the backend does not declare what it tests.
+``--devgraph-skip-undeclared``  do not try what the backend does not declare.
+``--devgraph-long``  run endurance tests at full length.
+
+A test that uses the fixture ``devgraph_backend`` carries the name of its backend as a marker, so
+that ``-m cuda`` selects it; ``-m`` with one backend's name and nothing else also chooses that
+backend. A test that carries the marker of a backend by itself uses that one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+
+if TYPE_CHECKING:
+    from devgraph.api.backend import Backend
+
+__all__ = ["devgraph_backend", "devgraph_long"]
+
+DEVICE_MARKERS = ("cpu", "cuda", "npu", "rocm")
+CAPABILITY_MARKER = "devgraph_capability"
+_WORKS = "devgraph_undeclared_works"
+_LACKS = "devgraph_undeclared_lacks"
+_LOST_EXIT_CODE = 70
+"""Exit status of a worker whose device is lost (EX_SOFTWARE of sysexits.h)."""
+
+_missing_key = pytest.StashKey[tuple[str, ...]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("devgraph", "device graphs")
+    group.addoption(
+        "--devgraph-backend",
+        metavar="NAME",
+        default=None,
+        help="backend for tests of devgraph: cpu, cuda, npu, rocm, a plugin's name, or auto",
+    )
+    group.addoption(
+        "--devgraph-fail-on-skip",
+        action="store_true",
+        help="fail tests that are skipped for any reason but an undeclared capability",
+    )
+    group.addoption(
+        "--devgraph-skip-undeclared",
+        action="store_true",
+        help="skip tests of undeclared capabilities instead of trying them",
+    )
+    group.addoption(
+        "--devgraph-long",
+        action="store_true",
+        help="endurance tests at full length (ten thousand replays, a hundred captures)",
+    )
+    parser.addini("devgraph_backend", "the default of --devgraph-backend (cpu)", default="")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in DEVICE_MARKERS:
+        config.addinivalue_line("markers", f"{name}: needs the backend {name!r}")
+    config.addinivalue_line(
+        "markers", f"{CAPABILITY_MARKER}(*names): tests what a backend's capabilities declare"
+    )
+    plugin = _Plugin(config)
+    if plugin.name not in DEVICE_MARKERS and plugin.name.isidentifier():
+        config.addinivalue_line("markers", f"{plugin.name}: runs on the backend {plugin.name!r}")
+    config.pluginmanager.register(plugin, "devgraph-session")
+
+
+@pytest.fixture
+def devgraph_backend(request: pytest.FixtureRequest) -> Backend:
+    """The backend under test; with pytest-xdist bound to the device of this worker."""
+    plugin = request.config.pluginmanager.get_plugin("devgraph-session")
+    assert isinstance(plugin, _Plugin)
+    return plugin.backend(plugin.name_for(request.node))
+
+
+@pytest.fixture(scope="session")
+def devgraph_long(pytestconfig: pytest.Config) -> bool:
+    """Whether endurance tests run at full length."""
+    return bool(pytestconfig.getoption("--devgraph-long"))
+
+
+class _Plugin:
+    """One session: which backend, which tests carry its name, and whether its device lives."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        self._bound: set[str] = set()
+        self._lost = ""
+        given: str | None = config.getoption("--devgraph-backend")
+        marked = str(config.getoption("markexpr", "")).strip()
+        self._explicit = given is not None
+        if given is None and marked in DEVICE_MARKERS:
+            given = marked
+        given = given or str(config.getini("devgraph_backend"))
+        self.name: str = given or "cpu"
+        # Other people's sessions, where this plugin is merely installed, import no torch for it.
+        self._concerned = bool(given) or any("devgraph" in argument for argument in config.args)
+        self._fail_on_skip = bool(config.getoption("--devgraph-fail-on-skip"))
+        self._skip_undeclared = bool(config.getoption("--devgraph-skip-undeclared"))
+
+    # The backend.
+
+    def backend(self, name: str) -> Backend:
+        """Return the backend ``name``, bound to this worker's device on first use."""
+        from devgraph.api.registry import get_backend
+
+        backend = get_backend(name)
+        if name not in self._bound:
+            self._bound.add(name)
+            bind = getattr(backend, "bind_worker", None)
+            if bind is not None and self._worker.startswith("gw"):
+                bind(int(self._worker[2:]))
+        return backend
+
+    def name_for(self, item: pytest.Item) -> str:
+        """Return the backend that ``item`` uses: that of its own marker, else the chosen one."""
+        return next((name for name in DEVICE_MARKERS if item.get_closest_marker(name)), self.name)
+
+    def pytest_sessionstart(self) -> None:
+        if self.name == "auto":
+            self.name = self.backend("auto").name
+        if not self._explicit or self._worker:
+            return
+        from devgraph.api.errors import BackendError
+
+        try:
+            self.backend(self.name)
+        except BackendError as error:
+            raise pytest.UsageError(f"--devgraph-backend {self.name}: {error}") from error
+
+    def pytest_report_header(self) -> list[str]:
+        if not self._concerned:
+            return []
+        import devgraph
+
+        try:
+            backend = self.backend(self.name)
+        except devgraph.BackendError as error:
+            return [f"devgraph {devgraph.__version__}: backend {self.name}: {error}"]
+        capabilities = attrs.asdict(backend.capabilities)
+        has = [name for name, value in capabilities.items() if value is True]
+        lacks = [name for name, value in capabilities.items() if value is False]
+        rest = [f"{k}={v}" for k, v in capabilities.items() if not isinstance(v, bool)]
+        return [
+            f"devgraph {devgraph.__version__}: backend {backend.name} on {backend.device} "
+            f"({backend.device_name}), {backend.version}",
+            f"declares: {', '.join(has) or '(nothing)'}; {', '.join(rest)}",
+            f"does not declare: {', '.join(lacks) or '(nothing)'}",
+        ]
+
+    # Collection and skips.
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
+        if not self.name.isidentifier():
+            return
+        for item in items:
+            own = any(item.get_closest_marker(name) for name in DEVICE_MARKERS)
+            if "devgraph_backend" in getattr(item, "fixturenames", ()) and not own:
+                item.add_marker(self.name)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        from devgraph.api.errors import BackendUnavailableError
+
+        wanted = [name for name in DEVICE_MARKERS if item.get_closest_marker(name)]
+        for name in wanted:
+            try:
+                self.backend(name)
+            except BackendUnavailableError as error:
+                pytest.skip(f"backend {name!r}: {error}")
+        missing = self._undeclared(item)
+        item.stash[_missing_key] = missing
+        if missing and self._skip_undeclared:
+            pytest.skip(self._lacks(item, missing))
+
+    def _undeclared(self, item: pytest.Item) -> tuple[str, ...]:
+        asked = [
+            name for mark in item.iter_markers(CAPABILITY_MARKER) for name in mark.args
+        ]
+        if not asked:
+            return ()
+        capabilities = self.backend(self.name_for(item)).capabilities
+        return tuple(name for name in asked if not getattr(capabilities, name))
+
+    def _lacks(self, item: pytest.Item, missing: Sequence[str]) -> str:
+        return f"backend {self.name_for(item)!r} does not declare {', '.join(missing)}"
+
+    # Outcomes.
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        missing = item.stash.get(_missing_key, ())
+        if call.excinfo is not None:
+            self._lost = self._lost or self._lost_reason(item, call.excinfo.value)
+        if missing and (report.when == "call" or report.outcome != "passed"):
+            self._judge_undeclared(item, report, missing)
+        elif report.skipped and self._fail_on_skip and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            report.outcome = "failed"
+            report.longrepr = f"{reason} (--devgraph-fail-on-skip makes a skip a failure)"
+        return report
+
+    def _judge_undeclared(
+        self, item: pytest.Item, report: pytest.TestReport, missing: Sequence[str]
+    ) -> None:
+        # What is not declared may fail; that it works is worth telling.
+        kind = _WORKS if report.passed else _LACKS
+        report.user_properties.extend((kind, name) for name in missing)
+        if report.failed:
+            path, line, _ = item.location
+            report.outcome = "skipped"
+            report.longrepr = (path, (line or 0) + 1, f"Skipped: {self._lacks(item, missing)}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self,
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if report.outcome == "skipped" and self._fail_on_skip:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            report.outcome = "failed"
+            report.longrepr = f"{reason} (--devgraph-fail-on-skip makes a skip a failure)"
+        return report
+
+    def _lost_reason(self, item: pytest.Item, error: BaseException | None) -> str:
+        from devgraph.api.errors import DeviceLost
+
+        while error is not None:
+            if isinstance(error, DeviceLost):
+                return str(error)
+            if "devgraph_backend" in getattr(item, "fixturenames", ()):
+                reason = self.backend(self.name_for(item)).lost_reason(error)
+                if reason is not None:
+                    return reason
+            error = error.__cause__ or error.__context__
+        return ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        result = yield
+        if self._lost and self._worker:
+            # No later test of this process can tell anything. The reports are sent; a normal
+            # exit would run destructors that wait for the device. xdist starts a new worker.
+            os._exit(_LOST_EXIT_CODE)
+        if self._lost:
+            item.session.shouldfail = f"the device is lost: {self._lost}"
+        return result
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        works: dict[str, int] = {}
+        lacks: set[str] = set()
+        for reports in terminalreporter.stats.values():
+            for report in reports:
+                for kind, value in getattr(report, "user_properties", ()):
+                    if kind == _WORKS:
+                        works[value] = works.get(value, 0) + 1
+                    elif kind == _LACKS:
+                        lacks.add(value)
+        for name in sorted(set(works) - lacks):
+            terminalreporter.write_line(
+                f"devgraph: backend {self.name!r} does not declare {name} and passes all "
+                f"{works[name]} tests of it; consider declaring it"
+            )

@@ -1,0 +1,54 @@
+"""A simulated Ascend driver under the real, unmodified torch_npu.
+
+``activate()`` builds what is needed, loads it and imports torch_npu; after that ``torch.npu`` works
+on a machine without a device. See the README beside this file for what it can and cannot prove.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+from .build import FLAGS_VARIANT, build, cache_root, unavailable_reason
+from .driver import Driver
+
+__all__ = ["Driver", "activate", "build", "cache_root", "unavailable_reason"]
+
+# In the order of their dependencies.
+_LIBRARIES = ("libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel")
+_LIBRARIES += ("libopapi", "libnnopbase")
+
+_active: Driver | None = None
+
+
+def activate(*, flag_events: bool = False) -> Driver:
+    """Load the simulated driver and torch_npu into this process and return the driver.
+
+    Args:
+        flag_events: behave like a driver whose external events are flags that are reset by a
+            task, instead of values in memory. One process has one kind.
+
+    Raises:
+        RuntimeError: it cannot be built here, or torch_npu is loaded already over something else.
+    """
+    global _active
+    if _active is not None:
+        return _active
+    if "torch_npu" in sys.modules:
+        raise RuntimeError("torch_npu was imported before the simulated driver was activated")
+    folder = build()
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # importing torch must not load torch_npu
+    import torch  # noqa: F401  (the kernels link its libraries)
+
+    interpose = folder / "libinterpose.so"
+    if interpose.exists():
+        ctypes.CDLL(str(interpose), mode=ctypes.RTLD_GLOBAL)
+    runtime = (folder / FLAGS_VARIANT if flag_events else folder) / "libascendcl.so"
+    library = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    for name in _LIBRARIES:
+        ctypes.CDLL(str(folder / f"{name}.so"), mode=ctypes.RTLD_GLOBAL)
+    import torch_npu  # noqa: F401
+
+    _active = Driver(library, folder)
+    return _active

@@ -1,0 +1,69 @@
+"""pytest fixtures for tests that run torch_npu over the simulated driver.
+
+A test file asks for them with ``pytest_plugins = ["tests.sim.ascend.plugin"]``. Loading torch_npu
+changes torch for the whole process, so these tests have a session of their own: ``pytest -m npu``.
+In any other session they are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sim import ascend
+
+__all__ = ["ascend_session", "driver", "run_python"]
+
+_ROOT = Path(__file__).resolve().parents[3]
+
+
+def _skip_reason(config: pytest.Config) -> str | None:
+    if reason := ascend.unavailable_reason():
+        return f"no simulated Ascend driver: {reason}"
+    if config.getoption("markexpr") != "npu":
+        return "torch_npu needs a session of its own: pytest -m npu"
+    return None
+
+
+@pytest.fixture(scope="session")
+def ascend_session(request: pytest.FixtureRequest) -> ascend.Driver:
+    """The simulated driver of this session, loaded under torch_npu; skips where it cannot be."""
+    if reason := _skip_reason(request.config):
+        pytest.skip(reason)
+    driver = ascend.activate()
+    driver.set(sync_timeout_ms=20_000)  # a blocked stream is a failed test, not a lost session
+    return driver
+
+
+@pytest.fixture
+def driver(ascend_session: ascend.Driver) -> Iterator[ascend.Driver]:
+    """The driver with every setting and every device error of the test taken back afterwards."""
+    old = ascend_session.settings()
+    yield ascend_session
+    ascend_session.set(**old)
+    ascend_session.recover()
+
+
+@pytest.fixture
+def run_python(ascend_session: ascend.Driver) -> object:
+    """Run code in a process of its own, where it may set the environment or lose its device."""
+
+    def run(code: str, *, timeout: float = 120, **environment: str) -> str:
+        variables = {**os.environ, "PYTHONPATH": str(_ROOT), **environment}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=variables,
+            cwd=_ROOT,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    return run

@@ -1,0 +1,51 @@
+"""The conformance suite is tested itself: every broken backend must be caught."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+from mutants import MUTANTS, SOUND, Mutant
+from suite import run_suite
+
+import devgraph.testing.conformance
+
+NAMES = sorted({name for mutant in MUTANTS for name in mutant.caught_by})
+
+
+def _run(mutant: Mutant, names: tuple[str, ...] | list[str], cwd: Path) -> dict[str, str]:
+    chosen = " or ".join(names)
+    return run_suite(
+        "-p", "mutants", "-k", chosen, "--devgraph-backend", mutant.backend, cwd=cwd
+    ).outcomes
+
+
+def test_names_of_mutants_are_those_of_tests_in_the_suite():
+    folder = Path(inspect.getfile(devgraph.testing.conformance)).parent
+    found = {
+        node.name
+        for path in folder.glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert set(NAMES) <= found
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert all(mutant.caught_by for mutant in MUTANTS)
+
+
+def test_backend_without_a_fault_passes_every_test_that_catches_a_mutant(tmp_path):
+    outcomes = _run(SOUND, NAMES, tmp_path)
+    assert {name for name, outcome in outcomes.items() if outcome == "failed"} == set()
+    passed = {name.split("[")[0] for name, outcome in outcomes.items() if outcome == "passed"}
+    # Undeclared streams: the only tests that this backend may skip.
+    assert set(NAMES) - passed <= {"test_side_stream_that_is_not_joined_is_refused"}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_caught(mutant, tmp_path):
+    outcomes = _run(mutant, mutant.caught_by, tmp_path)
+    failed = {name.split("[")[0] for name, outcome in outcomes.items() if outcome == "failed"}
+    missed = set(mutant.caught_by) - failed
+    assert not missed, f"{mutant.fault}, and these tests pass: {sorted(missed)}"
