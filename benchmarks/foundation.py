@@ -147,7 +147,8 @@ def measure_runner(backend: Any, model: Model, repeats: int) -> dict[str, float]
     """Host time of a padded run above the native replay of the graph that it launches."""
     runner = make_runner(backend, model, [BUCKET])
     data = inputs(BUCKET - 3, backend.device)
-    native = runner.graphs()[0].segments[0]._native.replay
+    entry = next(iter(runner._parts.entries))
+    native = entry.captured.segments[0]._native.replay
     runs = {"native": native, "run": lambda: runner.run(data)}
     result = interleaved(runs, backend.synchronize, repeats)
     runner.close()
@@ -175,9 +176,9 @@ def capture_by_hand(backend: Any, model: Model, buckets: list[int]) -> list[Any]
 
 def measure_capture(backend: Any, model: Model, repeats: int) -> dict[str, float]:
     """Seconds and bytes of capturing the default buckets up to 256."""
-    from devgraph.runners.buckets import default_decode_buckets
+    from devgraph.runners.buckets import default_buckets
 
-    buckets = list(default_decode_buckets(256))
+    buckets = list(default_buckets("decode", 256))
 
     def cost(make: Callable[[], Any]) -> tuple[float, int]:
         gc.collect()

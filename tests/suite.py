@@ -14,7 +14,7 @@ import attrs
 __all__ = ["Result", "plugin_options", "run_suite"]
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT = 600
+TIMEOUT = 240
 
 
 @attrs.frozen

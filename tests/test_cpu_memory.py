@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 
 import pytest
@@ -40,7 +41,7 @@ def test_blocks_are_aligned_and_do_not_overlap() -> None:
     tensors = [floats(pool, n) for n in (1, 3, 17, 1000, SLAB_BYTES)]
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     assert all(start % ALIGNMENT == 0 for start, _ in spans)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_strided_and_empty_sizes_get_what_they_need() -> None:
@@ -54,6 +55,7 @@ def test_strided_and_empty_sizes_get_what_they_need() -> None:
 
 def test_block_is_free_when_its_last_tensor_dies_and_not_before() -> None:
     pool = BlockPool()
+    hold = pool.hold()
     first = floats(pool, 4, 4)
     address = first.data_ptr()
     row = first[2]
@@ -61,10 +63,12 @@ def test_block_is_free_when_its_last_tensor_dies_and_not_before() -> None:
     assert floats(pool, 4, 4).data_ptr() != address
     del row
     assert floats(pool, 4, 4).data_ptr() == address
+    hold.release()
 
 
 def test_alias_sees_the_memory_and_does_not_keep_it() -> None:
     pool = BlockPool()
+    hold = pool.hold()
     owner = floats(pool, 4, 4)
     alias = pool.alias(owner[1:, ::2])
     owner.fill_(5.0)
@@ -74,6 +78,7 @@ def test_alias_sees_the_memory_and_does_not_keep_it() -> None:
     again = floats(pool, 4, 4)
     assert again.data_ptr() == address
     assert alias.isnan().all(), "the new owner was not poisoned through the alias"
+    hold.release()
 
 
 def test_alias_of_foreign_memory_is_the_tensor_itself() -> None:
@@ -89,12 +94,14 @@ def test_alias_of_foreign_memory_is_the_tensor_itself() -> None:
 
 def test_alias_of_a_dead_owner_is_not_taken_for_the_next_owner() -> None:
     pool = BlockPool()
+    hold = pool.hold()
     owner = floats(pool, 64)
     stale = pool.alias(owner)
     del owner
     shorter = floats(pool, 16)
     assert shorter.data_ptr() == stale.data_ptr()
     assert pool.alias(stale) is stale
+    hold.release()
 
 
 def test_alias_keeps_lazy_conjugation_and_negation() -> None:
@@ -119,27 +126,29 @@ def test_memory_outlives_the_pool_while_a_tensor_or_an_alias_is_left() -> None:
 
 def test_reservation_is_kept_while_retained_and_given_back_after() -> None:
     pool = BlockPool()
-    pool.retain()
+    first = pool.hold()
     floats(pool, SLAB_BYTES)
     kept = floats(pool, 4)
     held = pool.reserved_bytes
     assert held >= 4 * SLAB_BYTES
-    pool.retain()
-    pool.release()
+    second = pool.hold()
+    second.release()
+    second.release()
     assert pool.reserved_bytes == held, "another graph still uses the pool"
-    del kept
-    pool.release()
+    del kept, first
     assert pool.reserved_bytes == 0
 
 
 def test_neighbouring_free_blocks_are_joined() -> None:
     pool = BlockPool()
+    hold = pool.hold()
     tensors = [floats(pool, SLAB_BYTES // 64) for _ in range(16)]
     before = pool.reserved_bytes
     for index in (3, 5, 4, 0, 1, 2, 15, 14, *range(6, 14)):
         tensors[index] = torch.empty(0)
     whole = floats(pool, SLAB_BYTES // 4)
     assert pool.reserved_bytes == before and whole.nbytes == SLAB_BYTES
+    hold.release()
 
 
 def test_limit_is_respected_and_named() -> None:
@@ -187,7 +196,7 @@ def test_any_order_of_allocation_and_release_keeps_blocks_apart(
     steps: list[tuple[int, bool]],
 ) -> None:
     pool = BlockPool()
-    pool.retain()
+    hold = pool.hold()
     kept: list[tuple[torch.Tensor, float]] = []
     for number, (size, drop) in enumerate(steps):
         if drop and kept:
@@ -195,5 +204,15 @@ def test_any_order_of_allocation_and_release_keeps_blocks_apart(
         kept.append((floats(pool, size).fill_(float(number)), float(number)))
     assert all((tensor == value).all() for tensor, value in kept)
     kept.clear()
-    pool.release()
+    hold.release()
+    assert pool.reserved_bytes == 0
+
+
+def test_hold_dropped_by_a_collection_inside_the_pool_does_not_block() -> None:
+    pool = BlockPool()
+    hold = pool.hold()
+    with pool._lock:  # as when the garbage collector runs in the middle of an allocation
+        hold.release()
+    assert pool.reserved_bytes == 0
+    floats(pool, 8)
     assert pool.reserved_bytes == 0

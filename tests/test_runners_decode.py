@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from runner_steps import (
     IDS,
     OFFSETS,
-    X,
     CacheStep,
+    X,
     cache_inputs,
     decode_of,
     double_runner,
@@ -484,5 +484,3 @@ def test_threads_that_share_a_runner_get_their_own_results():
         thread.join()
     assert not wrong
     assert runner.stats().graph_steps == 200
-
-

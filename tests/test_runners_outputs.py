@@ -8,7 +8,16 @@ import pickle
 
 import pytest
 import torch
-from runner_steps import IDS, X, CacheStep, cache_inputs, decode_of, double_runner, rows_of_x, tokens
+from runner_steps import (
+    IDS,
+    CacheStep,
+    X,
+    cache_inputs,
+    decode_of,
+    double_runner,
+    rows_of_x,
+    tokens,
+)
 
 import devgraph as dg
 from devgraph.runners import OutputSlot

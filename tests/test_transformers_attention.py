@@ -1,5 +1,7 @@
 """The attention kernels against a plain computation, over a cache full of NaN."""
 
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
 from __future__ import annotations
 
 import math
@@ -9,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
-from devgraph.runners.integrations.transformers.attention import (  # noqa: E402
+from devgraph.runners.integrations.transformers.attention import (
     RAMP_ROWS,
     decode_bounded,
     decode_mask,
@@ -18,7 +20,7 @@ from devgraph.runners.integrations.transformers.attention import (  # noqa: E402
     packed_exact,
     ramp_mask,
 )
-from devgraph.runners.integrations.transformers.cache import KVCache, LayerShape  # noqa: E402
+from devgraph.runners.integrations.transformers.cache import KVCache, LayerShape
 
 KV_HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 3, 8, 12
 HEADS = KV_HEADS * GROUP
@@ -29,7 +31,9 @@ def make_cache(slots: int, max_len: int, **options: object) -> KVCache:
     shape = LayerShape(
         heads=HEADS, kv_heads=KV_HEADS, key_dim=KEY_DIM, value_dim=VALUE_DIM, **options
     )
-    cache = KVCache([shape], slots, max_len=max_len, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache(
+        [shape], slots, max_len=max_len, dtype=torch.float32, device=torch.device("cpu")
+    )
     for layer in cache.layers:
         layer.keys.fill_(math.nan)
         layer.values.fill_(math.nan)
@@ -47,7 +51,12 @@ def write(cache: KVCache, slot: int, first: int, count: int, seed: int) -> None:
 
 
 def expected(
-    cache: KVCache, slot: int, query: torch.Tensor, first: int, window: int | None, cap: float | None
+    cache: KVCache,
+    slot: int,
+    query: torch.Tensor,
+    first: int,
+    window: int | None,
+    cap: float | None,
 ) -> torch.Tensor:
     """Attend ``query [heads, n, dim]``, token by token, in float64."""
     layer = cache.layers[0]
@@ -119,9 +128,7 @@ def test_packed_matches_plain_attention(window: int | None, cap: float | None) -
     for slot, cached, new in spans:
         write(cache, slot, 0, cached + new, seed=slot)
     tokens = sum(new for *_, new in spans)
-    query = torch.randn(
-        1, HEADS, tokens + 4, KEY_DIM, generator=torch.Generator().manual_seed(4)
-    )
+    query = torch.randn(1, HEADS, tokens + 4, KEY_DIM, generator=torch.Generator().manual_seed(4))
     query[:, :, tokens:] = math.nan
     ramp = ramp_mask(640, window, dtype=torch.float32, device=torch.device("cpu"))
     out = torch.full((1, tokens + 4, HEADS, VALUE_DIM), -7.0)

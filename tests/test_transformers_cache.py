@@ -1,5 +1,7 @@
 """Slots, scratch row, clean rows and moves of the fixed-address cache."""
 
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
 from __future__ import annotations
 
 import math
@@ -9,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
-from devgraph.api.errors import DeviceGraphError, StateError  # noqa: E402
-from devgraph.runners.integrations.transformers.cache import KVCache, LayerShape  # noqa: E402
+from devgraph.api.errors import DeviceGraphError, StateError
+from devgraph.runners.integrations.transformers.cache import KVCache, LayerShape
 
 
 @pytest.fixture

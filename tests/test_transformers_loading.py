@@ -1,5 +1,7 @@
 """Finding and unpacking the demo model; errors of loading."""
 
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
 from __future__ import annotations
 
 import zipfile
@@ -10,11 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
-from transformers_models import make_model  # noqa: E402
+from transformers_models import make_model
 
-from devgraph.api.errors import DeviceGraphError  # noqa: E402
-from devgraph.runners.integrations.transformers import loading  # noqa: E402
-from devgraph.runners.integrations.transformers.loading import (  # noqa: E402
+from devgraph.api.errors import DeviceGraphError
+from devgraph.runners.integrations.transformers import loading
+from devgraph.runners.integrations.transformers.loading import (
     DEMO_ENV,
     find_demo,
     load,

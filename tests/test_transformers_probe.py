@@ -1,5 +1,7 @@
 """What the probe finds, and what it refuses at construction."""
 
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,11 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the transformers integration")
 
-from transformers import masking_utils, modeling_utils  # noqa: E402
-from transformers_models import FAMILIES, make_model  # noqa: E402
+from transformers import masking_utils, modeling_utils
+from transformers_models import FAMILIES, make_model
 
-from devgraph.runners.integrations.transformers.errors import UnsupportedModelError  # noqa: E402
-from devgraph.runners.integrations.transformers.probe import probe  # noqa: E402
+from devgraph.runners.integrations.transformers.errors import UnsupportedModelError
+from devgraph.runners.integrations.transformers.probe import probe
 
 
 def test_shapes_windows_and_caps_are_found() -> None:
@@ -29,8 +31,9 @@ def test_shapes_windows_and_caps_are_found() -> None:
 def test_probing_leaves_model_and_registries_as_they_were(family: str) -> None:
     model = make_model(family)
     before = model.config.to_dict(), model.config._attn_implementation
-    names = set(modeling_utils.ALL_ATTENTION_FUNCTIONS), set(
-        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    names = (
+        set(modeling_utils.ALL_ATTENTION_FUNCTIONS),
+        set(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS),
     )
     probe(model)
     assert (model.config.to_dict(), model.config._attn_implementation) == before

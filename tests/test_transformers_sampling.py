@@ -1,5 +1,7 @@
 """Choosing tokens: filters as transformers has them, seeds, one transfer."""
 
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
 from __future__ import annotations
 
 import math
@@ -9,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the transformers integration")
 
-from devgraph.api.errors import DeviceGraphError  # noqa: E402
-from devgraph.runners.integrations.transformers.sampling import (  # noqa: E402
+from devgraph.api.errors import DeviceGraphError
+from devgraph.runners.integrations.transformers.sampling import (
     Sampler,
     SamplingParams,
     draw_rows,

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
-from devgraph.api.errors import DeviceGraphError  # noqa: E402
-from devgraph.runners.integrations.transformers.scheduler import (  # noqa: E402
+from devgraph.api.errors import DeviceGraphError
+from devgraph.runners.integrations.transformers.scheduler import (
     FinishReason,
     Move,
     Request,

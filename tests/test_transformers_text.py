@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
-from devgraph.runners.integrations.transformers.text import TextStream  # noqa: E402
+from devgraph.runners.integrations.transformers.text import TextStream
 
 
 class ByteTokenizer:

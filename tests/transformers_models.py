@@ -12,6 +12,10 @@ transformers = pytest.importorskip("transformers", reason="the transformers inte
 
 VOCABULARY = 211
 
+# Tensors here are so small that threads cost more than they bring, most of all when tests run in
+# several processes.
+torch.set_num_threads(1)
+
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,

@@ -42,6 +42,7 @@ class Backend(abc.ABC):
         self._capture_lock = threading.Lock()
         self._capture_owner = ""
         self._lost = ""
+        self._buried: list[Any] = []
 
     @property
     @abc.abstractmethod
@@ -150,7 +151,16 @@ class Backend(abc.ABC):
             finally:
                 if collecting:
                     gc.enable()
+                self._buried.clear()
                 self._capture_owner = ""
+
+    def bury(self, *things: Any) -> None:
+        """Keep ``things`` until no capture is under way, if one is.
+
+        Device memory that is given back meanwhile would end the process.
+        """
+        if self._capture_owner:
+            self._buried.append(things)
 
     @contextlib.contextmanager
     def _locked(self, lock: Any) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,13 +10,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from devgraph.api import process
 from devgraph.api.backend import Backend
 from devgraph.api.errors import InputError, NestedCaptureError, StateError
 from devgraph.api.graph import DeviceGraph, GraphInfo
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import is_capturing
 from devgraph.api.modes import Modes
-from devgraph.api.policy import Job, Plan, get_policy
+from devgraph.api.policy import Job, Plan, UpdateBudget, get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
@@ -42,7 +42,7 @@ class Captured:
         self._plan = plan
         self._spec = job.spec
         self._modes = Modes.current()
-        self._pid = os.getpid()
+        self._process = process.identity.token
         self._lock = job.pool.lock
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
         self._bound = [(t, t.data_ptr()) for t in _tensors((job.args, job.kwargs))]
@@ -85,7 +85,7 @@ class Captured:
     def _check(self) -> None:
         if self._job is None:
             raise StateError("this capture is closed; capture again")
-        if os.getpid() != self._pid:
+        if process.identity.token is not self._process:
             raise StateError(
                 "a capture belongs to the process that made it and was used in a forked one; "
                 "start workers with 'spawn' and capture there"
@@ -146,7 +146,12 @@ class Captured:
             f"  recordings: {len(recordings)} in the pool, {recordings.bytes} bytes, "
             f"{recordings.hits} hits, {recordings.misses} misses, {recordings.evictions} evictions"
         )
+        lines.extend(f"  {name}: {value}" for name, value in self.stats().items())
         return "\n".join(lines)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what the policy counted, by name; see the policies for the names."""
+        return dict(self._plan.notes)
 
     def close(self) -> None:
         """Free all segments. Idempotent."""
@@ -179,6 +184,7 @@ def capture(
     compiler: str | None = None,
     capture_error_mode: str = "thread_local",
     before_break: Callable[[], None] | None = None,
+    budget: UpdateBudget | None = None,
 ) -> Captured:
     """Capture ``fn(*args, **kwargs, **host_args)`` and return what replays it.
 
@@ -199,6 +205,7 @@ def capture(
         capture_error_mode: see ``Backend.capture_context``.
         before_break: called before the eager body of each break during a breakable capture, for
             example a barrier between ranks.
+        budget: what policy "full" may spend in a replay on host arguments that are new.
 
     Raises:
         CaptureError: the step cannot be captured; nothing is left behind.
@@ -219,6 +226,7 @@ def capture(
         capture_error_mode=device.check_capture_error_mode(capture_error_mode),
         compiler=compiler,
         before_break=before_break,
+        budget=UpdateBudget.of(budget),
     )
     started = time.perf_counter()
     with device.capturing(memory), _contents_kept(device, _tensors((args, job.kwargs))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from devgraph.api.errors import FrozenValueError
@@ -59,6 +60,8 @@ class GraphScope:
         spec: the declared host arguments.
         policy: the name used in messages.
         accept_equal: see ``plain_host_values``.
+        host: host keyword arguments by mark that are known already; others are resolved from the
+            values of capture.
     """
 
     def __init__(
@@ -68,12 +71,13 @@ class GraphScope:
         *,
         policy: str = "full",
         accept_equal: bool = False,
+        host: Mapping[Mark, dict[str, Any]] | None = None,
     ) -> None:
         self._graph = graph
         self._spec = spec
         self._policy = policy
         self._accept_equal = accept_equal
-        self._host_of: dict[Mark, dict[str, Any]] = {}
+        self._host_of: dict[Mark, dict[str, Any]] = dict(host or {})
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":

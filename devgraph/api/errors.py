@@ -172,7 +172,7 @@ class AgreementError(DeviceGraphError):
     """The ranks of a group differ, are late, or are gone."""
 
 
-class DeviceLost(DeviceGraphError):  # noqa: N818 - a state of the device, not a mistake
+class DeviceLost(DeviceGraphError):
     """The device is in an error state that only a new process leaves."""
 
 

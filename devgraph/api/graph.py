@@ -19,13 +19,14 @@ import abc
 import contextlib
 import enum
 import logging
-import os
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
+from devgraph.api import process
 from devgraph.api.errors import (
     EmptyCaptureError,
     HostArgumentError,
@@ -34,7 +35,7 @@ from devgraph.api.errors import (
     UpdateUnsupportedError,
 )
 from devgraph.api.hostargs import HostSpec
-from devgraph.api.marks import Mark, is_capturing
+from devgraph.api.marks import Mark, current_scope, is_capturing
 from devgraph.api.regions import RegionHit
 
 if TYPE_CHECKING:
@@ -99,8 +100,10 @@ class DeviceGraph(abc.ABC):
         self.pool = pool
         self.hits: list[RegionHit] = []
         """The updatable regions in capture order."""
+        self._process = process.identity.token
+        self._next_launch: list[Callable[[], None]] = [_nothing]
         self._state = GraphState.EMPTY
-        self._pid = os.getpid()
+        self.replay = self._make_replay()  # type: ignore[method-assign]
         self._capture_seconds = 0.0
         self._spec = HostSpec()
         self._values: dict[str, Any] = {}
@@ -158,6 +161,15 @@ class DeviceGraph(abc.ABC):
         """The current state."""
         return self._state
 
+    @property
+    def _state(self) -> GraphState:
+        return self._current_state
+
+    @_state.setter
+    def _state(self, state: GraphState) -> None:
+        self._current_state = state
+        self.choose_launch()
+
     def replay(self) -> None:
         """Launch the graph once on the current stream; with regions, as last updated.
 
@@ -168,16 +180,8 @@ class DeviceGraph(abc.ABC):
             NestedCaptureError: this thread is inside a capture.
             DeviceLost: the device is in a sticky error state.
         """
-        if self._state is not GraphState.READY or is_capturing() or os.getpid() != self._pid:
-            self._refuse_replay()
-        pool = self.pool
-        with pool.lock:
-            pool.order()
-            try:
-                self._launch()
-            except Exception as error:
-                self.backend.raise_if_lost(error)
-                raise
+        # Every instance has its own: see _make_replay.
+        raise NotImplementedError
 
     def update(self, **host_args: Any) -> None:
         """Give regions new host arguments; the next replay sees them, and so do later ones.
@@ -235,6 +239,10 @@ class DeviceGraph(abc.ABC):
 
     # What scopes and policies call.
 
+    def require_ready(self) -> None:
+        """Raise the StateError of ``replay`` if the graph cannot be replayed now."""
+        self._require("replay", GraphState.READY)
+
     def launcher(self) -> Callable[[], None]:
         """Return what replays the graph once, without the checks of ``replay``.
 
@@ -248,6 +256,7 @@ class DeviceGraph(abc.ABC):
         self._require("move", GraphState.EMPTY)
         pool.check(self.backend)
         self.pool = pool
+        self.replay = self._make_replay()  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def recording(self, mode: str, *, spec: HostSpec | None = None) -> Iterator[None]:
@@ -345,6 +354,7 @@ class DeviceGraph(abc.ABC):
         except BaseException:
             self._state = GraphState.DIRTY
             raise
+        self.choose_launch()
         self._key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
@@ -371,6 +381,54 @@ class DeviceGraph(abc.ABC):
 
     # Inner workings.
 
+    def _make_replay(self) -> Callable[[], None]:
+        """Return ``replay`` with everything bound, for a native replay takes about 4 us itself.
+
+        It refers to the graph weakly, so that dropping the last reference frees device memory at
+        once, and launches whatever ``choose_launch`` put in place last.
+        """
+        next_launch, scope, identity = self._next_launch, current_scope, process.identity
+        order, acquire, release = self.pool.order, self.pool.lock.acquire, self.pool.lock.release
+        known, graph_of = self._process, weakref.ref(self)
+
+        def replay() -> None:
+            if scope() is not None or identity.token is not known:
+                graph = graph_of()
+                assert graph is not None
+                graph._refuse_replay()
+            acquire()
+            try:
+                order()
+                next_launch[0]()
+            except Exception as error:
+                graph = graph_of()
+                if graph is not None:
+                    graph.backend.raise_if_lost(error)
+                raise
+            finally:
+                release()
+
+        return replay
+
+    def choose_launch(self) -> None:
+        """Make the next replay do what the state and the last update ask for."""
+        if self._current_state is not GraphState.READY:
+            launch: Callable[[], None] = self._refuse_replay
+        else:
+            launch = self._launch
+        if getattr(launch, "__self__", None) is self:
+            method = weakref.WeakMethod(launch)
+
+            def launch() -> None:
+                method()()  # type: ignore[misc]
+
+        self._next_launch[0] = launch
+
+    def _refuse_replay(self) -> NoReturn:
+        self._require("replay", GraphState.READY)
+        self._refuse_in_capture("replay")
+        raise AssertionError("replay was refused without a reason")
+
     def _host_of(self, values: Mapping[str, Any]) -> dict[Mark, dict[str, Any]]:
         return {mark: mark.host_kwargs(values) for mark in self.marks}
 
@@ -394,7 +452,7 @@ class DeviceGraph(abc.ABC):
     def _require(self, call: str, *allowed: GraphState) -> None:
         if self._state not in allowed:
             self._refuse_state(call)
-        if os.getpid() != self._pid:
+        if process.identity.token is not self._process:
             raise StateError(
                 f"cannot {call} in a forked process: device graphs belong to the process that "
                 f"captured them. Start workers with 'spawn' and capture there."
@@ -412,11 +470,6 @@ class DeviceGraph(abc.ABC):
                 f"function that does it @dg.no_graph and capture with policy='breakable'."
             )
 
-    def _refuse_replay(self) -> NoReturn:
-        self._require("replay", GraphState.READY)
-        self._refuse_in_capture("replay")
-        raise AssertionError("replay was refused without a reason")
-
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a DeviceGraph owns device resources and cannot be pickled or copied; capture it anew"
@@ -433,6 +486,10 @@ class DeviceGraph(abc.ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._state.value} on {self.backend.device}>"
+
+
+def _nothing() -> None:
+    """Launch nothing; stands in until a graph has a state."""
 
 
 def _require_hashable(mark: Mark, name: str, value: object) -> None:

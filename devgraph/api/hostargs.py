@@ -18,12 +18,12 @@ from devgraph.api.source import user_line
 __all__ = ["HostSpec", "Tracked", "is_tracked"]
 
 # Reading any of these gives a plain value that a replay would never see again.
-_CONSUMING = (
-    "abs add and bool bytes ceil complex contains delitem divmod eq float floor floordiv format ge "
-    "getitem gt hash index int invert iter le len lshift lt matmul mod mul ne neg next or pos pow "
-    "radd rand rdivmod reversed rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift rshift "
-    "rsub rtruediv rxor setitem str sub truediv trunc xor"
-).split()  # noqa: SIM905 - one word each reads better than sixty quotes
+_CONSUMING = """
+    abs add and bool bytes ceil complex contains delitem divmod eq float floor floordiv format
+    ge getitem gt hash index int invert iter le len lshift lt matmul mod mul ne neg next or pos
+    pow radd rand rdivmod reversed rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift
+    rshift rsub rtruediv rxor setitem str sub truediv trunc xor
+""".split()
 
 
 class Tracked:

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import RegionError
 from devgraph.api.marks import Mark
+from devgraph.api.modes import Modes
 
 if TYPE_CHECKING:
     from devgraph.api.pool import Pool
@@ -49,6 +50,7 @@ class RegionHit:
         "index",
         "kwargs",
         "mark",
+        "modes",
         "note",
     )
 
@@ -68,6 +70,8 @@ class RegionHit:
         self.args: tuple[Any, ...] = pytree.tree_map(alias, args)
         self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs)
         self.index = index
+        self.modes = Modes.current()
+        """The autograd modes of the call; later runs see the same."""
         self.note: Any = None
         """The vendor's own note: node set, tape span, task-group handle."""
         self._leaves: list[Any] = []
@@ -126,7 +130,13 @@ class RegionHit:
         Raises:
             RegionError: the result has another structure, shape, dtype, stride or address.
         """
-        result = self.mark.fn(*self.args, **self.kwargs, **host)
+        if Modes.current() == self.modes:
+            self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
+        else:
+            with self.modes.restored():
+                self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
+
+    def _deliver_all(self, result: Any) -> None:
         if result is None and not self._leaves:
             return
         leaves, spec = pytree.tree_flatten(result)
@@ -158,16 +168,14 @@ class RegionHit:
         )
 
     def runner(self, host: dict[str, Any]) -> Callable[[], None]:
-        """Return a callable with everything bound that runs the body with the live ``host``."""
-        fn, args, kwargs = self.mark.fn, self.args, self.kwargs
+        """Return a callable with everything bound that runs the body with the live ``host``.
+
+        Call it under the autograd modes that replays will run in.
+        """
+        if Modes.current() != self.modes:
+            return lambda: self.run(host)
         if (self._spec is not None and not self._leaves) or self._returned_none():
-
-            def run_nothing() -> None:
-                result = fn(*args, **kwargs, **host)
-                if result is not None:
-                    self._refuse(result, "None")
-
-            return run_nothing
+            return self._runner_of_none(host)
         if len(self._bridges) == 1 and self._bridges[0] is not None and self._is_leaf():
             return self._runner_of_one(host, self._bridges[0])
         return lambda: self.run(host)
@@ -177,6 +185,21 @@ class RegionHit:
 
     def _is_leaf(self) -> bool:
         return self._spec is not None and self._spec.is_leaf()
+
+    def _runner_of_none(self, host: dict[str, Any]) -> Callable[[], None]:
+        fn, args, kwargs = self.mark.fn, self.args, self.kwargs
+
+        def run_by_position() -> None:
+            result = fn(*args, **host)
+            if result is not None:
+                self._refuse(result, "None")
+
+        def run_by_name() -> None:
+            result = fn(*args, **kwargs, **host)
+            if result is not None:
+                self._refuse(result, "None")
+
+        return run_by_name if kwargs else run_by_position
 
     def _runner_of_one(self, host: dict[str, Any], bridge: torch.Tensor) -> Callable[[], None]:
         fn, args, kwargs = self.mark.fn, self.args, self.kwargs

@@ -38,7 +38,7 @@ class TorchPool(Pool):
         self._torch = backend
         namespace = backend.namespace
         self._memory = namespace.MemPool()
-        self._regions = namespace.MemPool()
+        self._region_memory: Any = None
         self.handle: Any = self._memory.id
         self._capture_stream: Any = None
         self._last_stream: Any = None
@@ -61,6 +61,11 @@ class TorchPool(Pool):
         self._keeper = keeper
 
     @property
+    def keeper(self) -> Any:
+        """The one-node graph that owns the handle; None before the first capture."""
+        return self._keeper
+
+    @property
     def stream(self) -> Any:
         """The stream that graphs of this pool are captured on."""
         if self._capture_stream is None:
@@ -69,11 +74,12 @@ class TorchPool(Pool):
 
     @property
     def bytes(self) -> int:
-        return sum(
-            segment["total_size"]
-            for memory in (self._memory, self._regions)
-            for segment in memory.snapshot()
-        )
+        used = [memory for memory in (self._memory, self._region_memory) if memory is not None]
+        return sum(segment["total_size"] for memory in used for segment in memory.snapshot())
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
+            self._torch.bury(self._memory, self._region_memory, self._keeper, self._stuck)
 
     def order(self) -> None:
         current = self._torch.current_stream_id()
@@ -136,7 +142,9 @@ class TorchPool(Pool):
 
     @contextlib.contextmanager
     def region_memory(self) -> Iterator[None]:
-        with self._torch.namespace.use_mem_pool(self._regions, self._torch.device):
+        if self._region_memory is None:
+            self._region_memory = self._torch.namespace.MemPool()
+        with self._torch.namespace.use_mem_pool(self._region_memory, self._torch.device):
             yield
 
 
@@ -254,6 +262,7 @@ class TorchBackend(Backend):
         super().__init__()
         self.namespace: Any = getattr(torch, self.device_type, None)
         self.check_available()
+        assert self.namespace is not None
         self._device = torch.device(self.device_type, self.namespace.current_device())
         self.current_stream_id: Callable[[], int] = self._make_current_stream_id()
 
@@ -312,7 +321,8 @@ class TorchBackend(Backend):
         self.namespace.synchronize(self._device)
 
     def elsewhere(self) -> bool:
-        return bool(self.namespace.current_device() != self._device.index)
+        namespace: Any = self.namespace
+        return bool(namespace.current_device() != self._device.index)
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = self.namespace.device(self._device)
@@ -366,7 +376,11 @@ class TorchBackend(Backend):
                 yield
         finally:
             with contextlib.suppress(Exception):
-                current.wait_stream(side)
+                self.join(current, side)
+
+    def join(self, current: Any, side: Any) -> None:
+        """Make ``current`` wait for ``side``, on which captures were made."""
+        current.wait_stream(side)
 
     def bind_worker(self, index: int) -> None:
         """Bind this process to device ``index`` modulo the number of devices (xdist workers)."""

@@ -37,6 +37,8 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with ``argv`` (the process's own arguments if None); return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    # Bars of libraries would run through the text of a pipe. Read when torch imports tqdm.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     args = _parser(given).parse_args(given)
     debug = getattr(args, "debug", False)
     with _messages(getattr(args, "verbose", 0)):

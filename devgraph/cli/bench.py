@@ -15,7 +15,7 @@ import torch
 from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
-from devgraph.api.errors import CapabilityError, UpdateError
+from devgraph.api.errors import CapabilityError, CaptureError, UpdateError
 from devgraph.api.policy import POLICIES
 from devgraph.api.registry import get_backend
 from devgraph.cli.dtypes import DTYPES, dtype_named
@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time everything and print it; 1 when some policy's outputs are not those of eager."""
+    """Time everything and print it; 1 when a policy fails or its outputs are not those of eager."""
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: pip install 'devgraph[plot]'")
     for name in ("steps", "repeats"):
@@ -151,30 +151,41 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= kv_len <= shape.window:
         raise CommandError(f"--kv-len must be from 1 to the window of {shape.window}, got {kv_len}")
     backend = get_backend(args.backend)
+    absent: dict[str, str] = {}
+    failed: dict[str, str] = {}
     with torch.inference_mode():
-        rows, absent = _measure(backend, shape, kv_len, args)
-    report = _report(backend, shape, kv_len, args, rows, absent)
+        rows = _measure(backend, shape, kv_len, args, absent, failed)
+    report = {
+        **_report(backend, shape, kv_len, args, rows),
+        "absent": absent,
+        "failed": failed,
+    }
     if args.json:
         print_json(report)
     else:
-        _print(report, rows, absent)
+        _print(report, rows)
     if args.plot:
         from devgraph.cli.plot import plot_rows
 
         plot_rows(rows, args.plot, title=f"decode step on {report['device']}")
-    return 0 if all(row.equal for row in rows) else 1
+    return 0 if all(row.equal for row in rows) and not failed else 1
 
 
 def _measure(
-    backend: Backend, shape: Shape, kv_len: int, args: argparse.Namespace
-) -> tuple[list[Row], dict[str, str]]:
+    backend: Backend,
+    shape: Shape,
+    kv_len: int,
+    args: argparse.Namespace,
+    absent: dict[str, str],
+    failed: dict[str, str],
+) -> list[Row]:
+    """Return a row for every way that can run; the others go into ``absent`` and ``failed``."""
     model = Decoder(shape, backend.device)
     ids = torch.arange(shape.batch, device=backend.device) % shape.vocabulary
     where = torch.zeros(1, dtype=torch.int64, device=backend.device)
     contenders = [
         _Contender("eager", lambda **h: model(ids, where, **h), lambda: itertools.repeat(kv_len))
     ]
-    absent: dict[str, str] = {}
     with working("capturing"):
         for policy in args.policy or POLICIES:
             try:
@@ -183,6 +194,9 @@ def _measure(
                 )
             except CapabilityError as error:
                 absent[policy] = str(error)
+                continue
+            except CaptureError as error:
+                failed[policy] = str(error)
                 continue
             contenders += _contenders(captured, shape, kv_len)
     model.fill_caches()  # steps during captures wrote there, and their tokens are no data
@@ -195,7 +209,7 @@ def _measure(
             for _ in range(args.repeats):
                 for contender in running:
                     contender.time(backend, args.steps)
-        return [contender.row() for contender in running], absent
+        return [contender.row() for contender in running]
     finally:
         for contender in contenders:
             if contender.captured is not None:
@@ -260,7 +274,6 @@ def _report(
     kv_len: int,
     args: argparse.Namespace,
     rows: list[Row],
-    absent: dict[str, str],
 ) -> dict[str, Any]:
     eager = rows[0]
     return {
@@ -281,11 +294,10 @@ def _report(
             }
             for row in rows
         ],
-        "absent": absent,
     }
 
 
-def _print(report: dict[str, Any], rows: list[Row], absent: dict[str, str]) -> None:
+def _print(report: dict[str, Any], rows: list[Row]) -> None:
     eager = rows[0]
     shape = report["shape"]
     print_table(
@@ -335,5 +347,7 @@ def _print(report: dict[str, Any], rows: list[Row], absent: dict[str, str]) -> N
         f"medians of {report['repeats']} repeats of {report['steps']} steps each; host: until the "
         f"call returns, wall: until the device is done"
     )
-    for policy, why in absent.items():
-        say(f"{policy}: {why}")
+    for name, why in report["absent"].items():
+        say(f"{name}: not on this backend: {why}")
+    for name, why in report["failed"].items():
+        say(f"{name} FAILED: {why}")

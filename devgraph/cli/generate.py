@@ -5,48 +5,27 @@ from __future__ import annotations
 import argparse
 import secrets
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devgraph.api.backend import Backend
-from devgraph.api.cli_args import add_cli_args
-from devgraph.api.config import DeviceGraphConfig, PhaseConfig
+from devgraph.api.config import DeviceGraphConfig
 from devgraph.api.facts import EngineFacts
 from devgraph.api.registry import get_backend, names
 from devgraph.api.resolve import resolve
-from devgraph.cli.dtypes import DTYPES, dtype_named
+from devgraph.cli.dtypes import dtype_named
+from devgraph.cli.generate_arguments import add_engine_arguments, check_engine_arguments
 from devgraph.cli.models import load_model, require_transformers
 from devgraph.cli.stream import OrderedText
-from devgraph.cli.tables import (
-    CommandError,
-    number,
-    percent,
-    print_json,
-    print_table,
-    ratio,
-    say,
-    time_text,
-    working,
-)
-from devgraph.runners.stats import format_bytes
+from devgraph.cli.tables import CommandError, print_json, working
 
 if TYPE_CHECKING:
-    from devgraph.cli.generating import Run, Task
+    from devgraph.cli.generating import Task
+    from devgraph.runners.integrations.transformers import TokenEvent
 
-__all__ = [
-    "add_arguments",
-    "add_engine_arguments",
-    "check_engine_arguments",
-    "generate",
-    "run",
-]
-
-_MOST_REQUESTS = 8
-_MOST_STEP_TOKENS = 512
+__all__ = ["add_arguments", "generate", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,67 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that do not choose model or prompts."""
-    add = parser.add_argument
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="a prompt (default: 64)")
-    add("--backend", default="auto", help="(default: auto)")
-    add("--dtype", choices=DTYPES, help="(default: float32 on the CPU, bfloat16 elsewhere)")
-    add(
-        "--max-requests",
-        type=int,
-        metavar="N",
-        help="requests that run at once (default: as many "
-        f"as there are prompts, at most {_MOST_REQUESTS})",
-    )
-    add(
-        "--max-len",
-        type=int,
-        metavar="N",
-        help="positions of a request (default: what prompts and new tokens need)",
-    )
-    add(
-        "--max-step-tokens",
-        type=int,
-        metavar="N",
-        help="tokens of a prefill step (default: what "
-        f"the prompts need, at most {_MOST_STEP_TOKENS})",
-    )
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    add("--top-k", type=int, default=0, metavar="K", help="draw from the K best tokens")
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw from the best tokens that together have probability P",
-    )
-    add("--seed", type=int, metavar="N", help="of the draws (default: chosen and printed)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="text that ends a request")
-    add("--chat", action="store_true", help="put each prompt into the model's chat template")
-    add(
-        "--compare",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="also run the same engine eagerly and compare tokens and speed (default: on)",
-    )
-    add(
-        "--with-transformers",
-        action="store_true",
-        help="also time the model's own generate, greedily, one prompt after the other",
-    )
-    add(
-        "--repeats",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs, of which the median time counts (default: 1)",
-    )
-    add("--threads", type=int, metavar="N", help="CPU threads of torch")
-    add("--json", action="store_true", help="print JSON instead of text and tables")
-    add_cli_args(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     """Generate and print; 1 when graphs and eager give different tokens."""
     check_engine_arguments(args)
@@ -141,39 +59,52 @@ def generate(
 ) -> int:
     """Run ``prompts`` as ``args`` of ``add_engine_arguments`` say; return the exit code."""
     require_transformers()
+    from devgraph.cli.generating import Setup, run_all
+    from devgraph.cli.results import print_runs, report, same_tokens
+
     if args.threads:
         torch.set_num_threads(args.threads)
     backend = get_backend(args.backend)
-    config = DeviceGraphConfig.from_args(args, backends=names())
+    asked = DeviceGraphConfig.from_args(args, backends=names())
     facts = EngineFacts().on_backend(backend.name, backend.capabilities)
-    config = resolve(config, facts).effective
+    resolution = resolve(asked, facts)
     dtype = None if args.dtype is None else dtype_named(args.dtype)
     with working(f"loading {model}"):
         network, tokenizer = load_model(
             model, gguf_file=gguf_file, dtype=dtype, device=backend.device
         )
     task = _task(args, prompts, tokenizer)
-    runs = _Runs(args, backend, config, network, tokenizer, task).run(prompts)
+    runs = run_all(
+        Setup(
+            backend=backend,
+            config=resolution.effective,
+            network=network,
+            tokenizer=tokenizer,
+            max_requests=args.max_requests,
+            max_len=args.max_len,
+            max_step_tokens=args.max_step_tokens,
+        ),
+        task,
+        repeats=args.repeats,
+        compare=args.compare,
+        plain=args.with_transformers,
+        on_event=None if args.json else _shown(prompts),
+    )
     if args.json:
-        print_json(_report(backend, network, prompts, runs))
+        print_json(report(backend, resolution, network, prompts, runs))
     else:
-        _print(backend, runs, task)
-    return 0 if _same(runs) is not False else 1
+        print_runs(backend, resolution, task, runs)
+    return 1 if same_tokens(runs) is False else 0
 
 
-def check_engine_arguments(args: argparse.Namespace) -> None:
-    """Raise CommandError for a count below one."""
-    for name in (
-        "max_new_tokens",
-        "repeats",
-        "max_requests",
-        "max_len",
-        "max_step_tokens",
-        "threads",
-    ):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+def _shown(prompts: Sequence[str]) -> Callable[[TokenEvent], None]:
+    """Return what prints the events of a new engine, which numbers its requests from 0."""
+    text = OrderedText([f"[{index + 1}] {prompt}" for index, prompt in enumerate(prompts)])
+
+    def show(event: TokenEvent) -> None:
+        text.add(event.request_id, event.text, last=event.finish_reason is not None)
+
+    return show
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -196,7 +127,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def _task(args: argparse.Namespace, prompts: Sequence[str], tokenizer: Any) -> Task:
     from devgraph.cli.generating import Task
-    from devgraph.runners.integrations.transformers.sampling import SamplingParams
+    from devgraph.runners.integrations.transformers import SamplingParams
 
     if args.temperature and args.seed is None:
         args.seed = secrets.randbelow(1 << 31)
@@ -222,5 +153,3 @@ def _ids(args: argparse.Namespace, prompt: str, tokenizer: Any) -> tuple[int, ..
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     return tuple(tokenizer(prompt)["input_ids"])
-
-

@@ -10,16 +10,20 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.runners.integrations.transformers.engine import (
+from devgraph.api.backend import Backend
+from devgraph.api.config import DeviceGraphConfig, PhaseConfig
+from devgraph.cli.generate_arguments import MOST_REQUESTS, MOST_STEP_TOKENS
+from devgraph.cli.tables import working
+from devgraph.runners.integrations.transformers import (
     Completion,
     Engine,
     EngineStats,
+    SamplingParams,
     TokenEvent,
 )
-from devgraph.runners.integrations.transformers.sampling import SamplingParams
 from devgraph.runners.stats import RunnerStats
 
-__all__ = ["Run", "Task", "first_difference", "run_engine", "run_plain"]
+__all__ = ["Run", "Setup", "Task", "first_difference", "run_all"]
 
 
 @attrs.frozen(kw_only=True)
@@ -158,91 +162,90 @@ def first_difference(left: Run, right: Run) -> tuple[int, int] | None:
     return None
 
 
-class Runs:
-    """The engines of one call: with graphs, eager, and the model's own generate."""
+@attrs.frozen(kw_only=True)
+class Setup:
+    """What engines are made of; the sizes are None where the task decides."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        backend: Backend,
-        config: DeviceGraphConfig,
-        network: Any,
-        tokenizer: Any,
-        task: Task,
-    ) -> None:
-        self._args = args
-        self._backend = backend
-        self._config = config
-        self._network = network
-        self._tokenizer = tokenizer
-        self._task = task
+    backend: Backend
+    config: DeviceGraphConfig
+    network: Any
+    tokenizer: Any
+    max_requests: int | None
+    max_len: int | None
+    max_step_tokens: int | None
 
-    def run(self, prompts: Sequence[str]) -> list[Run]:
-        """Return the runs, the one with graphs first; print its text as it comes."""
-        args, task = self._args, self._task
-        graphs = self._engine(self._config)
-        begin = time.perf_counter()
-        graphs.capture()
-        self._backend.synchronize()
-        captured = time.perf_counter() - begin
-        repeats = [self._first(graphs, prompts)]
-        runs = []
-        with graphs, working("running again, and eagerly"):
-            eager = self._eager_engine() if args.compare else None
-            compared = []
-            for index in range(args.repeats):
-                if index:
-                    repeats.append(run_engine(graphs, task))
-                if eager is not None:
-                    compared.append(run_engine(eager, task))
-            runs.append(summarise("graphs", graphs, repeats, captured))
-            if eager is not None:
-                runs.append(summarise("eager", eager, compared, None))
-                eager.close()
-        if args.with_transformers:
-            with working("running transformers' own generate"):
-                runs.append(run_plain(self._network, self._tokenizer, task, repeats=args.repeats))
-        return runs
-
-    def _engine(self, config: DeviceGraphConfig) -> Any:
-        args, lengths = self._args, [len(ids) for ids in self._task.prompts]
-        requests = args.max_requests or max(
-            min(len(lengths), _MOST_REQUESTS), *(self._config.decode.buckets or (1,))
+    def engine(self, task: Task, config: DeviceGraphConfig) -> Engine:
+        """Return an engine that ``task`` fits in, no larger than needed: every bucket costs."""
+        lengths = [len(ids) for ids in task.prompts]
+        requests = self.max_requests or max(
+            min(len(lengths), MOST_REQUESTS), *(self.config.decode.buckets or (1,))
         )
-        tokens = args.max_step_tokens or max(
-            min(_up(sum(lengths)), _MOST_STEP_TOKENS),
+        step_tokens = self.max_step_tokens or max(
+            min(_rounded(sum(lengths)), MOST_STEP_TOKENS),
             requests,
-            *(self._config.prefill.buckets or (1,)),
+            *(self.config.prefill.buckets or (1,)),
         )
         return Engine(
-            self._network,
-            self._tokenizer,
+            self.network,
+            self.tokenizer,
             config=config,
-            backend=self._backend,
+            backend=self.backend,
             max_requests=requests,
-            max_len=args.max_len or max(lengths) + self._task.max_new_tokens,
-            max_step_tokens=tokens,
+            max_len=self.max_len or max(lengths) + task.max_new_tokens,
+            max_step_tokens=step_tokens,
         )
 
-    def _eager_engine(self) -> Any:
-        off = PhaseConfig(policy="disabled")
-        engine = self._engine(DeviceGraphConfig(decode=off, prefill=off))
-        # What a capture's warm-up runs have set up for the other engine is not part of its speed.
-        engine.generate([self._task.prompts[0]], max_new_tokens=2)
-        return engine
 
-    def _first(self, engine: Any, prompts: Sequence[str]) -> Any:
-        if self._args.json:
-            return run_engine(engine, self._task)
-        text = OrderedText([f"[{i + 1}] {prompt}" for i, prompt in enumerate(prompts)])
+def run_all(
+    setup: Setup,
+    task: Task,
+    *,
+    repeats: int,
+    compare: bool,
+    plain: bool,
+    on_event: Callable[[TokenEvent], None] | None = None,
+) -> list[Run]:
+    """Run the task with graphs, and if asked eagerly and through the model's own ``generate``.
 
-        def show(event: Any) -> None:
-            # A new engine numbers its requests from 0 in the order of the prompts.
-            text.add(event.request_id, event.text, last=event.finish_reason is not None)
+    Graphs and eager take turns, so that a change of the machine's speed meets both.
 
-        text.start()
-        return run_engine(engine, self._task, show)
+    Args:
+        setup, task: what to run, and with what.
+        repeats: times that each of them runs.
+        compare: also run eagerly.
+        plain: also run the model's own ``generate``.
+        on_event: receives the events of the first run with graphs.
+    """
+    with setup.engine(task, setup.config) as graphs:
+        begin = time.perf_counter()
+        graphs.capture()
+        setup.backend.synchronize()
+        captured = time.perf_counter() - begin
+        done = [run_engine(graphs, task, on_event)]
+        runs = []
+        if compare:
+            with working("running eagerly"), _eager_engine(setup, task) as eager:
+                compared = [run_engine(eager, task)]
+                for _ in range(repeats - 1):
+                    done.append(run_engine(graphs, task))
+                    compared.append(run_engine(eager, task))
+                runs.append(summarise("eager", eager, compared, None))
+        else:
+            done += [run_engine(graphs, task) for _ in range(repeats - 1)]
+        runs.insert(0, summarise("graphs", graphs, done, captured))
+    if plain:
+        with working("running transformers' own generate"):
+            runs.append(run_plain(setup.network, setup.tokenizer, task, repeats=repeats))
+    return runs
 
 
-def _up(tokens: int) -> int:
+def _eager_engine(setup: Setup, task: Task) -> Engine:
+    off = PhaseConfig(policy="disabled")
+    engine = setup.engine(task, DeviceGraphConfig(decode=off, prefill=off))
+    # What a capture's warm-up runs have set up for the other engine is not part of its speed.
+    engine.generate([task.prompts[0]], max_new_tokens=2)
+    return engine
+
+
+def _rounded(tokens: int) -> int:
     return -(-tokens // 16) * 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,6 @@ def load_model(
 ) -> tuple[Any, Any]:
     """Return a causal language model and its tokenizer; see the transformers integration."""
     require_transformers()
-    # Both libraries draw bars of their own; they would run through the text of a pipe.
-    os.environ.setdefault("TQDM_DISABLE", "1")
     from transformers.utils import logging as transformers_logging
 
     from devgraph.runners.integrations.transformers.loading import load

@@ -230,14 +230,12 @@ def _print_phases(title: str, rows: list[tuple[str, Resolution, list[Estimate]]]
 
 def _print_rules(resolutions: list[tuple[str, Resolution]]) -> None:
     rows = [
-        (name or None, fired.phase, fired.rule, fired.outcome, fired.explanation, fired.source)
+        (name or None, fired.phase, fired.rule, fired.outcome, fired.explanation)
         for name, resolution in resolutions
         for fired in resolution.fired
     ]
     if rows:
-        print_table(
-            "rules that fired", ("group", "phase", "rule", "outcome", "why", "source"), rows
-        )
+        print_table("rules that fired", ("group", "phase", "rule", "outcome", "why"), rows)
     else:
         say("rules that fired: none")
 

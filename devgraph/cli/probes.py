@@ -62,7 +62,7 @@ def probe_backend(backend: Backend) -> list[Probe]:
     return probes
 
 
-class _AnswerIsNo(Exception):  # noqa: N818 - an answer, not an error
+class _AnswerIsNo(Exception):
     """The backend does not do it; the text says what it does instead."""
 
 
@@ -130,7 +130,9 @@ def _region_update(backend: Backend) -> str:
         try:
             captured.replay(factor=3.0)
         except UpdateUnsupportedError:
-            raise _AnswerIsNo("new host arguments are refused; policy breakable takes them") from None
+            raise _AnswerIsNo(
+                "new host arguments are refused; policy breakable takes them"
+            ) from None
         _require_equal(captured, [{"factor": 2.0}, {"factor": 5.0}])
         return "new host arguments change the next replay"
 

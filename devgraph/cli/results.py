@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from devgraph.api.backend import Backend
+from devgraph.api.resolve import Resolution
 from devgraph.cli.generating import Run, Task, first_difference
 from devgraph.cli.tables import number, percent, print_table, ratio, say, time_text
 from devgraph.runners.stats import format_bytes
@@ -22,9 +23,15 @@ def same_tokens(runs: Sequence[Run]) -> bool | None:
 
 
 def report(
-    backend: Backend, network: Any, prompts: Sequence[str], runs: Sequence[Run]
+    backend: Backend,
+    resolution: Resolution,
+    network: Any,
+    prompts: Sequence[str],
+    runs: Sequence[Run],
 ) -> dict[str, Any]:
+    """Return everything as JSON has it."""
     return {
+        "mode": resolution.to_dict(),
         "backend": backend.name,
         "device": backend.device_name,
         "dtype": str(next(network.parameters()).dtype).removeprefix("torch."),
@@ -35,41 +42,54 @@ def report(
     }
 
 
-def print_runs(backend: Backend, runs: Sequence[Run], task: Task) -> None:
+def print_runs(backend: Backend, resolution: Resolution, task: Task, runs: Sequence[Run]) -> None:
+    """Print what ran in graphs, how fast everything was, and whether tokens are the same."""
     graphs = runs[0]
+    _print_phases(backend, resolution, graphs)
+    _print_speed(runs)
+    if graphs.capture_seconds is not None:
+        say(f"captured in {time_text(graphs.capture_seconds)}, before the first token")
+    if not task.greedy:
+        say(f"drawn with --seed {task.sampling[0].seed}")
+    eager = next((one for one in runs if one.name == "eager"), None)
+    if eager is None:
+        return
+    difference = first_difference(graphs, eager)
+    if difference is None:
+        say("graphs and eager gave the same tokens")
+        return
+    prompt, token = difference
+    mine, theirs = graphs.tokens[prompt][token:], eager.tokens[prompt][token:]
+    say(
+        f"graphs and eager DIFFER, first in prompt {prompt + 1} at its token {token + 1}: "
+        f"{mine[0] if mine else 'end'} and {theirs[0] if theirs else 'end'}"
+    )
+
+
+def _print_phases(backend: Backend, resolution: Resolution, graphs: Run) -> None:
+    columns = {
+        "phase": [stats.phase for stats in graphs.phases],
+        "requested": [resolution.requested.phase(stats.phase).policy for stats in graphs.phases],
+        "effective": [stats.effective for stats in graphs.phases],
+        "steps": [stats.steps for stats in graphs.phases],
+        "in graphs": [stats.graph_steps for stats in graphs.phases],
+        "hits": [percent(stats.hit_ratio) for stats in graphs.phases],
+        "padding": [percent(stats.padding_ratio) for stats in graphs.phases],
+        "eager, and why": [stats.eager for stats in graphs.phases],
+        "graphs": [sum(b.state == "captured" for b in stats.buckets) for stats in graphs.phases],
+        "capture": [time_text(stats.capture_seconds) for stats in graphs.phases],
+        "memory": [format_bytes(stats.graph_bytes) for stats in graphs.phases],
+    }
     print_table(
         f"what ran in graphs on {backend.name} ({backend.device_name})",
-        (
-            "phase",
-            "requested",
-            "effective",
-            "steps",
-            "in graphs",
-            "hits",
-            "padding",
-            "eager, and why",
-            "graphs",
-            "capture",
-            "memory",
-        ),
-        [
-            (
-                stats.phase,
-                stats.requested,
-                stats.effective,
-                stats.steps,
-                stats.graph_steps,
-                percent(stats.hit_ratio),
-                percent(stats.padding_ratio),
-                stats.eager,
-                sum(bucket.state == "captured" for bucket in stats.buckets),
-                time_text(stats.capture_seconds),
-                format_bytes(stats.graph_bytes),
-            )
-            for stats in graphs.phases
-        ],
+        list(columns),
+        zip(*columns.values(), strict=True),
         numbers=("steps", "in graphs", "hits", "padding", "graphs", "capture", "memory"),
     )
+
+
+def _print_speed(runs: Sequence[Run]) -> None:
+    graphs = runs[0]
     eager = next((one for one in runs if one.name == "eager"), None)
     print_table(
         "speed",
@@ -88,18 +108,3 @@ def print_runs(backend: Backend, runs: Sequence[Run], task: Task) -> None:
         ],
         numbers=("tokens", "time", "tokens/s", "decode tokens/s", "vs eager"),
     )
-    if graphs.capture_seconds is not None:
-        say(f"captured in {time_text(graphs.capture_seconds)}, before the first token")
-    if not task.greedy:
-        say(f"drawn with --seed {task.sampling[0].seed}")
-    if eager is not None:
-        difference = first_difference(graphs, eager)
-        if difference is None:
-            say("graphs and eager gave the same tokens")
-        else:
-            prompt, token = difference
-            say(
-                f"graphs and eager DIFFER: first in prompt {prompt + 1} at its token {token + 1} "
-                f"({graphs.tokens[prompt][token : token + 4]} not "
-                f"{eager.tokens[prompt][token : token + 4]})"
-            )

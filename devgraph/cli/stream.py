@@ -27,13 +27,10 @@ class OrderedText:
         self._finished = [False] * len(headings)
         self._current = -1
 
-    def start(self) -> None:
-        """Print the first heading."""
-        self._next()
-        self._out.flush()
-
     def add(self, index: int, piece: str, *, last: bool = False) -> None:
         """Add a piece to text ``index``; ``last`` says that nothing more will come."""
+        if self._current < 0:
+            self._next()
         self._waiting[index] += piece
         self._finished[index] = self._finished[index] or last
         while self._current < len(self._headings):

@@ -18,6 +18,7 @@ from devgraph.api.errors import DeviceGraphError
 
 __all__ = [
     "CommandError",
+    "note",
     "number",
     "percent",
     "print_json",
@@ -45,6 +46,11 @@ def _console(*, stderr: bool = False) -> Console:
 def say(text: str = "") -> None:
     """Print one line of a result."""
     _console().print(text, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Tell the user what is going on, on standard error."""
+    _console(stderr=True).print(text, soft_wrap=True)
 
 
 def print_json(data: Any) -> None:

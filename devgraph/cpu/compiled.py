@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 __all__ = ["CompiledPiece"]
 
-_LIBRARY = torch.library.Library("devgraph_cpu", "DEF")
-_LIBRARY.define(
+_LIBRARY = torch.library.Library("devgraph_cpu", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
     "compiled(int piece, Tensor[] read, Tensor(a!)[] written, int[] at, int[] numbers) -> Tensor[]"
 )
 _ids = itertools.count()
@@ -124,10 +124,8 @@ class CompiledPiece:
             at = owner[storage._cdata]
             offset = int(leaf.storage_offset())
             if at < 0:
-                offset += tensors[-1 - at].storage_offset()
-            out.append(
-                _View(at, leaf.dtype, tuple(map(int, leaf.shape)), leaf.stride(), offset)
-            )
+                offset += int(tensors[-1 - at].storage_offset())
+            out.append(_View(at, leaf.dtype, tuple(map(int, leaf.shape)), leaf.stride(), offset))
         return _Shape(tuple(storages), written, tuple(out), spec)
 
     def arguments(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> list[Any]:
@@ -179,5 +177,5 @@ def _describe(
     return [torch.empty(count, dtype=dtype, device=device) for count, dtype in shape.storages]
 
 
-_LIBRARY.impl("compiled", _execute, "CPU")
+_LIBRARY.impl("compiled", _execute, "CPU")  # type: ignore[no-untyped-call]
 torch.library.register_fake("devgraph_cpu::compiled", _describe, lib=_LIBRARY)

@@ -22,7 +22,7 @@ import torch
 
 from devgraph.api.errors import ResourceError
 
-__all__ = ["Block", "BlockPool"]
+__all__ = ["Block", "BlockPool", "Hold"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,24 @@ class _Slab:
         return self._window[start : start + size]
 
 
+class Hold:
+    """One user of a pool's memory; let go by ``release``, or when it is dropped."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool: BlockPool | None = pool
+
+    def release(self) -> None:
+        """Let go. Idempotent."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool._let_go()
+
+    def __del__(self) -> None:
+        self.release()
+
+
 class BlockPool:
     """Blocks of CPU memory for the tensors of captures; safe to use from several threads.
 
@@ -101,17 +119,21 @@ class BlockPool:
         self._bases: list[int] = []
         self._live: dict[int, Block] = {}
         self._owners: dict[int, weakref.ref[memoryview]] = {}
+        # What died; filled without the lock, from any thread and from inside any call.
         self._dead: deque[int] = deque()
+        self._dropped: deque[None] = deque()
         # Free blocks by (size, address) for best fit, and both their ends for joining neighbours.
         self._free: list[tuple[int, int]] = []
         self._free_size: dict[int, int] = {}
         self._free_end: dict[int, int] = {}
-        self._users = 0
+        self._holds = 0
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds, used or free."""
-        return sum(slab.end - slab.base for slab in self._slabs)
+        with self._lock:
+            self._collect()
+            return self._reserved()
 
     @property
     def live_bytes(self) -> int:
@@ -189,25 +211,33 @@ class BlockPool:
             plain = plain.conj()
         return torch._neg_view(plain) if tensor.is_neg() else plain
 
-    def retain(self) -> None:
-        """Keep all reserved memory until the matching ``release``: a graph's temporaries live in
-        blocks that look free."""
+    def hold(self) -> Hold:
+        """Keep all reserved memory while the result is held: a graph's temporaries live in blocks
+        that look free. Without holds, reservations that have no live block are given back."""
         with self._lock:
-            self._users += 1
+            self._holds += 1
+        return Hold(self)
 
-    def release(self) -> None:
-        """End one ``retain``; after the last, reservations without live blocks are given back."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
+    def _let_go(self) -> None:
+        # A collection may drop a hold while this very thread is inside the lock: note it, and
+        # leave the rest to whoever comes next if the lock is taken.
+        self._dropped.append(None)
+        if self._lock.acquire(blocking=False):
+            try:
                 self._collect()
-                self._trim()
+            finally:
+                self._lock.release()
 
     def _collect(self) -> None:
+        while self._dropped:
+            self._dropped.popleft()
+            self._holds -= 1
         while self._dead:
             address = self._dead.popleft()
             del self._owners[address]
             self._give(address, self._live.pop(address).bytes)
+        if self._holds == 0:
+            self._trim()
 
     def _take(self, nbytes: int) -> int:
         at = bisect.bisect_left(self._free, (nbytes, 0))
@@ -248,7 +278,7 @@ class BlockPool:
 
     def _reserve(self, nbytes: int) -> None:
         size = -(-nbytes // SLAB_BYTES) * SLAB_BYTES
-        reserved = self.reserved_bytes
+        reserved = self._reserved()
         if self.limit_bytes is not None and reserved + size > self.limit_bytes:
             if reserved + nbytes > self.limit_bytes:
                 raise ResourceError(
@@ -263,6 +293,9 @@ class BlockPool:
         self._bases.insert(at, slab.base)
         self._remember(size, slab.base)
         logger.debug("reserved %d bytes for captures", size)
+
+    def _reserved(self) -> int:
+        return sum(slab.end - slab.base for slab in self._slabs)
 
     def _trim(self) -> None:
         for slab in list(self._slabs):

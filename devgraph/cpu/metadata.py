@@ -26,6 +26,7 @@ __all__ = [
     "Metadata",
     "OtherDeviceError",
     "UnrecordableError",
+    "map_layouts",
     "map_tensors",
 ]
 
@@ -62,10 +63,19 @@ class Layout:
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return ``value`` with ``change`` applied to the tensors in it, at any depth of lists."""
-    if isinstance(value, torch.Tensor):
+    return _map(value, torch.Tensor, change)
+
+
+def map_layouts(value: Any, change: Callable[[Layout], Any]) -> Any:
+    """Return ``value`` with ``change`` applied to the layouts in it, at any depth of lists."""
+    return _map(value, Layout, change)
+
+
+def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
+        items = [_map(item, kind, change) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value
 

@@ -133,7 +133,7 @@ _DIRECT = frozenset(
     bmm cat cumprod cumsum dot gather gelu index index_add index_copy index_reduce index_select
     linalg_vector_norm logsumexp max mean min mm mv native_group_norm native_layer_norm prod
     scatter scatter_add scatter_reduce sort stack std sum take topk tril triu var
-    """.split()  # noqa: SIM905
+    """.split()
 )
 
 _FACTORY_KEYWORDS = frozenset({"dtype", "layout", "device", "pin_memory"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -16,18 +16,19 @@ from devgraph.api.errors import StateError
 from devgraph.api.source import user_line
 from devgraph.cpu import violations
 from devgraph.cpu.binding import Binder
-from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.memory import BlockPool, Hold
 from devgraph.cpu.metadata import (
     DataDependentError,
     Layout,
     Metadata,
     OtherDeviceError,
     UnrecordableError,
+    map_layouts,
     map_tensors,
 )
 from devgraph.cpu.modes import Dispatching, Functions
 from devgraph.cpu.ops import Kind, OpPlan, plan_of
-from devgraph.cpu.tape import Entry, Op, Span, Tape
+from devgraph.cpu.tape import Draft, Op, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
 __all__ = ["Knowledge", "Recorder"]
@@ -55,7 +56,7 @@ class Knowledge:
         self.binder = Binder()
 
 
-class Recorder:
+class Recorder(Draft):
     """Records the operations of the current thread between ``__enter__`` and ``__exit__``.
 
     Nothing is executed and no random number is drawn; outputs are poisoned tensors in the pool's
@@ -83,32 +84,19 @@ class Recorder:
         knowledge: Knowledge | None = None,
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
+        super().__init__()
         self._pool = pool
         self._pools = (pool, *others)
         knowledge = knowledge or Knowledge()
         self._metadata = knowledge.metadata
         self._binder = knowledge.binder
         self._refusal = Refusal(on_violation)
-        self._parts: list[Entry | Span] = []
-        self._span: Span | None = None
-        self._span_entries: list[Entry] = []
-        self._span_random = True
         self._function = ""
         self._autocast = False
         self._modes: contextlib.ExitStack | None = None
-        self._dispatching = Dispatching(self)
-        self._handlers: dict[Kind, Callable[[OpPlan, tuple[Any, ...], dict[str, Any]], Any]] = {
-            Kind.DECOMPOSE: self._decompose,
-            Kind.VIEW: self._run_now,
-            Kind.METADATA: self._run_now,
-            Kind.RESIZE: self._resize,
-            Kind.ALLOCATE: self._allocate,
-            Kind.CONSTANT: self._constant,
-            Kind.HOST: self._host,
-            Kind.BOOLEAN_INDEX: self._index,
-            Kind.MUTATE: self._mutate,
-            Kind.COMPUTE: self._compute,
-        }
+        self._dispatching: Dispatching | None = None
+        self._holds: list[Hold] = []
+        self._mark = object()
 
     def __enter__(self) -> Recorder:
         if self._modes is not None:
@@ -121,6 +109,8 @@ class Recorder:
         torch.set_autocast_cache_enabled(False)
         torch.clear_autocast_cache()
         self._autocast = torch.is_autocast_enabled("cpu")
+        self._holds = [pool.hold() for pool in self._pools]
+        self._dispatching = Dispatching(self)
         for mode in (Functions(self), self._dispatching):
             mode.install()
             stack.callback(mode.remove)
@@ -135,17 +125,7 @@ class Recorder:
         assert self._modes is not None
         modes, self._modes = self._modes, None
         modes.close()
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Everything recorded so far, spans included, in order."""
-        found: list[Entry] = []
-        for part in self._parts:
-            if isinstance(part, Span):
-                found.extend(part.entries)
-            else:
-                found.append(part)
-        return tuple(found)
+        self._dispatching = None
 
     def tape(self) -> Tape:
         """Return the recording as a tape.
@@ -160,36 +140,7 @@ class Recorder:
                 "a recording that collects violations has no tape: it went on with assumed "
                 "values. Record again without on_violation"
             )
-        return Tape(self._parts, self._pools)
-
-    def begin_span(self, label: str, *, random: bool = False) -> Span:
-        """Start the part of one region; ``end_span`` ends it. Spans do not nest.
-
-        Args:
-            random: whether the region may draw random numbers. Recording it again could not
-                continue a device's random sequence, so an updatable region may not.
-        """
-        if self._span is not None:
-            raise StateError(f"a span inside the span of {self._span.label}")
-        self._span, self._span_entries, self._span_random = Span(label), [], random
-        return self._span
-
-    def end_span(self, span: Span) -> None:
-        """End ``span``: everything recorded since its begin is its entries."""
-        if span is not self._span:
-            raise StateError(f"{span!r} is not the open span")
-        span.entries = tuple(self._span_entries)
-        self._parts.append(span)
-        self._span, self._span_random = None, True
-
-    @contextlib.contextmanager
-    def span(self, label: str, *, random: bool = False) -> Iterator[Span]:
-        """Record the block as one span."""
-        span = self.begin_span(label, random=random)
-        try:
-            yield span
-        finally:
-            self.end_span(span)
+        return Tape(self.parts, self._holds)
 
     def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> list[Violation]:
         """Return the allocations of this recording that outlive it and are not ``outputs``.
@@ -209,7 +160,7 @@ class Recorder:
             )
             for block in self._pool.live()
             if isinstance(block.origin, _Origin)
-            and block.origin.recorder is self
+            and block.origin.mark is self._mark
             and block.address not in known
         ]
 
@@ -240,7 +191,7 @@ class Recorder:
         """Record one operation and return what it returns."""
         plan = plan_of(func)
         try:
-            return self._handlers[plan.kind](plan, args, kwargs)
+            return _HANDLERS[plan.kind](self, plan, args, kwargs)
         except OtherDeviceError as error:
             if error.device.type == "meta":
                 return func(*args, **kwargs)
@@ -262,6 +213,7 @@ class Recorder:
         hidden = _ABOVE | _AUTOCAST if self._autocast else _ABOVE
         include = torch._C._dispatch_tls_local_include_set()
         exclude = torch._C._dispatch_tls_local_exclude_set() - hidden
+        assert self._dispatching is not None
         with torch._C._ForceDispatchKeyGuard(include, exclude), self._dispatching:
             return plan.func._op_dk(_COMPOSITE, *args, **kwargs)
 
@@ -279,10 +231,12 @@ class Recorder:
         return self._make(plan, self._metadata.infer(plan, args, kwargs), None)
 
     def _constant(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args[0].is_cpu:
+            return self._run_now(plan, args, kwargs)
         data = args[0].clone()  # frozen: what the host does with its own copy is not replayed
         op = self._op(plan.name)
         out = self._make(plan, Layout.of(data), op)
-        self._append(self._binder.copy(self._hold(out), data), op)
+        self.append(self._binder.copy(self._hold(out), data), op)
         if self._function != "__setitem__":
             self._refusal.note(
                 "host_value",
@@ -328,14 +282,14 @@ class Recorder:
         self._note_random(plan, args, kwargs)
         held_args, held_kwargs = self._hold(args), self._hold(kwargs)
         if not plan.returns or all(position is not None for position in plan.returns):
-            self._append(self._binder.write(plan, held_args, held_kwargs), op)
+            self.append(self._binder.write(plan, held_args, held_kwargs), op)
             given = [plan.argument(p, args, kwargs) for p in plan.returns if p is not None]
             if not given:
                 return None
             return given[0] if len(given) == 1 else tuple(given)
         outs = self._make(plan, layouts, op)
         held = self._hold(outs)
-        self._append(self._binder.compute(plan, held_args, held_kwargs, held), op)
+        self.append(self._binder.compute(plan, held_args, held_kwargs, held), op)
         return outs
 
     def _compute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,11 +302,11 @@ class Recorder:
         self._note_random(plan, args, kwargs)
         held_args, held_kwargs = self._hold(args), self._hold(kwargs)
         if not plan.returns:
-            self._append(self._binder.write(plan, held_args, held_kwargs), op)
+            self.append(self._binder.write(plan, held_args, held_kwargs), op)
             return None
         outs = self._make(plan, layouts, op)
         held = self._hold(outs)
-        self._append(self._binder.compute(plan, held_args, held_kwargs, held), op)
+        self.append(self._binder.compute(plan, held_args, held_kwargs, held), op)
         return outs
 
     # Helpers.
@@ -360,22 +314,14 @@ class Recorder:
     def _op(self, name: str) -> Op:
         return Op(name=name, line=user_line())
 
-    def _append(self, run: Callable[[], object], op: Op) -> None:
-        entry = Entry(run, op)
-        (self._parts if self._span is None else self._span_entries).append(entry)
-
     def _make(self, plan: OpPlan, layouts: Any, op: Op | None) -> Any:
-        origin = _Origin(self, op or self._op(plan.name))
-
-        def make(value: Any) -> Any:
-            if isinstance(value, Layout):
-                return self._pool.empty(value.size, value.stride, value.dtype, origin=origin)
-            if isinstance(value, (list, tuple)):
-                items = [make(item) for item in value]
-                return tuple(items) if isinstance(value, tuple) else items
-            return value
-
-        return make(layouts)
+        origin = _Origin(self._mark, op or self._op(plan.name))
+        return map_layouts(
+            layouts,
+            lambda layout: self._pool.empty(
+                layout.size, layout.stride, layout.dtype, origin=origin
+            ),
+        )
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         for pool in self._pools:
@@ -396,12 +342,11 @@ class Recorder:
     def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not plan.draws(args, kwargs):
             return
-        if not self._span_random:
-            assert self._span is not None
+        if self.open_span is not None and not self.open_span.random:
             raise UnrecordableError(
                 f"{plan.name} draws random numbers inside the updatable region "
-                f"{self._span.label}, and a recording made later could not continue the sequence; "
-                f"draw them before the region and pass them in"
+                f"{self.open_span.label}, and a recording made later could not continue the "
+                f"sequence; draw them before the region and pass them in"
             )
         self._refusal.note(
             "rng",
@@ -437,10 +382,25 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 class _Origin:
-    """Which recorder made a block, and for what."""
+    """Which recording made a block, and for what. Names the recording by a mark: a block that
+    lives on must not keep a whole recording."""
 
-    __slots__ = ("op", "recorder")
+    __slots__ = ("mark", "op")
 
-    def __init__(self, recorder: Recorder, op: Op) -> None:
-        self.recorder = recorder
+    def __init__(self, mark: object, op: Op) -> None:
+        self.mark = mark
         self.op = op
+
+
+_HANDLERS: dict[Kind, Callable[[Recorder, OpPlan, tuple[Any, ...], dict[str, Any]], Any]] = {
+    Kind.DECOMPOSE: Recorder._decompose,
+    Kind.VIEW: Recorder._run_now,
+    Kind.METADATA: Recorder._run_now,
+    Kind.RESIZE: Recorder._resize,
+    Kind.ALLOCATE: Recorder._allocate,
+    Kind.CONSTANT: Recorder._constant,
+    Kind.HOST: Recorder._host,
+    Kind.BOOLEAN_INDEX: Recorder._index,
+    Kind.MUTATE: Recorder._mutate,
+    Kind.COMPUTE: Recorder._compute,
+}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
 
-from devgraph.api.errors import UpdateTopologyError
+from devgraph.api.errors import StateError, UpdateTopologyError
 from devgraph.api.source import SourceLine
-from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.memory import Hold
 
-__all__ = ["Entry", "Op", "Span", "Tape", "check_topology"]
+__all__ = ["Draft", "Entry", "Op", "Span", "Tape", "check_topology"]
 
 # Autocast has done its work when an operation is recorded, and must not do it twice.
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -40,14 +41,72 @@ class Entry:
 class Span:
     """The part of a tape that one region recorded; its entries can be replaced."""
 
-    __slots__ = ("entries", "label")
+    __slots__ = ("entries", "label", "random")
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, *, random: bool) -> None:
         self.label = label
+        self.random = random
         self.entries: tuple[Entry, ...] = ()
 
     def __repr__(self) -> str:
         return f"<span {self.label!r} of {len(self.entries)} entries>"
+
+
+class Draft:
+    """What is recorded so far: entries, and spans between them."""
+
+    def __init__(self) -> None:
+        self.parts: list[Entry | Span] = []
+        self.open_span: Span | None = None
+        self._inside: list[Entry] = []
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Everything recorded so far, in order, without an open span."""
+        return tuple(_flat(self.parts, {}))
+
+    def append(self, run: Callable[[], object], op: Op) -> None:
+        """Add one step."""
+        (self.parts if self.open_span is None else self._inside).append(Entry(run, op))
+
+    def begin_span(self, label: str, *, random: bool = False) -> Span:
+        """Start the part of one region; ``end_span`` ends it. Spans do not nest.
+
+        Args:
+            random: whether the region may draw random numbers. Recording it again could not
+                continue a device's random sequence, so an updatable region may not.
+        """
+        if self.open_span is not None:
+            raise StateError(f"a span inside the span of {self.open_span.label}")
+        self.open_span, self._inside = Span(label, random=random), []
+        return self.open_span
+
+    def end_span(self, span: Span) -> None:
+        """End ``span``: everything recorded since its begin is its entries."""
+        if span is not self.open_span:
+            raise StateError(f"{span!r} is not the open span")
+        span.entries = tuple(self._inside)
+        self.parts.append(span)
+        self.open_span = None
+
+    @contextlib.contextmanager
+    def span(self, label: str, *, random: bool = False) -> Iterator[Span]:
+        """Record the block as one span."""
+        span = self.begin_span(label, random=random)
+        try:
+            yield span
+        finally:
+            self.end_span(span)
+
+
+def _flat(
+    parts: Sequence[Entry | Span], changes: Mapping[Span, tuple[Entry, ...]]
+) -> Iterator[Entry]:
+    for part in parts:
+        if isinstance(part, Span):
+            yield from changes.get(part, part.entries)
+        else:
+            yield part
 
 
 class Tape:
@@ -55,15 +114,12 @@ class Tape:
 
     Args:
         parts: entries, and spans between them, in order.
-        pools: the pools whose blocks the entries write; their memory is kept until ``close``.
+        holds: on the pools whose blocks the entries write; released by ``close``.
     """
 
-    def __init__(self, parts: Sequence[Entry | Span], pools: Sequence[BlockPool]) -> None:
+    def __init__(self, parts: Sequence[Entry | Span], holds: Sequence[Hold]) -> None:
         self._parts = tuple(parts)
-        self._pools = tuple(pools)
-        for pool in self._pools:
-            pool.retain()
-        self._closed = False
+        self._holds = tuple(holds)
         self._entries: tuple[Entry, ...] = ()
         self._calls: list[Callable[[], object]] = []
         self._flatten({})
@@ -113,22 +169,13 @@ class Tape:
 
     def close(self) -> None:
         """Drop the entries and let go of the pools. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
         self._parts, self._entries, self._calls = (), (), []
-        for pool in self._pools:
-            pool.release()
+        for hold in self._holds:
+            hold.release()
 
     def _flatten(self, changes: Mapping[Span, tuple[Entry, ...]]) -> None:
-        entries: list[Entry] = []
-        for part in self._parts:
-            if isinstance(part, Span):
-                entries.extend(changes.get(part, part.entries))
-            else:
-                entries.append(part)
-        self._entries = tuple(entries)
-        self._calls = [entry.run for entry in entries]
+        self._entries = tuple(_flat(self._parts, changes))
+        self._calls = [entry.run for entry in self._entries]
 
     def _name_operation(self, error: Exception, index: int) -> None:
         if hasattr(error, "add_note"):  # Python 3.11 and newer

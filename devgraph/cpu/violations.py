@@ -30,7 +30,7 @@ class Violation:
     """One thing that a device capture would refuse or freeze, and the line that does it."""
 
     kind: str
-    """host_sync, host_value, data_dependent_shape, rng, escaping_allocation, or unsupported for
+    """host_sync, host_value, data_dependent_shape, rng, escaping_allocation, or refused for
     what has no place in a graph for another reason (sparse tensors, other devices, resizing)."""
     op: str
     file: str
@@ -93,7 +93,7 @@ class Refusal:
         Raises:
             CaptureError: always.
         """
-        self.note("unsupported", name, f"{text}.")
+        self.note("refused", name, f"{text}.")
         raise CaptureError(f"{text} (at {user_line()}).") from cause
 
     def note(self, kind: str, op: str, text: str) -> None:

@@ -23,8 +23,9 @@ from devgraph.runners.entries import Entries, Entry
 from devgraph.runners.host import HostArgs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.outputs import OutputStore
+from devgraph.runners.parts import Parts
 from devgraph.runners.report import RunnerPlan, explain_runner, plan_runner, runner_stats
-from devgraph.runners.rounds import Parts, Round, check_ranks
+from devgraph.runners.rounds import Round, check_ranks
 from devgraph.runners.running import Stepping
 from devgraph.runners.settings import Options
 from devgraph.runners.slots import InputSlot, Size
@@ -300,11 +301,6 @@ def _check_config(config: PhaseConfig) -> None:
     """Raise ConfigError or CapabilityError for what this version cannot do, before building."""
     if config.policy != "disabled":
         get_policy(config.policy)
-    if config.miss_budget is not None:
-        raise ConfigError(
-            "miss_budget is not part of this version of devgraph: leave it out, or choose the "
-            "policy 'breakable' where host arguments rarely repeat"
-        )
     if config.strict and config.capture != "eager":
         raise ConfigError(
             f"strict with capture={config.capture!r} would refuse every batch whose bucket is not "

@@ -19,8 +19,6 @@ __all__ = ["Batch", "HostValues", "Live"]
 class HostValues(Mapping[str, Any]):
     """Host arguments by attribute or key; tracked values while a capture records."""
 
-    __slots__ = ("_values",)
-
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
 

@@ -33,6 +33,8 @@ class Entry:
         self.reason = Reason.NOT_CAPTURED
         self.detail = ""
         self.dropped = False
+        self.warm = 0
+        """Warm-up runs that the first look at the outputs already was."""
         self.wants = 0
         """Steps that ran eagerly because the graph was not captured yet."""
         self.hits = 0

@@ -28,6 +28,10 @@ class HostArgs:
         self._slots = {n: v for n, v in self.declared.items() if isinstance(v, HostSlot)}
         self._plain = HostSpec({n: v for n, v in self.declared.items() if n not in self._slots})
 
+    def __bool__(self) -> bool:
+        """Whether any host argument is declared."""
+        return bool(self.declared)
+
     def at_capture(self, size: Size) -> dict[str, Any]:
         """Return the values that a graph of ``size`` is captured with."""
         return {

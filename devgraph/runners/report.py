@@ -7,7 +7,8 @@ from typing import Any
 
 import attrs
 
-from devgraph.runners.rounds import Parts, captured_seconds, sample_bytes
+from devgraph.runners.parts import Parts
+from devgraph.runners.rounds import captured_seconds, sample_bytes
 from devgraph.runners.stats import RunnerStats, format_bytes
 
 __all__ = ["BucketPlan", "RunnerPlan", "explain_runner", "plan_runner", "runner_stats"]
@@ -130,11 +131,21 @@ def runner_stats(parts: Parts, phase: str, effective: str) -> RunnerStats:
         captures=counters.captures,
         recaptures=counters.recaptures,
         capture_seconds=captured_seconds(parts.entries),
+        updates=_updates(parts),
         graph_bytes=sum(bucket.bytes for bucket in buckets),
         input_bytes=parts.arena.buffers.nbytes,
         output_bytes=parts.store.nbytes,
         buckets=buckets,
     )
+
+
+def _updates(parts: Parts) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for entry in parts.entries.captured:
+        assert entry.captured is not None
+        for name, value in entry.captured.stats().items():
+            totals[name] = totals.get(name, 0) + value
+    return totals
 
 
 def explain_runner(parts: Parts, phase: str, effective: str) -> str:

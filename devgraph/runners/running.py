@@ -24,7 +24,7 @@ from devgraph.runners.batch import Batch
 from devgraph.runners.decision import Decision, Reason, Variant, refusal, update_reason
 from devgraph.runners.entries import Entry, canonical_variant
 from devgraph.runners.lease import LeaseClock, lease
-from devgraph.runners.rounds import Parts
+from devgraph.runners.parts import Parts, StaticBatch
 from devgraph.runners.slots import InputSlot, Size, whole
 from devgraph.runners.steps import GraphStep
 
@@ -58,6 +58,10 @@ class Stepping(abc.ABC):
         self._eager = eager
         self._tail = tail
         self._lock = parts.pool.lock
+        self._order = parts.pool.order
+        self._host = parts.host
+        self._live = parts.live
+        self._debug = options.debug
         self._steps: dict[Any, GraphStep] = {}
         self._clock = LeaseClock(self._name)
         self._suspended = False
@@ -290,17 +294,17 @@ class Stepping(abc.ABC):
         host_args: Mapping[str, Any] | None,
         clone: bool,
     ) -> Any:
-        parts, entry = self._parts, step.entry
-        host = parts.host
-        values = host.resolve(host_args, step.real, entry.size)
-        parts.pool.order()
+        # Everything is bound beforehand: this is host time of every step.
+        host, entry, live = self._host, step.entry, self._live
+        values = host.resolve(host_args, step.real, step.padded) if host_args or host else {}
+        self._order()
         step.load(inputs)
-        step.enter(parts.live)
+        live.size, live.tensors = step.real, step.run_tensors
         self._clock.now += 1
         try:
             step.replay(**values)
         except (UpdateUnsupportedError, UpdateTopologyError) as error:
-            if parts.config.strict:
+            if self._parts.config.strict:
                 raise
             logger.debug("%s: %s", self._name, error)
             decision = Decision.eager(update_reason(error), entry.key)
@@ -310,7 +314,7 @@ class Stepping(abc.ABC):
         outputs = step.outputs()
         if self._tail is not None:
             outputs = self._finish(step, outputs, host.resolve(host_args, step.real, step.real))
-        return outputs if not clone and not parts.options.debug else self._handed(outputs, clone)
+        return outputs if not clone and not self._debug else self._handed(outputs, clone)
 
     def _finish(self, step: GraphStep, outputs: Any, host: Mapping[str, Any]) -> Any:
         if self._tail is None:
@@ -337,7 +341,7 @@ class Stepping(abc.ABC):
         parts.counters.count(decision.reason)
         parts.counters.eager_tokens += size.tokens
         self._want(decision)
-        return outputs if not clone and not parts.options.debug else self._handed(outputs, clone)
+        return outputs if not clone and not self._debug else self._handed(outputs, clone)
 
     def _want(self, decision: Decision) -> None:
         """Capture a bucket that enough batches wanted; after the step, whose outputs are safe."""
@@ -409,16 +413,15 @@ class Stepping(abc.ABC):
             assert decision.key is not None
             entry = parts.entries[decision.key]
             assert entry.captured is not None
-            parts.refill(entry.size)
+            StaticBatch(parts, entry)
             entry.captured.replay(**parts.host.at_capture(entry.size))
             entry.hits += 1
             parts.counters.idle += 1
             return
         size = self._dummy_size(options)
-        parts.arena.fill(size)
-        batch = Batch(
-            parts.arena.views(size), size, host=parts.host.at_capture(size), variant=options
-        )
+        views = parts.arena.views(size)
+        parts.arena.filler(views)()
+        batch = Batch(views, size, host=parts.host.at_capture(size), variant=options)
         with torch.no_grad():
             self._eager(batch)
         parts.counters.count(decision.reason)

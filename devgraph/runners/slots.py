@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -114,6 +114,10 @@ class Pad:
         return cls("value_of", source=source)
 
 
+def _dims(dims: Iterable[Dim]) -> tuple[Dim, ...]:
+    return tuple(dims)
+
+
 @attrs.frozen
 class InputSlot:
     """One input of a step: a static tensor that ``run`` copies the caller's data into.
@@ -133,7 +137,7 @@ class InputSlot:
     """
 
     name: str
-    dims: tuple[Dim, ...] = attrs.field(converter=tuple)
+    dims: tuple[Dim, ...] = attrs.field(converter=_dims)
     dtype: torch.dtype
     pad: Pad = attrs.field(kw_only=True)
     sample: Callable[[tuple[int, ...], torch.Generator], torch.Tensor] | None = attrs.field(

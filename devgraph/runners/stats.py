@@ -41,7 +41,8 @@ class BucketStats:
     padded_rows: int
     """Rows beyond the real ones, summed over all hits."""
     bytes: int
-    """Device memory that this capture added."""
+    """Device memory that this capture added: measured for the first of a round and under a memory
+    budget, else an equal share of what the round's others added."""
     capture_seconds: float
 
 
@@ -72,6 +73,8 @@ class RunnerStats:
     recaptures: int
     """Captures after an ``invalidate``."""
     capture_seconds: float
+    updates: Mapping[str, float]
+    """What the policy counted over the present graphs while it applied host arguments."""
     graph_bytes: int
     input_bytes: int
     output_bytes: int

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from devgraph.runners.batch import Live
+from devgraph.runners.copies import CopyPlan
 from devgraph.runners.entries import Entry
-from devgraph.runners.inputs import CopyPlan
 from devgraph.runners.outputs import OutputViews
-from devgraph.runners.rounds import Parts
+from devgraph.runners.parts import Parts
 from devgraph.runners.slots import Size
 
 __all__ = ["GraphStep"]
@@ -25,16 +25,18 @@ class GraphStep:
         replay: replays the graph.
         outputs: returns the views of the real rows.
         tensors: every slot at its real size, for a tail.
+        run_tensors: those of them that belong to the run, for eager bodies.
     """
 
     __slots__ = (
-        "_run_tensors",
         "entry",
         "load",
         "outputs",
+        "padded",
         "real",
         "replay",
         "rows",
+        "run_tensors",
         "tensors",
     )
 
@@ -42,6 +44,7 @@ class GraphStep:
         assert entry.captured is not None
         self.entry = entry
         self.real = real
+        self.padded = entry.size
         self.rows = rows
         self.load: Callable[[Mapping[str, Any]], None] = CopyPlan(
             parts.arena, real, entry.size, parts.run_slots
@@ -49,11 +52,10 @@ class GraphStep:
         self.replay: Callable[..., Any] = entry.captured.replay
         self.outputs: OutputViews = parts.store.views(entry.key.variant, entry.size, real)
         self.tensors: Mapping[str, torch.Tensor] = parts.arena.views(real)
-        self._run_tensors: Mapping[str, torch.Tensor] = {
+        self.run_tensors: Mapping[str, torch.Tensor] = {
             name: self.tensors[name] for name in parts.run_slots
         }
 
     def enter(self, live: Live) -> None:
         """Make this run the one that eager bodies of the graph see."""
-        live.size = self.real
-        live.tensors = self._run_tensors
+        live.size, live.tensors = self.real, self.run_tensors

@@ -14,7 +14,7 @@ from devgraph.runners.batch import Batch
 from devgraph.runners.decision import GraphKey
 from devgraph.runners.entries import Entry
 from devgraph.runners.inputs import fill_with_pad
-from devgraph.runners.rounds import Parts
+from devgraph.runners.parts import Parts, static_batch
 from devgraph.runners.slots import InputSlot, Size
 
 __all__ = ["Hooks", "RunnerReport", "prove_runner"]
@@ -92,7 +92,8 @@ class _Proof:
 
         begin()
         write = parts.store.writer(entry.key.variant, entry.size)
-        write(parts.step(parts.batch(entry, padded_host)))
+        views = parts.arena.views(entry.size, parts.graph_slots)
+        write(parts.step(static_batch(parts, entry, views, padded_host)))
         padded = _copied(hooks.finish(step, step.outputs(), real_host))
 
         begin()

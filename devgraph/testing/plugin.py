@@ -2,10 +2,14 @@
 
 Options:
 
-``--devgraph-backend NAME``  the backend that tests of devgraph use; "auto" for the best one here.
-``--devgraph-fail-on-skip``  a skipped test fails, unless the backend does not declare what it tests.
-``--devgraph-skip-undeclared``  do not try what the backend does not declare.
-``--devgraph-long``  run endurance tests at full length.
+``--devgraph-backend NAME``
+    the backend that tests of devgraph use; "auto" for the best one here
+``--devgraph-fail-on-skip``
+    a skipped test fails, unless the backend does not declare what it tests
+``--devgraph-skip-undeclared``
+    do not try what the backend does not declare
+``--devgraph-long``
+    run endurance tests at full length
 
 A test that uses the fixture ``devgraph_backend`` carries the name of its backend as a marker, so
 that ``-m cuda`` selects it; ``-m`` with one backend's name and nothing else also chooses that
@@ -104,7 +108,9 @@ class _Plugin:
         given = given or str(config.getini("devgraph_backend"))
         self.name: str = given or "cpu"
         # Other people's sessions, where this plugin is merely installed, import no torch for it.
-        self._concerned = bool(given) or any("devgraph" in argument for argument in config.args)
+        self._concerned = bool(given) or any(
+            "devgraph.testing" in argument.replace(os.sep, ".") for argument in config.args
+        )
         self._fail_on_skip = bool(config.getoption("--devgraph-fail-on-skip"))
         self._skip_undeclared = bool(config.getoption("--devgraph-skip-undeclared"))
 
@@ -185,9 +191,7 @@ class _Plugin:
             pytest.skip(self._lacks(item, missing))
 
     def _undeclared(self, item: pytest.Item) -> tuple[str, ...]:
-        asked = [
-            name for mark in item.iter_markers(CAPABILITY_MARKER) for name in mark.args
-        ]
+        asked = [name for mark in item.iter_markers(CAPABILITY_MARKER) for name in mark.args]
         if not asked:
             return ()
         capabilities = self.backend(self.name_for(item)).capabilities
@@ -204,7 +208,7 @@ class _Plugin:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         missing = item.stash.get(_missing_key, ())
-        if call.excinfo is not None:
+        if report.failed and call.excinfo is not None:
             self._lost = self._lost or self._lost_reason(item, call.excinfo.value)
         if missing and (report.when == "call" or report.outcome != "passed"):
             self._judge_undeclared(item, report, missing)
@@ -239,13 +243,13 @@ class _Plugin:
     def _lost_reason(self, item: pytest.Item, error: BaseException | None) -> str:
         from devgraph.api.errors import DeviceLost
 
+        backend: Backend | None = getattr(item, "funcargs", {}).get("devgraph_backend")
         while error is not None:
             if isinstance(error, DeviceLost):
                 return str(error)
-            if "devgraph_backend" in getattr(item, "fixturenames", ()):
-                reason = self.backend(self.name_for(item)).lost_reason(error)
-                if reason is not None:
-                    return reason
+            reason = None if backend is None else backend.lost_reason(error)
+            if reason is not None:
+                return reason
             error = error.__cause__ or error.__context__
         return ""
 

@@ -13,9 +13,10 @@ from devgraph.api.backend import Backend
 from devgraph.api.errors import CapabilityError, InputError, did_you_mean
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark
+from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 
-__all__ = ["POLICIES", "Job", "Plan", "Policy", "Segment", "get_policy"]
+__all__ = ["POLICIES", "Job", "Plan", "Policy", "Segment", "UpdateBudget", "get_policy"]
 
 POLICIES = ("full", "breakable", "piecewise")
 
@@ -44,6 +45,8 @@ class Job:
     compiler: str | None
     before_break: Callable[[], None] | None
     """Called before each break's eager body while capturing: a barrier between ranks."""
+    budget: UpdateBudget | None = None
+    """What may be spent on new host arguments in a replay; None for the defaults."""
 
 
 class Plan(Protocol):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from devgraph.api.capturing import plain_host_values
-from devgraph.api.errors import EmptyCaptureError
+from devgraph.api.errors import EmptyCaptureError, StateError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks import Mark, entered
 from devgraph.api.policy import Job
 from devgraph.api.regions import RegionHit
 
-__all__ = ["POLICY", "BreakablePlan", "EagerSegment"]
+__all__ = ["POLICY", "BreakablePlan", "EagerSegment", "capture_segments"]
 
 
 class EagerSegment:
@@ -26,30 +26,51 @@ class EagerSegment:
     def __init__(self, hit: RegionHit, host: dict[str, Any]) -> None:
         self.mark = hit.mark
         self.hit: RegionHit | None = hit
-        self.replay: Callable[[], None] = hit.runner(host)
+        self._host = host
+
+    def replay(self) -> None:
+        """Run the body once.
+
+        Raises:
+            RegionError: it returned something of another layout than at capture.
+        """
+        self._held().run(self._host)
+
+    def launcher(self) -> Callable[[], None]:
+        """Return ``replay`` with everything bound, for the autograd modes of this moment."""
+        return self._held().runner(self._host)
 
     def reset(self) -> None:
         """Let go of every tensor."""
         self.hit = None
-        self.replay = self._refuse
 
-    def _refuse(self) -> None:
-        raise EmptyCaptureError(f"the eager segment of {self.mark.name} was reset")
+    def _held(self) -> RegionHit:
+        if self.hit is None:
+            raise StateError(f"the eager segment of {self.mark.name} was reset; capture again")
+        return self.hit
 
     def __repr__(self) -> str:
         return f"<eager {self.mark.name}>"
 
 
 class BreakablePlan:
-    """Graphs and eager segments, launched in order by one flat loop."""
+    """Graphs and eager segments, launched in order by one flat loop.
 
-    def __init__(self, segments: list[Any], outputs: Any, host: dict[Mark, dict[str, Any]]) -> None:
+    The loop runs callables that were bound beforehand; they are bound anew when the pool says that
+    some graph of it is no longer what it was.
+    """
+
+    def __init__(self, job: Job, segments: list[Any], host: dict[Mark, dict[str, Any]]) -> None:
         self.segments = segments
-        self.outputs = outputs
+        self.outputs: Any = None
         self.notes: dict[str, Any] = {}
+        self._pool = job.pool
+        self._backend = job.backend
         self._host = host
         self.marks = [mark for mark in host if mark.dynamic]
-        self._steps = tuple(segment.replay for segment in segments)
+        self._steps: tuple[Callable[[], None], ...] = ()
+        self._epoch: int | None = None
+        self._binds = 0
 
     def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
         """Refresh the host values in the dictionaries that the eager segments hold."""
@@ -57,14 +78,42 @@ class BreakablePlan:
             self._host[mark].update(kwargs)
 
     def run(self) -> None:
-        """Run every segment; an exception of an eager body stops before the next one."""
-        for step in self._steps:
-            step()
+        """Run every segment; an exception of an eager body stops before the next one.
+
+        Called under the pool's lock.
+        """
+        pool, backend = self._pool, self._backend
+        if self._epoch != pool.epoch:
+            self._rebind()
+        if backend.elsewhere():
+            with backend.on_device():
+                self._run()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        self._pool.order()
+        try:
+            for step in self._steps:
+                step()
+        except Exception as error:
+            self._backend.raise_if_lost(error)
+            raise
+
+    def _rebind(self) -> None:
+        for segment in self.segments:
+            if isinstance(segment, DeviceGraph):
+                segment.require_ready()
+        self._steps = tuple(segment.launcher() for segment in self.segments)
+        self._binds += 1
+        # A graph may find its cheapest launch in its first one, so the first run binds but once.
+        self._epoch = self._pool.epoch if self._binds > 1 else None
 
     def close(self) -> None:
         """Free graphs and let go of tensors."""
         self.outputs = None
         self._steps = ()
+        self._epoch = None
         _close(self.segments)
 
 
@@ -79,10 +128,10 @@ def _close(segments: list[Any]) -> None:
 class _BreakableScope:
     """The capture in progress: what is finished, and the graph that is being recorded."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, host: Mapping[Mark, dict[str, Any]]) -> None:
         self._job = job
         self.segments: list[Any] = []
-        self.host: dict[Mark, dict[str, Any]] = {}
+        self.host = {mark: dict(values) for mark, values in host.items()}
         self.graph: DeviceGraph | None = None
 
     def open(self) -> None:
@@ -101,6 +150,13 @@ class _BreakableScope:
         self.segments.append(graph)
         return graph
 
+    def run_finished(self) -> None:
+        """End the current graph and run it, so that what comes next sees written inputs."""
+        finished = self.finish_segment()
+        if finished is not None:
+            with entered(None):
+                finished.replay()
+
     def cancel(self) -> None:
         """Destroy everything; the exception under way stays the one that is raised."""
         graph, self.graph = self.graph, None
@@ -110,18 +166,17 @@ class _BreakableScope:
         self.segments.clear()
 
     def graph_break(self) -> None:
-        self._break()
+        self.run_finished()
         self.open()
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         job = self._job
         args, kwargs, given = mark.split(args, kwargs)
+        plain = plain_host_values(mark, given, job.spec)
         if mark not in self.host:
-            self.host[mark] = mark.host_kwargs(plain_host_values(mark, given, job.spec))
-        else:
-            plain_host_values(mark, given, job.spec)
+            self.host[mark] = mark.host_kwargs(plain)
         host = self.host[mark]
-        self._break()
+        self.run_finished()
         with entered(None):
             if job.before_break is not None:
                 job.before_break()
@@ -131,33 +186,50 @@ class _BreakableScope:
         self.open()
         return result
 
-    def _break(self) -> None:
-        finished = self.finish_segment()
-        if finished is not None:
-            # Run what was recorded, so that the eager body sees written inputs.
-            with entered(None):
-                finished.replay()
+
+def capture_segments(
+    job: Job,
+    *,
+    host: Mapping[Mark, dict[str, Any]] | None = None,
+    finish: Callable[[Any], None] | None = None,
+) -> BreakablePlan:
+    """Capture ``job.fn`` in segments; all or nothing.
+
+    Args:
+        host: host keyword arguments by mark that are known already. Others are resolved from the
+            values declared at capture.
+        finish: called with the outputs as the last captured work; then the last segment runs too,
+            so that this capture is itself one complete step.
+    """
+    scope = _BreakableScope(job, host or {})
+    try:
+        scope.open()
+        with entered(scope):
+            outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
+            if finish is not None:
+                finish(outputs)
+        if finish is None:
+            scope.finish_segment()
+        else:
+            scope.run_finished()
+        if not scope.segments:
+            raise EmptyCaptureError(
+                "the capture recorded no device work and no eager segment. Run the step on "
+                f"this backend's device ({job.backend.device})."
+            )
+    except BaseException:
+        scope.cancel()
+        raise
+    plan = BreakablePlan(job, scope.segments, scope.host)
+    plan.outputs = outputs
+    return plan
 
 
 class _Breakable:
     name = "breakable"
 
     def capture(self, job: Job) -> BreakablePlan:
-        scope = _BreakableScope(job)
-        try:
-            scope.open()
-            with entered(scope):
-                outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
-            scope.finish_segment()
-            if not scope.segments:
-                raise EmptyCaptureError(
-                    "the capture recorded no device work and no eager segment. Run the step on "
-                    f"this backend's device ({job.backend.device})."
-                )
-        except BaseException:
-            scope.cancel()
-            raise
-        return BreakablePlan(scope.segments, outputs, scope.host)
+        return capture_segments(job)
 
 
 POLICY = _Breakable()

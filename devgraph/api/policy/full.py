@@ -1,28 +1,51 @@
-"""Policy ``full``: the whole callable is one graph, and dynamic regions are updated in place."""
+"""Policy ``full``: the whole callable is one graph, and dynamic regions are updated in place.
+
+A key (the host values of one replay) goes one of three ways: its recording is applied to a graph
+that has its nodes; a *topology copy*, another capture of the whole callable, is made for it; or the
+step runs *broken*, as under ``breakable``, because recording is over its budget. All ways write the
+same output tensors.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Hashable
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
 from devgraph.api.capturing import GraphScope
+from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks import Mark, entered
+from devgraph.api.modes import Modes
 from devgraph.api.policy import Job
+from devgraph.api.policy.breakable import BreakablePlan, capture_segments
+from devgraph.api.policy.budget import MissBudget, UpdateBudget
+from devgraph.api.regions import describe
 
-__all__ = ["POLICY", "FullPlan"]
+__all__ = ["POLICY", "FullPlan", "UpdatablePlan"]
+
+logger = logging.getLogger(__name__)
+
+HostKwargs = dict[Mark, dict[str, Any]]
 
 
 class FullPlan:
-    """One graph."""
+    """One graph without host arguments."""
 
     def __init__(self, graph: DeviceGraph, outputs: Any) -> None:
         self.segments: list[Any] = [graph]
         self.outputs = outputs
-        self.marks: list[Mark] = graph.marks
+        self.marks: list[Mark] = []
         self.notes: dict[str, Any] = {}
-        self.bind = graph.select
         self.run = graph.replay
         self._graph = graph
+
+    def bind(self, host: HostKwargs) -> None:
+        """Do nothing: there are no host values."""
 
     def close(self) -> None:
         """Close the graph."""
@@ -30,14 +53,195 @@ class FullPlan:
         self._graph.close()
 
 
+class UpdatablePlan:
+    """One graph whose regions follow host arguments, its topology copies and its broken form.
+
+    ``notes`` counts replays by the way they went: ``repeats`` of the key before, ``hits`` and
+    ``misses`` of recordings, ``copies`` captured, ``broken`` steps by reason.
+    """
+
+    def __init__(self, job: Job, graph: DeviceGraph, outputs: Any) -> None:
+        self.segments: list[Any] = [graph]
+        self.outputs = outputs
+        self.marks: list[Mark] = graph.marks
+        self.run = graph.replay
+        self.notes: dict[str, Any] = {
+            "repeats": 0,
+            "hits": 0,
+            "misses": 0,
+            "copies": 0,
+            "copy_seconds": 0.0,
+            "broken_over_miss_budget": 0,
+            "broken_over_copy_budget": 0,
+        }
+        self._job = job
+        self._modes = Modes.current()
+        self._budget = UpdateBudget.of(job.budget)
+        self._misses = MissBudget(self._budget)
+        self._graphs = [graph]
+        self._broken: BreakablePlan | None = None
+        self._host: HostKwargs = {}
+        self._key: Hashable = graph.key
+        """The key that ``run`` is bound for, if it is bound to a graph."""
+
+    def bind(self, host: HostKwargs) -> None:
+        """Make ``run`` use these host values.
+
+        Raises:
+            UpdateTopologyError: the key needs other nodes and nothing may be captured now.
+        """
+        key = self._graphs[0].key_of(host)
+        if key == self._key:
+            self.notes["repeats"] += 1
+            self._misses.earn()
+            return
+        self._key = None
+        home = self._home_of(key)
+        if home is not None:
+            home.select(host)
+            self._use(home, key)
+            self.notes["hits"] += 1
+            self._misses.earn()
+        elif self._misses.allows(key) or not self._can_break():
+            self.notes["misses"] += 1
+            self._record(key, host)
+        else:
+            self._break(host, "broken_over_miss_budget")
+
+    def close(self) -> None:
+        """Close every graph."""
+        self.outputs = None
+        for graph in self._graphs:
+            graph.close()
+        if self._broken is not None:
+            self._broken.close()
+            self._broken = None
+
+    # Graphs.
+
+    def _home_of(self, key: Hashable) -> DeviceGraph | None:
+        recordings = self._job.pool.recordings
+        for graph in self._graphs:
+            if graph.key == key or recordings.holds(graph, key):
+                return graph
+        return None
+
+    def _use(self, graph: DeviceGraph, key: Hashable) -> None:
+        self.run = graph.replay
+        self._key = key
+
+    def _record(self, key: Hashable, host: HostKwargs) -> None:
+        refusal: UpdateTopologyError | None = None
+        for graph in self._graphs:
+            try:
+                graph.select(host)
+            except UpdateTopologyError as error:
+                refusal = refusal or error
+            else:
+                self._use(graph, key)
+                return
+        assert refusal is not None
+        within = (
+            len(self._graphs) <= self._budget.copies
+            and self.notes["copy_seconds"] < self._budget.copy_seconds
+        )
+        copy = self._copy(host) if within and self._may_capture() else None
+        if copy is not None:
+            self._use(copy, key)
+        elif self._can_break():
+            self._break(host, "broken_over_copy_budget")
+        else:
+            raise refusal
+
+    def _copy(self, host: HostKwargs) -> DeviceGraph | None:
+        """Capture the whole callable for a key whose nodes differ, or return None if it fails."""
+        job, started = self._job, time.perf_counter()
+        graph = job.backend.make_graph(job.pool)
+        scope = GraphScope(graph, job.spec, host=host)
+        try:
+            with (
+                self._modes.restored(),
+                job.backend.capturing(job.pool),
+                graph.recording(job.capture_error_mode, spec=job.spec),
+                entered(scope),
+            ):
+                outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
+                self._deliver(outputs)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            logger.warning("no topology copy for %s: %s", list(host.values()), error)
+            return None
+        finally:
+            seconds = time.perf_counter() - started
+            self.notes["copy_seconds"] += seconds
+        self.notes["copies"] += 1
+        self._graphs.append(graph)
+        logger.info("captured a topology copy in %.3f s for %s", seconds, list(host.values()))
+        return graph
+
+    # The broken form.
+
+    def _may_capture(self) -> bool:
+        if self._budget.may_capture is not None:
+            return self._budget.may_capture()
+        return self._job.before_break is None
+
+    def _can_break(self) -> bool:
+        return self._broken is not None or self._may_capture()
+
+    def _break(self, host: HostKwargs, reason: str) -> None:
+        self.notes[reason] += 1
+        self._host = host
+        self.run = self._run_broken
+
+    def _run_broken(self) -> None:
+        with self._modes.restored():
+            if self._broken is None:
+                # This capture runs the step as it goes.
+                with self._job.backend.capturing(self._job.pool):
+                    self._broken = capture_segments(
+                        self._job, host=self._host, finish=self._deliver
+                    )
+                logger.info("captured the broken form: %d segments", len(self._broken.segments))
+            else:
+                self._broken.bind(self._host)
+                self._broken.run()
+
+    def _deliver(self, outputs: Any) -> None:
+        """Copy the outputs of another capture into those that the user holds."""
+        known, spec = pytree.tree_flatten(self.outputs)
+        given, given_spec = pytree.tree_flatten(outputs)
+        if spec != given_spec:
+            raise RegionError(f"the step returned {given_spec} and returned {spec} at capture")
+        for target, source in zip(known, given, strict=True):
+            if isinstance(target, torch.Tensor):
+                _copy_tensor(target, source)
+
+
+def _copy_tensor(target: torch.Tensor, source: Any) -> None:
+    if not isinstance(source, torch.Tensor) or (source.dtype, source.shape) != (
+        target.dtype,
+        target.shape,
+    ):
+        got = describe(source) if isinstance(source, torch.Tensor) else repr(source)
+        raise RegionError(
+            f"the step returned {got} for these host arguments and {describe(target)} at capture; "
+            f"outputs have fixed addresses, so their layout cannot depend on host arguments"
+        )
+    if source.data_ptr() != target.data_ptr() or source.stride() != target.stride():
+        with torch.inference_mode(target.is_inference()):
+            target.copy_(source)
+
+
 class _Full:
     name = "full"
 
-    def capture(self, job: Job) -> FullPlan:
+    def capture(self, job: Job) -> FullPlan | UpdatablePlan:
         graph = job.backend.make_graph(job.pool)
         scope = GraphScope(graph, job.spec)
         with graph.recording(job.capture_error_mode, spec=job.spec), entered(scope):
             outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
+        if graph.hits:
+            return UpdatablePlan(job, graph, outputs)
         return FullPlan(graph, outputs)
 
 

@@ -15,13 +15,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
 import torch._dynamo
-import torch._inductor.compile_fx
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -156,6 +156,7 @@ class _Compiler:
         self._bind_tokens(graph, activation)
         split = self._split(graph)
         for name, piece in list(split.named_children()):
+            assert isinstance(piece, GraphModule)
             if not any(_is_cut(node) for node in piece.graph.nodes):
                 setattr(split, name, _Piece(self._compile(piece, activation)))
         activation.seconds += time.perf_counter() - started
@@ -217,9 +218,7 @@ class _Compiler:
         for node in parts:
             if node.target is _host_value:
                 parts[node] = parts[next(iter(node.users))]
-        return split_module(
-            graph, graph, lambda node: parts[node], keep_original_order=True
-        )
+        return split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
 
     def _compile(self, piece: GraphModule, activation: _Activation) -> Callable[..., Any]:
         activation.pieces += 1
@@ -246,7 +245,7 @@ class _Compiler:
         if single:  # Inductor compiles graphs that return a tuple
             output.args = ((output.args[0],),)
             piece.recompile()
-        run = activation.wrap(torch._inductor.compile_fx.compile_fx(piece, examples), piece)
+        run = activation.wrap(cast(Callable[..., Any], compile_fx(piece, examples)), piece)
         return (lambda *args: run(*args)[0]) if single else run
 
 
@@ -292,8 +291,12 @@ def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
         return torch.fx.node.map_arg(value, lambda node: f"%{numbers[node]}")
 
     nodes = tuple(
-        (node.op, "" if node.op == "placeholder" else str(node.target), repr(plain(node.args)),
-         repr(plain(dict(node.kwargs))))
+        (
+            node.op,
+            "" if node.op == "placeholder" else str(node.target),
+            repr(plain(node.args)),
+            repr(plain(dict(node.kwargs))),
+        )
         for node in piece.graph.nodes
     )
     layouts = tuple(
@@ -302,7 +305,9 @@ def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
         else str(e)
         for e in examples
     )
-    attributes = tuple(id(getattr(piece, n.target)) for n in piece.graph.nodes if n.op == "get_attr")
+    attributes = tuple(
+        id(getattr(piece, n.target)) for n in piece.graph.nodes if n.op == "get_attr"
+    )
     return (nodes, layouts, attributes)
 
 
@@ -337,7 +342,6 @@ class _Piecewise:
         assert plan is not None
         plan.outputs = outputs
         plan.notes.update(
-            compiler=compiler.name,
             pieces=activation.pieces,
             pieces_shared=activation.shared,
             compile_seconds=round(seconds if activation.pieces else 0.0, 3),
@@ -392,9 +396,12 @@ def _explained(error: TorchDynamoException) -> DeviceGraphError:
 
 def _allow_marks() -> None:
     """Let the tracer put calls of marked functions into its graph without looking into them."""
-    torch._dynamo.allow_in_graph(marks.graph_break)
+    torch._dynamo.allow_in_graph(marks.graph_break)  # type: ignore[no-untyped-call]
+    torch._dynamo.assume_constant_result(  # type: ignore[no-untyped-call]
+        marks.is_capturing
+    )
     for marked in marks.marked_functions():
-        torch._dynamo.allow_in_graph(marked)
+        torch._dynamo.allow_in_graph(marked)  # type: ignore[no-untyped-call]
 
 
 POLICY = _Piecewise()

@@ -81,8 +81,15 @@ def test_pool_given_to_the_context_is_used(kit: Kit, pool: dg.Pool) -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8,
-     torch.bool],
+    [
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.uint8,
+        torch.bool,
+    ],
     ids=str,
 )
 def test_poison_overwrites_every_element(kit: Kit, dtype: torch.dtype) -> None:

@@ -238,7 +238,7 @@ def test_weights_of_a_module_that_require_grad_are_read_in_place(kit: Kit) -> No
     with torch.no_grad():
         captured = kit.capture(model, x)
         kit.check(captured, model, x)
-        kit.refill(model[0].weight, 77)
+        kit.refill(next(model.parameters()), 77)
         kit.check(captured, model, x)
 
 
@@ -290,12 +290,17 @@ def test_warmup_that_is_no_count_is_refused(kit: Kit, warmup: Any) -> None:
 def test_warmup_runs_the_step_so_often_before_the_capture(kit: Kit, warmup: int) -> None:
     x = kit.tensor(4)
     calls = []
-    captured = kit.capture(lambda x: calls.append(dg.is_capturing()) or x + 1, x, warmup=warmup)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        calls.append(dg.is_capturing())
+        return x + 1
+
+    captured = kit.capture(step, x, warmup=warmup)
     assert calls == [False] * warmup + [True]
     kit.check(captured, lambda x: x + 1, x)
 
 
 def test_unknown_policy_lists_those_that_exist(kit: Kit) -> None:
     """FAULTS 33."""
-    with pytest.raises(dg.InputError, match="breakable.*full.*Did you mean 'breakable'"):
+    with pytest.raises(dg.InputError, match=r"breakable.*full.*Did you mean 'breakable'"):
         kit.capture(lambda x: x + 1, kit.tensor(4), policy="brekable")

@@ -168,8 +168,8 @@ def test_another_thread_replays_while_one_captures(kit: Kit) -> None:
     captured = kit.capture(lambda x: x * 3, other)
 
     def work() -> torch.Tensor:
-        out = captured.replay()
-        return out.cpu()
+        out: torch.Tensor = captured.replay().cpu()
+        return out
 
     graph = kit.backend.make_graph()
     with kit.backend.capture_context(graph, capture_error_mode="thread_local"):

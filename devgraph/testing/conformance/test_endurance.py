@@ -41,7 +41,7 @@ class Meter:
         return host_bytes(), info[1] - info[0] if info else 0
 
     def check(self, device_slack: int) -> None:
-        """Fail if the host grew by more than its slack or the device by more than ``device_slack``."""
+        """Fail if the host or the device grew by more than its slack."""
         host, device = self._now()
         assert host - self._host <= HOST_SLACK, f"the host grew by {host - self._host} bytes"
         assert device - self._device <= device_slack, (

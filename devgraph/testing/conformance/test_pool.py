@@ -36,9 +36,7 @@ class Buckets:
 
     def check(self, size: int, seed: int) -> None:
         """Replay one bucket with fresh data and compare it with eager."""
-        self.kit.check(
-            self.captured[size], self.step, self.inputs[size], self.weight, seed=seed
-        )
+        self.kit.check(self.captured[size], self.step, self.inputs[size], self.weight, seed=seed)
 
     def close(self) -> None:
         for captured in self.captured.values():
@@ -211,7 +209,8 @@ def test_many_buckets_cost_little_more_than_the_largest(
     sizes = tuple(range(largest // 16, largest + 1, largest // 16))
 
     def to_one_row(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return step(x, w)[:1].clone()
+        rows: torch.Tensor = step(x, w)
+        return rows[:1].clone()
 
     alone = kit.backend.make_pool()
     weight = kit.tensor(WIDTH, WIDTH, seed=1)

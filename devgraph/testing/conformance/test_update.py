@@ -253,9 +253,7 @@ def picky(x: torch.Tensor, *, n: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("raises_in", ["first", "second"])
-def test_failed_update_keeps_the_old_result_or_refuses_to_replay(
-    kit: Kit, raises_in: str
-) -> None:
+def test_failed_update_keeps_the_old_result_or_refuses_to_replay(kit: Kit, raises_in: str) -> None:
     """FAULTS 20."""
     x = kit.tensor(4, WIDTH)
 
@@ -270,7 +268,7 @@ def test_failed_update_keeps_the_old_result_or_refuses_to_replay(
     with pytest.raises(_Refused, match="n is 13"):
         graph.update(n=13)
     if graph.state == "dirty":
-        with pytest.raises(dg.StateError, match="dirty.*reset"):
+        with pytest.raises(dg.StateError, match=r"dirty.*reset"):
             graph.replay()
         graph.reset()
         return

@@ -1,10 +1,17 @@
-"""Loads the simulated driver when pytest loads this plugin: ``pytest -p tests.sim.ascend.activated``.
+"""Loads the simulated driver: ``pytest -p tests.sim.ascend.activated``.
 
 For sessions whose tests know nothing of the simulation, such as the conformance suite.
 """
 
 from __future__ import annotations
 
+import pytest
+
 from tests.sim import ascend
 
 ascend.activate().set(sync_timeout_ms=20_000)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pass what torch_npu itself warns about (``x % 2`` does, with its own defaults)."""
+    config.addinivalue_line("filterwarnings", "ignore:Cannot create tensor with internal format")

@@ -21,15 +21,15 @@ if importlib.util.find_spec("transformers") is None:
     )
 
 from devgraph.runners.integrations.transformers.cache import KVCache, LayerShape
-from devgraph.runners.integrations.transformers.engine import (
-    Completion,
-    Engine,
-    EngineStats,
-    TokenEvent,
-)
+from devgraph.runners.integrations.transformers.engine import Engine
 from devgraph.runners.integrations.transformers.errors import UnsupportedModelError
 from devgraph.runners.integrations.transformers.loading import find_demo, load, load_demo
 from devgraph.runners.integrations.transformers.model import CausalModel
+from devgraph.runners.integrations.transformers.results import (
+    Completion,
+    EngineStats,
+    TokenEvent,
+)
 from devgraph.runners.integrations.transformers.sampling import SamplingParams
 from devgraph.runners.integrations.transformers.scheduler import FinishReason
 from devgraph.runners.integrations.transformers.text import TextStream

@@ -223,8 +223,8 @@ def _attend_request(
     cached: int,
 ) -> None:
     new, kv_heads = query.shape[1], keys.shape[0]
-    grouped = query.unflatten(0, (kv_heads, -1))
-    group = grouped.shape[1]
+    group = query.shape[0] // kv_heads
+    grouped = query.view(kv_heads, group, new, query.shape[2])
     target = out.view(new, kv_heads, group, values.shape[-1]).permute(1, 2, 0, 3)
     # A prompt without a cached prefix is the one case that kernels know as "causal".
     plain = cached == 0 and softcap is None and (window is None or new <= window)
@@ -298,9 +298,9 @@ def varlen_packed(
 
     The request slots ``query_starts``, ``row_starts`` and ``lengths`` are read here, from the
     batch: they belong to the run where the graph depends on tokens only. Tokens that belong to no
-    request have undefined results.
+    request have zeros.
     """
-    return _varlen(
+    result = _varlen(
         query,
         keys,
         values,
@@ -312,6 +312,9 @@ def varlen_packed(
         query.shape[2],
         max_len,
     )
+    tokens = torch.arange(query.shape[2], device=query.device)
+    # The kernel does not write them, and what memory held before may be anything.
+    return result.masked_fill_((tokens >= batch.query_starts[-1])[:, None, None], 0)
 
 
 def _varlen(
@@ -358,22 +361,21 @@ def has_varlen(head_dim: int, *, dtype: torch.dtype, device: torch.device) -> bo
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
-    keys, values = draw(kv_heads, slots * max_len, head_dim), draw(
-        kv_heads, slots * max_len, head_dim
-    )
+    keys = draw(kv_heads, slots * max_len, head_dim)
+    values = draw(kv_heads, slots * max_len, head_dim)
     lengths = (37, 5)
     for slot, length in enumerate(reversed(lengths)):
         keys[:, slot * max_len + length : (slot + 1) * max_len] = math.nan
         values[:, slot * max_len + length : (slot + 1) * max_len] = math.nan
     query = draw(1, kv_heads * group, 2, head_dim)
-    int32 = {"dtype": torch.int32, "device": device}
-    starts = torch.tensor([0, 1, 2], **int32)
-    rows = torch.tensor([max_len, 0, 0], **int32)
+
+    def int32(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    starts, rows, device_lengths = int32(0, 1, 2), int32(max_len, 0, 0), int32(*lengths)
     scale = head_dim**-0.5
     try:
-        got = _varlen(
-            query, keys, values, starts, rows, torch.tensor(lengths, **int32), scale, None, 1, max_len
-        )
+        got = _varlen(query, keys, values, starts, rows, device_lengths, scale, None, 1, max_len)
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     by_slot = (kv_heads, slots, max_len, head_dim)

@@ -48,7 +48,13 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
 
     def __init__(
-        self, shape: LayerShape, slots: int, *, max_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        shape: LayerShape,
+        slots: int,
+        *,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -184,7 +190,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._clean[slot] = 0
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` rows of slot ``source`` to ``target`` and release ``source``."""
+        """Copy the first ``length`` rows of ``source`` to ``target``; ``source`` is released."""
         for name, slot in (("source", source), ("target", target)):
             if not 0 <= slot < self.slots:
                 raise InputError(f"{name} slot {slot} does not exist; there are {self.slots}")

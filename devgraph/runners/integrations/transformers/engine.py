@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +15,22 @@ from devgraph.api.backend import Backend
 from devgraph.api.config import DeviceGraphConfig
 from devgraph.api.errors import InputError, InputTypeError, StateError
 from devgraph.api.registry import get_backend
+from devgraph.runners.base import Runner
 from devgraph.runners.decode import DecodeRunner
+from devgraph.runners.integrations.transformers.batching import Batcher
 from devgraph.runners.integrations.transformers.model import CausalModel
+from devgraph.runners.integrations.transformers.probe import eos_of
+from devgraph.runners.integrations.transformers.results import (
+    Completion,
+    EngineStats,
+    TokenEvent,
+    completion_of,
+)
 from devgraph.runners.integrations.transformers.sampling import (
     Sampler,
     SamplingParams,
     draw_rows,
+    per_prompt,
 )
 from devgraph.runners.integrations.transformers.scheduler import (
     Chunk,
@@ -33,60 +42,11 @@ from devgraph.runners.integrations.transformers.text import TextStream
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.slots import OutputSlot
 
-__all__ = ["Completion", "Engine", "EngineStats", "TokenEvent"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
-
-
-@attrs.frozen(kw_only=True)
-class TokenEvent:
-    """One new token of one request."""
-
-    request_id: int
-    token: int | None
-    """None only when the request was cancelled."""
-    text: str
-    """Text that became certain with this token; empty without a tokenizer."""
-    finish_reason: FinishReason | None
-    """Set on the last event of a request."""
-
-
-@attrs.frozen(kw_only=True)
-class Completion:
-    """What became of one prompt."""
-
-    request_id: int
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    """Generated tokens, the one that ended the request included."""
-    text: str
-    finish_reason: FinishReason
-
-
-@attrs.define(kw_only=True)
-class EngineStats:
-    """Counters since the engine was made or ``reset_stats`` was called.
-
-    How many of the steps ran in graphs, with what padding, and why others did not, is in
-    ``engine.decode.stats()`` and ``engine.prefill.stats()``.
-    """
-
-    decode_steps: int = 0
-    packed_steps: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens that were run."""
-    generated_tokens: int = 0
-    finished: int = 0
-    moves: int = 0
-    """Requests that were moved to another slot because one before them left."""
-    seconds: float = 0.0
-    """Time inside ``step``."""
-    decode_seconds: float = 0.0
-    """Of that, decode steps."""
-    decode_tokens: int = 0
-    """Tokens that decode steps generated."""
 
 
 class Engine:
@@ -138,13 +98,22 @@ class Engine:
                 f"the model is on {self.model.device} and backend {self.backend.name!r} captures "
                 f"{self.backend.device}; move the model there or choose another backend"
             )
+        self._batcher = Batcher(self.model, self.backend)
         self.tokenizer = tokenizer
-        self._eos = frozenset(_eos_of(model) if eos_token_ids is None else eos_token_ids)
+        self._eos = frozenset(eos_of(model) if eos_token_ids is None else eos_token_ids)
         self._next_id = 0
         self._stats = EngineStats()
         self._closed = False
         self._captured = False
         self.pool = self.backend.make_pool()
+        if self.config.prefill.policy == "full" and not self.model.varlen:
+            logger.warning(
+                "prefill policy 'full' needs attention with lengths in device tensors to repeat "
+                "one graph, and %s has none for %s here: almost every packed step brings host "
+                "arguments that must be recorded first; 'breakable' is faster",
+                self.model.device.type,
+                self.model.dtype,
+            )
         self._make_runners(max_requests, max_step_tokens)
 
     def _make_runners(self, max_requests: int, max_step_tokens: int) -> None:
@@ -285,46 +254,13 @@ class Engine:
         if not chunks:
             return []
         decode = all(chunk.count == 1 and chunk.completes for chunk in chunks)
-        out = self._run_decode(chunks) if decode else self._run_packed(chunks)
+        # In a decode step rows are slots: the scheduler compacted them and lists them in order.
+        runner: Runner = self.decode if decode else self.prefill
+        data = self._batcher.decode(chunks) if decode else self._batcher.packed(chunks)
+        out = runner.run(data.inputs, host_args=data.host_args, longest=data.longest)
         events = self._advance(chunks, out)
-        self._count(chunks, events, decode, time.perf_counter() - begin)
+        self._stats.count(chunks, len(events), decode, time.perf_counter() - begin)
         return events
-
-    def _run_decode(self, chunks: Sequence[Chunk]) -> Mapping[str, torch.Tensor]:
-        # Rows are slots: the scheduler has compacted them, and lists decoding requests by slot.
-        positions = [chunk.request.cached for chunk in chunks]
-        inputs = self._token_inputs(chunks)
-        return self.decode.run(inputs, host_args=self.model.decode_host_values(positions))
-
-    def _run_packed(self, chunks: Sequence[Chunk]) -> Mapping[str, torch.Tensor]:
-        ends = list(itertools.accumulate(chunk.count for chunk in chunks))
-        inputs = self._token_inputs(chunks)
-        inputs["last_tokens"] = self._tensor([end - 1 for end in ends], torch.int64)
-        if self.model.varlen:
-            rows = [chunk.slot * self.model.max_len for chunk in chunks]
-            lengths = [chunk.request.cached + chunk.count for chunk in chunks]
-            inputs["query_starts"] = self._tensor([0, *ends], torch.int32)
-            inputs["row_starts"] = self._tensor([*rows, 0], torch.int32)
-            inputs["lengths"] = self._tensor(lengths, torch.int32)
-            return self.prefill.run(inputs)
-        spans = [n for c in chunks for n in (c.slot, c.request.cached, c.count)]
-        return self.prefill.run(inputs, host_args={"spans": tuple(spans)})
-
-    def _token_inputs(self, chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
-        ids: list[int] = []
-        positions: list[int] = []
-        rows: list[int] = []
-        for chunk in chunks:
-            first, last = chunk.request.cached, chunk.request.cached + chunk.count
-            start = chunk.slot * self.model.max_len
-            ids += chunk.request.tokens[first:last]
-            positions += range(first, last)
-            rows += range(start + first, start + last)
-        ids_, positions_, rows_ = self._tensor([ids, positions, rows], torch.int64)
-        return {"input_ids": ids_, "position_ids": positions_, "slot_mapping": rows_}
-
-    def _tensor(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(self.model.device, non_blocking=True)
 
     def _advance(
         self, chunks: Sequence[Chunk], out: Mapping[str, torch.Tensor]
@@ -332,7 +268,7 @@ class Engine:
         rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
         logits, best = out["logits"], out["tokens"]
         if len(rows) < len(chunks):
-            index = self._tensor(rows, torch.int64)
+            index = self._batcher.tensor(rows)
             logits, best = logits.index_select(0, index), best.index_select(0, index)
         tokens = draw_rows(logits, best, [chunks[i].request.sampler for i in rows]) if rows else []
         for chunk in chunks:
@@ -359,22 +295,6 @@ class Engine:
             self.model.cache.release(slot)
         self._stats.finished += 1
 
-    def _count(
-        self, chunks: Sequence[Chunk], events: Sequence[TokenEvent], decode: bool, seconds: float
-    ) -> None:
-        stats = self._stats
-        stats.seconds += seconds
-        stats.generated_tokens += len(events)
-        if decode:
-            stats.decode_steps += 1
-            stats.decode_seconds += seconds
-            stats.decode_tokens += len(events)
-        else:
-            stats.packed_steps += 1
-        for chunk in chunks:
-            before = chunk.request.cached - chunk.count
-            stats.prompt_tokens += max(0, min(chunk.count, chunk.request.prompt_length - before))
-
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -394,7 +314,7 @@ class Engine:
             on_event: called with every event of these prompts as it comes.
         """
         self._check_open()
-        each = _per_prompt(sampling, len(prompts))
+        each = per_prompt(sampling, len(prompts))
         made = [
             self._request(prompt, max_new_tokens, params, stop, stop_token_ids)
             for prompt, params in zip(prompts, each, strict=True)
@@ -408,7 +328,7 @@ class Engine:
             for event in self.step():
                 if on_event is not None and event.request_id in requests:
                     on_event(event)
-        return [_completion(request) for request in requests.values()]
+        return [completion_of(request) for request in requests.values()]
 
     # -- graphs ----------------------------------------------------------------------------------
 
@@ -418,6 +338,24 @@ class Engine:
         self.prefill.capture()
         self.decode.capture()
         self._captured = True
+
+    def idle(self) -> bool:
+        """Capture one graph while there is nothing to do; False when none is left.
+
+        For the configurations that capture in the background of serving.
+        """
+        self._check_open()
+        return self.decode.idle() or self.prefill.idle()
+
+    def invalidate(self, reason: str) -> None:
+        """Drop all graphs, for example because weights were replaced; ``capture`` makes new ones.
+
+        Weights that were overwritten in place need no call: graphs read them where they are.
+        """
+        self._check_open()
+        self.decode.invalidate(reason)
+        self.prefill.invalidate(reason)
+        self._captured = False
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters."""
@@ -445,33 +383,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _completion(request: Request) -> Completion:
-    assert request.finish_reason is not None
-    return Completion(
-        request_id=request.id,
-        prompt_ids=tuple(request.tokens[: request.prompt_length]),
-        token_ids=tuple(request.generated),
-        text="" if request.stream is None else request.stream.text,
-        finish_reason=request.finish_reason,
-    )
-
-
-def _per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    if len(sampling) != count:
-        raise InputError(f"{len(sampling)} sampling parameters for {count} prompts; give one each")
-    return list(sampling)
-
-
-def _eos_of(model: PreTrainedModel) -> list[int]:
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = getattr(model.config, "eos_token_id", None)
-    if found is None:
-        return []
-    return [found] if isinstance(found, int) else list(found)

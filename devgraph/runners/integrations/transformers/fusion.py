@@ -117,23 +117,14 @@ class _Projections:
 
     @torch.no_grad()
     def join(self) -> None:
-        """Put the weights side by side and make the layers' own weights views of that."""
-        self.weight = torch.cat([layer.weight.detach() for layer in self.layers])
-        for layer, part in zip(self.layers, self.weight.split(self.sizes), strict=True):
-            layer.weight.data = part
-        if self.layers[0].bias is not None:
-            self.bias = torch.cat([layer.bias.detach() for layer in self.layers])
-            for layer, part in zip(self.layers, self.bias.split(self.sizes), strict=True):
-                layer.bias.data = part
-        self._addresses = [(c._parameters, c.weight.data_ptr()) for c in self.layers]
+        """Put the weights side by side and make the layers' own weights views of that.
 
-    @torch.no_grad()
-    def part(self) -> None:
-        """Give the layers weights of their own again."""
-        for layer in self.layers:
-            layer.weight.data = layer.weight.data.clone()
-            if layer.bias is not None:
-                layer.bias.data = layer.bias.data.clone()
+        Weights that lie side by side already are left where they are: graphs may read them there.
+        """
+        self.weight = _side_by_side([layer.weight for layer in self.layers])
+        if self.layers[0].bias is not None:
+            self.bias = _side_by_side([layer.bias for layer in self.layers])
+        self._addresses = [(c._parameters, c.weight.data_ptr()) for c in self.layers]
 
     def _forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
         layer, last = self.layers[index], len(self.layers) - 1
@@ -156,8 +147,27 @@ class _Projections:
         self._given, self._pieces = None, ()
 
 
+def _side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
+    first, at = parts[0], parts[0].data_ptr()
+    adjacent = True
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        adjacent &= same and part.data_ptr() == at
+        at += part.nbytes
+    sizes = [part.shape[0] for part in parts]
+    if adjacent:
+        return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    whole = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, torch.split_with_sizes(whole, sizes), strict=True):
+        part.data = view
+    return whole
+
+
 class Fusion:
     """The stand-ins for one model.
+
+    The model's values never change; weights of joined layers stay where they were put, side by
+    side, when the stand-ins are gone.
 
     Args:
         model: in evaluation mode, on its device.
@@ -241,9 +251,7 @@ class Fusion:
         return _turn_together(q, k, tables[1], tables[2], heads_dim=unsqueeze_dim)
 
     def close(self) -> None:
-        """Give the model weights of its own again. Safe to call twice."""
-        for group in self._projections:
-            group.part()
+        """Forget the model. Safe to call twice."""
         self._projections, self._forwards, self._rotary = [], [], []
 
 
@@ -262,8 +270,15 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 def _rms_norm_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    # The parameter is looked up each time: it may be replaced.
-    return lambda given: F.rms_norm(given, module.weight.shape, module.weight, eps)
+    parameters = module._parameters
+
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        # Looked up each time: the parameter may be replaced.
+        weight = parameters["weight"]
+        assert weight is not None
+        return F.rms_norm(given, weight.shape, weight, eps)
+
+    return forward
 
 
 def _rotary_modules(attention: Iterable[nn.Module]) -> Iterator[ModuleType]:
@@ -302,11 +317,26 @@ def _signed(sin: torch.Tensor) -> torch.Tensor:
 def _turn_together(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, heads_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    both = torch.cat((q, k), heads_dim)
+    both = _joined_heads(q, k, heads_dim)
     turned = torch.addcmul(both * cos, torch.roll(both, both.shape[-1] // 2, -1), sin)
     sizes = (q.shape[heads_dim], k.shape[heads_dim])
     turned_q, turned_k = torch.split_with_sizes(turned, sizes, heads_dim)
     return turned_q, turned_k
+
+
+def _joined_heads(q: torch.Tensor, k: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return ``q`` and ``k`` as one tensor along ``dim``; a view where they lie side by side."""
+    step = q.stride(dim)
+    if (
+        q.stride() == k.stride()
+        and k.storage_offset() == q.storage_offset() + q.shape[dim] * step
+        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    ):
+        # Heads of one joined projection: rows of more heads, nothing to copy.
+        shape = list(q.shape)
+        shape[dim] += k.shape[dim]
+        return q.as_strided(shape, q.stride())
+    return torch.cat((q, k), dim)
 
 
 def _noise(*shape: int, like: torch.Tensor) -> torch.Tensor:

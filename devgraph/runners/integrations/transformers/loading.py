@@ -67,7 +67,9 @@ def _check_gguf(folder: Path, name: str) -> None:
     # A folder that does not exist may be a model's name; a GGUF inside it is transformers' matter.
     if folder.is_dir() and not (folder / name).is_file():
         found = sorted(p.name for p in folder.glob("*.gguf"))
-        raise InputError(f"{folder} has no {name}; GGUF files there: {', '.join(found) or '(none)'}")
+        raise InputError(
+            f"{folder} has no {name}; GGUF files there: {', '.join(found) or '(none)'}"
+        )
     missing = [p for p in ("gguf", "accelerate") if importlib.util.find_spec(p) is None]
     if missing:
         raise ImportError(

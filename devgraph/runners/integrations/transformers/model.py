@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,12 @@ from devgraph.runners.integrations.transformers.attention import (
 )
 from devgraph.runners.integrations.transformers.cache import CacheLayer, KVCache
 from devgraph.runners.integrations.transformers.fusion import Fusion
-from devgraph.runners.integrations.transformers.probe import configs_of, overridden, probe
+from devgraph.runners.integrations.transformers.probe import (
+    configs_of,
+    overridden,
+    probe,
+    standing_in,
+)
 from devgraph.runners.slots import InputSlot, Pad
 
 __all__ = ["CausalModel"]
@@ -112,8 +117,8 @@ class CausalModel:
         self.fusion = Fusion(model, groups, modules) if fuse else None
         self._configs = configs_of(model)
         self._name = f"devgraph_{id(self):x}"
-        this = weakref.ref(self)
-        AttentionInterface.register(self._name, lambda *a, **k: this()._attend(*a, **k))
+        # The registry must not keep the model alive, nor what its layers would call afterwards.
+        AttentionInterface.register(self._name, _weakly(self._attend))
         self._finalizer = weakref.finalize(
             self, AttentionInterface._global_mapping.pop, self._name, None
         )
@@ -166,10 +171,15 @@ class CausalModel:
         return [*slots, InputSlot("last_tokens", ("requests",), torch.int64, pad=Pad.zero())]
 
     def _token_slots(self) -> list[InputSlot]:
+        def drawn(high: int) -> Callable[[tuple[int, ...], torch.Generator], torch.Tensor]:
+            return lambda shape, generator: torch.randint(0, high, shape, generator=generator)
+
+        ids, positions = drawn(self.shape.vocabulary), drawn(min(ROW_MULTIPLE, self.positions))
         scratch = Pad.fill(self.cache.scratch_row)
         return [
-            InputSlot("input_ids", ("tokens",), torch.int64, pad=Pad.zero()),
-            InputSlot("position_ids", ("tokens",), torch.int64, pad=Pad.zero()),
+            InputSlot("input_ids", ("tokens",), torch.int64, pad=Pad.zero(), sample=ids),
+            InputSlot("position_ids", ("tokens",), torch.int64, pad=Pad.zero(), sample=positions),
+            # No sample: a proof must not write to the slots of live requests.
             InputSlot("slot_mapping", ("tokens",), torch.int64, pad=scratch),
         ]
 
@@ -243,7 +253,7 @@ class CausalModel:
         that forward runs with the base model standing in for these states.
         """
         output = self.shape.output_type(last_hidden_state=hidden[None])
-        with _standing_in(self.model.base_model, output):
+        with standing_in(self.model.base_model, output):
             ids = hidden.new_zeros((1, hidden.shape[0]), dtype=torch.int64)
             logits = self.model(input_ids=ids, use_cache=False).logits[0]
         return {"logits": logits, "tokens": logits.argmax(-1)}
@@ -292,18 +302,35 @@ class CausalModel:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if self.varlen:
             return self._attend_varlen(step, layer, query, scale), None
-        out = query.new_empty(1, query.shape[2], query.shape[1], layer.shape.value_dim)
+        shape = (1, query.shape[2], query.shape[1], layer.shape.value_dim)
+        # Zeros: tokens that belong to no request must have results that do not change by chance.
+        out = query.new_empty(shape) if step.decode else query.new_zeros(shape)
         keys, values, window = layer.keys_by_slot, layer.values_by_slot, layer.shape.window
         host = step.batch.host
         if not step.decode:
             packed_exact(
-                query, keys, values, self._ramps[window], out, scale, softcap, window,
+                query,
+                keys,
+                values,
+                self._ramps[window],
+                out,
+                scale,
+                softcap,
+                window,
                 spans=host.spans,
             )
         elif self.bounded:
             decode_bounded(
-                query, keys, values, step.masks[window], out, scale, softcap, window,
-                kv_len=host.kv_len, kv_from=host.kv_from,
+                query,
+                keys,
+                values,
+                step.masks[window],
+                out,
+                scale,
+                softcap,
+                window,
+                kv_len=host.kv_len,
+                kv_from=host.kv_from,
             )
         else:
             decode_whole(query, keys, values, step.masks[window], out, scale, softcap)
@@ -314,7 +341,9 @@ class CausalModel:
     ) -> torch.Tensor:
         window, batch = layer.shape.window, step.batch
         if not step.decode:
-            return varlen_packed(query, layer.keys, layer.values, batch, scale, window, self.max_len)
+            return varlen_packed(
+                query, layer.keys, layer.values, batch, scale, window, self.max_len
+            )
         assert step.lengths is not None
         requests = step.lengths.shape[0]
         width = query.shape[2] // requests
@@ -338,18 +367,16 @@ class CausalModel:
             self.fusion.close()
 
 
-@contextlib.contextmanager
-def _standing_in(module: torch.nn.Module, output: Any) -> Iterator[None]:
-    """Make ``module`` return ``output`` instead of running."""
-    own = module.__dict__.get("forward")
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        live = reference()
+        if live is None:
+            raise StateError("the engine that this attention function belonged to is gone")
+        return live(*args, **kwargs)
+
+    return call
 
 
 def _round_up(value: int, multiple: int) -> int:

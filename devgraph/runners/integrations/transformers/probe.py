@@ -24,7 +24,7 @@ from devgraph.runners.integrations.transformers.cache import LayerShape
 from devgraph.runners.integrations.transformers.errors import UnsupportedModelError
 from devgraph.runners.integrations.transformers.fusion import LinearCalls
 
-__all__ = ["ModelShape", "overridden", "probe"]
+__all__ = ["ModelShape", "configs_of", "eos_of", "overridden", "probe", "standing_in"]
 
 _TOKENS = 3
 
@@ -81,6 +81,20 @@ def overridden(configs: list[Any], **values: Any) -> Iterator[None]:
                 setattr(config, name, value)
 
 
+@contextlib.contextmanager
+def standing_in(module: torch.nn.Module, output: Any) -> Iterator[None]:
+    """Make ``module`` return ``output`` instead of running."""
+    own = module.__dict__.get("forward")
+    module.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
 def configs_of(model: PreTrainedModel) -> list[Any]:
     """Return every distinct configuration object that a module of ``model`` holds."""
     found = {id(model.config): model.config}
@@ -89,6 +103,16 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
         if config is not None and hasattr(config, "_attn_implementation"):
             found.setdefault(id(config), config)
     return list(found.values())
+
+
+def eos_of(model: PreTrainedModel) -> list[int]:
+    """Return the tokens with which ``model`` ends a text."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config, "eos_token_id", None)
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)
 
 
 def _refuse(model: PreTrainedModel, what: str) -> UnsupportedModelError:
@@ -113,7 +137,9 @@ def _check_static(model: PreTrainedModel) -> None:
         raise _refuse(model, "it has no base model with a language-model head on top")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
-        raise _refuse(model, f"its parameters are on {len(devices)} devices: {sorted(map(str, devices))}")
+        raise _refuse(
+            model, f"its parameters are on {len(devices)} devices: {sorted(map(str, devices))}"
+        )
     if next(iter(devices)).type == "meta":
         raise _refuse(model, "its parameters are on the meta device and have no data")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
@@ -207,9 +233,7 @@ class _Probe:
     def _check_call(
         self, name: str, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
     ) -> None:
-        unknown = [
-            n for n, v in kwargs.items() if v is not None and n not in _HARMLESS | _HONOURED
-        ]
+        unknown = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS | _HONOURED]
         if unknown:
             raise _refuse(
                 self.model, f"{name} passes {', '.join(sorted(unknown))} to attention, unknown here"
@@ -268,7 +292,9 @@ def probe(model: PreTrainedModel) -> ModelShape:
     except UnsupportedModelError:
         raise
     except Exception as error:
-        raise _refuse(model, f"a first forward failed with {type(error).__name__}: {error}") from error
+        raise _refuse(
+            model, f"a first forward failed with {type(error).__name__}: {error}"
+        ) from error
     finally:
         calls.close()
         AttentionInterface._global_mapping.pop(name, None)
@@ -287,4 +313,3 @@ def probe(model: PreTrainedModel) -> ModelShape:
         attention=tuple(watch.modules),
         projections=tuple(calls.groups()),
     )
-

@@ -10,7 +10,7 @@ import torch
 
 from devgraph.api.errors import InputError
 
-__all__ = ["Sampler", "SamplingParams"]
+__all__ = ["Sampler", "SamplingParams", "draw_rows", "filtered", "per_prompt"]
 
 
 @attrs.frozen(kw_only=True)
@@ -103,3 +103,14 @@ def draw_rows(
         best = torch.stack(rows)
     tokens: list[int] = best.tolist()
     return tokens
+
+
+def per_prompt(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """Return ``count`` parameters from one for all, one for each, or None for greedy."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    if len(sampling) != count:
+        raise InputError(f"{len(sampling)} sampling parameters for {count} prompts; give one each")
+    return list(sampling)

@@ -31,7 +31,9 @@ void perform(Device& dev, Kind kind, const std::string& name, const Work& work) 
     work();
     if (kind == Kind::kernel) count("kernels");
   } catch (const std::exception& problem) {
-    fail_device(dev, ACL_ERROR_RT_AICORE_EXCEPTION, name + ": " + problem.what());
+    std::string what = problem.what();
+    what = what.substr(0, what.find("\nException raised from"));  // without ATen's backtrace
+    fail_device(dev, ACL_ERROR_RT_AICORE_EXCEPTION, name + ": " + what);
   }
 }
 
@@ -135,9 +137,6 @@ aclError enqueue(Stream* stream, Kind kind, std::string name, Work work) {
     if (aclError error = enqueue_update(stream, kind, name, std::move(work))) return error;
   } else if (stream->capture) {
     auto& model = *stream->capture;
-    if (!model.invalid.empty())
-      return fail(ACL_ERROR_RT_STREAM_CAPTURED,
-                  name + " on an invalidated capture: " + model.invalid);
     model.nodes.push_back(Node{kind, name, std::make_shared<Work>(std::move(work)), stream->id});
     if (stream->group) stream->group->nodes.push_back(&model.nodes.back());
     stream->captured++;
@@ -162,9 +161,10 @@ void wait_until(Lock& lock, Device& dev, const std::function<bool()>& ready) {
   progress.wait(lock, [&] { return ready() || dev.error != 0; });
 }
 
-aclError synchronise(Stream* stream, const char* what, int timeout_ms) {
+aclError synchronise(Stream* stream, const char* what, int timeout_ms, bool skip_capturing) {
   Device& dev = device(stream->device);
   Lock lock(mutex);
+  if (stream->capture && skip_capturing) return 0;
   if (stream->capture) {
     stream->capture->invalid = std::string(what) + " on a capturing stream";
     return fail(ACL_ERROR_RT_STREAM_CAPTURED,
@@ -204,10 +204,10 @@ aclError aclrtDestroyStream(aclrtStream handle) {
 aclError aclrtDestroyStreamForce(aclrtStream handle) { return aclrtDestroyStream(handle); }
 
 aclError aclrtSynchronizeStream(aclrtStream handle) {
-  return synchronise(stream_of(handle), "aclrtSynchronizeStream", -1);
+  return synchronise(stream_of(handle), "aclrtSynchronizeStream", -1, false);
 }
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream handle, int32_t timeout_ms) {
-  return synchronise(stream_of(handle), "aclrtSynchronizeStreamWithTimeout", timeout_ms);
+  return synchronise(stream_of(handle), "aclrtSynchronizeStreamWithTimeout", timeout_ms, false);
 }
 
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
@@ -216,11 +216,11 @@ aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout_ms) {
   std::vector<Stream*> streams;
   {
     Lock lock(mutex);
-    for (auto* stream : dev.streams)
-      if (!stream->capture) streams.push_back(stream);
+    streams = dev.streams;
   }
   for (auto* stream : streams)
-    if (aclError error = synchronise(stream, "aclrtSynchronizeDevice", timeout_ms)) return error;
+    if (aclError error = synchronise(stream, "aclrtSynchronizeDevice", timeout_ms, true))
+      return error;
   return 0;
 }
 aclError aclrtSynchronizeDevice() { return aclrtSynchronizeDeviceWithTimeout(-1); }

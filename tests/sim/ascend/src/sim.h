@@ -126,7 +126,7 @@ void fail_device(Device&, aclError code, const std::string& text);
 Stream* stream_of(aclrtStream);
 aclError take_hardware_stream(Device&);  // call with the lock held
 aclError enqueue(Stream*, Kind, std::string name, Work);
-aclError synchronise(Stream*, const char* what, int timeout_ms);
+aclError synchronise(Stream*, const char* what, int timeout_ms, bool skip_capturing);
 aclError launch(aclrtStream, const char* kernel, Work);
 void perform(Device&, Kind, const std::string& name, const Work&);
 void wait_until(Lock&, Device&, const std::function<bool()>& ready);

@@ -121,6 +121,15 @@ KERNEL(Nonzero, ((T, a), (Shaped, out)), write_shaped(out, at::nonzero(a)))
 KERNEL(NonzeroV2, ((T, a), (Shaped, out)), write_shaped(out, at::nonzero(a).t().contiguous()))
 KERNEL(MaskedSelect, ((T, a), (T, mask), (Shaped, out)),
        write_shaped(out, at::masked_select(a, mask.to(at::kBool))))
+KERNEL(Unique2,
+       ((T, a), (bool, sorted), (bool, with_inverse), (bool, with_counts), (Shaped, out),
+        (Shaped, inverse), (Shaped, counts)),
+       {
+         auto [values, places, numbers] = at::_unique2(a, true, with_inverse, with_counts);
+         write_shaped(out, values);
+         if (with_inverse) write_shaped(inverse, places);
+         if (with_counts) write_shaped(counts, numbers);
+       })
 KERNEL(IsInScalarTensor, ((S, a), (T, b), (bool, unique), (bool, invert), (T, out)),
        write(out, at::isin(a, b, unique, invert).reshape(out.sizes())))
 KERNEL(IsInTensorScalar, ((T, a), (S, b), (bool, unique), (bool, invert), (T, out)),

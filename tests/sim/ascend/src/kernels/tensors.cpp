@@ -1,5 +1,5 @@
 // Tensors, scalars and lists as operators receive them, and the launch of an operator.
-#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 
 #include "kernel.h"
 
@@ -45,7 +45,7 @@ int aclOpExecutor::launch(void* stream) {
       this);  // a captured kernel keeps its plan as long as its graph
   return sim::launch(stream, name, [plan] {
     for (auto& [address, bytes] : plan->ranges) sim::require_mapped(address, bytes, plan->name);
-    at::AutoGradMode no_grad(false);
+    c10::InferenceMode inference;  // the tensors may have been made in this mode or not
     plan->body();
   });
 }

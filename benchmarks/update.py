@@ -1,0 +1,374 @@
+"""Dynamic regions: one updated graph, and a breakable one, against the package of Meta.
+
+    python benchmarks/update.py [--steps 60] [--json FILE] [--only d256 d1024 d4096]
+
+On each size of a 36-layer decoder whose KV length changes at every step it compares
+
+meta         the public package breakable-cuda-graphs (``pip install breakable-cuda-graphs``)
+breakable    dg.capture(policy="breakable")
+full+update  dg.capture(policy="full") with a recording for every length
+
+Host time is one call on an idle device, wall time is a call in a row of them; medians. Every
+length of every contender must equal eager bit for bit. Needs a CUDA device and cuda-python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from update_model import Model, Work, attend, attend_region, nothing, nothing_region
+
+import devgraph as dg
+from devgraph.api.policy.budget import UpdateBudget
+
+WORKS = {"d256": Work(256, 16), "d1024": Work(1024, 64), "d4096": Work(4096, 64)}
+GOALS = {
+    "host, full+update / meta": dict.fromkeys(WORKS, 0.06),
+    "wall, full+update / meta": {"d256": 0.80, "d1024": 0.95, "d4096": 1.00},
+    "host above bare launches, breakable / meta, empty bodies": dict.fromkeys(WORKS, 0.5),
+    "host, breakable / meta": dict.fromkeys(WORKS, 1.0),
+    "wall, breakable / meta": dict.fromkeys(WORKS, 1.0),
+    "host of 1,000 new lengths, full / breakable": dict.fromkeys(WORKS, 1.10),
+    "first use of a length, ms": dict.fromkeys(WORKS, 4.0),
+}
+WALL_ROUNDS = 7
+
+
+@attrs.define
+class Contender:
+    """One way to run a step of a given KV length."""
+
+    name: str
+    call: Callable[[int], torch.Tensor]
+    close: Callable[[], None]
+    host: list[float] = attrs.field(factory=list)
+    wall: list[float] = attrs.field(factory=list)
+    wrong: list[int] = attrs.field(factory=list)
+    note: str = ""
+
+
+def host_seconds(call: Callable[[int], Any], lengths: Iterator[int], steps: int) -> list[float]:
+    """Time ``steps`` calls, each on an idle device."""
+    taken = []
+    for _ in range(steps):
+        length = next(lengths)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        call(length)
+        taken.append(time.perf_counter() - started)
+    torch.cuda.synchronize()
+    return taken
+
+
+def wall_seconds(call: Callable[[int], Any], lengths: Iterator[int], steps: int) -> float:
+    """Time ``steps`` calls in a row; return seconds per call."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        call(next(lengths))
+    torch.cuda.synchronize()
+    return (time.perf_counter() - started) / steps
+
+
+class MetaBreakable:
+    """The model captured by the public package, with the KV length as ambient state."""
+
+    def __init__(self, model: Model, body: Callable[..., None]) -> None:
+        import breakable_cuda_graphs as meta
+
+        self._length = 512
+        self.graph = meta.BreakableCUDAGraph()
+
+        @meta.no_graph
+        def attention(*tensors: torch.Tensor) -> None:
+            body(*tensors, kv_len=self._length)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                model.step(model.x, body, kv_len=512)
+        torch.cuda.current_stream().wait_stream(side)
+        with meta.breakable_graph(self.graph):
+            self.outputs = model.step(model.x, attention)
+
+    def __call__(self, length: int) -> torch.Tensor:
+        self._length = length
+        self.graph.replay()
+        return self.outputs
+
+    def native_graphs(self) -> list[Any]:
+        """The captured torch.cuda.CUDAGraph segments."""
+        return [s for s in self.graph._segments if isinstance(s, torch.cuda.CUDAGraph)]
+
+
+def captured(model: Model, policy: str, region: Callable[..., None], **options: Any) -> dg.Captured:
+    """Capture a step under a policy of devgraph."""
+
+    def step(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+        return model.step(x, region, kv_len=kv_len)
+
+    return dg.capture(
+        step, model.x, policy=policy, backend="cuda", host_args={"kv_len": 512}, **options
+    )
+
+
+def bare_launches(natives: Sequence[Any]) -> Callable[[int], None]:
+    """Return what only launches the graphs, through cuda-python with prepared handles."""
+    from cuda.bindings import runtime
+
+    stream = runtime.cudaStream_t(init_value=torch.cuda.current_stream().cuda_stream)
+    handles = [runtime.cudaGraphExec_t(init_value=g.raw_cuda_graph_exec()) for g in natives]
+    launch = runtime.cudaGraphLaunch
+
+    def run(_: int) -> None:
+        for handle in handles:
+            launch(handle, stream)
+
+    return run
+
+
+def contenders(model: Model) -> list[Contender]:
+    """Make everything that runs the real attention."""
+    made = []
+    if has_meta():
+        meta = MetaBreakable(model, attend)
+        made.append(Contender("meta", meta, meta.graph.reset))
+    for name, policy in (("breakable", "breakable"), ("full+update", "full")):
+        options = {"budget": UpdateBudget(misses=10**6)} if policy == "full" else {}
+        cap = captured(model, policy, attend_region, **options)
+        made.append(Contender(name, lambda n, cap=cap: cap.replay(kv_len=n), cap.close))
+    return made
+
+
+def has_meta() -> bool:
+    """Whether the public package is installed."""
+    try:
+        import breakable_cuda_graphs  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def compare(model: Model, work: Work, steps: int) -> dict[str, Any]:
+    """Time the contenders on the real attention and check every length."""
+    lengths = work.lengths()
+    # After one pass in rising order every row of the caches has its final content.
+    for length in sorted(lengths):
+        model.step(model.x, attend, kv_len=length)
+    expected = {length: model.step(model.x, attend, kv_len=length).clone() for length in lengths}
+    all_made = contenders(model)
+    for made in all_made:
+        for length in lengths:
+            for _ in range(3):  # a length gets its own executable at its second use
+                got = made.call(length)
+                if not torch.equal(got, expected[length]):
+                    made.wrong.append(length)
+    turns = {made.name: itertools.cycle(lengths) for made in all_made}
+    for made in all_made:
+        host_seconds(made.call, turns[made.name], 10)
+    for _ in range(3):
+        for made in all_made:
+            made.host += host_seconds(made.call, turns[made.name], -(-steps // 3))
+    for _ in range(WALL_ROUNDS):
+        for made in all_made:
+            made.wall.append(wall_seconds(made.call, turns[made.name], steps))
+    result = {
+        made.name: {
+            "host_us": statistics.median(made.host) * 1e6,
+            "wall_us": statistics.median(made.wall) * 1e6,
+            "lengths": len(lengths),
+            "wrong_lengths": sorted(set(made.wrong)),
+        }
+        for made in all_made
+    }
+    for made in all_made:
+        made.close()
+    return result
+
+
+def empty_bodies(model: Model, steps: int) -> dict[str, float]:
+    """Host time of breakable replays whose eager bodies do nothing, above the bare launches."""
+    pairs: dict[str, tuple[Callable[[int], Any], Callable[[int], None], Callable[[], None]]] = {}
+    cap = captured(model, "breakable", nothing_region)
+    natives = [s._native for s in cap.segments if isinstance(s, dg.DeviceGraph)]
+    pairs["breakable"] = (lambda n: cap.replay(kv_len=n), bare_launches(natives), cap.close)
+    if has_meta():
+        meta = MetaBreakable(model, nothing)
+        pairs["meta"] = (meta, bare_launches(meta.native_graphs()), meta.graph.reset)
+    turn = itertools.cycle(range(512, 3000))
+    taken: dict[str, list[list[float]]] = {name: [[], []] for name in pairs}
+    for _ in range(5):
+        for name, calls in pairs.items():
+            for which, call in enumerate(calls[:2]):
+                host_seconds(call, turn, 3)
+                taken[name][which] += host_seconds(call, turn, steps)
+    result = {}
+    for name, (whole, bare) in taken.items():
+        result[f"{name}_us"] = statistics.median(whole) * 1e6
+        result[f"{name}_bare_us"] = statistics.median(bare) * 1e6
+    for *_, close in pairs.values():
+        close()
+    return result
+
+
+def new_lengths(model: Model, work: Work, count: int) -> dict[str, Any]:
+    """Host time of a trace in which every length is new, recording and captures included."""
+    trace = [512 + 2 * int(i) for i in torch.randperm(1200)[:count]]
+    saved = model.save_caches() if work.width <= 1024 else None
+    totals, outputs, counts = {}, {}, {}
+    for name, policy in (("breakable", "breakable"), ("full", "full")):
+        if saved is not None:
+            model.load_caches(saved)
+        cap = captured(model, policy, attend_region)
+        kept = []
+        seconds = 0.0
+        for length in trace:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            got = cap.replay(kv_len=length)
+            seconds += time.perf_counter() - started
+            if saved is not None:
+                kept.append(got.clone())
+        totals[name], outputs[name], counts[name] = seconds, kept, cap.stats()
+        cap.close()
+    same = all(map(torch.equal, outputs["full"], outputs["breakable"]))
+    return {
+        "steps": count,
+        "breakable_ms": totals["breakable"] * 1e3,
+        "full_ms": totals["full"] * 1e3,
+        "equal": same if saved is not None else None,
+        "counts": counts["full"],
+    }
+
+
+def first_use(model: Model, count: int) -> dict[str, float]:
+    """Host time of a new length, of an update without an executable, and of making one."""
+    cap = captured(model, "full", attend_region, budget=UpdateBudget(misses=10**6))
+    recordings = cap.pool.recordings
+
+    def call(length: int) -> None:
+        cap.replay(kv_len=length)
+
+    lengths = list(range(520, 520 + 8 * count, 8))
+    host_seconds(call, iter(lengths), 3)  # the replays that load kernels
+    new = host_seconds(call, iter(lengths[3:]), count - 3)
+    recording_bytes = recordings.bytes / len(recordings)
+    budget = recordings.budget_bytes
+    recordings.budget_bytes = recordings.bytes  # no room for executables
+    update = host_seconds(call, itertools.cycle(lengths[4:8]), 40)
+    recordings.budget_bytes = budget
+    free, charged = torch.cuda.mem_get_info()[0], recordings.bytes
+    fresh = lengths[8:]
+    build = host_seconds(call, iter(fresh), len(fresh))
+    torch.cuda.synchronize()
+    result = {
+        "new_ms": statistics.median(new) * 1e3,
+        "update_us": statistics.median(update) * 1e6,
+        "executable_ms": statistics.median(build) * 1e3,
+        "recording_bytes": recording_bytes,
+        "executable_bytes": (recordings.bytes - charged) / len(fresh),
+        "executable_bytes_by_free_memory": (free - torch.cuda.mem_get_info()[0]) / len(fresh),
+        "nodes": float(cap.info().nodes or 0),
+    }
+    cap.close()
+    return result
+
+
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """Return the measured value of each goal that can be measured here."""
+    real, empty = result["real"], result["empty"]
+    out = {}
+    if "meta" in real:
+        for what in ("host", "wall"):
+            for name in ("full+update", "breakable"):
+                out[f"{what}, {name} / meta"] = (
+                    real[name][f"{what}_us"] / real["meta"][f"{what}_us"]
+                )
+        ours = empty["breakable_us"] - empty["breakable_bare_us"]
+        theirs = empty["meta_us"] - empty["meta_bare_us"]
+        out["host above bare launches, breakable / meta, empty bodies"] = ours / theirs
+    trace = result["trace"]
+    out["host of 1,000 new lengths, full / breakable"] = trace["full_ms"] / trace["breakable_ms"]
+    out["first use of a length, ms"] = result["first"]["new_ms"]
+    return out
+
+
+def measure(name: str, steps: int, trace: int) -> dict[str, Any]:
+    """Measure one size."""
+    work = WORKS[name]
+    model = Model(work, torch.device("cuda"))
+    result: dict[str, Any] = {"real": compare(model, work, steps)}
+    result["empty"] = empty_bodies(model, steps)
+    result["trace"] = new_lengths(model, work, trace)
+    result["first"] = first_use(model, 40)
+    result["ratios"] = ratios(result)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result
+
+
+def report(name: str, result: dict[str, Any]) -> bool:
+    """Print one size; return whether every output was right."""
+    say = sys.stdout.write
+    say(f"\n{WORKS[name]}, {WORKS[name].layers} layers\n")
+    right = True
+    for contender, row in result["real"].items():
+        wrong = row["wrong_lengths"]
+        right = right and not wrong
+        verdict = f"wrong at {wrong}" if wrong else f"{row['lengths']} lengths equal eager"
+        say(
+            f"  {contender:12} host {row['host_us']:8.1f} us  wall {row['wall_us']:8.1f} us"
+            f"  {verdict}\n"
+        )
+    for key in ("empty", "first", "trace"):
+        say(f"  {key}: {json.dumps(result[key], default=str)}\n")
+    right = right and result["trace"]["equal"] is not False
+    for goal, limits in GOALS.items():
+        value = result["ratios"].get(goal)
+        if value is None:
+            say(f"  {goal}: not measured (breakable-cuda-graphs is not installed)\n")
+        else:
+            met = "ok" if value <= limits[name] else "MISSED"
+            say(f"  {goal}: {value:.3f} (at most {limits[name]:g}) {met}\n")
+    return right
+
+
+@torch.no_grad()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60, help="timed steps (default: 60)")
+    parser.add_argument("--trace", type=int, default=1000, help="new lengths (default: 1000)")
+    parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    args = parser.parse_args()
+    # cuDNN plans its attention anew for every length (about a millisecond each): whoever takes a
+    # new length on the step's path uses the flash kernels.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    sys.stdout.write(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.steps}\n"
+    )
+    results, right = {}, True
+    for name in args.only:
+        results[name] = measure(name, args.steps, args.trace)
+        right = report(name, results[name]) and right
+        sys.stdout.flush()
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1, default=str)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""Region nodes of a captured graph, and how the nodes of a new recording pair with them.
+
+Everything here is the same for every driver whose captures become graphs of nodes with
+parameters. What differs is behind ``NodeRuntime``: plain calls on raw handles, one vendor each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from devgraph.api.errors import DeviceGraphError, UpdateError, UpdateTopologyError
+
+__all__ = ["NodeRuntime", "RuntimeCallError", "Template", "Update"]
+
+UPDATABLE = ("kernel", "memcpy", "memset")
+"""Kinds of nodes whose parameters can be replaced."""
+
+EMPTY = "empty"
+
+
+class RuntimeCallError(DeviceGraphError):
+    """A driver call failed; the message has the vendor's code and text."""
+
+    def __init__(self, message: str, error_code: int) -> None:
+        super().__init__(message)
+        self.error_code = error_code
+
+
+@attrs.frozen
+class Update:
+    """New parameters for one node."""
+
+    node: Any
+    """The handle of the captured graph's node."""
+    kind: str
+    params: Any
+    """As the driver gave them; they point into the recording's own graph, which must live."""
+    source: int
+    """The node they were read from."""
+    exact: bool
+    """Whether an existing executable takes them; else only a new one does."""
+
+
+class NodeRuntime(Protocol):
+    """A driver's graph calls. Handles are plain ints; a failed call raises ``RuntimeCallError``."""
+
+    # Captures in progress.
+
+    def capture_of(self, stream: int) -> tuple[int, int, list[int]] | None:
+        """Return id, graph and last nodes of the capture that ``stream`` is part of, or None."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether ``stream`` is part of a capture."""
+
+    def begin_capture(self, stream: int) -> None:
+        """Begin a thread-local capture on ``stream`` that torch does not know of."""
+
+    def end_capture(self, stream: int) -> int:
+        """End the capture on ``stream`` and return its graph, which the caller owns."""
+
+    # Graphs.
+
+    def count(self, graph: int) -> int:
+        """Return the number of nodes."""
+
+    def nodes(self, graph: int) -> list[int]:
+        """Return all nodes, in the order in which they were captured."""
+
+    def edges(self, graph: int) -> list[tuple[int, int, Hashable]]:
+        """Return every edge as (from, to, what kind of edge)."""
+
+    def destroy(self, graph: int) -> None:
+        """Free a graph."""
+
+    # Nodes.
+
+    def kind(self, node: int) -> str:
+        """Return the kind: one of ``UPDATABLE``, "empty", or the vendor's word for another."""
+
+    def handle(self, node: int) -> Any:
+        """Return ``node`` as ``write`` and ``clone`` take it."""
+
+    def params(self, kind: str, node: int) -> Any:
+        """Return the parameters of a node of a kind in ``UPDATABLE``."""
+
+    def fixed(self, kind: str, node: int, params: Any) -> Any:
+        """Return what an executable's node keeps for ever."""
+
+    def is_exact(self, kind: str, fixed: Any, node: int, params: Any) -> bool:
+        """Whether an executable's node with ``fixed`` takes the parameters of ``node``."""
+
+    def uses_host(self, kind: str, params: Any) -> bool:
+        """Whether the node reads or writes host memory."""
+
+    def clone(self, graph: int, updates: Sequence[Update]) -> int:
+        """Return a copy of ``graph`` with new parameters; the caller owns it."""
+
+    # Executables.
+
+    def write(self, updates: Sequence[Update], executable: int) -> None:
+        """Write parameters into an executable of the captured graph; seen by later launches."""
+
+    def instantiate(self, graph: int, stream: int) -> int:
+        """Return an executable of ``graph``, made as torch makes its own and uploaded."""
+
+    def upload(self, executable: int, stream: int) -> None:
+        """Copy an executable graph to the device now, so that the first launch is like any."""
+
+    def destroy_executable(self, executable: int) -> None:
+        """Free an executable, once it is no longer in flight."""
+
+    def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:
+        """Return a callable that launches ``executable`` on the current stream."""
+
+
+@attrs.frozen
+class _Shape:
+    """The kinds of a region's nodes, and the edges between them by position."""
+
+    kinds: tuple[str, ...]
+    edges: frozenset[tuple[int, int, Hashable]]
+
+
+@attrs.frozen
+class _Node:
+    """One node of the captured graph, with what an executable's node keeps for ever."""
+
+    handle: Any
+    kind: str
+    fixed: Any
+
+
+@attrs.frozen
+class _Region:
+    name: str
+    shape: _Shape
+    nodes: tuple[_Node, ...]
+
+
+class Template:
+    """What the regions of a captured graph are made of: the pattern of every recording.
+
+    Args:
+        graph: the captured graph.
+        regions: name and nodes of each region, in capture order.
+
+    Raises:
+        UpdateError: a region holds a kind of node that cannot be updated.
+    """
+
+    def __init__(
+        self, runtime: NodeRuntime, graph: int, regions: Sequence[tuple[str, Sequence[int]]]
+    ) -> None:
+        self._runtime = runtime
+        shapes = self._shapes(graph, [nodes for _, nodes in regions])
+        self.regions = [
+            _Region(name, shape, self._describe(name, shape, nodes))
+            for (name, nodes), shape in zip(regions, shapes, strict=True)
+        ]
+
+    @property
+    def node_count(self) -> int:
+        """Number of nodes in all regions."""
+        return sum(len(region.nodes) for region in self.regions)
+
+    def match(
+        self, picks: Sequence[int], graph: int, bounds: Sequence[int]
+    ) -> list[tuple[Update, ...]]:
+        """Pair the nodes of ``graph`` with those of the regions ``picks``; read their parameters.
+
+        Args:
+            picks: positions of the regions that were captured into ``graph``, in that order.
+            bounds: for each of them, how many nodes ``graph`` had after it.
+
+        Returns:
+            the updates of each pick.
+
+        Raises:
+            UpdateTopologyError: another number, kind or order of nodes.
+            UpdateError: a node uses host memory.
+        """
+        nodes = self._runtime.nodes(graph)
+        spans, start = [], 0
+        for pick, stop in zip(picks, bounds, strict=True):
+            spans.append(nodes[start:stop])
+            known = self.regions[pick]
+            if stop - start != len(known.nodes):
+                raise UpdateTopologyError(
+                    f"region {known.name} (number {pick}) needs {stop - start} nodes for these "
+                    f"host arguments and had {len(known.nodes)} at capture. Reduce the argument "
+                    f"to values that run the same kernels, or capture with policy='full' through "
+                    f"dg.capture, which makes a copy for the other topology."
+                )
+            start = stop
+        shapes = self._shapes(graph, spans)
+        for pick, shape in zip(picks, shapes, strict=True):
+            known = self.regions[pick]
+            if shape != known.shape:
+                raise UpdateTopologyError(
+                    f"region {known.name} (number {pick}) needs other kinds of nodes or another "
+                    f"order for these host arguments than at capture "
+                    f"({', '.join(shape.kinds)}, was {', '.join(known.shape.kinds)})."
+                )
+        return [
+            tuple(
+                self._pair(region.name, known, source)
+                for known, source in zip(region.nodes, span, strict=True)
+                if known.kind != EMPTY
+            )
+            for region, span in ((self.regions[p], s) for p, s in zip(picks, spans, strict=True))
+        ]
+
+    def _shapes(self, graph: int, spans: Sequence[Sequence[int]]) -> list[_Shape]:
+        place = {
+            node: (region, position)
+            for region, span in enumerate(spans)
+            for position, node in enumerate(span)
+        }
+        inner: list[list[tuple[int, int, Hashable]]] = [[] for _ in spans]
+        for source, target, what in self._runtime.edges(graph):
+            tail, head = place.get(source), place.get(target)
+            if tail is not None and head is not None and tail[0] == head[0]:
+                inner[tail[0]].append((tail[1], head[1], what))
+        kind = self._runtime.kind
+        return [
+            _Shape(tuple(kind(node) for node in span), frozenset(edges))
+            for span, edges in zip(spans, inner, strict=True)
+        ]
+
+    def _describe(self, name: str, shape: _Shape, nodes: Sequence[int]) -> tuple[_Node, ...]:
+        runtime = self._runtime
+        described = []
+        for kind, node in zip(shape.kinds, nodes, strict=True):
+            if kind == EMPTY:
+                described.append(_Node(runtime.handle(node), kind, None))
+                continue
+            if kind not in UPDATABLE:
+                raise UpdateError(
+                    f"region {name} holds a {kind} node, which cannot be updated; capture it with "
+                    f"policy='breakable', or take that call out of the region."
+                )
+            fixed = runtime.fixed(kind, node, runtime.params(kind, node))
+            described.append(_Node(runtime.handle(node), kind, fixed))
+        return tuple(described)
+
+    def _pair(self, name: str, known: _Node, source: int) -> Update:
+        params = self._runtime.params(known.kind, source)
+        if self._runtime.uses_host(known.kind, params):
+            raise UpdateError(
+                f"region {name} copies from or to host memory. The copy would run at every "
+                f"replay, long after the recording that owns that memory. Pass the values as "
+                f"host arguments, or copy them into a device tensor before the step."
+            )
+        exact = self._runtime.is_exact(known.kind, known.fixed, source, params)
+        return Update(known.handle, known.kind, params, source, exact)

@@ -1,0 +1,70 @@
+"""Which side streams a capture left unjoined: the driver only says that there are some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from devgraph.api.nodes import NodeRuntime
+
+__all__ = ["SideStreams"]
+
+_MOST_STREAMS = 64
+"""torch hands out 32 streams per priority in turn; this many requests see each of them."""
+
+
+class SideStreams:
+    """The streams that torch hands out on one device, searched for forks of a capture.
+
+    Args:
+        stream_class: ``torch.cuda.Stream``.
+        device: their device.
+    """
+
+    def __init__(self, runtime: NodeRuntime, stream_class: Any, device: Any) -> None:
+        self._runtime = runtime
+        self._stream_class = stream_class
+        self._device = device
+        self._handles: tuple[int, ...] = ()
+
+    def unjoined(self, stream: int) -> list[int]:
+        """Return the streams that forked from the capture on ``stream`` and hold work of it that
+        ``stream`` does not wait for.
+
+        A fork without work counts only if no other is found: the driver tells them apart, and
+        this is asked before it does.
+        """
+        capture = self._runtime.capture_of(stream)
+        if capture is None:
+            return []
+        forked = {
+            other: last
+            for other in self._known()
+            if other != stream and (last := self._last_nodes(other, capture[0])) is not None
+        }
+        if not forked:
+            return []
+        _, graph, joined = capture
+        followed = {source for source, _, _ in self._runtime.edges(graph)}
+        ends = set(self._runtime.nodes(graph)) - followed - set(joined)
+        loose = [other for other, last in forked.items() if ends.intersection(last)]
+        return loose or list(forked)
+
+    def _last_nodes(self, stream: int, capture_id: int) -> list[int] | None:
+        if not self._runtime.is_capturing(stream):
+            return None
+        capture = self._runtime.capture_of(stream)
+        if capture is None or capture[0] != capture_id:
+            return None
+        return capture[2]
+
+    def _known(self) -> tuple[int, ...]:
+        if not self._handles:
+            found: dict[int, None] = {}
+            for priority in (0, -1):
+                for _ in range(_MOST_STREAMS):
+                    stream = self._stream_class(self._device, priority=priority)
+                    if stream.cuda_stream in found:
+                        break
+                    found[stream.cuda_stream] = None
+            self._handles = tuple(found)
+        return self._handles

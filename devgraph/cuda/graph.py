@@ -1,0 +1,326 @@
+"""CudaGraph: a torch.cuda.CUDAGraph whose regions can be updated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+
+from devgraph.api.errors import CaptureError, UnjoinedStreamError, UpdateError, UpdateTopologyError
+from devgraph.api.hostargs import HostSpec
+from devgraph.api.marks import Absorbed, Mark, entered, marked_functions
+from devgraph.api.regions import RegionHit
+from devgraph.api.torchlike import TorchGraph, TorchPool
+from devgraph.cuda.nodes import Template
+from devgraph.cuda.recording import CudaRecording, Part, Scratch
+from devgraph.cuda.runtime import Runtime, RuntimeCallError
+
+if TYPE_CHECKING:
+    from devgraph.cuda.backend import CudaBackend
+
+__all__ = ["CudaGraph"]
+
+_USES_WITH_ROOM = 2
+"""A key gets an executable of its own at this use while the budget has room: a key that came back
+once tends to come back, and the executable saves the update at each return."""
+
+_USES_WHEN_FULL = 16
+"""... and at this use when another key has to give up its own: making one costs about as much host
+time as this many updates (docs/benchmarks.md), so the exchange pays from here on."""
+
+
+@attrs.frozen
+class _Span:
+    """Where one call of a region is in the graph."""
+
+    nodes: tuple[int, ...]
+    lane: Any
+    """The stream that it was called on, or None for the capture stream."""
+
+
+class CudaGraph(TorchGraph):
+    """One captured graph, its executable, and the recordings of its regions.
+
+    The graph's *own* executable is torch's. It holds the parameters of one recording at a time and
+    is launched through torch until it is known that the graph draws no random numbers, because
+    only torch advances the generators. Without random numbers, recordings may have executables.
+    """
+
+    _torch: CudaBackend
+    backend: CudaBackend
+
+    def __init__(self, backend: CudaBackend, pool: TorchPool) -> None:
+        super().__init__(backend, pool)
+        self._updatable = False
+        self._nodes: int | None = None
+        self._stream: Any = None
+        self._template: Template | None = None
+        self._current: CudaRecording | None = None
+        self._held: CudaRecording | None = None
+        self._random: bool | None = None
+        self._own_launch: Callable[[], None] | None = None
+
+    # Capture and launch.
+
+    def begin(self, mode: str, *, spec: HostSpec | None = None) -> None:
+        # Only a graph that may hold updatable regions has to keep its nodes.
+        self._updatable = (
+            self._torch.runtime is not None
+            and spec is not None
+            and (bool(spec.declared) or _some_context())
+        )
+        super().begin(mode, spec=spec)
+
+    def _begin(self, mode: str) -> None:
+        self._stream = torch.cuda.current_stream(self._torch.device)
+        super()._begin(mode)
+
+    def _make_native(self) -> Any:
+        if not self._updatable:
+            return super()._make_native()
+        return torch.cuda.CUDAGraph(keep_graph=True)
+
+    def _end(self) -> None:
+        runtime = self._torch.runtime
+        if runtime is None:
+            super()._end()
+            return
+        stream = self._torch.current_stream_id()
+        self._nodes = runtime.captured_nodes(stream)
+        unjoined = self._torch.side_streams.unjoined(stream)
+        try:
+            super()._end()
+        except UnjoinedStreamError as error:
+            if not unjoined:
+                raise
+            raise UnjoinedStreamError(_name_streams(unjoined)) from error
+        self._launch = self._first_launch  # type: ignore[method-assign]
+
+    def _finish(self) -> None:
+        runtime = self._torch.runtime
+        if runtime is None or not self._nodes:
+            return
+        if self._updatable:
+            self._native.instantiate()
+        runtime.upload(self._native.raw_cuda_graph_exec(), self._torch.current_stream_id())
+        if self.hits:
+            regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
+            self._template = Template(runtime, self._native.raw_cuda_graph(), regions)
+
+    def _first_launch(self) -> None:
+        """Launch through torch, and find out whether the graph draws random numbers."""
+        backend = self._torch
+        self._random = backend.draws_random(self._native, self.pool)
+        runtime = backend.runtime
+        launch: Callable[[], None] = self._native.replay
+        if runtime is not None and not self._random:
+            launch = runtime.launcher(self._native.raw_cuda_graph_exec(), backend.current_stream_id)
+        self._own_launch = launch
+        self._launch = backend.guarded(launch)  # type: ignore[method-assign]
+        self.choose_launch()
+
+    def launcher(self) -> Callable[[], None]:
+        if self._own_launch is None or self.hits:
+            return super().launcher()
+        return self._own_launch
+
+    def _abort(self) -> None:
+        super()._abort()
+        self._forget()
+
+    def _free(self) -> None:
+        super()._free()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._nodes = None
+        self._stream = None
+        self._template = None
+        self._current = None
+        self._held = None
+        self._random = None
+        self._own_launch = None
+
+    def _size(self) -> tuple[int | None, int]:
+        if not self._nodes:
+            return self._nodes, 0
+        return self._nodes, self._torch.meter.bytes_of(self._nodes)
+
+    # Regions in a capture.
+
+    def _region_begin(self, hit: RegionHit) -> None:
+        if self._updatable:
+            hit.note = self._captured_so_far()
+
+    def _region_end(self, hit: RegionHit) -> None:
+        if not self._updatable:
+            return
+        before, after = hit.note, self._captured_so_far()
+        if after[: len(before)] != before:
+            raise CaptureError(
+                f"the driver lists captured nodes in another order than they were made, so that "
+                f"the nodes of region {hit.mark.name} cannot be told; use policy='breakable'."
+            )
+        stream = torch.cuda.current_stream(self._torch.device)
+        lane = None if stream == self._stream else stream
+        hit.note = _Span(tuple(after[len(before) :]), lane)
+
+    def _captured_so_far(self) -> list[int]:
+        runtime = self._runtime()
+        capture = runtime.capture_of(self._stream.cuda_stream)
+        return [] if capture is None else runtime.nodes(capture[1])
+
+    def _runtime(self) -> Runtime:
+        runtime = self._torch.runtime
+        assert runtime is not None
+        return runtime
+
+    # Recordings.
+
+    def _own_recording(self) -> CudaRecording:
+        """Record the capture's own key: proves, while it can be refused, that updates will work."""
+        try:
+            with self.pool.region_memory():
+                recording = self._recorded(self._host)
+        except (UpdateError, RuntimeCallError) as error:
+            raise CaptureError(
+                f"{error} (Its regions were recorded once more after the capture, as every new "
+                f"host argument will do.)"
+            ) from error
+        self._current = self._held = recording
+        return recording
+
+    def _record(self, host: Mapping[Mark, dict[str, Any]]) -> CudaRecording:
+        with self._torch.capturing(self.pool, self._stream):
+            recording = self._recorded(host)
+        if not recording.exact and self._random is not False:
+            what = "draws random numbers" if self._random else "has not been replayed yet"
+            raise UpdateTopologyError(
+                f"for these host arguments a region launches a kernel in another way (cluster "
+                f"size, cooperation or geometry of a copy), which only a new executable can do, "
+                f"and this graph {what}, so that only torch's own executable may run."
+            )
+        return recording
+
+    def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> CudaRecording:
+        template, runtime = self._template, self._runtime()
+        assert template is not None
+        known = {} if self._current is None else self._current.parts
+        parts = {
+            mark: known[mark]
+            for mark, values in host.items()
+            if mark in known and known[mark].values == values
+        }
+        picks = [hit.index for hit in self.hits if hit.mark not in parts]
+        graph, bounds = self._capture_regions(picks, host)
+        scratch = Scratch(runtime, graph)
+        matched = template.match(picks, graph, bounds)
+        for mark in host:
+            if mark not in parts:
+                updates = tuple(
+                    update
+                    for pick, found in zip(picks, matched, strict=True)
+                    if self.hits[pick].mark is mark
+                    for update in found
+                )
+                parts[mark] = Part(dict(host[mark]), updates, scratch)
+        assert self._nodes is not None
+        return CudaRecording(
+            runtime, self._torch.meter, template, self._nodes, self.key_of(host), parts
+        )
+
+    def _capture_regions(
+        self, picks: Sequence[int], host: Mapping[Mark, dict[str, Any]]
+    ) -> tuple[int, list[int]]:
+        """Capture regions into a new graph; return it and its node counts after each of them."""
+        runtime, stream = self._runtime(), self._stream.cuda_stream
+        bounds = []
+        runtime.begin_capture(stream)
+        try:
+            capture = runtime.capture_of(stream)
+            assert capture is not None
+            for pick in picks:
+                hit = self.hits[pick]
+                self._run_again(hit, host[hit.mark])
+                bounds.append(runtime.count(capture[1]))
+        except BaseException:
+            with contextlib.suppress(RuntimeCallError):
+                runtime.destroy(runtime.end_capture(stream))
+            raise
+        try:
+            return runtime.end_capture(stream), bounds
+        except RuntimeCallError as error:
+            names = ", ".join(dict.fromkeys(self.hits[pick].mark.name for pick in picks))
+            raise UpdateError(
+                f"recording {names} again failed: {error}. A region must join every stream that "
+                f"it forks, and must not use one that was forked before it."
+            ) from error
+
+    def _run_again(self, hit: RegionHit, host: dict[str, Any]) -> None:
+        lane = hit.note.lane
+        try:
+            with entered(Absorbed(hit.mark, "full")):
+                if lane is None:
+                    hit.run(host)
+                    return
+                lane.wait_stream(self._stream)
+                with torch.cuda.stream(lane):
+                    hit.run(host)
+                self._stream.wait_stream(lane)
+        except RuntimeError as error:
+            if not self._torch.is_random_refusal(error):
+                raise
+            raise UpdateError(
+                f"region {hit.mark.name} draws random numbers, and an update cannot keep their "
+                f"order. Draw them outside the region and pass the tensor, or use "
+                f"policy='breakable'."
+            ) from error
+
+    def _apply(self, recording: CudaRecording) -> None:  # type: ignore[override]
+        recording.uses += 1
+        if not recording.executable and self._deserves_executable(recording):
+            recording.build(self._native.raw_cuda_graph(), self._torch.current_stream_id())
+            self.pool.recordings.recharge(self, recording.key)
+        if recording.executable:
+            launch = self._runtime().launcher(recording.executable, self._torch.current_stream_id)
+            self._launch = self._torch.guarded(launch)  # type: ignore[method-assign]
+        else:
+            if self._held is not recording:
+                self._held = None
+                recording.write(self._native.raw_cuda_graph_exec())
+                self._held = recording
+            own = self._own_launch
+            self._launch = (  # type: ignore[method-assign]
+                self._first_launch if own is None else self._torch.guarded(own)
+            )
+        self._current = recording
+
+    def _deserves_executable(self, recording: CudaRecording) -> bool:
+        if self._random is not False:
+            return False
+        if not recording.exact:
+            return True
+        if recording.executable_bytes <= self.pool.recordings.room:
+            return recording.uses >= _USES_WITH_ROOM
+        return recording.uses >= _USES_WHEN_FULL
+
+
+def _some_context() -> bool:
+    """Whether any mark depends on ambient context: its regions are updated without arguments."""
+    return any(
+        fn.__devgraph_mark__.context is not None  # type: ignore[attr-defined]
+        for fn in marked_functions()
+    )
+
+
+def _name_streams(streams: Sequence[int]) -> str:
+    names = ", ".join(f"{stream:#x}" for stream in streams)
+    which = "streams" if len(streams) > 1 else "stream"
+    return (
+        f"side {which} {names} (as torch.cuda.Stream.cuda_stream tells) forked inside the capture "
+        f"and did not join. Make the capturing stream wait for it "
+        f"(torch.cuda.current_stream().wait_stream(side)) before the capture ends or breaks."
+    )

@@ -1,0 +1,164 @@
+"""Recordings: the parameters of a graph's region nodes for one key."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import attrs
+
+from devgraph.api.marks import Mark
+from devgraph.cuda.nodes import Template, Update
+from devgraph.cuda.runtime import Runtime
+
+__all__ = ["CudaRecording", "ExecutableMeter", "Part", "Scratch"]
+
+_HOST_BYTES_PER_NODE = 2048
+"""Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
+
+_DEVICE_BYTES_PER_NODE = 2600
+"""Device memory of a node in an executable until it has been measured: 24 executables of 504 nodes
+took 30 MiB on one H200 (docs/benchmarks.md)."""
+
+_MEASURABLE_NODES = 4096
+"""Executables that together have fewer nodes than this say little: the driver takes memory in
+steps of 2 MiB."""
+
+
+class ExecutableMeter:
+    """What executables take of the device's memory, learned from what the driver reports free.
+
+    Args:
+        free_bytes: returns the free device memory.
+    """
+
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
+        self._free_bytes = free_bytes
+        self._taken = 0
+        self._live = 0
+        self._most = 0
+
+    def bytes_of(self, nodes: int) -> int:
+        """Return what an executable of ``nodes`` nodes takes."""
+        if self._most < _MEASURABLE_NODES:
+            return nodes * _DEVICE_BYTES_PER_NODE
+        return nodes * max(self._taken // self._most, 1)
+
+    def measured(self, make: Callable[[], int], nodes: int) -> int:
+        """Return ``make()``, an executable of ``nodes`` nodes, and learn from it."""
+        before = self._free_bytes()
+        executable = make()
+        self._taken += max(before - self._free_bytes(), 0)
+        self._live += nodes
+        # The driver reuses what earlier executables gave back: only the largest total counts.
+        self._most = max(self._most, self._live)
+        return executable
+
+    def freed(self, nodes: int) -> None:
+        """Note that an executable of ``nodes`` nodes is gone."""
+        self._live -= nodes
+
+
+class Scratch:
+    """A graph that holds re-captured regions; recordings read their parameters from it."""
+
+    def __init__(self, runtime: Runtime, graph: int) -> None:
+        self._runtime = runtime
+        self.graph = graph
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._runtime.destroy(self.graph)
+
+
+@attrs.frozen
+class Part:
+    """The new parameters of every region of one mark."""
+
+    values: Mapping[str, Any]
+    updates: tuple[Update, ...]
+    scratch: Scratch
+    """Owns the memory that ``updates`` point to."""
+
+
+class CudaRecording:
+    """All region parameters of one graph for one key.
+
+    At first they are written into the graph's own executable when the key is used. A key that is
+    used again gets an executable of its own (``build``), which costs memory and no update.
+
+    Args:
+        template: the pattern of the graph.
+        nodes: number of nodes in the whole graph.
+        parts: by mark; shared with other recordings that have the same values.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        meter: ExecutableMeter,
+        template: Template,
+        nodes: int,
+        key: Hashable,
+        parts: Mapping[Mark, Part],
+    ) -> None:
+        self._runtime = runtime
+        self._meter = meter
+        self._template = template
+        self._nodes = nodes
+        self.key = key
+        self.parts = dict(parts)
+        self._updates = tuple(update for part in parts.values() for update in part.updates)
+        self.exact = all(update.exact for update in self._updates)
+        """Whether the graph's own executable can take the parameters."""
+        self.uses = 0
+        """Times that it was written or launched since it last lost its executable."""
+        self.executable = 0
+
+    @property
+    def bytes(self) -> int:
+        own = self._meter.bytes_of(self._nodes) if self.executable else 0
+        return own + _HOST_BYTES_PER_NODE * self._template.node_count
+
+    @property
+    def executable_bytes(self) -> int:
+        """What an executable of its own would take."""
+        return self._meter.bytes_of(self._nodes)
+
+    def write(self, executable: int) -> None:
+        """Write the parameters into an executable of the graph.
+
+        Raises:
+            RuntimeCallError: the driver refused half-way.
+        """
+        self._template.write(self._updates, executable)
+
+    def build(self, graph: int, stream: int) -> None:
+        """Make an executable of its own.
+
+        Args:
+            graph: the captured graph.
+            stream: where to upload it.
+        """
+        clone = self._template.clone(graph, self._updates)
+        try:
+            self.executable = self._meter.measured(
+                lambda: self._runtime.instantiate(clone, stream), self._nodes
+            )
+        finally:
+            self._runtime.destroy(clone)
+
+    def shrink(self) -> None:
+        """Give up the executable; safe while it is in flight."""
+        executable, self.executable = self.executable, 0
+        self.uses = 0
+        if executable:
+            self._runtime.destroy_executable(executable)
+            self._meter.freed(self._nodes)
+
+    def close(self) -> None:
+        """Free everything."""
+        self.shrink()
+        self.parts = {}
+        self._updates = ()

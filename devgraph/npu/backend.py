@@ -1,0 +1,197 @@
+"""The Ascend backend: identity, capabilities, and what differs from other torch namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from devgraph.api.capabilities import Capabilities
+from devgraph.api.errors import BackendUnavailableError, UpdateError
+from devgraph.api.torchlike import TorchBackend, TorchPool
+from devgraph.npu.budget import StreamBudget
+from devgraph.npu.codes import UNJOINED, error_code, lost_reason
+from devgraph.npu.events import EventStore
+from devgraph.npu.graph import NpuGraph, NpuPool, dumped_nodes
+from devgraph.npu.host import AUTOLOAD, diagnose
+from devgraph.npu.updates import UpdateChannel
+
+__all__ = ["NpuBackend", "make_backend"]
+
+logger = logging.getLogger(__name__)
+
+
+class NpuBackend(TorchBackend):
+    """Ascend NPUs through torch_npu."""
+
+    name = "npu"
+    device_type = "npu"
+    graph_class_name = "NPUGraph"
+    graph_type = NpuGraph
+    pool_type = NpuPool
+
+    replay_first: bool = True
+    """Launch a replay before its update, so that they overlap. Devices that are shared in software
+    slices need the reverse."""
+    try_new_values: bool = True
+    """Apply host values that a graph never took before its replay is launched, so that a refusal is
+    raised by the call and nothing has run. False overlaps them too; a refusal then spoils that
+    replay, whose graph becomes dirty, and is raised by the graph's next call."""
+    update_timeout: float = 60.0
+    """Seconds after which an update, or a replay whose update was issued, counts as stuck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._native_class = getattr(self.namespace, self.graph_class_name)
+        self._bind()
+        self.capabilities = Capabilities(
+            region_update=True,
+            async_update=True,
+            shared_pool=True,
+            rng=True,
+            refuses_host_reads=True,
+            streams=True,
+            capture_error_modes=("thread_local", "global", "relaxed"),
+            concurrent_threads=True,
+            node_counts=True,
+            max_streams=self.budget.limit,
+        )
+
+    def _bind(self) -> None:
+        index = self._device.index
+        self._capture_stream: Any = None
+        self.budget = StreamBudget()
+        self.events = EventStore(self.namespace)
+        self.channel = UpdateChannel(self.namespace, index, self.update_timeout)
+
+    def check_available(self) -> None:
+        if self.namespace is None or "torch_npu" not in sys.modules:
+            _import_torch_npu()
+            self.namespace = getattr(torch, self.device_type, None)
+        super().check_available()
+        if os.environ.get("TASK_QUEUE_ENABLE") == "2":
+            raise BackendUnavailableError(
+                "TASK_QUEUE_ENABLE=2 is set, and torch_npu captures no graph in that mode: set it "
+                "to 1 (the default) or 0."
+            )
+
+    @property
+    def version(self) -> str:
+        npu = sys.modules["torch_npu"]
+        return f"CANN {_cann_version()}, torch_npu {npu.__version__}, torch {torch.__version__}"
+
+    def lost_reason(self, error: BaseException) -> str | None:
+        return lost_reason(error)
+
+    @property
+    def capture_stream(self) -> Any:
+        """The stream of all captures of this device."""
+        if self._capture_stream is None:
+            self._capture_stream = self.namespace.Stream(self._device)
+        return self._capture_stream
+
+    def retire_if_capturing(self, pool: TorchPool) -> None:
+        super().retire_if_capturing(pool)
+        if pool._capture_stream is None:
+            self._capture_stream = None
+
+    def is_unjoined(self, error: BaseException) -> bool:
+        return error_code(error) == UNJOINED
+
+    def count_nodes(self, native: Any) -> int | None:
+        """Return the number of tasks in an ended capture, or None where the driver cannot tell."""
+        return dumped_nodes(native, self._native_class)
+
+    def drain(self) -> None:
+        """Wait until torch_npu's launch thread has handed everything so far to the driver.
+
+        The update stream has no queue, so its waits must not overtake records that are queued.
+        """
+        # Asking for the driver's handle of a stream does that.
+        _ = self.namespace.current_stream(self._device).npu_stream
+
+    def undo_begin(self, pool: NpuPool) -> None:
+        """Undo what a refused begin of a capture leaves behind in torch_npu's allocators."""
+        try:
+            self.native_module._npu_endAllocateToPool(self._device.index, pool.handle)
+        except Exception:
+            return  # It was refused before it touched the allocators.
+        self.release_pool(pool)
+        # The allocator of pinned memory has no such call: it would refuse this handle for ever.
+        pool.spoil(None)
+
+    def release_pool(self, pool: TorchPool) -> None:
+        """Take back one use of the pool's memory."""
+        self.native_module._npu_releasePool(self._device.index, pool.handle)
+
+    @property
+    def native_module(self) -> Any:
+        """The compiled module of torch_npu."""
+        return sys.modules["torch_npu"]._C
+
+    def _make_current_stream_id(self) -> Callable[[], int]:
+        index = self._device.index
+        current = self.native_module._npu_getCurrentStream
+        return lambda: int(current(index)[0])
+
+    def synchronize(self) -> None:
+        """Wait until all work of the device is done.
+
+        Raises:
+            UpdateError: a replay waited longer than ``update_timeout`` for an event whose record
+                was lost. The device is free again and the graph is dirty.
+        """
+        self._require_replays_end()
+        super().synchronize()
+
+    def _require_replays_end(self) -> None:
+        watched = list(self.channel._watched)
+        while watched:
+            for regions in watched[:]:
+                if regions.settled():
+                    watched.remove(regions)
+                    if regions.failure is not None and isinstance(regions.failure, UpdateError):
+                        raise regions.failure
+            if watched:
+                time.sleep(0.0001)
+
+    def bind_worker(self, index: int) -> None:
+        super().bind_worker(index)
+        self._bind()
+
+
+def _import_torch_npu() -> None:
+    found = diagnose()
+    if found.problems:
+        raise BackendUnavailableError(f"backend 'npu' cannot be used: {found}")
+    old = os.environ.get(AUTOLOAD)
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:
+        raise BackendUnavailableError(
+            f"importing torch_npu failed ({error}); {found}. Check that CANN's set_env.sh was "
+            f"sourced and that its version is one that this torch_npu supports."
+        ) from error
+    finally:
+        # torch_npu changes it for the whole process while it is imported.
+        if old is not None:
+            os.environ[AUTOLOAD] = old
+
+
+def _cann_version() -> str:
+    with contextlib.suppress(Exception):
+        utils = importlib.import_module("torch_npu.npu.utils")
+        return str(utils.get_cann_version())
+    return "unknown"
+
+
+def make_backend() -> NpuBackend:
+    """Return the Ascend backend or raise BackendUnavailableError with the way to fix it."""
+    return NpuBackend()

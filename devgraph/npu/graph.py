@@ -1,0 +1,315 @@
+"""NpuGraph: a torch.npu.NPUGraph whose regions are task groups, updated beside the replay."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from devgraph.api.errors import CaptureError, ResourceError
+from devgraph.api.graph import GraphState
+from devgraph.api.marks import Mark
+from devgraph.api.regions import RegionHit
+from devgraph.api.torchlike import TorchGraph, TorchPool
+from devgraph.npu.codes import NO_RESOURCE, means
+from devgraph.npu.regions import Group, Regions
+from devgraph.npu.updates import Job
+
+if TYPE_CHECKING:
+    from devgraph.npu.backend import NpuBackend
+
+__all__ = ["NpuGraph", "NpuPool"]
+
+logger = logging.getLogger(__name__)
+
+_RECORDING_BYTES = 512
+"""A recording holds host values only: the groups hold the parameters of one key at a time."""
+
+
+@attrs.frozen
+class _Recording:
+    """Host values that this graph's groups are known to take."""
+
+    host: Mapping[Mark, dict[str, Any]]
+
+    @property
+    def bytes(self) -> int:
+        return _RECORDING_BYTES
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class _NoRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators that draw random numbers while a region is captured."""
+
+    def __init__(self, mark: Mark) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mark = mark
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise CaptureError(
+                f"region {self._mark.name} draws random numbers ({func.name()}). The numbers of a "
+                f"re-run region would not follow the replays: draw them outside the region and "
+                f"pass the tensor in."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+class NpuPool(TorchPool):
+    """Graph memory, whose handle is replaced when torch_npu cannot use it any more."""
+
+    _torch: NpuBackend
+    _spoiled: Any = None
+
+    @property
+    def stream(self) -> Any:
+        # One for all pools: the allocator keeps what warm-up runs used for their stream alone, and
+        # torch_npu hands out the same 32 streams over and over.
+        self._capture_stream = self._torch.capture_stream
+        return self._capture_stream
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.owns(tensor.untyped_storage().data_ptr()):
+            return tensor
+        # A bare torch storage has no place for the memory format that torch_npu's operators read.
+        alias: torch.Tensor = self._torch.native_module._weak_ref_tensor(tensor)
+        return alias
+
+    @contextlib.contextmanager
+    def region_memory(self) -> Iterator[None]:
+        # Regions are re-run on the update thread, with ``update_memory``; a pool's memory can be
+        # routed to by one thread at a time.
+        yield
+
+    def update_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Route the update thread's allocations to the region pool."""
+        return super().region_memory()
+
+    def __del__(self) -> None:
+        # The allocator empties a pool's memory with the pool's object only if nothing else uses it.
+        keeper = self.__dict__.get("_keeper")
+        if keeper is not None:
+            self._keeper = None
+            with contextlib.suppress(Exception):
+                keeper.reset()
+
+    def spoil(self, native: Any) -> None:
+        """Take new memory for later captures: a refused begin left this handle half open."""
+        self._spoiled = native
+
+    def keep_alive(self) -> None:
+        if self._spoiled is not None:
+            native, self._spoiled = self._spoiled, None
+            self.renew(native)
+            return
+        super().keep_alive()
+
+
+class NpuGraph(TorchGraph):
+    """A graph that is updated in task groups while it is being replayed."""
+
+    pool: NpuPool
+    _torch: NpuBackend
+
+    def __init__(self, backend: NpuBackend, pool: TorchPool) -> None:
+        super().__init__(backend, pool)
+        self._regions: Regions | None = None
+        self._group_open: Any = None
+        self._capture_host: dict[Mark, dict[str, Any]] = {}
+        self._due: Mapping[Mark, dict[str, Any]] | None = None
+        self._job: Job | None = None
+        self._nodes: int | None = None
+
+    # Capture.
+
+    def _begin(self, mode: str) -> None:
+        self._torch.budget.require()
+        self._capture_host = {}
+        try:
+            super()._begin(mode)
+        except Exception as error:
+            self._torch.undo_begin(self.pool)
+            if means(error, NO_RESOURCE):
+                raise self._torch.budget.exhausted(error) from error
+            raise
+        self._torch.budget.take(self)
+
+    def _end(self) -> None:
+        try:
+            super()._end()
+        except Exception as error:
+            if means(error, NO_RESOURCE):
+                raise self._torch.budget.exhausted(error) from error
+            raise
+        if self._regions is not None:
+            self._regions.applied = self._capture_host
+            self._launch = self._launch_and_signal  # type: ignore[method-assign]
+        self._nodes = self._torch.count_nodes(self._native)
+
+    def _abort(self) -> None:
+        group, self._group_open = self._group_open, None
+        if group is not None:
+            with contextlib.suppress(Exception):
+                self._torch.namespace.graph_task_group_end(group)
+        super()._abort()
+        self._drop_regions()
+        self._torch.budget.give_back(self)
+
+    def _recover(self, native: Any) -> None:
+        # This torch_npu stops routing allocations before it reports the failure; what stays is
+        # one use of the pool too many, which would keep its memory for ever.
+        while self.pool.uses > self._uses:
+            self._torch.release_pool(self.pool)
+
+    def capture_region(
+        self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
+    ) -> Any:
+        self._capture_host[mark] = host
+        with _NoRandomNumbers(mark):
+            return super().capture_region(mark, args, kwargs, host)
+
+    def _region_begin(self, hit: RegionHit) -> None:
+        backend = self._torch
+        if self._regions is None:
+            backend.channel.start()
+            self._regions = Regions(backend.channel, backend.namespace, self.pool.update_memory)
+        stream = backend.namespace.current_stream(backend.device)
+        hit.note = event = backend.events.take(backend.channel.stream)
+        event.wait(stream)
+        event.reset(stream)
+        backend.namespace.graph_task_group_begin(stream)
+        self._group_open = stream
+
+    def _region_end(self, hit: RegionHit) -> None:
+        stream, self._group_open = self._group_open, None
+        handle = self._torch.namespace.graph_task_group_end(stream)
+        assert self._regions is not None
+        self._regions.add(hit, Group(hit.note, handle))
+
+    # Updates.
+
+    def _own_recording(self) -> _Recording:
+        return _Recording(self._capture_host)
+
+    def _record(self, host: Mapping[Mark, dict[str, Any]]) -> _Recording:
+        """Apply values that this graph never took, or raise what a region raises and apply none.
+
+        With ``backend.try_new_values`` false, they are taken on trust and applied by the launch.
+        """
+        regions = self._settled()
+        if self._torch.try_new_values:
+            self.pool.order()
+            self._torch.drain()
+            job = regions.try_values(host)
+            self._torch.channel.finish(job, f"the update of {self!r}")
+            self._refuse_broken(regions)
+        return _Recording(host)
+
+    def _apply(self, recording: _Recording) -> None:  # type: ignore[override]
+        assert self._regions is not None
+        current = self._regions.applied
+        self._due = None if recording.host is current else recording.host
+
+    def _launch_and_signal(self) -> None:
+        regions = self._settled()
+        backend = self._torch
+        channel = backend.channel
+        host, self._due = self._due, None
+        with channel.order:
+            if backend.replay_first:
+                channel.require_alive()
+                self._native.replay()
+                job = regions.signal(host)
+            else:
+                backend.drain()
+                job = regions.signal(host)
+                channel.finish(job, f"the update of {self!r}")
+                self._native.replay()
+            regions.launched(backend.namespace.current_stream(backend.device))
+        self._job = job
+
+    def _settled(self) -> Regions:
+        """Return the regions once the last update was issued; raise what it raised."""
+        regions, job = self._regions, self._job
+        assert regions is not None
+        if job is not None:
+            self._job = None
+            try:
+                self._torch.channel.finish(job, f"the last update of {self!r}")
+            except BaseException:
+                self._state = GraphState.DIRTY
+                raise
+        self._refuse_broken(regions)
+        return regions
+
+    def _refuse_broken(self, regions: Regions) -> None:
+        if regions.failure is not None:
+            self._state = GraphState.DIRTY
+            raise regions.failure
+
+    # Size and end.
+
+    def _size(self) -> tuple[int | None, int]:
+        return self._nodes, 0
+
+    def _free(self) -> None:
+        self._drop_regions()
+        super()._free()
+        self._nodes = None
+        self._torch.budget.give_back(self)
+
+    def _drop_regions(self) -> None:
+        regions, self._regions = self._regions, None
+        job, self._job, self._due = self._job, None, None
+        if regions is None:
+            return
+        channel = self._torch.channel
+        if job is not None and not channel.on_thread():
+            job.wait(channel.timeout)
+        self._torch.events.give_back(regions.events())
+
+    def __del__(self) -> None:
+        if getattr(self, "_regions", None) is not None and self._torch.channel.on_thread():
+            self._torch.channel.bury_later(self)
+            return
+        super().__del__()
+
+
+def dumped_nodes(native: Any, graph_class: Any) -> int | None:
+    """Return how many tasks the vendor's dump of a graph lists, or None if it makes none."""
+    with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
+        path = Path(folder) / "graph.json"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # it warns that it was called
+                # The class's own method also writes an aligned copy, which nobody reads here.
+                super(graph_class, native).debug_dump(str(path))
+            tasks = json.loads(path.read_text())
+        except Exception:
+            logger.debug("no dump of the graph", exc_info=True)
+            return None
+    if not isinstance(tasks, list):
+        return None
+    return sum(1 for task in tasks if isinstance(task, dict) and task.get("ph") == "X")
+
+
+def resource_error(text: str) -> Callable[[BaseException], ResourceError]:
+    """Return a maker of ResourceError that ends with the vendor's text."""
+    return lambda error: ResourceError(f"{text} ({error})")

@@ -1,0 +1,202 @@
+"""The updatable regions of one graph: task groups, their events, their values on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from devgraph.api.errors import UpdateError, UpdateTopologyError
+from devgraph.api.marks import Mark
+from devgraph.api.regions import RegionHit
+from devgraph.npu.codes import OTHER_KERNELS, means
+from devgraph.npu.updates import Job, UpdateChannel
+
+__all__ = ["Group", "Regions"]
+
+logger = logging.getLogger(__name__)
+
+Host = Mapping[Mark, dict[str, Any]]
+
+
+@attrs.frozen
+class Group:
+    """One captured task group: what it waits for, and its handle for updates."""
+
+    event: Any
+    handle: Any
+
+
+class Regions:
+    """Task groups in capture order, the values they hold, and the replays that use them.
+
+    It holds no graph, so that the update thread never drops the last reference to one.
+
+    Args:
+        channel: the device's.
+        namespace: ``torch.npu``.
+        memory: routes the thread's allocations to the region pool.
+    """
+
+    def __init__(
+        self,
+        channel: UpdateChannel,
+        namespace: Any,
+        memory: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._channel = channel
+        self._namespace = namespace
+        self._memory = memory
+        self._groups: list[Group] = []
+        self._hits: list[RegionHit] = []
+        self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        # Two, because the one that a queued job waits for must not be recorded again meanwhile.
+        self._done = (namespace.Event(), namespace.Event())
+        self._launches = 0
+        self._fenced = True
+        self._signalled_at = 0.0
+        self.applied: Host = {}
+        """The values that the groups hold."""
+        self.failure: BaseException | None = None
+        """Why the groups can no longer be trusted."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, hit: RegionHit, group: Group) -> None:
+        """Remember one captured region."""
+        self._hits.append(hit)
+        self._groups.append(group)
+
+    def events(self) -> list[Any]:
+        """Return the events, if each of their records was consumed; else nothing."""
+        if not self._launches or self.failure is not None or not self.settled():
+            return []
+        return [group.event for group in self._groups]
+
+    # On the launching thread, in order.
+
+    def try_values(self, host: Host) -> Job:
+        """Queue an update to ``host`` that is taken back if any region refuses it."""
+        return self._channel.submit(self._job(host, signal=False, take_back=True))
+
+    def signal(self, host: Host | None) -> Job:
+        """Queue the records that the next replay waits for, after an update to ``host``."""
+        return self._channel.submit(self._job(host, signal=True, take_back=False))
+
+    def launched(self, stream: Any) -> None:
+        """Note that a replay was launched on ``stream``."""
+        self._launches += 1
+        self._done[self._launches % 2].record(stream)
+        self._fenced = False
+        self._signalled_at = time.monotonic()
+        self._channel.watch(self)
+
+    def settled(self) -> bool:
+        """Whether the last replay is done; one that waits too long is released and given up."""
+        if not self._launches or self._done[self._launches % 2].query():
+            return True
+        if time.monotonic() - self._signalled_at > self._channel.timeout:
+            self._release()
+            return True
+        return False
+
+    def _release(self) -> None:
+        if self.failure is not None:
+            return
+        logger.error("a replay waits for an event whose record was lost; recording all again")
+        self.failure = UpdateError(
+            f"a replay was still waiting for its update {self._channel.timeout:g} s after the "
+            f"update had been issued: the record of an event was lost. The device was released by "
+            f"recording all events again, and with them the graph lost count of its events: call "
+            f"reset() and capture again."
+        )
+        for group in self._groups:
+            group.event.record(self._channel.stream)
+
+    # On the update thread.
+
+    def _job(self, host: Host | None, *, signal: bool, take_back: bool) -> Callable[[], None]:
+        fence = None if self._fenced else self._done[self._launches % 2]
+        self._fenced = True
+
+        def work() -> None:
+            if fence is not None:
+                # The last replay must have read its values and consumed its records.
+                self._channel.stream.wait_event(fence)
+            if host is None:
+                self._run(None, signal=signal, take_back=False)
+                return
+            with self._restored_modes(), self._memory():
+                self._run(host, signal=signal, take_back=take_back)
+
+        return work
+
+    def _run(self, host: Host | None, *, signal: bool, take_back: bool) -> None:
+        record = self._channel.stream if signal else None
+        done = 0
+        try:
+            for hit, group in zip(self._hits, self._groups, strict=True):
+                if host is not None:
+                    self._update(hit, group, host)
+                if record is not None:
+                    group.event.record(record)
+                done += 1
+        except BaseException as error:
+            if take_back:
+                self._take_back(done, error)
+            else:
+                self.failure = error
+                for group in self._groups[done:]:  # the replay is parked: let it end
+                    group.event.record(self._channel.stream)
+            raise
+        if host is not None:
+            self.applied = host
+
+    def _update(self, hit: RegionHit, group: Group, host: Host) -> None:
+        stream = self._channel.stream
+        values = host[hit.mark]
+        try:
+            self._namespace.graph_task_update_begin(stream, group.handle)
+            try:
+                hit.run(values)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._namespace.graph_task_update_end(stream)
+                raise
+            self._namespace.graph_task_update_end(stream)
+        except Exception as error:
+            if means(error, OTHER_KERNELS):
+                raise UpdateTopologyError(
+                    f"region {hit.mark.name} needs other kernels for {values} than at capture, and "
+                    f"a task group can only be given new arguments. Capture again with these "
+                    f"values, or use policy='breakable'. ({error})"
+                ) from error
+            raise
+
+    def _take_back(self, last: int, why: BaseException) -> None:
+        """Give the regions up to ``last`` their old values again."""
+        try:
+            for hit, group in zip(self._hits[: last + 1], self._groups, strict=False):
+                self._update(hit, group, self.applied)
+        except Exception as error:
+            logger.exception("taking back a refused update failed")
+            error.__context__ = why
+            self.failure = error
+
+    @contextlib.contextmanager
+    def _restored_modes(self) -> Iterator[None]:
+        # A new thread has its own; region code must see those of the capture.
+        grad, inference = self._modes
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            yield
+
+    @property
+    def hits(self) -> Sequence[RegionHit]:
+        """The captured calls."""
+        return self._hits

@@ -1,0 +1,181 @@
+"""Updates beside replays: one thread and one stream per device, jobs in launch order.
+
+A captured region waits on the device for its event. The thread here re-runs the region's host code
+in update mode and records the event, while earlier parts of the replay already run. All graphs of
+a device share the thread, the stream and the queue: a replay waits only for jobs that were queued
+before or with it, and a job waits only for replays that were launched before, so neither can wait
+for ever.
+
+The stream has no task queue of torch_npu behind it. An operator that the driver refuses there
+raises at its call; in the task queue it would end the queue's thread, after which torch_npu drops
+every later launch of the process without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from devgraph.api.errors import UpdateError
+
+__all__ = ["Job", "UpdateChannel"]
+
+logger = logging.getLogger(__name__)
+
+_IDLE_SECONDS = 1.0
+"""How often the thread looks for replays that wait too long, while there are any."""
+
+
+class Job:
+    """One piece of host work for the update stream.
+
+    Args:
+        work: what to do, called on the thread with the update stream current. It must not hold a
+            graph: the last reference to one must not be dropped on the thread.
+    """
+
+    __slots__ = ("_finished", "error", "work")
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work: Callable[[], None] | None = work
+        self.error: BaseException | None = None
+        self._finished = threading.Event()
+
+    def run(self) -> None:
+        """Do the work and remember its exception."""
+        work, self.work = self.work, None
+        assert work is not None
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            del work
+            self._finished.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the work was issued; False after ``seconds``."""
+        return self._finished.wait(seconds)
+
+    @property
+    def finished(self) -> bool:
+        return self._finished.is_set()
+
+
+class UpdateChannel:
+    """The update thread and stream of one device.
+
+    Args:
+        namespace: ``torch.npu``.
+        index: the device.
+        timeout: seconds after which a job, or a replay whose events were recorded, is stuck.
+    """
+
+    def __init__(self, namespace: Any, index: int, timeout: float) -> None:
+        self._namespace = namespace
+        self._index = index
+        self.timeout = timeout
+        self.order = threading.RLock()
+        """Held while a replay is launched and its job queued, which is one step."""
+        self.stream: Any = None
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._unburied: list[Any] = []
+
+    def start(self) -> None:
+        """Start the thread and make the stream, once."""
+        if self._thread is not None:
+            return
+        self.stream = self._namespace.SyncLaunchStream(self._index)
+        self._thread = threading.Thread(
+            target=self._run, name=f"devgraph update npu:{self._index}", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> Job:
+        """Queue ``work`` behind what is queued already.
+
+        Raises:
+            UpdateError: the thread has ended.
+        """
+        self.require_alive()
+        job = Job(work)
+        self._queue.put(job)
+        return job
+
+    def require_alive(self) -> None:
+        """Raise UpdateError if the thread has ended: a replay would wait for ever."""
+        if self._thread is None or not self._thread.is_alive():
+            raise UpdateError(
+                f"the update thread of npu:{self._index} has ended, and a graph with updatable "
+                f"regions would wait for it for ever. Start a new process, or capture with "
+                f"policy='breakable'."
+            )
+        if self._unburied and not self.on_thread():
+            for graph in self._unburied[:]:
+                self._unburied.remove(graph)
+                graph.close()
+
+    def finish(self, job: Job, what: str) -> None:
+        """Wait until ``job`` was issued and raise what it raised.
+
+        Raises:
+            UpdateError: it was not issued in time.
+        """
+        if self.on_thread():
+            return
+        deadline = time.monotonic() + self.timeout
+        while not job.wait(min(0.2, self.timeout)):
+            self.require_alive()
+            if time.monotonic() > deadline:
+                raise UpdateError(
+                    f"{what} was not issued within {self.timeout:g} s: the host code of a region "
+                    f"does not return, or the driver's queue is full."
+                )
+        if job.error is not None:
+            error, job.error = job.error, None
+            raise error
+
+    def on_thread(self) -> bool:
+        """Whether the caller is the update thread."""
+        return threading.current_thread() is self._thread
+
+    def watch(self, regions: Any) -> None:
+        """Look from time to time whether the last replay of ``regions`` ends."""
+        self._watched.add(regions)
+
+    def bury_later(self, graph: Any) -> None:
+        """Close ``graph`` on another thread: closing takes locks that the thread must not take."""
+        self._unburied.append(graph)
+
+    def stop(self) -> None:
+        """End the thread after what is queued; for tests and the end of the process."""
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(self.timeout)
+
+    # The thread.
+
+    def _run(self) -> None:
+        self._namespace.set_device(self._index)
+        while True:
+            job = self._next()
+            if job is None:
+                return
+            with self._namespace.stream(self.stream):
+                job.run()
+
+    def _next(self) -> Job | None:
+        while True:
+            try:
+                return self._queue.get(timeout=_IDLE_SECONDS if self._watched else None)
+            except queue.Empty:
+                for regions in list(self._watched):
+                    if regions.settled():
+                        self._watched.discard(regions)

@@ -1,0 +1,7 @@
+"""The ROCm room: torch.cuda of a ROCm build and libamdhip64 behind the DeviceGraph contract."""
+
+from __future__ import annotations
+
+from devgraph.rocm.backend import RocmBackend, make_backend
+
+__all__ = ["RocmBackend", "make_backend"]

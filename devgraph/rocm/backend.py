@@ -1,0 +1,213 @@
+"""The ROCm backend: identity, capabilities, and what HIP does otherwise than it says."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from devgraph.api.capabilities import Capabilities
+from devgraph.api.errors import BackendUnavailableError
+from devgraph.api.nodebackend import NodeBackend
+from devgraph.api.pool import Pool
+from devgraph.api.torchlike import TorchPool
+from devgraph.rocm.graph import RocmGraph
+from devgraph.rocm.guard import HostReadGuard
+from devgraph.rocm.library import Library
+from devgraph.rocm.probe import Findings, probe
+from devgraph.rocm.runtime import Runtime
+
+__all__ = ["RocmBackend", "RocmPool", "make_backend"]
+
+logger = logging.getLogger(__name__)
+
+# hipError_t after which every later call of the process fails: uncorrectable memory error, illegal
+# address, launch time-out, assertion, launch failure, unknown (hip/hip_runtime_api.h).
+_STICKY_ERRORS = frozenset({214, 700, 702, 710, 719, 999})
+
+_INSTALL = (
+    "Install a ROCm build of torch: choose ROCm on https://pytorch.org/get-started/locally, whose "
+    "pip command names PyTorch's own index. Its Triton comes from that index as well; the package "
+    "pytorch-triton-rocm on PyPI is an old placeholder."
+)
+
+_MOST_STREAMS = 64
+"""torch hands out 32 streams in turn: this many requests see each of them."""
+
+
+class RocmPool(TorchPool):
+    """Graph memory whose stream is never one that a failed capture left capturing."""
+
+    _torch: RocmBackend
+
+    @property
+    def stream(self) -> Any:
+        while self._capture_stream is None:
+            self._capture_stream = self._torch.fresh_stream()
+        return self._capture_stream
+
+    def renew(self, stuck: Any) -> None:
+        # Destroying a graph object of torch synchronises the device, which the stream that is
+        # stuck in capture mode refuses: the process would end. It lives as long as the process.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stuck))
+        super().renew(stuck)
+
+
+class RocmBackend(NodeBackend):
+    """AMD GPUs through the ROCm build of torch, which calls its namespace torch.cuda as well."""
+
+    name = "rocm"
+    device_type = "cuda"
+    graph_class_name = "CUDAGraph"
+    graph_type = RocmGraph
+    pool_type = RocmPool
+    runtime: Runtime
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attach(Library.find())
+
+    def attach(self, library: Library) -> None:
+        """Take HIP's graph calls from ``library``."""
+        self.library = library
+        self.use_runtime(Runtime(library))
+        self.retired: set[int] = set()
+        """Streams that a failed capture left capturing; they are never used again."""
+        self.findings: Findings | None = None
+        """What this runtime was found to do, once a graph with regions has been begun."""
+        self._prepared: set[tuple[int, int]] = set()
+        self._guard: HostReadGuard | None = None
+        self.capabilities = Capabilities(
+            region_update=True,
+            shared_pool=True,
+            rng=True,
+            refuses_host_reads=True,
+            streams=True,
+            capture_error_modes=("thread_local", "global", "relaxed"),
+            concurrent_threads=library.version.reports_unsafe_calls,
+            collectives=True,
+            node_counts=True,
+        )
+
+    def check_available(self) -> None:
+        if not torch.version.hip:
+            raise BackendUnavailableError(
+                f"torch {torch.__version__} is built without ROCm. {_INSTALL}"
+            )
+        if not torch.cuda.is_available():
+            raise BackendUnavailableError(f"{self._why_no_device()} {_INSTALL}")
+        super().check_available()
+
+    @staticmethod
+    def _why_no_device() -> str:
+        build = f"torch {torch.__version__} (HIP {torch.version.hip}) sees no AMD GPU"
+        if not os.path.exists("/dev/kfd"):
+            return f"{build}: /dev/kfd does not exist. Load the amdgpu driver, or pass the device."
+        if not os.access("/dev/kfd", os.R_OK | os.W_OK):
+            return f"{build}: /dev/kfd is not accessible. Add the user to the group render."
+        return (
+            f"{build}. See whether rocminfo lists one, and whether HIP_VISIBLE_DEVICES or "
+            f"ROCR_VISIBLE_DEVICES hides it."
+        )
+
+    @property
+    def version(self) -> str:
+        return f"HIP {self.library.version}, torch {torch.__version__}"
+
+    def lost_reason(self, error: BaseException) -> str | None:
+        lost = getattr(error, "error_code", None) in _STICKY_ERRORS
+        return str(error).partition("\n")[0] if lost else None
+
+    # Streams.
+
+    def _make_current_stream_id(self) -> Callable[[], int]:
+        return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
+
+    def fresh_stream(self) -> Any:
+        """Return a stream that is not retired."""
+        for _ in range(_MOST_STREAMS):
+            stream = self.namespace.Stream(self._device)
+            if stream.cuda_stream not in self.retired:
+                return stream
+        raise BackendUnavailableError(
+            "every stream that torch hands out was left capturing by a failed capture; start a "
+            "new process, and make regions join the streams that they fork."
+        )
+
+    def retire_if_capturing(self, pool: TorchPool) -> None:
+        before = pool._capture_stream
+        super().retire_if_capturing(pool)
+        if before is not None and pool._capture_stream is None:
+            self.retired.add(before.cuda_stream)
+
+    def reopen_capture(self) -> None:
+        stream = self.current_stream_id()
+        if self.runtime.capture_of(stream) is not None:
+            # Beginning or ending again is what crashes the process on HIP 7.2.
+            raise RuntimeError(f"stream {stream:#x} is still capturing after its end failed")
+        super().reopen_capture()
+
+    @contextlib.contextmanager
+    def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        with super().side_stream(pool, stream):
+            if self.library.version.reports_unsafe_calls:
+                yield
+                return
+            with HostReadGuard(self.is_device_memory) as guard:
+                self._guard = guard
+                try:
+                    yield
+                finally:
+                    self._guard = None
+
+    def join(self, current: Any, side: Any) -> None:
+        # Waiting for a stream that is still capturing would pull this one into that capture.
+        if side.cuda_stream not in self.retired:
+            super().join(current, side)
+
+    def is_device_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is in the device's memory."""
+        return tensor.device.type == self.device_type
+
+    def guard_reads(self, on: bool) -> None:
+        """Switch the refusal of host reads; it does nothing where the runtime refuses them."""
+        if self._guard is not None:
+            self._guard.on = on
+
+    def prepare_stream(self) -> None:
+        # hipBLAS and hipBLASLt make a handle for each thread and stream at first use, which a
+        # capture does not allow: the first product with a bias goes through both.
+        here = (threading.get_ident(), self.current_stream_id())
+        if here in self._prepared:
+            return
+        torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+        square = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
+        torch.addmm(square[0], square, square)
+        self._prepared.add(here)
+
+    # What this runtime does.
+
+    def find_out(self) -> Findings:
+        """Probe the runtime, once, by capturing and updating two small graphs."""
+        if self.findings is None:
+            self.findings = probe(self)
+            self.runtime.reports_copies = self.findings.reports_copies
+            logger.info("rocm: %s", self.findings)
+        return self.findings
+
+    def distrust_updates(self) -> None:
+        """From now on write no parameters into executables that exist."""
+        self.findings = attrs.evolve(self.find_out(), updates=False)
+
+
+def make_backend() -> RocmBackend:
+    """Return the ROCm backend or raise BackendUnavailableError with the way to fix it."""
+    return RocmBackend()

@@ -1,0 +1,153 @@
+"""RocmGraph: updates that are counted, verified, and avoided where the runtime cannot do them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from devgraph.api.errors import UpdateError, UpdateTopologyError
+from devgraph.api.graph import GraphState
+from devgraph.api.marks import Mark
+from devgraph.api.nodegraph import NodeGraph
+from devgraph.api.recording import NodeRecording
+from devgraph.api.torchlike import TorchPool
+
+if TYPE_CHECKING:
+    from devgraph.rocm.backend import RocmBackend
+
+__all__ = ["LEAKED_BYTES_PER_NODE", "LEAK_BUDGET_BYTES", "RocmGraph"]
+
+logger = logging.getLogger(__name__)
+
+LEAKED_BYTES_PER_NODE = 5800
+"""Device memory that a runtime keeps for every node it writes, until the executable goes: 2000
+updates of 32 nodes took 354 MiB on an MI300X (ROCm/rocm-systems pull request 11434)."""
+
+LEAK_BUDGET_BYTES = 32 * 2**20
+"""What updates of one executable may leak before it is made anew: at 180 region nodes this is
+every 32nd update, which spreads the 2-3 ms of making one to less than 0.1 ms."""
+
+
+class RocmGraph(NodeGraph):
+    """A graph of the ROCm build of torch.
+
+    Behind the regions it records one more node, which writes the recording's number into a word of
+    device memory. After the first launch of a recording that was written or built, the word tells
+    whether the runtime used the new parameters; a stale one means that the launch was wrong.
+    """
+
+    _torch: RocmBackend
+    backend: RocmBackend
+
+    def __init__(self, backend: RocmBackend, pool: TorchPool) -> None:
+        super().__init__(backend, pool)
+        self._word: torch.Tensor | None = None
+        self._written = 0
+        self._verified: set[tuple[int, int]] = set()
+        self._unverified: tuple[NodeRecording, tuple[int, int], Callable[[], None]] | None = None
+
+    @property
+    def leaked_bytes(self) -> int:
+        """What updates of torch's executable may have leaked since it was made."""
+        return self._written * LEAKED_BYTES_PER_NODE
+
+    # Capture.
+
+    def _make_native(self) -> Any:
+        if self._updatable:
+            self._torch.find_out()
+            if self._word is None:
+                self._word = torch.zeros(1, dtype=torch.int64, device=self._torch.device)
+        return super()._make_native()
+
+    def _begin(self, mode: str) -> None:
+        super()._begin(mode)
+        self._torch.guard_reads(True)
+
+    def _end(self) -> None:
+        self._torch.guard_reads(False)
+        super()._end()
+
+    def _abort(self) -> None:
+        self._torch.guard_reads(False)
+        super()._abort()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._written = 0
+        self._verified.clear()
+        self._unverified = None
+
+    def _close_regions(self, number: int) -> None:
+        assert self._word is not None
+        self._word.fill_(number)
+
+    # Updates.
+
+    def _record(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
+        if self._stream.cuda_stream in self._torch.retired:
+            self._stream = self.pool.stream
+        recording = super()._record(host)
+        if not self._torch.find_out().updates and self._random is not False:
+            raise UpdateTopologyError(
+                f"this HIP runtime ({self._torch.library.version}) does not use parameters that "
+                f"are written into an executable, and only torch's own executable may run a graph "
+                f"that draws random numbers or has not been replayed yet. Replay it once before "
+                f"the first update, draw random numbers outside, or use policy='breakable'."
+            )
+        return recording
+
+    def _deserves_executable(self, recording: NodeRecording) -> bool:
+        if not self._torch.find_out().updates:
+            return self._random is False
+        return super()._deserves_executable(recording)
+
+    def _write(self, recording: NodeRecording) -> None:
+        more = recording.node_count * LEAKED_BYTES_PER_NODE
+        if self._written and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
+            self._renew_executable()
+        super()._write(recording)
+        self._written += recording.node_count
+
+    def _renew_executable(self) -> None:
+        """Make torch's executable anew, which frees what its updates leaked."""
+        logger.debug("rocm: %d bytes leaked, making the executable anew", self.leaked_bytes)
+        self._native.instantiate()
+        self._written = 0
+        if self._own_launch is not None:
+            self._use_own_executable()
+
+    def _apply(self, recording: NodeRecording) -> None:  # type: ignore[override]
+        super()._apply(recording)
+        state = (recording.number, recording.executable)
+        if state not in self._verified:
+            self._unverified = (recording, state, self._launch)
+            self._launch = self._launch_and_verify  # type: ignore[method-assign]
+
+    def _launch_and_verify(self) -> None:
+        assert self._unverified is not None
+        assert self._word is not None
+        recording, state, launch = self._unverified
+        launch()
+        found = int(self._word.item())
+        if found != recording.number:
+            self._refuse_stale(recording, found)
+        self._verified.add(state)
+        self._unverified = None
+        if self._launch == self._launch_and_verify:  # the first launch of a graph picks another
+            self._launch = launch  # type: ignore[method-assign]
+        self.choose_launch()
+
+    def _refuse_stale(self, recording: NodeRecording, found: int) -> None:
+        self._state = GraphState.DIRTY
+        self._torch.distrust_updates()
+        raise UpdateError(
+            f"the HIP runtime ({self._torch.library.version}) reported a successful update and "
+            f"launched the graph with the parameters of an earlier one (recording {found} instead "
+            f"of {recording.number}). What this replay wrote is wrong, and the graph is dirty: "
+            f"reset() and capture again. From now on this process gives every key an executable "
+            f"of its own instead of updating one."
+        )

@@ -1,0 +1,265 @@
+"""What regions and breaks return, see and raise: fixed addresses, live inputs, original errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit, same
+
+POLICIES = ("full", "breakable")
+
+RESULTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tensor": lambda x: x * 2,
+    "tuple": lambda x: (x * 2, x + 1),
+    "dict": lambda x: {"a": x * 2, "b": [x + 1, None]},
+    "none": lambda x: None,
+    "empty tuple": lambda x: (),
+    "argument": lambda x: x,
+    "view of the argument": lambda x: x[2:],
+    "transposed": lambda x: (x.view(2, 4) * 2).t(),
+    "number": lambda x: (x * 2, 7),
+    "integer tensor": lambda x: (x > 0).to(torch.int64),
+}
+
+
+def _use(result: Any, x: torch.Tensor) -> torch.Tensor:
+    """Work after a break that reads every tensor the break returned."""
+    total = x.clone()
+    leaves = torch.utils._pytree.tree_leaves(result)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            total = total + leaf.to(total.dtype).sum()
+    return total
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", RESULTS)
+def test_result_of_a_region_reaches_the_work_after_it(
+    kit: Kit, request: pytest.FixtureRequest, policy: str, name: str
+) -> None:
+    if (policy, name) == ("breakable", "empty tuple"):
+        request.applymarker(
+            pytest.mark.xfail(strict=True, reason="a region's empty tuple is taken for None")
+        )
+    body = dg.region()(RESULTS[name])
+
+    def step(x: torch.Tensor) -> Any:
+        h = x + 1
+        result = body(h)
+        return _use(result, h), result
+
+    x = kit.tensor(8)
+    captured = kit.capture(step, x, policy=policy)
+    for seed in (40, 41):
+        kit.check(captured, step, x, seed=seed)
+
+
+CHANGED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "shape": lambda x: (x * 2)[:1],
+    "dtype": lambda x: (x * 2).to(torch.float16),
+    "stride": lambda x: (x * 2).t(),
+    "structure": lambda x: (x * 2, x),
+    "none": lambda x: None,
+    "number": lambda x: 3.0,
+}
+
+
+@pytest.mark.parametrize("mark", [dg.region(), dg.no_graph], ids=["region", "no_graph"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_result_of_another_layout_at_replay_is_refused(
+    kit: Kit, name: str, mark: Callable[..., Any]
+) -> None:
+    """FAULTS 24."""
+    wrong: list[int] = []
+
+    @mark
+    def body(x: torch.Tensor) -> Any:
+        return CHANGED[name](x) if wrong else x * 2
+
+    def step(x: torch.Tensor) -> Any:
+        return body(x + 1) + 1
+
+    x = kit.tensor(4, 4)
+    captured = kit.capture(step, x, policy="breakable")
+    wrong.append(1)
+    with pytest.raises(dg.RegionError, match="body"):
+        captured.replay()
+    wrong.clear()
+    kit.check(captured, step, x)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        None,
+        pytest.param(
+            7,
+            marks=pytest.mark.xfail(
+                strict=True, reason="a tensor where a number was raises TypeError, not RegionError"
+            ),
+        ),
+        pytest.param(
+            (),
+            marks=pytest.mark.xfail(strict=True, reason="a region's empty tuple is taken for None"),
+        ),
+    ],
+    ids=str,
+)
+def test_result_that_was_no_tensor_at_capture_must_stay_so(kit: Kit, first: Any) -> None:
+    """FAULTS 24."""
+    wrong: list[int] = []
+
+    @dg.no_graph
+    def body(x: torch.Tensor) -> Any:
+        return x * 2 if wrong else first
+
+    def step(x: torch.Tensor) -> Any:
+        h = x + 1
+        body(h)
+        return h * 2
+
+    x = kit.tensor(4)
+    captured = kit.capture(step, x, policy="breakable")
+    wrong.append(1)
+    with pytest.raises(dg.RegionError, match="body"):
+        captured.replay()
+    wrong.clear()
+    kit.check(captured, step, x)
+
+
+def test_view_of_another_argument_at_replay_is_refused(kit: Kit) -> None:
+    """FAULTS 24."""
+    wrong: list[int] = []
+
+    @dg.region()
+    def body(x: torch.Tensor) -> Any:
+        return x[1:3] if wrong else x[0:2]
+
+    def step(x: torch.Tensor) -> Any:
+        return body(x + 1) * 2
+
+    x = kit.tensor(4)
+    captured = kit.capture(step, x, policy="breakable")
+    wrong.append(1)
+    with pytest.raises(dg.RegionError, match="body"):
+        captured.replay()
+    wrong.clear()
+    kit.check(captured, step, x)
+
+
+def test_exception_in_a_break_stops_the_replay_and_the_next_one_is_right(kit: Kit) -> None:
+    """FAULTS 25."""
+    failing: list[Exception] = []
+    reached = torch.zeros(4, device=kit.device)
+
+    @dg.no_graph
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if failing:
+            raise failing[0]
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h = body(x + 1)
+        reached.add_(1)
+        return h + 3
+
+    x = kit.tensor(4)
+    captured = kit.capture(step, x, policy="breakable")
+    reached.zero_()
+    failing.append(ValueError("from the break"))
+    with pytest.raises(ValueError, match="from the break") as caught:
+        captured.replay()
+    assert caught.value is failing[0]
+    kit.backend.synchronize()
+    same(reached, torch.zeros(4), "a segment behind the break that raised")
+    graphs = [s for s in captured.segments if isinstance(s, dg.DeviceGraph)]
+    assert {str(graph.state) for graph in graphs} == {"ready"}
+    failing.clear()
+    kit.refill(x, 9)
+    out = captured.replay()
+    kit.backend.synchronize()
+    same(out, (x + 1) * 2 + 3)
+
+
+def test_break_sees_inputs_written_by_the_segment_before_it(kit: Kit) -> None:
+    seen = []
+
+    @dg.no_graph
+    def body(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.detach().cpu().clone())
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return body(x + 1) * 3
+
+    x = kit.tensor(4)
+    captured = kit.capture(step, x, policy="breakable", warmup=0)
+    same(seen[-1], (x + 1).cpu(), "what the break saw at capture")
+    kit.refill(x, 9)
+    captured.replay()
+    kit.backend.synchronize()
+    same(seen[-1], (x + 1).cpu(), "what the break saw at replay")
+
+
+def test_capture_stub_runs_instead_of_the_body_while_capturing(kit: Kit) -> None:
+    calls: list[str] = []
+
+    def stub(x: torch.Tensor) -> torch.Tensor:
+        calls.append("stub")
+        return torch.zeros_like(x)
+
+    @dg.no_graph(capture_stub=stub)
+    def body(x: torch.Tensor) -> torch.Tensor:
+        calls.append("body")
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = body(x + 1)
+        return h * 3
+
+    x = kit.tensor(4)
+    captured = kit.capture(step, x, policy="breakable", warmup=1)
+    assert calls == ["body", "stub"]
+    kit.check(captured, step, x)
+
+
+def test_break_runs_in_the_gradient_mode_of_capture(kit: Kit) -> None:
+    seen = []
+
+    @dg.no_graph
+    def body(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = body(x + 1)
+        return h * 3
+
+    x = kit.tensor(4)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            captured = kit.capture(step, x, policy="breakable")
+            expected = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        seen.clear()
+        captured.replay()
+        assert seen == [expected]
+        assert torch.is_grad_enabled()
+
+
+def test_python_values_given_to_a_break_are_kept(kit: Kit) -> None:
+    @dg.region()
+    def body(x: torch.Tensor, scale: float, *rest: int, names: tuple[str, ...] = ()) -> Any:
+        return x * scale + sum(rest) + len(names)
+
+    def step(x: torch.Tensor) -> Any:
+        return body(x + 1, 2.5, 1, 2, names=("a", "b")) * 2
+
+    x = kit.tensor(4)
+    for policy in POLICIES:
+        captured = kit.capture(step, x, policy=policy)
+        kit.check(captured, step, x)

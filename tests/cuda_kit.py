@@ -1,0 +1,76 @@
+"""What the CUDA tests build with; importing it skips the module where there is no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.api.policy.budget import UpdateBudget
+
+__all__ = ["KEEP_ALL", "backend", "check", "graph_of", "randn", "record", "replayed"]
+
+if not torch.cuda.is_available() or torch.version.hip:
+    pytest.skip("needs an NVIDIA device", allow_module_level=True)
+pytest.importorskip("cuda.bindings", reason="region update needs cuda-python")
+
+KEEP_ALL = UpdateBudget(misses=10**6)
+"""Every new key is recorded at once."""
+
+
+@pytest.fixture(name="be")
+def backend() -> Iterator[Any]:
+    """The CUDA backend; a test may leave neither a capture nor a device error behind."""
+    found = dg.get_backend("cuda")
+    yield found
+    assert not dg.is_capturing()
+    found.synchronize()
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return noise on the device."""
+    return torch.randn(*shape, device="cuda", dtype=dtype)
+
+
+def check(cap: dg.Captured, fn: Callable[..., Any], *args: Any, **host: Any) -> None:
+    """Fail unless a replay with fresh first argument equals ``fn`` run eagerly, bit for bit.
+
+    ``fn`` may write the other arguments, to the same values every time.
+    """
+    args[0].copy_(torch.randn(args[0].shape))
+    want = [t.clone() for t in torch.utils._pytree.tree_leaves(fn(*args, **host))]
+    for held in torch.utils._pytree.tree_leaves(cap.outputs):
+        if held.data_ptr() != args[0].data_ptr():
+            held.fill_(float("nan"))
+    got = torch.utils._pytree.tree_leaves(cap.replay(**host))
+    torch.cuda.synchronize()
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs), f"differs from eager with {host}"
+
+
+def record(
+    be: Any, body: Callable[[], Any], pool: Any = None, **host: Any
+) -> tuple[dg.DeviceGraph, Any]:
+    """Capture ``body`` with the raw calls, after running it once."""
+    body()
+    be.synchronize()
+    graph = be.make_graph(pool)
+    with be.capture_context(graph, host_args=host):
+        out = body()
+    return graph, out
+
+
+def replayed(graph: dg.DeviceGraph, out: torch.Tensor) -> torch.Tensor:
+    """Replay and return a copy of what it wrote to ``out``."""
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    return out.clone()
+
+
+def graph_of(cap: dg.Captured) -> Any:
+    """Return the first graph of a capture."""
+    return next(s for s in cap.segments if isinstance(s, dg.DeviceGraph))

@@ -1,0 +1,65 @@
+"""Backends "rocm" over the two stand-ins: the product's own class with another library under it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from devgraph.api.backend import Backend
+from devgraph.api.torchlike import TorchBackend
+from devgraph.rocm.backend import RocmBackend
+from devgraph.rocm.library import Library
+from tests.sim.hip.build import build
+from tests.sim.hip.device import Device
+from tests.sim.hip.fake import Fake
+
+__all__ = ["FakeBackend", "ShimBackend"]
+
+
+class FakeBackend(RocmBackend):
+    """The ROCm backend on the fake library; use it inside a ``Recorder``.
+
+    Memory belongs to torch's CPU allocator, so that pools share none, and host reads pass
+    unnoticed unless the guard refuses them.
+    """
+
+    def __init__(self, fake: Fake) -> None:
+        Backend.__init__(self)
+        self.fake = fake
+        self.namespace: Any = Device(fake)
+        self._device = torch.device("cpu")
+        self.current_stream_id = self._make_current_stream_id()
+        self.attach(Library(fake.path))
+
+    def check_available(self) -> None:
+        pass
+
+    def _make_current_stream_id(self) -> Callable[[], int]:
+        namespace = self.namespace
+        return lambda: int(namespace.current.cuda_stream)
+
+    def elsewhere(self) -> bool:
+        return False
+
+    def prepare_stream(self) -> None:
+        pass
+
+    def is_device_memory(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+class ShimBackend(RocmBackend):
+    """The ROCm backend on an NVIDIA GPU: torch's CUDA build, and the shim as libamdhip64."""
+
+    def __init__(self) -> None:
+        self.shim = ctypes.CDLL(str(build("shim")))  # mapped, where the product looks for it
+        super().__init__()
+
+    def check_available(self) -> None:
+        TorchBackend.check_available(self)

@@ -1,0 +1,308 @@
+"""A torch namespace over the fake: streams, graphs, and torch operations recorded as nodes.
+
+Tensors are CPU tensors. Outside a capture operations run as always. While the current stream
+captures, a dispatch mode turns each operation into a node of the fake: contiguous copies and
+``zero_`` become copy and fill nodes, everything else a kernel whose one argument is the number of
+a remembered call. Nothing is computed then; results hold NaN until a launch runs the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Callable, Iterator
+from ctypes import c_int64
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from tests.sim.hip.fake import Fake
+
+__all__ = ["Device", "Recorder"]
+
+_READS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
+
+
+class _Stream:
+    """A stream of the fake; 0 is the default stream."""
+
+    def __init__(self, device: Device, handle: int) -> None:
+        self._device = device
+        self.cuda_stream = self.stream_id = handle
+
+    def wait_stream(self, other: _Stream) -> None:
+        self._device.fake.wait(self.cuda_stream, other.cuda_stream)
+
+    def synchronize(self) -> None:
+        self._device.fake.unsafe(self.cuda_stream)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and self.cuda_stream == other.cuda_stream
+
+    def __hash__(self) -> int:
+        return hash(self.cuda_stream)
+
+
+class _MemPool:
+    _ids = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.id = (0, next(self._ids))
+
+    def use_count(self) -> int:
+        return 1
+
+    def snapshot(self) -> list[dict[str, int]]:
+        return []
+
+
+class _Generator:
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def get_offset(self) -> int:
+        return self.offset
+
+
+class _Graph:
+    """What torch.cuda.CUDAGraph does, in the order in which it does it."""
+
+    def __init__(self, device: Device, keep_graph: bool = False) -> None:
+        self._device, self._keep = device, keep_graph
+        self._graph = self._executable = 0
+        self.random = False
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        device = self._device
+        device.check(device.runtime.hipStreamBeginCapture(device.current.cuda_stream, 1))
+        device.capturing[device.current.cuda_stream] = self
+
+    def capture_end(self) -> None:
+        device, graph = self._device, ctypes.c_void_p()
+        stream = device.current.cuda_stream
+        device.check(device.runtime.hipStreamEndCapture(stream, ctypes.byref(graph)))
+        device.capturing.pop(stream, None)
+        self._graph = graph.value or 0
+        if not self._keep:
+            self.instantiate()
+
+    def instantiate(self) -> None:
+        device, made = self._device, ctypes.c_void_p()
+        if self._executable:
+            device.check(device.runtime.hipGraphExecDestroy(self._executable))
+            self._executable = 0
+        device.check(
+            device.runtime.hipGraphInstantiateWithFlags(
+                ctypes.byref(made), self._graph, ctypes.c_ulonglong(1)
+            )
+        )
+        self._executable = made.value or 0
+
+    def replay(self) -> None:
+        device = self._device
+        if self.random:
+            if device.is_current_stream_capturing():
+                raise RuntimeError("the generator is not registered with this capture")
+            device.default_generators[0].offset += 4
+        device.check(device.runtime.hipGraphLaunch(self._executable, device.current.cuda_stream))
+
+    def raw_cuda_graph(self) -> int:
+        return self._graph
+
+    def raw_cuda_graph_exec(self) -> int:
+        return self._executable
+
+    def reset(self) -> None:
+        device = self._device
+        if self._executable:
+            device.check(device.runtime.hipGraphExecDestroy(self._executable))
+        if self._graph:
+            device.check(device.runtime.hipGraphDestroy(self._graph))
+        self._graph = self._executable = 0
+
+
+class Device:
+    """Stands for the module ``torch.cuda`` of a ROCm build."""
+
+    def __init__(self, fake: Fake) -> None:
+        self.fake = fake
+        self.runtime: Any = ctypes.CDLL(fake.path)
+        for name in ("hipStreamBeginCapture", "hipGraphLaunch"):
+            getattr(self.runtime, name).argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        for name in ("hipStreamEndCapture",):
+            getattr(self.runtime, name).argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self.runtime.hipGraphInstantiateWithFlags.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_ulonglong,
+        )
+        for name in ("hipGraphExecDestroy", "hipGraphDestroy"):
+            getattr(self.runtime, name).argtypes = (ctypes.c_void_p,)
+        self._streams = [_Stream(self, fake.stream()) for _ in range(32)]
+        self._next = itertools.cycle(self._streams)
+        self._default = _Stream(self, 0)
+        self.current = self._default
+        self.capturing: dict[int, _Graph] = {}
+        self.default_generators = [_Generator()]
+        self.CUDAGraph = lambda keep_graph=False: _Graph(self, keep_graph)
+        self.MemPool = _MemPool
+
+    def check(self, error: int) -> None:
+        self.fake.check(error)
+
+    # torch.cuda's own names.
+
+    def Stream(self, device: object = None, priority: int = 0) -> _Stream:
+        return next(self._next)
+
+    def current_stream(self, device: object = None) -> _Stream:
+        return self.current
+
+    def default_stream(self, device: object = None) -> _Stream:
+        return self._default
+
+    @contextlib.contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def is_current_stream_capturing(self) -> bool:
+        status = ctypes.c_int()
+        self.runtime.hipStreamIsCapturing.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self.runtime.hipStreamIsCapturing(self.current.cuda_stream, ctypes.byref(status))
+        return status.value != 0
+
+    @contextlib.contextmanager
+    def use_mem_pool(self, pool: object, device: object = None) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        yield
+
+    def synchronize(self, device: object = None) -> None:
+        self.fake.unsafe(self.current.cuda_stream)
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, index: int) -> None:
+        assert index == 0
+
+    def mem_get_info(self, device: object = None) -> tuple[int, int]:
+        return 2**34, 2**35
+
+    def get_device_name(self, device: object = None) -> str:
+        return "fake HIP device"
+
+    def get_rng_state(self, device: object = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: object = None) -> None:
+        torch.set_rng_state(state)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations of a capturing stream; everything else runs as always."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+        self._calls: dict[int, Callable[[], None]] = {}
+        self._kernels: dict[Any, int] = {}
+        self._numbers = itertools.count(1)
+
+    def __torch_dispatch__(
+        self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if not self._device.is_current_stream_capturing() or self._is_metadata(func, name):
+            return func(*args, **kwargs)
+        stream = self._device.current.cuda_stream
+        if name in _READS:
+            self._device.fake.unsafe(stream)
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            graph = self._device.capturing.get(stream)
+            if graph is None:
+                raise RuntimeError("the generator is not registered with this capture")
+            graph.random = True
+        return self._record(stream, func, name, args, kwargs)
+
+    def _is_metadata(self, func: Any, name: str) -> bool:
+        return bool(func.is_view) or name.startswith(
+            ("empty", "new_empty", "detach", "_unsafe_view")
+        )
+
+    def _record(self, stream: int, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        fake = self._device.fake
+        if name == "copy_" and self._is_flat_copy(*args[:2]):
+            to, source = args[:2]
+            fake.copy(stream, to.data_ptr(), source.data_ptr(), to.numel() * to.element_size())
+            return to
+        if name == "zero_" and args[0].is_contiguous():
+            fake.fill(stream, args[0].data_ptr(), 0, args[0].numel() * args[0].element_size())
+            return args[0]
+        results, outputs = self._results(func, args, kwargs)
+
+        def call() -> None:
+            got = pytree.tree_leaves(func(*args, **kwargs))
+            for output, value in zip(outputs, got, strict=True):
+                if output is not None:
+                    output.copy_(value)
+
+        number = next(self._numbers)
+        self._calls[number] = call
+        fake.launch(stream, self._kernel(func), c_int64(number))
+        return results
+
+    @staticmethod
+    def _is_flat_copy(to: torch.Tensor, source: torch.Tensor) -> bool:
+        same = to.dtype == source.dtype and to.shape == source.shape
+        return same and to.is_contiguous() and source.is_contiguous()
+
+    def _kernel(self, func: Any) -> int:
+        if func not in self._kernels:
+            self._kernels[func] = self._device.fake.kernel(self._run, [c_int64])
+        return self._kernels[func]
+
+    def _run(self, number: int) -> None:
+        with _disable_current_modes(), torch.no_grad():
+            self._calls[number]()
+
+    def _results(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+        """Return what the caller gets, and for each leaf the buffer that a launch fills."""
+        cloned: dict[int, torch.Tensor] = {}
+
+        def clone(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            copy = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).copy_(leaf)
+            cloned[id(copy)] = leaf
+            return copy
+
+        state = torch.get_rng_state()
+        found = func(*pytree.tree_map(clone, args), **pytree.tree_map(clone, kwargs))
+        torch.set_rng_state(state)
+        leaves, spec = pytree.tree_flatten(found)
+        results, outputs = [], []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) in cloned:
+                results.append(cloned[id(leaf)])  # written in place
+                outputs.append(None)
+            else:
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                    leaf.fill_(float("nan"))
+                results.append(leaf)
+                outputs.append(leaf if isinstance(leaf, torch.Tensor) else None)
+        return pytree.tree_unflatten(results, spec), outputs
