@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,6 +25,16 @@ def describe(tensor: torch.Tensor) -> str:
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+
+class _Passed(NamedTuple):
+    """A view of an argument that a region handed back."""
+
+    address: int
+    layout: tuple[object, ...]
+
+    def __str__(self) -> str:
+        return f"a view of an argument at address {self.address:#x}"
 
 
 class RegionHit:
@@ -117,7 +127,7 @@ class RegionHit:
     def _remembered(leaf: Any) -> Any:
         # The layout only: holding a passed-through pool tensor would keep its block from reuse.
         if isinstance(leaf, torch.Tensor):
-            return (leaf.data_ptr(), _layout(leaf))
+            return _Passed(leaf.data_ptr(), _layout(leaf))
         return leaf
 
     def alias_bridges(self) -> None:
@@ -137,8 +147,6 @@ class RegionHit:
                 self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
 
     def _deliver_all(self, result: Any) -> None:
-        if result is None and not self._leaves:
-            return
         leaves, spec = pytree.tree_flatten(result)
         if spec != self._spec:
             raise RegionError(
@@ -153,9 +161,9 @@ class RegionHit:
             if not isinstance(leaf, torch.Tensor) or _layout(leaf) != _layout(bridge):
                 self._refuse(leaf, describe(bridge))
             bridge.copy_(leaf)
-        elif isinstance(leaf, torch.Tensor):
-            if known != (leaf.data_ptr(), _layout(leaf)):
-                self._refuse(leaf, f"a view of an argument at address {known[0]:#x}")
+        elif isinstance(known, _Passed) or isinstance(leaf, torch.Tensor):
+            if known != self._remembered(leaf):
+                self._refuse(leaf, str(known))
         elif known is not leaf and known != leaf:
             self._refuse(leaf, repr(known))
 
@@ -174,7 +182,7 @@ class RegionHit:
         """
         if Modes.current() != self.modes:
             return lambda: self.run(host)
-        if (self._spec is not None and not self._leaves) or self._returned_none():
+        if self._returned_none():
             return self._runner_of_none(host)
         if len(self._bridges) == 1 and self._bridges[0] is not None and self._is_leaf():
             return self._runner_of_one(host, self._bridges[0])

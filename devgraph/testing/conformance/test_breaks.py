@@ -39,13 +39,7 @@ def _use(result: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", RESULTS)
-def test_result_of_a_region_reaches_the_work_after_it(
-    kit: Kit, request: pytest.FixtureRequest, policy: str, name: str
-) -> None:
-    if (policy, name) == ("breakable", "empty tuple"):
-        request.applymarker(
-            pytest.mark.xfail(strict=True, reason="a region's empty tuple is taken for None")
-        )
+def test_result_of_a_region_reaches_the_work_after_it(kit: Kit, policy: str, name: str) -> None:
     body = dg.region()(RESULTS[name])
 
     def step(x: torch.Tensor) -> Any:
@@ -93,23 +87,7 @@ def test_result_of_another_layout_at_replay_is_refused(
     kit.check(captured, step, x)
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        None,
-        pytest.param(
-            7,
-            marks=pytest.mark.xfail(
-                strict=True, reason="a tensor where a number was raises TypeError, not RegionError"
-            ),
-        ),
-        pytest.param(
-            (),
-            marks=pytest.mark.xfail(strict=True, reason="a region's empty tuple is taken for None"),
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("first", [None, 7, ()], ids=str)
 def test_result_that_was_no_tensor_at_capture_must_stay_so(kit: Kit, first: Any) -> None:
     """FAULTS 24."""
     wrong: list[int] = []
