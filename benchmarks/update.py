@@ -112,14 +112,16 @@ class MetaBreakable:
         return [s for s in self.graph._segments if isinstance(s, torch.cuda.CUDAGraph)]
 
 
-def captured(model: Model, policy: str, region: Callable[..., None], **options: Any) -> dg.Captured:
+def captured(
+    model: Model, policy: str, region: Callable[..., None], backend: str = "cuda", **options: Any
+) -> dg.Captured:
     """Capture a step under a policy of devgraph."""
 
     def step(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
         return model.step(x, region, kv_len=kv_len)
 
     return dg.capture(
-        step, model.x, policy=policy, backend="cuda", host_args={"kv_len": 512}, **options
+        step, model.x, policy=policy, backend=backend, host_args={"kv_len": 512}, **options
     )
 
 
@@ -160,14 +162,19 @@ def has_meta() -> bool:
     return True
 
 
-def compare(model: Model, work: Work, steps: int) -> dict[str, Any]:
+def compare(
+    model: Model,
+    work: Work,
+    steps: int,
+    make: Callable[[Model], list[Contender]] = contenders,
+) -> dict[str, Any]:
     """Time the contenders on the real attention and check every length."""
     lengths = work.lengths()
     # After one pass in rising order every row of the caches has its final content.
     for length in sorted(lengths):
         model.step(model.x, attend, kv_len=length)
     expected = {length: model.step(model.x, attend, kv_len=length).clone() for length in lengths}
-    all_made = contenders(model)
+    all_made = make(model)
     for made in all_made:
         for length in lengths:
             for _ in range(3):  # a length gets its own executable at its second use
@@ -252,9 +259,9 @@ def new_lengths(model: Model, work: Work, count: int) -> dict[str, Any]:
     }
 
 
-def first_use(model: Model, count: int) -> dict[str, float]:
+def first_use(model: Model, count: int, backend: str = "cuda") -> dict[str, float]:
     """Host time of a new length, of an update without an executable, and of making one."""
-    cap = captured(model, "full", attend_region, budget=UpdateBudget(misses=10**6))
+    cap = captured(model, "full", attend_region, backend, budget=UpdateBudget(misses=10**6))
     recordings = cap.pool.recordings
 
     def call(length: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["build", "cache_root", "unavailable_reason"]
+__all__ = ["PREBUILT", "build", "cache_root", "unavailable_reason"]
 
 SOURCES = Path(__file__).with_name("src")
 
@@ -19,6 +20,9 @@ _VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ancient": ("fakehip.cpp", ("-DFAKEHIP_ANCIENT",)),
     "shim": ("shim.cpp", ("-ldl",)),
 }
+
+PREBUILT = "DEVGRAPH_HIP_SHIM"
+"""Names a shim that was built elsewhere, for machines with a GPU and no compiler."""
 
 
 def cache_root() -> Path:
@@ -45,6 +49,8 @@ def build(variant: str = "fake") -> Path:
     Raises:
         RuntimeError: it cannot be built; the text is the reason or the compiler's message.
     """
+    if variant == "shim" and (prebuilt := os.environ.get(PREBUILT)):
+        return Path(prebuilt).resolve()
     if reason := unavailable_reason():
         raise RuntimeError(reason)
     source, options = _VARIANTS[variant]

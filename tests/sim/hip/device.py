@@ -220,6 +220,7 @@ class Recorder(TorchDispatchMode):
         self._calls: dict[int, Callable[[], None]] = {}
         self._kernels: dict[Any, int] = {}
         self._numbers = itertools.count(1)
+        self._held: list[torch.Tensor] = []  # what nodes address must not go back to the allocator
 
     def __torch_dispatch__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -248,9 +249,11 @@ class Recorder(TorchDispatchMode):
         fake = self._device.fake
         if name == "copy_" and self._is_flat_copy(*args[:2]):
             to, source = args[:2]
+            self._held += [to, source]
             fake.copy(stream, to.data_ptr(), source.data_ptr(), to.numel() * to.element_size())
             return to
         if name == "zero_" and args[0].is_contiguous():
+            self._held.append(args[0])
             fake.fill(stream, args[0].data_ptr(), 0, args[0].numel() * args[0].element_size())
             return args[0]
         results, outputs = self._results(func, args, kwargs)

@@ -8,9 +8,11 @@
 
 #include <dlfcn.h>
 
-#include <cstdlib>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
+#include <set>
+#include <tuple>
 #include <vector>
 
 namespace cuda {
@@ -50,16 +52,17 @@ struct Edge { /* CUgraphEdgeData */
   unsigned char bytes[8];
 };
 
-enum { kHost = 1, kDevice = 2, kUnified = 4 };
+enum { kHost = 1, kDevice = 2, kUnified = 4 }; /* CUmemorytype */
+enum { kCooperative = 2, kCluster = 4, kPreferredCluster = 11 }; /* CUlaunchAttributeID */
+
+Result missing() { return 500; } /* CUDA_ERROR_NOT_FOUND */
 
 void* symbol(const char* name) {
   static void* library = dlopen("libcuda.so.1", RTLD_NOW);
   void* found = library ? dlsym(library, name) : nullptr;
-  if (!found) {
-    std::fprintf(stderr, "shim: the CUDA driver has no %s\n", name);
-    std::abort();
-  }
-  return found;
+  if (found) return found;
+  std::fprintf(stderr, "shim: the CUDA driver has no %s\n", name);
+  return reinterpret_cast<void*>(&missing);
 }
 
 /* Makes the primary context current on a thread that has none. */
@@ -166,24 +169,57 @@ HIP_EXPORT int hipGraphExecDestroy(P exec) { return CU(cuGraphExecDestroy, P)(ex
 
 /* Kernel nodes. */
 
+/* HIP has neither clusters nor kernels without a function, and what CUDA launches with another
+ * cluster size or cooperatively is another kernel to an executable. So a hipFunction_t stands here
+ * for a CUfunction together with those two. */
+struct Launch {
+  void* function;
+  unsigned cluster[3], preferred[3];
+  int cooperative;
+  auto all() const {
+    return std::make_tuple(function, cluster[0], cluster[1], cluster[2], preferred[0],
+                           preferred[1], preferred[2], cooperative);
+  }
+  bool operator<(const Launch& other) const { return all() < other.all(); }
+};
+
+static const Launch* known(const Launch& launch) {
+  static std::mutex lock;
+  static std::set<Launch> launches; /* its nodes never move */
+  std::lock_guard<std::mutex> guard(lock);
+  return &*launches.insert(launch).first;
+}
+
+static void read_attribute(P node, int which, void* out, size_t size) {
+  unsigned char value[64] = {}; /* CUlaunchAttributeValue */
+  if (CU(cuGraphKernelNodeGetAttribute, P, int, void*)(node, which, value)) return;
+  std::memcpy(out, value, size);
+}
+
 static cuda::KernelParams to_cuda(const hipKernelNodeParams* p) {
-  return {p->func,       p->gridDim.x,      p->gridDim.y,    p->gridDim.z, p->blockDim.x,
-          p->blockDim.y, p->blockDim.z,     p->sharedMemBytes, p->kernelParams, p->extra,
-          nullptr,       cuda::current()};
+  auto* launch = static_cast<const Launch*>(p->func);
+  return {launch->function, p->gridDim.x,  p->gridDim.y,      p->gridDim.z,    p->blockDim.x,
+          p->blockDim.y,    p->blockDim.z, p->sharedMemBytes, p->kernelParams, p->extra,
+          nullptr,          cuda::current()};
 }
 
 HIP_EXPORT int hipGraphKernelNodeGetParams(P node, hipKernelNodeParams* out) {
   cuda::KernelParams p = {};
   int error = CU(cuGraphKernelNodeGetParams_v2, P, cuda::KernelParams*)(node, &p);
   if (error) return error;
-  if (!p.func && p.kern) { /* HIP has no kernels without a function */
-    error = CU(cuKernelGetFunction, P*, P)(&p.func, p.kern);
+  Launch launch = {};
+  launch.function = p.func;
+  if (!p.func && p.kern) {
+    error = CU(cuKernelGetFunction, P*, P)(&launch.function, p.kern);
     if (error) return error;
   }
+  read_attribute(node, cuda::kCluster, launch.cluster, sizeof launch.cluster);
+  read_attribute(node, cuda::kPreferredCluster, launch.preferred, sizeof launch.preferred);
+  read_attribute(node, cuda::kCooperative, &launch.cooperative, sizeof launch.cooperative);
   std::memset(out, 0, sizeof *out);
   out->blockDim = {p.blockX, p.blockY, p.blockZ};
   out->extra = p.extra;
-  out->func = p.func;
+  out->func = const_cast<Launch*>(known(launch));
   out->gridDim = {p.gridX, p.gridY, p.gridZ};
   out->kernelParams = p.kernelParams;
   out->sharedMemBytes = p.sharedMemBytes;
@@ -232,8 +268,10 @@ HIP_EXPORT int hipGraphMemcpyNodeGetParams(P node, hipMemcpy3DParms* out) {
   return hipSuccess;
 }
 
-static cuda::CopySide side_of(void* address, int type) {
+static cuda::CopySide side_of(void* address, int type, size_t size) {
   cuda::CopySide side = {};
+  side.pitch = size;
+  side.height = 1;
   side.type = type;
   side.host = type == cuda::kHost ? address : nullptr;
   side.device = type == cuda::kHost ? 0 : reinterpret_cast<cuda::Pointer>(address);
@@ -246,8 +284,8 @@ static cuda::CopyParams flat_copy(void* to, const void* from, size_t size, int k
   };
   cuda::CopyParams p = {};
   p.src = side_of(const_cast<void*>(from),
-                  type(kind == hipMemcpyHostToHost || kind == hipMemcpyHostToDevice));
-  p.dst = side_of(to, type(kind == hipMemcpyHostToHost || kind == hipMemcpyDeviceToHost));
+                  type(kind == hipMemcpyHostToHost || kind == hipMemcpyHostToDevice), size);
+  p.dst = side_of(to, type(kind == hipMemcpyHostToHost || kind == hipMemcpyDeviceToHost), size);
   p.width = size;
   p.height = p.depth = 1;
   return p;
@@ -267,6 +305,11 @@ HIP_EXPORT int hipGraphExecMemcpyNodeSetParams1D(P exec, P node, P to, const voi
 }
 
 /* Fill nodes. */
+
+HIP_EXPORT int hipMemsetAsync(P to, int value, size_t size, P stream) {
+  return CU(cuMemsetD8Async, cuda::Pointer, unsigned char, size_t, P)(
+      reinterpret_cast<cuda::Pointer>(to), static_cast<unsigned char>(value), size, stream);
+}
 
 static cuda::MemsetParams to_cuda(const hipMemsetParams* p) {
   return {reinterpret_cast<cuda::Pointer>(p->dst), p->pitch, p->value, p->elementSize, p->width,

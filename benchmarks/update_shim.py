@@ -1,0 +1,115 @@
+"""The update benchmark through the ROCm backend on an NVIDIA GPU, beside the CUDA backend.
+
+    python benchmarks/update_shim.py [--steps 60] [--only d256 d1024] [--json FILE]
+
+The shim of ``tests/sim/hip`` stands for libamdhip64 and forwards to the CUDA driver, so that both
+backends capture, update and launch the same kernels, and what is compared is the host's work. Runs
+the model of ``update.py``: every length of both backends must equal eager bit for bit. Needs an
+NVIDIA GPU, cuda-python and a C++ compiler (or a shim named by ``DEVGRAPH_HIP_SHIM``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import update
+from update_model import Model, attend_region
+
+from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.registry import register
+
+BACKENDS = ("cuda", "rocm")
+GOAL = 1.25
+"""The most host time of a replay with an update through the shim, against the CUDA backend's."""
+
+
+def contenders(model: Model) -> list[update.Contender]:
+    """Capture the model under both policies on both backends."""
+    made = []
+    for policy, options in (("breakable", {}), ("full", {"budget": UpdateBudget(misses=10**6)})):
+        for backend in BACKENDS:
+            cap = update.captured(model, policy, attend_region, backend=backend, **options)
+            call = lambda n, cap=cap: cap.replay(kv_len=n)  # noqa: E731
+            made.append(update.Contender(f"{backend} {policy}", call, cap.close))
+    return made
+
+
+def measure(name: str, steps: int, keys: int) -> dict[str, Any]:
+    """Measure one size."""
+    work = update.WORKS[name]
+    model = Model(work, torch.device("cuda"))
+    real = update.compare(model, work, steps, contenders)
+    first = {backend: update.first_use(model, keys, backend) for backend in BACKENDS}
+    ratios = {
+        f"{what}, {policy}": real[f"rocm {policy}"][f"{what}_us"]
+        / real[f"cuda {policy}"][f"{what}_us"]
+        for what in ("host", "wall")
+        for policy in ("full", "breakable")
+    }
+    for what in ("new_ms", "update_us", "executable_ms"):
+        ratios[what] = first["rocm"][what] / first["cuda"][what]
+    return {"real": real, "first": first, "rocm / cuda": ratios}
+
+
+def report(name: str, result: dict[str, Any]) -> bool:
+    """Print one size; return whether every output was right and the goal was met."""
+    say = sys.stdout.write
+    say(f"\n{update.WORKS[name]}, {update.WORKS[name].layers} layers\n")
+    right = True
+    for contender, row in result["real"].items():
+        wrong = row["wrong_lengths"]
+        right = right and not wrong
+        verdict = f"wrong at {wrong}" if wrong else f"{row['lengths']} lengths equal eager"
+        say(
+            f"  {contender:15} host {row['host_us']:8.1f} us  wall {row['wall_us']:8.1f} us"
+            f"  {verdict}\n"
+        )
+    for backend, first in result["first"].items():
+        say(
+            f"  {backend:15} new length {first['new_ms']:.2f} ms, update {first['update_us']:.0f} "
+            f"us, executable {first['executable_ms']:.2f} ms\n"
+        )
+    for what, value in result["rocm / cuda"].items():
+        say(f"  rocm / cuda, {what}: {value:.3f}\n")
+    met = result["rocm / cuda"]["host, full"] <= GOAL
+    say(f"  goal, host of full at most {GOAL:g}: {'ok' if met else 'MISSED'}\n")
+    return right and met
+
+
+@torch.no_grad()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60, help="timed steps (default: 60)")
+    parser.add_argument("--keys", type=int, default=40, help="new lengths (default: 40)")
+    parser.add_argument("--only", nargs="+", choices=update.WORKS, default=["d256", "d1024"])
+    parser.add_argument("--json", metavar="FILE", help="write all figures")
+    args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.sim.hip.backend import ShimBackend
+
+    register("rocm", ShimBackend)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in update.py
+    sys.stdout.write(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.steps}\n"
+    )
+    results, right = {}, True
+    for name in args.only:
+        results[name] = measure(name, args.steps, args.keys)
+        right = report(name, results[name]) and right
+        sys.stdout.flush()
+        gc.collect()
+        torch.cuda.empty_cache()
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(results, file, indent=1, default=str)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
