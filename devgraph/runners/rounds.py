@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -155,8 +156,13 @@ class Round:
         ranks = self._parts.ranks
 
         def barrier() -> None:
-            self._parts.backend.synchronize()
-            ranks.gather(f"{tag}/barrier", "", escape=f"{tag}/outcome")
+            escape = f"{tag}/outcome"
+            synchronize = self._parts.backend.synchronize
+            if ranks.size == 1:
+                synchronize()
+            else:
+                ranks.wait(_ending(synchronize), f"{tag}/warm-up", escape=escape)
+            ranks.gather(f"{tag}/barrier", "", escape=escape)
 
         return barrier
 
@@ -267,6 +273,32 @@ def capture_graph(
         before_break=barrier if parts.ranks.size > 1 else None,
         budget=None if misses is None else UpdateBudget(misses=misses),
     )
+
+
+def _ending(work: Callable[[], None]) -> Callable[[], bool]:
+    """Start ``work`` on a thread; return what tells whether it has ended, and raises its error.
+
+    A warm-up run with a collective in it never ends where another rank is gone, so that waiting
+    for the device on this thread would wait for ever.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="devgraph-warm-up", daemon=True)
+    thread.start()
+
+    def ended() -> bool:
+        thread.join(0.005)
+        if errors:
+            raise errors[0]
+        return not thread.is_alive()
+
+    return ended
 
 
 def captured_seconds(entries: Entries) -> float:

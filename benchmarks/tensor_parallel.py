@@ -1,0 +1,235 @@
+"""Graphs that hold all-reduces: host time of a replay against torch's own graphs.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/tensor_parallel.py [--json FILE]
+
+The step is that of ``examples/tensor_parallel.py``. Host times are those of one call with the
+device idle before it; medians over turns that are taken in turn, and of the ranks the slower one.
+
+decode    one graph: captured by hand with torch, ``DeviceGraph.replay`` and ``DecodeRunner.run``
+prefill   segments: the native graphs and the eager attention in a bare loop, and the whole replay
+step      wall time of a decode step, eagerly and in the graph
+vote      ``agree`` over gloo, which the example does once a step
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import devgraph as dg
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from tensor_parallel import Engine, Model, Shape, World
+
+SIZES = {"decode": 8, "prefill": 64}
+
+
+def host_us(run: Callable[[], object], synchronize: Callable[[], None], steps: int) -> float:
+    """Return the median host microseconds of one call, the device idle before each."""
+    times = []
+    for _ in range(steps):
+        synchronize()
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e6
+
+
+def wall_us(run: Callable[[], object], synchronize: Callable[[], None], steps: int) -> float:
+    """Return the microseconds of one call in a row of ``steps``, the device's time included."""
+    synchronize()
+    started = time.perf_counter()
+    for _ in range(steps):
+        run()
+    synchronize()
+    return (time.perf_counter() - started) * 1e6 / steps
+
+
+def interleaved(
+    runs: dict[str, Callable[[], object]],
+    synchronize: Callable[[], None],
+    args: argparse.Namespace,
+    measure: Callable[..., float] = host_us,
+) -> dict[str, float]:
+    """Return each run's median over turns; every rank takes the same turns."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(args.repeats):
+        for name, run in runs.items():
+            samples[name].append(measure(run, synchronize, args.steps))
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def slowest(figures: dict[str, float]) -> dict[str, float]:
+    """Return the largest figure of all ranks, by name."""
+    if not dist.is_initialized():
+        return figures
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, figures)
+    return {name: max(one[name] for one in gathered) for name in figures}
+
+
+def rows_of(engine: Engine, phase: str) -> dict[str, torch.Tensor]:
+    """Return the inputs of a step that fills its bucket."""
+    shape, rows = engine.model.shape, SIZES[phase]
+    each = rows // shape.requests
+    data = {
+        "input_ids": [i % shape.vocab for i in range(rows)],
+        "slots": [i // each for i in range(rows)],
+        "positions": [i % each for i in range(rows)],
+    }
+    if phase == "prefill":
+        data["ends"] = [each * (i + 1) - 1 for i in range(shape.requests)]
+    device = engine.backend.device
+    return {name: torch.tensor(values, device=device) for name, values in data.items()}
+
+
+def segments_of(runner: Any) -> tuple[Any, list[Any]]:
+    """Return the largest capture of a runner and its segments."""
+    captured = next(iter(runner._parts.entries)).captured
+    return captured, captured.segments
+
+
+def by_hand(engine: Engine, data: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Capture the decode step with torch alone, as an engine does today."""
+    backend: Any = engine.backend
+    namespace = backend.namespace
+    batch = argparse.Namespace(**{name: tensor.clone() for name, tensor in data.items()})
+    stream = namespace.Stream()
+    stream.wait_stream(namespace.current_stream())
+    with namespace.stream(stream):
+        for _ in range(2):
+            engine.model.decode(batch)
+    namespace.synchronize()
+    graph = getattr(namespace, backend.graph_class_name)()
+    # The watchdog thread of the communicator asks events meanwhile, which "global" forbids.
+    with namespace.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        out = engine.model.decode(batch)
+    return graph, (batch, out)
+
+
+def measure_decode(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
+    """Host time of one decode step's graph."""
+    data = rows_of(engine, "decode")
+    _, segments = segments_of(engine.decode)
+    runs: dict[str, Callable[[], object]] = {"runner": lambda: engine.decode.run(data)}
+    hand, kept = None, None
+    if len(segments) == 1:
+        runs["devgraph"] = segments[0].replay
+        if hasattr(engine.backend, "namespace"):
+            hand, kept = by_hand(engine, data)
+            runs["by_hand"] = hand.replay
+            engine.decode.run(data)
+            expected = engine.decode.run(data, clone=True)
+            hand.replay()
+            if not torch.equal(kept[1], expected):
+                raise SystemExit("the graph made by hand computes something else")
+    found = slowest(interleaved(runs, engine.backend.synchronize, args))
+    del hand, kept  # before the communicator
+    gc.collect()
+    if "by_hand" in found:
+        found["ratio"] = found["devgraph"] / found["by_hand"]
+    return found
+
+
+def measure_prefill(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
+    """Host time of one prefill step's segments, eager attention included."""
+    data = rows_of(engine, "prefill")
+    engine.prefill.run(data)
+    captured, segments = segments_of(engine.prefill)
+    bare = [
+        segment._native.replay if hasattr(segment, "_native") else segment.launcher()
+        for segment in segments
+    ]
+
+    def native() -> None:
+        for step in bare:
+            step()
+
+    runs: dict[str, Callable[[], object]] = {
+        "devgraph": captured.replay,
+        "runner": lambda: engine.prefill.run(data),
+    }
+    if hasattr(engine.backend, "namespace"):
+        runs["native"] = native
+    with torch.no_grad():
+        found = slowest(interleaved(runs, engine.backend.synchronize, args))
+    if "native" in found:
+        found["ratio"] = found["devgraph"] / found["native"]
+    return {**found, "segments": len(segments)}
+
+
+def measure_step(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
+    """Wall time of a decode step."""
+    data = rows_of(engine, "decode")
+    batch = argparse.Namespace(**data)
+
+    @torch.no_grad()
+    def eager() -> None:
+        engine.model.decode(batch)
+
+    runs: dict[str, Callable[[], object]] = {
+        "eager": eager,
+        "graph": lambda: engine.decode.run(data),
+    }
+    found = slowest(interleaved(runs, engine.backend.synchronize, args, wall_us))
+    return {**found, "speedup": found["eager"] / found["graph"]}
+
+
+def measure_vote(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
+    """Host time of one vote."""
+    decision = engine.decode.can_run(SIZES["decode"])
+    runs: dict[str, Callable[[], object]] = {"agree": lambda: engine.decode.agree(decision)}
+    return slowest(interleaved(runs, engine.backend.synchronize, args))
+
+
+def main() -> None:
+    """Measure and print on the first rank."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    shape = dataclasses.replace(Shape(), layers=args.layers)
+    world = World.join(args.backend, 60.0)
+    backend = world.backend
+    model = Model(shape, backend.device, rank=world.rank, size=world.size, add_up=world.add_up)
+    overlay = {"cpu": {"decode": {"policy": "breakable"}}}
+    mode = {phase: {"buckets": [size]} for phase, size in SIZES.items()}
+    config = dg.DeviceGraphConfig.from_json(json.dumps({**mode, "backends": overlay}))
+    engine = Engine(model, config, backend, world.ranks)
+    engine.capture()
+    report = {
+        "device": backend.device_name,
+        "version": backend.version,
+        "torch": torch.__version__,
+        "ranks": world.size,
+        "layers": args.layers,
+        "all_reduces": 2 * args.layers,
+        "decode_us": measure_decode(engine, args),
+        "prefill_us": measure_prefill(engine, args),
+        "step_us": measure_step(engine, args),
+        "vote_us": measure_vote(engine, args),
+    }
+    engine.close()
+    world.leave()
+    if world.rank == 0:
+        print(json.dumps(report, indent=2))
+        if args.json:
+            Path(args.json).write_text(json.dumps(report, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
