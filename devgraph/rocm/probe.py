@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from devgraph.api.errors import UpdateTopologyError
 from devgraph.api.nodes import RuntimeCallError, Template
 
 if TYPE_CHECKING:
@@ -52,11 +53,9 @@ def _reports_copies(backend: RocmBackend, words: torch.Tensor) -> bool:
             return False
         params = runtime.params("memcpy", node)
         addresses = (params.dstPtr.ptr, params.srcPtr.ptr, params.extent.width)
-        return runtime.is_flat(params) and addresses == (
-            words.data_ptr(),
-            words[2:].data_ptr(),
-            2 * words.element_size(),
-        )
+        return addresses == (words.data_ptr(), words[2:].data_ptr(), 2 * words.element_size())
+    except UpdateTopologyError:
+        return False
     finally:
         runtime.destroy(graph)
 

@@ -134,7 +134,7 @@ class Runtime:
         """Return the parameters of a node; pointers in them belong to the node's graph.
 
         Raises:
-            UpdateTopologyError: this runtime does not report the parameters of copies.
+            UpdateTopologyError: this runtime does not report the parameters of this copy.
         """
         if kind == "memcpy" and not self.reports_copies:
             raise UpdateTopologyError(
@@ -146,6 +146,12 @@ class Runtime:
         name, structure = _GETTERS[kind]
         params = structure()
         self._library.call(name, node, byref(params))
+        if kind == "memcpy" and not self.is_flat(params):
+            raise UpdateTopologyError(
+                "a region copies memory of several dimensions, whose parameters HIP does not "
+                "report reliably. Write with a kernel instead (index_copy_, or an operation with "
+                "out=), or use policy='breakable'."
+            )
         return params
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
@@ -170,6 +176,7 @@ class Runtime:
             params.kind in COPY_KINDS
             and (params.extent.height, params.extent.depth) == (1, 1)
             and not (params.srcArray or params.dstArray)
+            and not any(getattr(at, axis) for at in (params.srcPos, params.dstPos) for axis in "xyz")
         )
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
@@ -198,12 +205,8 @@ class Runtime:
         else:
             call("hipGraphMemsetNodeSetParams", node, byref(params))
 
-    def _flat(self, params: MemcpyParams) -> tuple[int, int, int, int]:
-        if not self.is_flat(params):
-            raise UpdateTopologyError(
-                "a region copies memory of several dimensions, whose parameters HIP does not "
-                "report reliably. Write with a kernel instead, or use policy='breakable'."
-            )
+    @staticmethod
+    def _flat(params: MemcpyParams) -> tuple[int, int, int, int]:
         return params.dstPtr.ptr, params.srcPtr.ptr, params.extent.width, params.kind
 
     # Executables.

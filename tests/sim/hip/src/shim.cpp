@@ -258,7 +258,7 @@ HIP_EXPORT int hipGraphMemcpyNodeGetParams(P node, hipMemcpy3DParms* out) {
   out->dstPos = {p.dst.x, p.dst.y, p.dst.z};
   out->srcPtr = to_hip(p.src);
   out->dstPtr = to_hip(p.dst);
-  out->extent = {p.width, p.height, p.depth};
+  out->extent = {p.width, p.height ? p.height : 1, p.depth ? p.depth : 1};
   if (p.src.type == cuda::kUnified || p.dst.type == cuda::kUnified)
     out->kind = hipMemcpyDefault;
   else if (p.src.type == cuda::kHost)
