@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 from cuda_kit import backend
 
 import devgraph as dg
+from devgraph.api.nodes import Template
 from devgraph.api.pool import Recordings
 from devgraph.api.torchlike import TorchPool
-from devgraph.cuda.nodes import Template
+from devgraph.cuda.runtime import Runtime
 from devgraph.testing.conformance import test_pool, test_update
 from devgraph.testing.conformance.support import Kit
 
@@ -59,12 +61,18 @@ def test_update_of_the_wrong_region_is_caught(kit: Kit) -> None:
 
     def rotated(self: Template, *args: Any) -> Any:
         found = match(self, *args)
-        params = [[update.params for update in region] for region in found]
-        for region, others in zip(found, params[1:] + params[:1], strict=True):
-            for update, other in zip(region, others, strict=False):
-                if type(update.params) is type(other):
-                    update.params = other
-        return found
+        *regions, behind = found
+        turned = [*regions[1:], *regions[:1]]
+        return [
+            *(
+                tuple(
+                    attrs.evolve(mine, params=other.params) if mine.kind == other.kind else mine
+                    for mine, other in zip(region, others, strict=True)
+                )
+                for region, others in zip(regions, turned, strict=True)
+            ),
+            behind,
+        ]
 
     assert not caught(test, kit)
     with mock.patch.object(Template, "match", rotated):
@@ -92,13 +100,13 @@ def test_recordings_that_allocate_from_the_graphs_memory_are_caught(kit: Kit) ->
 def test_update_that_is_applied_half_is_caught(kit: Kit) -> None:
     test = test_update.test_update_is_seen_by_the_next_replay_and_by_later_ones
     both = test_update.test_each_region_gets_its_own_argument
-    write = Template.write
+    write = Runtime.write
 
-    def half(self: Template, updates: Any, executable: int) -> None:
+    def half(self: Runtime, updates: Any, executable: int) -> None:
         write(self, updates[: len(updates) // 2], executable)
 
     assert not caught(both, kit)
-    with mock.patch.object(Template, "write", half):
+    with mock.patch.object(Runtime, "write", half):
         assert caught(test, kit) or caught(both, kit)
 
 

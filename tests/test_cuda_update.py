@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import devgraph as dg
+from devgraph.api import nodegraph
+from devgraph.api.nodes import RuntimeCallError
 from devgraph.api.policy.budget import UpdateBudget
-from devgraph.cuda import graph as cuda_graph
-from devgraph.cuda.nodes import Template
-from devgraph.cuda.runtime import RuntimeCallError
+from devgraph.cuda.runtime import Runtime
 
 __all__ = ["backend"]
 
@@ -269,7 +269,7 @@ def test_full_budget_gives_an_executable_to_a_key_that_is_used_often(be: Any) ->
     cap.replay(n=128)
     pool.recordings.budget_bytes = pool.recordings.bytes  # no room
     often = next(reversed(pool.recordings._items.values())).recording
-    for _ in range(cuda_graph._USES_WHEN_FULL - 2):
+    for _ in range(nodegraph._USES_WHEN_FULL - 2):
         check(cap, step, x, cache, n=64)
         check(cap, step, x, cache, n=128)
         assert not often.executable
@@ -442,13 +442,13 @@ def test_update_that_the_driver_refuses_half_way_makes_the_graph_dirty(
 
     x = randn(8, WIDTH)
     graph, out = record(be, lambda: head(x, n=3) + head(x * 2, n=3), n=3)
-    whole = Template.write
+    whole = Runtime.write
 
-    def half(self: Template, updates: Any, executable: int) -> None:
+    def half(self: Runtime, updates: Any, executable: int) -> None:
         whole(self, updates[: len(updates) // 2], executable)
         raise RuntimeCallError("refused (1: test)", 1)
 
-    monkeypatch.setattr(Template, "write", half)
+    monkeypatch.setattr(Runtime, "write", half)
     with pytest.raises(RuntimeCallError, match="refused"):
         graph.update(n=9)
     assert graph.state == "dirty"

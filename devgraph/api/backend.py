@@ -41,6 +41,7 @@ class Backend(abc.ABC):
     def __init__(self) -> None:
         self._capture_lock = threading.Lock()
         self._capture_owner = ""
+        self._capture_thread: int | None = None
         self._lost = ""
         self._buried: list[Any] = []
 
@@ -129,7 +130,7 @@ class Backend(abc.ABC):
             NestedCaptureError: this thread is already inside a capture.
             CaptureBusyError: another thread captures on this device for too long.
         """
-        if is_capturing():
+        if is_capturing() or self._captures_here:
             raise NestedCaptureError(
                 "a capture was started inside a capture. Capture the inner callable on its own, "
                 "before or after this one."
@@ -139,10 +140,9 @@ class Backend(abc.ABC):
         pool.check(self)
         # The pool's lock comes first, as it does in a replay that has to record a region: no graph
         # of the pool may replay while its memory and its capture stream are in use here.
-        with self._locked(pool.lock), self._locked(self._capture_lock):
+        with self._locked(pool.lock), self.exclusive():
             collecting = gc.isenabled()
             try:
-                self._capture_owner = threading.current_thread().name
                 # A collection inside a capture could free graphs or unload kernels: both are
                 # refused by drivers, or worse, recorded.
                 gc.disable()
@@ -151,8 +151,34 @@ class Backend(abc.ABC):
             finally:
                 if collecting:
                     gc.enable()
+
+    @property
+    def _captures_here(self) -> bool:
+        """Whether this thread has the device to itself."""
+        return self._capture_thread == threading.get_ident()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Have the device to oneself: no other thread captures meanwhile.
+
+        What waits for the whole device needs this, because drivers refuse to wait for a device
+        with a capture under way, and end that capture as well. May be nested in one thread.
+
+        Raises:
+            CaptureBusyError: another thread captures on this device for too long.
+        """
+        if self._captures_here:
+            yield
+            return
+        with self._locked(self._capture_lock):
+            try:
+                self._capture_owner = threading.current_thread().name
+                self._capture_thread = threading.get_ident()
+                yield
+            finally:
                 self._buried.clear()
                 self._capture_owner = ""
+                self._capture_thread = None
 
     def bury(self, *things: Any) -> None:
         """Keep ``things`` until no capture is under way, if one is.

@@ -135,10 +135,9 @@ class Captured:
         lines = [f"policy {self.policy} on {self.backend.name}: {len(self.segments)} segments"]
         for index, segment in enumerate(self.segments):
             if isinstance(segment, DeviceGraph):
-                info = segment.info()
-                nodes = "?" if info.nodes is None else info.nodes
-                lines.append(f"  {index}: graph, {nodes} nodes, {info.bytes} bytes")
-                lines.extend(f"      region {hit.index}: {hit.mark.name}" for hit in segment.hits)
+                first, *rest = _about(segment)
+                lines.append(f"  {index}: {first}")
+                lines.extend(f"  {line}" for line in rest)
             else:
                 lines.append(f"  {index}: {segment!r}")
         recordings = self.pool.recordings
@@ -254,3 +253,21 @@ def _contents_kept(backend: Backend, tensors: Sequence[torch.Tensor]) -> Iterato
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _about(graph: DeviceGraph) -> list[str]:
+    """Return one line about the graph and one about each of its regions."""
+    info, recordings = graph.info(), graph.pool.recordings
+    line = f"graph, {_counted(info.nodes, 'node')}, {info.bytes} bytes"
+    if graph.hits:
+        kept = _counted(recordings.count(graph), "recording")
+        line += f", {kept} of {recordings.bytes_of(graph)} bytes"
+    regions = [
+        f"    region {hit.index}: {hit.mark.name}, {_counted(graph.region_size(hit), 'node')}"
+        for hit in graph.hits
+    ]
+    return [line, *regions]
+
+
+def _counted(number: int | None, what: str) -> str:
+    return f"{'?' if number is None else number} {what}{'' if number == 1 else 's'}"

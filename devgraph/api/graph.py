@@ -142,6 +142,10 @@ class DeviceGraph(abc.ABC):
     def _region_end(self, hit: RegionHit) -> None:  # noqa: B027
         """It ends here; ``hit.note`` is the vendor's to use."""
 
+    def region_size(self, hit: RegionHit) -> int | None:
+        """Return the number of nodes of a region, or None where the backend cannot tell."""
+        return None
+
     def _own_recording(self) -> Recording | None:
         """Return the recording that the capture itself is, if it can be re-applied."""
         return None

@@ -32,6 +32,10 @@ class NodeBackend(TorchBackend):
             self.side_streams = SideStreams(runtime, namespace.Stream, self._device)
         self._lazy_generators: bool | None = None
 
+    def bind_worker(self, index: int) -> None:
+        super().bind_worker(index)
+        self.use_runtime(self.runtime)  # streams and memory are those of the device
+
     def make_kept_graph(self) -> Any:
         """Return a new, empty graph that keeps its nodes after it was instantiated."""
         return getattr(self.namespace, self.graph_class_name)(keep_graph=True)
@@ -81,7 +85,7 @@ class NodeBackend(TorchBackend):
         runtime = self.runtime
         if runtime is None:
             return True
-        with self.namespace.stream(pool.stream):
+        with self.exclusive(), self.namespace.stream(pool.stream):
             stream = self.current_stream_id()
             runtime.begin_capture(stream)
             try:

@@ -35,6 +35,17 @@ time as this many updates (docs/benchmarks.md), so the exchange pays from here o
 
 
 @attrs.frozen
+class _Bounds:
+    """Where one call of a region is in a capture that is still going on."""
+
+    start: int
+    stop: int
+    last: frozenset[int]
+    """What the capture stream newly goes on from: one of them at least is the region's own."""
+    lane: Any
+
+
+@attrs.frozen
 class _Span:
     """Where one call of a region is in the graph."""
 
@@ -93,9 +104,7 @@ class NodeGraph(TorchGraph):
             super()._end()
             return
         if self.hits and self._updatable:
-            before = len(self._captured_so_far())
-            self._close_regions(0)
-            self._closing = tuple(self._captured_so_far()[before:])
+            self._find_region_nodes(runtime)
         stream = self._torch.current_stream_id()
         capture = runtime.capture_of(stream)
         self._nodes = 0 if capture is None else runtime.count(capture[1])
@@ -165,6 +174,9 @@ class NodeGraph(TorchGraph):
             return self._nodes, 0
         return self._nodes, self._torch.meter.bytes_of(self._nodes)
 
+    def region_size(self, hit: RegionHit) -> int | None:
+        return len(hit.note.nodes) if isinstance(hit.note, _Span) else None
+
     # Regions in a capture.
 
     def _region_begin(self, hit: RegionHit) -> None:
@@ -174,20 +186,34 @@ class NodeGraph(TorchGraph):
     def _region_end(self, hit: RegionHit) -> None:
         if not self._updatable:
             return
-        before, after = hit.note, self._captured_so_far()
-        if after[: len(before)] != before:
-            raise CaptureError(
-                f"the driver lists captured nodes in another order than they were made, so that "
-                f"the nodes of region {hit.mark.name} cannot be told; use policy='breakable'."
-            )
+        (start, before), (stop, last) = hit.note, self._captured_so_far()
         stream = self._torch.namespace.current_stream(self._torch.device)
         lane = None if stream == self._stream else stream
-        hit.note = _Span(tuple(after[len(before) :]), lane)
+        hit.note = _Bounds(start, stop, frozenset(last).difference(before), lane)
 
-    def _captured_so_far(self) -> list[int]:
+    def _captured_so_far(self) -> tuple[int, Sequence[int]]:
+        """Return how many nodes the capture has, and those that its stream goes on from."""
         runtime = self._runtime()
         capture = runtime.capture_of(self._stream.cuda_stream)
-        return [] if capture is None else runtime.nodes(capture[1])
+        return (0, ()) if capture is None else (runtime.count(capture[1]), capture[2])
+
+    def _find_region_nodes(self, runtime: NodeRuntime) -> None:
+        """Turn the bounds of every region into nodes, while the capture is still open."""
+        before, _ = self._captured_so_far()
+        self._close_regions(0)
+        capture = runtime.capture_of(self._stream.cuda_stream)
+        nodes = [] if capture is None else runtime.nodes(capture[1])
+        for hit in self.hits:
+            bounds = hit.note
+            found = tuple(nodes[bounds.start : bounds.stop])
+            if found and bounds.last and bounds.last.isdisjoint(found):
+                raise CaptureError(
+                    f"the driver lists captured nodes in another order than they were made, so "
+                    f"that the nodes of region {hit.mark.name} cannot be told; use "
+                    f"policy='breakable'."
+                )
+            hit.note = _Span(found, bounds.lane)
+        self._closing = tuple(nodes[before:])
 
     def _runtime(self) -> NodeRuntime:
         runtime = self._torch.runtime
@@ -300,6 +326,13 @@ class NodeGraph(TorchGraph):
             ) from error
 
     def _apply(self, recording: NodeRecording) -> None:  # type: ignore[override]
+        if self._torch.elsewhere():
+            with self._torch.on_device():
+                self._put(recording)
+        else:
+            self._put(recording)
+
+    def _put(self, recording: NodeRecording) -> None:
         recording.uses += 1
         if not recording.executable and self._deserves_executable(recording):
             recording.build(self._native.raw_cuda_graph(), self._torch.current_stream_id())

@@ -126,6 +126,10 @@ class Recordings:
         """Number of recordings of ``owner``."""
         return sum(1 for known, _ in self._items if known == id(owner))
 
+    def bytes_of(self, owner: object) -> int:
+        """Bytes that recordings of ``owner`` take."""
+        return sum(k.charged for (known, _), k in self._items.items() if known == id(owner))
+
     def drop(self, owner: object) -> None:
         """Free every recording of ``owner``."""
         for item in [item for item in self._items if item[0] == id(owner)]:

@@ -318,7 +318,8 @@ class TorchBackend(Backend):
         return getattr(self.namespace, self.graph_class_name)()
 
     def synchronize(self) -> None:
-        self.namespace.synchronize(self._device)
+        with self.exclusive():
+            self.namespace.synchronize(self._device)
 
     def elsewhere(self) -> bool:
         namespace: Any = self.namespace
