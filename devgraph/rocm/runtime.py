@@ -146,7 +146,7 @@ class Runtime:
         name, structure = _GETTERS[kind]
         params = structure()
         self._library.call(name, node, byref(params))
-        if kind == "memcpy" and not self.is_flat(params):
+        if kind == "memcpy" and not self._is_flat(params):
             raise UpdateTopologyError(
                 "a region copies memory of several dimensions, whose parameters HIP does not "
                 "report reliably. Write with a kernel instead (index_copy_, or an operation with "
@@ -170,13 +170,13 @@ class Runtime:
         """Whether the node reads or writes host memory."""
         return kind == "memcpy" and params.kind in HOST_COPIES
 
-    def is_flat(self, params: MemcpyParams) -> bool:
-        """Whether ``params`` describe one run of bytes, as ``hipMemcpyAsync`` copies it."""
+    @staticmethod
+    def _is_flat(params: Any) -> bool:
+        """Whether ``params`` describe one run of bytes; positions are not filled in for those."""
         return (
             params.kind in COPY_KINDS
             and (params.extent.height, params.extent.depth) == (1, 1)
             and not (params.srcArray or params.dstArray)
-            and not any(getattr(at, axis) for at in (params.srcPos, params.dstPos) for axis in "xyz")
         )
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
@@ -206,7 +206,7 @@ class Runtime:
             call("hipGraphMemsetNodeSetParams", node, byref(params))
 
     @staticmethod
-    def _flat(params: MemcpyParams) -> tuple[int, int, int, int]:
+    def _flat(params: Any) -> tuple[int, int, int, int]:
         return params.dstPtr.ptr, params.srcPtr.ptr, params.extent.width, params.kind
 
     # Executables.
