@@ -19,6 +19,7 @@ from transformers_models import FAMILIES, make_model, reference
 
 from devgraph.api import marks
 from devgraph.api.errors import StateError
+from devgraph.runners.integrations.transformers import fusion as fusion_module
 from devgraph.runners.integrations.transformers.fusion import Fusion
 from devgraph.runners.integrations.transformers.probe import probe
 
@@ -189,3 +190,23 @@ def test_generate_of_transformers_is_untouched() -> None:
     want = reference(model, prompt, 12)
     fusion_of(model)
     assert reference(model, prompt, 12) == want
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (1, 1)])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_heads_of_one_projection_are_joined_without_a_copy(
+    tokens: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    size = 8
+    joined = torch.randn(1, tokens, (heads + 2 * kv_heads) * size)
+    sizes = [heads * size, kv_heads * size, kv_heads * size]
+    q, k, v = (part.view(1, tokens, -1, size).transpose(2, dim) for part in joined.split(sizes, -1))
+    both = fusion_module._joined_heads(q, k, dim)
+    assert both.data_ptr() == joined.data_ptr()
+    assert torch.equal(both, torch.cat((q, k), dim))
+    # Not side by side: a copy, and right all the same.
+    for other in (v, torch.randn_like(k)):
+        apart = fusion_module._joined_heads(q, other, dim)
+        assert apart.data_ptr() != joined.data_ptr()
+        assert torch.equal(apart, torch.cat((q, other), dim))

@@ -8,8 +8,8 @@ fewer of them without knowing the family:
 * *projections*: linear layers that are given the same tensor one after another (query, key and
   value; gate and up) are one product with their weights side by side. The layers' own weights
   become views of that matrix, so nothing is stored twice;
-* *rotary embeddings*: query and key are turned together, with a roll instead of negating and
-  concatenating halves.
+* *rotary embeddings*: query and key are turned together, with halves swapped instead of one
+  negated and swapped.
 
 Each stand-in is compared with what it replaces, on random data, before it is used. Outside a step
 the model runs its own code.
@@ -318,7 +318,8 @@ def _turn_together(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, heads_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     both = _joined_heads(q, k, heads_dim)
-    turned = torch.addcmul(both * cos, torch.roll(both, both.shape[-1] // 2, -1), sin)
+    low, high = both.chunk(2, -1)
+    turned = torch.addcmul(both * cos, torch.cat((high, low), -1), sin)
     sizes = (q.shape[heads_dim], k.shape[heads_dim])
     turned_q, turned_k = torch.split_with_sizes(turned, sizes, heads_dim)
     return turned_q, turned_k
@@ -326,16 +327,19 @@ def _turn_together(
 
 def _joined_heads(q: torch.Tensor, k: torch.Tensor, dim: int) -> torch.Tensor:
     """Return ``q`` and ``k`` as one tensor along ``dim``; a view where they lie side by side."""
-    step = q.stride(dim)
+    step = (q if q.shape[dim] > 1 else k).stride(dim)
     if (
-        q.stride() == k.stride()
+        # The stride of a dimension of one, as of a single token, says nothing.
+        all(q.shape[d] == 1 or q.stride(d) == k.stride(d) for d in range(q.dim()) if d != dim)
+        and (k.shape[dim] == 1 or k.stride(dim) == step)
         and k.storage_offset() == q.storage_offset() + q.shape[dim] * step
         and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
     ):
         # Heads of one joined projection: rows of more heads, nothing to copy.
-        shape = list(q.shape)
+        shape, strides = list(q.shape), list(q.stride())
         shape[dim] += k.shape[dim]
-        return q.as_strided(shape, q.stride())
+        strides[dim] = step
+        return q.as_strided(shape, strides)
     return torch.cat((q, k), dim)
 
 
