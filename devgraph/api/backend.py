@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,11 +15,18 @@ import torch
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.capturing import GraphScope
-from devgraph.api.errors import CaptureBusyError, DeviceLost, InputError, NestedCaptureError
+from devgraph.api.errors import (
+    CaptureBusyError,
+    DeviceLost,
+    HostReadError,
+    InputError,
+    NestedCaptureError,
+)
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.hostargs import HostSpec, Tracked
 from devgraph.api.marks import entered, is_capturing
 from devgraph.api.pool import Pool
+from devgraph.api.source import raising_line
 
 __all__ = ["Backend"]
 
@@ -39,11 +47,13 @@ class Backend(abc.ABC):
     """Seconds that a capture waits for another thread's capture on the same device."""
 
     def __init__(self) -> None:
-        self._capture_lock = threading.Lock()
+        self._capture_lock = threading.RLock()
         self._capture_owner = ""
         self._capture_thread: int | None = None
         self._lost = ""
         self._buried: list[Any] = []
+        self.graphs: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
+        """Every living graph, which must be told when the device is lost."""
 
     @property
     @abc.abstractmethod
@@ -114,6 +124,18 @@ class Backend(abc.ABC):
         """Return why ``error`` means that the device is lost, or None if it does not."""
         return None
 
+    def is_host_read(self, error: BaseException) -> bool:
+        """Whether the vendor raised ``error`` because a capture read device data on the host."""
+        return False
+
+    def new_replay_lock(self) -> threading.RLock:
+        """Return the lock that a new pool holds while it replays.
+
+        Where other threads must leave the device alone during a capture, it is the capture's own:
+        a replay then waits until the capture is over.
+        """
+        return threading.RLock() if self.capabilities.concurrent_threads else self._capture_lock
+
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
         """Run the block on a stream that can be captured, ordered after and before the current.
@@ -130,13 +152,17 @@ class Backend(abc.ABC):
             NestedCaptureError: this thread is already inside a capture.
             CaptureBusyError: another thread captures on this device for too long.
         """
-        if is_capturing() or self._captures_here:
+        if is_capturing():
             raise NestedCaptureError(
                 "a capture was started inside a capture. Capture the inner callable on its own, "
                 "before or after this one."
             )
-        if self._lost:
-            raise DeviceLost(f"{self.device} is lost ({self._lost}); start a new process.")
+        if self._captures_here:
+            raise NestedCaptureError(
+                "a capture was started in the eager body of a break while the step around it is "
+                "being captured. Capture the inner callable before or after this one."
+            )
+        self.require_alive()
         pool.check(self)
         # The pool's lock comes first, as it does in a replay that has to record a region: no graph
         # of the pool may replay while its memory and its capture stream are in use here.
@@ -148,6 +174,10 @@ class Backend(abc.ABC):
                 gc.disable()
                 with self.side_stream(pool, stream):
                     yield
+            except Exception as error:
+                self.raise_if_lost(error)
+                self._raise_if_host_read(error)
+                raise
             finally:
                 if collecting:
                     gc.enable()
@@ -252,11 +282,33 @@ class Backend(abc.ABC):
         logger.info("%s has no capture error mode %s; using %s", self.name, mode, known[0])
         return known[0]
 
+    def _raise_if_host_read(self, error: BaseException) -> None:
+        if self.is_host_read(error):
+            what = str(error).partition("\n")[0]
+            raise HostReadError(
+                f"device data was read on the host, or the device waited for, inside a capture, at "
+                f"{raising_line(error)}. A replay would not do it again. Keep the value on the "
+                f"device, pass it as a host argument to a function marked @dg.region, or mark the "
+                f"function @dg.no_graph and capture with policy='breakable'. ({what})"
+            ) from error
+
+    @property
+    def lost(self) -> bool:
+        """Whether an earlier call found the device in an error state that does not end."""
+        return bool(self._lost)
+
+    def require_alive(self) -> None:
+        """Raise DeviceLost if the device is ``lost``."""
+        if self._lost:
+            raise DeviceLost(f"{self.device} is lost ({self._lost}); start a new process.")
+
     def raise_if_lost(self, error: BaseException) -> None:
         """Raise DeviceLost from ``error``, and at every later capture, if it means just that."""
         reason = self.lost_reason(error)
-        if reason is not None:
+        if reason is not None and not isinstance(error, DeviceLost):
             self._lost = reason
+            for graph in list(self.graphs):
+                graph.give_up()
             raise DeviceLost(
                 f"{self.device} is in a sticky error state and every later call will fail; "
                 f"start a new process ({reason})."

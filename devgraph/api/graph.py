@@ -109,6 +109,7 @@ class DeviceGraph(abc.ABC):
         self._values: dict[str, Any] = {}
         self._host: dict[Mark, dict[str, Any]] = {}
         self._key: Hashable = None
+        backend.graphs.add(self)
 
     # What a vendor implements.
 
@@ -240,6 +241,11 @@ class DeviceGraph(abc.ABC):
             capture_seconds=self._capture_seconds,
             recordings=self.pool.recordings.count(self),
         )
+
+    def give_up(self) -> None:
+        """Refuse every replay from now on: the device is lost."""
+        self.choose_launch()
+        self.pool.epoch += 1
 
     # What scopes and policies call.
 
@@ -416,7 +422,7 @@ class DeviceGraph(abc.ABC):
 
     def choose_launch(self) -> None:
         """Make the next replay do what the state and the last update ask for."""
-        if self._current_state is not GraphState.READY:
+        if self._current_state is not GraphState.READY or self.backend.lost:
             launch: Callable[[], None] = self._refuse_replay
         else:
             launch = self._launch
@@ -454,6 +460,8 @@ class DeviceGraph(abc.ABC):
             self._key = None
 
     def _require(self, call: str, *allowed: GraphState) -> None:
+        if call != "reset":
+            self.backend.require_alive()
         if self._state not in allowed:
             self._refuse_state(call)
         if process.identity.token is not self._process:

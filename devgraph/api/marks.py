@@ -159,12 +159,13 @@ class Mark:
             return args, kwargs, {}
         bound = self.signature.bind_partial(*args, **kwargs)
         for name in self.derive:
-            if name in bound.arguments:
+            if name in bound.kwargs or name in bound.arguments:
                 raise HostArgumentError(
                     f"{self.name} was given {name!r}, which its mark derives; do not pass it."
                 )
         bound.apply_defaults()
-        host = {n: bound.arguments[n] for n in self.host_args if n in bound.arguments}
+        given = {**bound.arguments, **bound.kwargs}  # where the function takes **kwargs: there
+        host = {n: given[n] for n in self.host_args if n in given}
         missing = [n for n in self.host_args if n not in host]
         if missing:
             raise HostArgumentError(f"{self.name} needs its host arguments {', '.join(missing)}.")

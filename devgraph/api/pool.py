@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -164,7 +163,7 @@ class Pool:
     def __init__(self, backend: Backend, budget_bytes: int | None = None) -> None:
         self.backend = backend
         self.recordings = Recordings(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
-        self.lock = threading.RLock()
+        self.lock = backend.new_replay_lock()
         """Held while a replay of the pool is being launched or its memory changes hands."""
         self.epoch = 0
         """Changes whenever a graph of the pool stops being replayable."""

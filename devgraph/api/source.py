@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from types import FrameType
+from types import FrameType, TracebackType
 
 import attrs
 
@@ -49,6 +49,21 @@ def user_line() -> SourceLine:
         outermost, frame = frame, frame.f_back
     found = frame or outermost
     assert found is not None
-    code = found.f_code
-    text = linecache.getline(code.co_filename, found.f_lineno).strip()
-    return SourceLine(code.co_filename, found.f_lineno, code.co_name, text)
+    return _line(found, found.f_lineno)
+
+
+def raising_line(error: BaseException) -> SourceLine | None:
+    """Return the innermost line of ``error``'s traceback outside torch and devgraph's own rooms."""
+    step: TracebackType | None = error.__traceback__
+    found = None
+    while step is not None:
+        if not _is_machinery(step.tb_frame):
+            found = _line(step.tb_frame, step.tb_lineno)
+        step = step.tb_next
+    return found
+
+
+def _line(frame: FrameType, number: int) -> SourceLine:
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, number).strip()
+    return SourceLine(code.co_filename, number, code.co_name, text)

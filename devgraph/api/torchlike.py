@@ -99,12 +99,14 @@ class TorchPool(Pool):
         return int(self._memory.use_count())
 
     def renew(self, stuck: Any) -> None:
-        """Use new memory for later captures: ``stuck``, whose end failed, keeps the old one."""
+        """Use new memory for later captures: ``stuck``, whose end failed, keeps the old one.
+
+        The next capture makes its keeper: the stream may be stuck as well, and is retired only now.
+        """
         self._stuck.append((stuck, self._memory, self._keeper))
         self._memory = self._torch.namespace.MemPool()
         self.handle = self._memory.id
         self._keeper = None
-        self.keep_alive()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

@@ -67,6 +67,11 @@ class CudaBackend(NodeBackend):
         code = getattr(error, "error_code", None)
         return str(error).splitlines()[0] if code in _STICKY else None
 
+    def is_host_read(self, error: BaseException) -> bool:
+        # cudaErrorStreamCaptureUnsupported; a torch without error codes has the text only.
+        code = getattr(error, "error_code", None)
+        return code == 900 or "not permitted when stream is capturing" in str(error)
+
     def elsewhere(self) -> bool:
         return bool(torch._C._cuda_getDevice() != self._device.index)
 

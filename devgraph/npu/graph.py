@@ -118,7 +118,6 @@ class NpuPool(TorchPool):
         if self._spoiled is not None:
             native, self._spoiled = self._spoiled, None
             self.renew(native)
-            return
         super().keep_alive()
 
 

@@ -215,19 +215,24 @@ class Stepping(abc.ABC):
             InputError, InputTypeError, HostArgumentError: bad data; nothing was changed.
             StateError: closed, or a bound tensor has moved.
             DeviceGraphError: the step cannot run in a graph and the runner is strict.
+            DeviceLost: the device is in a sticky error state.
         """
         if is_capturing():
             raise NestedCaptureError(
                 f"{self._name} cannot run inside a capture; leave the capture first"
             )
         with self._lock:
-            if decision is None and not self._decide_always and inputs is not None:
-                requests, tokens = self._measure(inputs)
-                key = canonical_variant(variant) if variant else ()
-                step = self._steps.get((requests, tokens, key, None))
-                if step is not None:
-                    return self._run_graph(step, inputs, host_args, clone)
-            return self._run_decided(inputs, host_args, variant or {}, decision, longest, clone)
+            try:
+                if decision is None and not self._decide_always and inputs is not None:
+                    requests, tokens = self._measure(inputs)
+                    key = canonical_variant(variant) if variant else ()
+                    step = self._steps.get((requests, tokens, key, None))
+                    if step is not None:
+                        return self._run_graph(step, inputs, host_args, clone)
+                return self._run_decided(inputs, host_args, variant or {}, decision, longest, clone)
+            except Exception as error:
+                self._parts.backend.raise_if_lost(error)
+                raise
 
     def _measure(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
         requests = tokens = None
@@ -429,6 +434,7 @@ class Stepping(abc.ABC):
     def _require_open(self, call: str) -> None:
         if self._closed:
             raise StateError(f"cannot {call}: {self._name} is closed; make a new one")
+        self._parts.backend.require_alive()
 
     @abc.abstractmethod
     def _round(self, entries: Sequence[Entry]) -> None:

@@ -41,6 +41,23 @@ def test_replay_equals_eager_for_every_host_argument(kit: Kit, policy: str) -> N
         kit.check(captured, step, x, seed=seed, length=length)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_argument_may_arrive_in_the_variable_keywords_of_a_region(
+    kit: Kit, policy: str
+) -> None:
+    @dg.region(host_args=("length",))
+    def head(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return x[:, : options["length"]].sum(1) * float(options["scale"])
+
+    def scaled(x: torch.Tensor, *, length: int) -> torch.Tensor:
+        return head(x * 2, scale=0.5, length=length) + 1
+
+    x = kit.tensor(4, 8)
+    captured = kit.capture(scaled, x, policy=policy, host_args={"length": 3})
+    for seed, length in enumerate(usable_lengths(kit, policy)):
+        kit.check(captured, scaled, x, seed=seed, length=length)
+
+
 def test_changed_host_argument_is_applied_or_refused_but_never_ignored(kit: Kit) -> None:
     x = kit.tensor(4, 8)
     captured = kit.capture(step, x, host_args={"length": 3})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -145,6 +147,27 @@ def test_capture_inside_a_capture_is_refused_and_the_outer_goes_on(
     graph.replay()
     kit.backend.synchronize()
     same(z, (x + 1) * 2)
+
+
+def test_capture_in_the_eager_body_of_a_break_is_refused(kit: Kit) -> None:
+    """FAULTS 13."""
+    refused: list[dg.NestedCaptureError] = []
+
+    @dg.no_graph
+    def body(x: torch.Tensor) -> torch.Tensor:
+        if not refused:
+            with pytest.raises(dg.NestedCaptureError, match="eager body") as caught:
+                _captured(kit, x)
+            refused.append(caught.value)
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return body(x + 1) + 1
+
+    x = kit.tensor(4)
+    captured = kit.capture(step, x, policy="breakable", warmup=0)
+    assert len(refused) == 1
+    kit.check(captured, step, x)
 
 
 def test_captured_replay_inside_a_capture_is_refused(kit: Kit) -> None:
@@ -306,6 +329,58 @@ def test_destructors_raise_nothing_in_any_order(kit: Kit, policy: str) -> None:
     kit.backend.synchronize()
     for keep in outputs:
         same(keep, want)
+
+
+LEFT_BEHIND = """
+import sys
+import torch
+import devgraph as dg
+
+try:
+    backend = dg.get_backend(sys.argv[1])
+except dg.UnknownBackendError:
+    sys.exit(77)
+host_args = {"n": 2} if backend.capabilities.region_update else {}
+
+@dg.region(host_args=tuple(host_args))
+def head(x, **host):
+    return x[:, : host.get("n", 2)].sum(1)
+
+def step(x, **host):
+    return head(x * 2, **host) + 1
+
+x = torch.ones(4, 8, device=backend.device)
+pool = backend.make_pool()
+kept = [dg.capture(step, x, policy=policy, host_args=host_args, backend=backend, pool=pool)
+        for policy in ("full", "breakable")]
+for captured in kept:
+    captured.replay(**{name: 3 for name in host_args})
+raw = backend.make_graph(pool)
+with backend.capture_context(raw):
+    y = x + 1
+raw.replay()
+decode = dg.DecodeRunner(
+    lambda batch: batch.x * 2, [dg.InputSlot("x", ("tokens", 8), torch.float32, pad=dg.Pad.zero())],
+    backend=backend, max_requests=2, progress=False)
+decode.capture()
+out = decode.run({"x": torch.ones(1, 8)})
+print("done")
+"""
+"""A program that ends with everything alive and replays in flight."""
+
+
+def test_interpreter_exits_silently_with_graphs_in_flight(kit: Kit) -> None:
+    """FAULTS 28."""
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_BEHIND, kit.backend.name],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode == 77:
+        pytest.skip("this backend is registered in this process only")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
 def test_pool_outlives_its_last_graph(kit: Kit, pool: dg.Pool) -> None:

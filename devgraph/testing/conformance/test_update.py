@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -300,6 +302,57 @@ def test_failed_step_raises_the_original_and_the_next_is_right(kit: Kit, raises_
         captured.replay(n=13)
     for n in (5, 3, 6):
         kit.check(captured, step, x, n=n)
+
+
+def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own_values(
+    kit: Kit,
+) -> None:
+    """FAULTS 20. Replay n uses update n, whoever else updates meanwhile."""
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(layers, x, host_args={"n": 2})
+    keys = (2, 5, 7, 11)
+    want = {n: layers(x, n=n) for n in keys}
+    kit.backend.synchronize()
+
+    def work(start: int) -> None:
+        for turn in range(40):
+            n = keys[(start + turn) % len(keys)]
+            with captured.pool.lock:  # the outputs are shared: read them before the next replay
+                got = captured.replay(n=n).clone()
+            kit.backend.synchronize()
+            same(got, want[n], f"the replay of thread {start} with n={n}")
+
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(work, start) for start in range(3)]:
+            done.result(60)
+
+
+def test_replay_between_updates_of_another_thread_is_never_half_updated(kit: Kit) -> None:
+    """FAULTS 20."""
+    x = kit.tensor(4, WIDTH)
+    graph, y = kit.record(lambda: both(x, n=3, m=4), host_args={"n": 3, "m": 4})
+    pairs = ((3, 4), (9, 1), (5, 12))
+    legal = [both(x, n=n, m=m) for n, m in pairs]
+    kit.backend.synchronize()
+    stop = threading.Event()
+
+    def update() -> None:
+        for turn in itertools.count():
+            if stop.is_set():
+                return
+            n, m = pairs[turn % len(pairs)]
+            graph.update(n=n, m=m)
+
+    with ThreadPoolExecutor(1) as threads:
+        updating = threads.submit(update)
+        try:
+            for _ in range(60):
+                graph.replay()
+                kit.backend.synchronize()
+                assert any(torch.equal(y, one) for one in legal), "half an update was replayed"
+        finally:
+            stop.set()
+        updating.result(60)
 
 
 def test_random_numbers_in_an_updatable_region_are_refused(kit: Kit, pool: dg.Pool) -> None:

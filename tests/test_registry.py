@@ -1,0 +1,113 @@
+"""Backends by name: what exists, what is missing, and what "auto" takes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+import devgraph as dg
+from devgraph.api import registry
+from devgraph.api.registry import _registry
+from devgraph.cpu.backend import CpuBackend
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what a test registers."""
+    for kept in ("_factories", "_instances"):
+        monkeypatch.setattr(_registry, kept, dict(getattr(_registry, kept)))
+
+
+def _unavailable(reason: str) -> Any:
+    def factory() -> CpuBackend:
+        raise dg.BackendUnavailableError(reason)
+
+    return factory
+
+
+def test_unknown_name_lists_what_exists_and_the_nearest():
+    """FAULTS 32."""
+    with pytest.raises(dg.UnknownBackendError, match=r"cpu, cuda.*Did you mean 'cuda'") as caught:
+        dg.get_backend("cudaa")
+    assert isinstance(caught.value, ValueError)
+
+
+def test_explicit_backend_that_is_absent_raises_with_its_reason():
+    """FAULTS 32."""
+    dg.register("absent", _unavailable("the driver is too old: install 2.0 or newer"))
+    with pytest.raises(dg.BackendUnavailableError, match=r"too old: install 2\.0"):
+        dg.get_backend("absent")
+    listed = {info.name: info for info in dg.backends()}
+    assert not listed["absent"].available
+    assert "too old" in listed["absent"].reason
+
+
+def test_factory_that_raises_anything_is_listed_and_passed_over(caplog: pytest.LogCaptureFixture):
+    """FAULTS 32."""
+
+    def broken() -> CpuBackend:
+        raise OSError("libvendor.so.7: cannot open shared object file")
+
+    for name in ("cuda", "npu", "rocm"):
+        dg.register(name, broken)
+    dg.register("broken", broken)
+    with caplog.at_level(logging.INFO, logger="devgraph"):
+        assert dg.get_backend("auto") is dg.get_backend("cpu")
+    assert "auto: not broken: libvendor.so.7" in caplog.text
+    assert {i.name: i.reason for i in dg.backends()}["broken"].startswith("libvendor.so.7")
+
+
+def test_auto_takes_the_first_device_that_works():
+    """FAULTS 32."""
+    dg.register("cuda", _unavailable("no device"))
+    dg.register("npu", CpuBackend)
+    dg.register("rocm", _unavailable("must not be asked"))
+    assert dg.get_backend("auto") is dg.get_backend("npu")
+
+
+def test_built_in_whose_vendor_package_is_missing_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """FAULTS 32."""
+    real = importlib.import_module
+
+    def missing(name: str, *rest: Any) -> Any:
+        if name == "devgraph.npu":
+            raise ModuleNotFoundError("No module named 'torch_npu'", name="torch_npu")
+        return real(name, *rest)
+
+    monkeypatch.setattr(registry.importlib, "import_module", missing)
+    _registry._instances.pop("npu", None)
+    with pytest.raises(dg.BackendUnavailableError, match=r"needs module 'torch_npu': install CANN"):
+        dg.get_backend("npu")
+
+
+def test_entry_point_is_loaded_on_first_use_only(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "late_vendor.py").write_text(
+        "from devgraph.cpu.backend import CpuBackend\nclass Late(CpuBackend):\n    name = 'late'\n",
+        encoding="utf-8",
+    )
+    info = tmp_path / "late_vendor-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: late-vendor\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[devgraph.backends]\nlate = late_vendor:Late\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    assert "late" in registry.names()
+    assert "late_vendor" not in sys.modules
+    backend = dg.get_backend("late")
+    assert backend.name == "late"
+    assert dg.get_backend("late") is backend
+    sys.modules.pop("late_vendor")
+
+
+def test_registering_again_replaces_the_backend():
+    dg.register("mine", CpuBackend)
+    first = dg.get_backend("mine")
+    dg.register("mine", CpuBackend)
+    assert dg.get_backend("mine") is not first

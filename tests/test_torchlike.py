@@ -1,0 +1,183 @@
+"""Backends over torch namespaces: captures that the driver refuses to begin or to end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch_namespace import FakeBackend
+
+import devgraph as dg
+from devgraph.api.torchlike import TorchBackend
+
+
+@pytest.fixture
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+def _capture(backend: FakeBackend, graph: Any, body: Callable[[], Any] = lambda: None) -> None:
+    with backend.capture_context(graph):
+        body()
+
+
+def _works(backend: FakeBackend, pool: dg.Pool) -> None:
+    graph = backend.make_graph(pool)
+    _capture(backend, graph)
+    graph.replay()
+    assert graph.state == "ready"
+    assert backend.namespace.current is backend.namespace.default
+
+
+def test_capture_that_cannot_begin_leaves_the_graph_empty(backend: FakeBackend):
+    """FAULTS 2."""
+    pool = backend.make_pool()
+    _works(backend, pool)
+    graph = backend.make_graph(pool)
+    backend.namespace.failing_begins = 1
+    with pytest.raises(RuntimeError, match="refused to begin"):
+        _capture(backend, graph, lambda: pytest.fail("the body ran"))
+    assert graph.state == "empty"
+    assert backend.namespace.made[-1].ended == 0
+    _works(backend, pool)
+
+
+def test_refused_end_is_undone_and_not_tried_for_the_same_capture_again(backend: FakeBackend):
+    """FAULTS 2."""
+    pool = backend.make_pool()
+    _works(backend, pool)
+    handle, uses = pool.handle, pool.uses
+    graph = backend.make_graph(pool)
+    backend.namespace.failing_ends = 1
+    with pytest.raises(RuntimeError, match="refused to end"):
+        _capture(backend, graph)
+    native = backend.namespace.made[-1]
+    assert native.ended == 2  # the second ended the bare capture that undoes the first
+    assert native.was_reset
+    assert graph.state == "empty"
+    assert (pool.handle, pool.uses) == (handle, uses)
+    _works(backend, pool)
+
+
+def test_stream_and_memory_of_an_end_that_cannot_be_undone_are_retired(
+    backend: FakeBackend, caplog: pytest.LogCaptureFixture
+):
+    """FAULTS 2."""
+    pool = backend.make_pool()
+    _works(backend, pool)
+    handle = pool.handle
+    graph = backend.make_graph(pool)
+    backend.namespace.failing_ends, backend.namespace.reopens = 1, False
+    failure = ValueError("from the body")
+
+    def body() -> None:
+        raise failure
+
+    with caplog.at_level(logging.WARNING, logger="devgraph"), pytest.raises(ValueError) as caught:
+        _capture(backend, graph, body)
+    assert caught.value is failure
+    assert graph.state == "empty"
+    assert pool.handle != handle
+    _works(backend, pool)
+    assert "could not be undone" in caplog.text
+
+
+def test_stream_that_stays_in_capture_mode_is_retired(
+    backend: FakeBackend, caplog: pytest.LogCaptureFixture
+):
+    """FAULTS 2."""
+    pool = backend.make_pool()
+    _works(backend, pool)
+    stream = pool.stream
+    backend.namespace.failing_ends = 2  # that of the capture, and that of the bare one
+    with caplog.at_level(logging.WARNING, logger="devgraph"), pytest.raises(RuntimeError):
+        _capture(backend, backend.make_graph(pool))
+    assert "retired a stream" in caplog.text
+    assert pool.stream is not stream
+    _works(backend, pool)
+
+
+def test_side_stream_that_the_driver_calls_unjoined_is_a_typed_error(backend: FakeBackend):
+    """FAULTS 15."""
+    _works(backend, pool := backend.make_pool())
+    backend.namespace.failing_ends = 1
+    backend.namespace.refusal = "capture has UNJOINED work"
+    with pytest.raises(dg.UnjoinedStreamError, match="wait_stream"):
+        _capture(backend, backend.make_graph(pool))
+
+
+@pytest.mark.parametrize("given", [None, "default", "own"])
+def test_capture_on_the_default_stream_moves_to_one_that_is_joined(
+    backend: FakeBackend, given: str | None
+):
+    """FAULTS 14."""
+    space = backend.namespace
+    own = space.Stream()
+    stream = {"default": space.default, "own": own}.get(given or "")
+    pool = backend.make_pool()
+    seen = []
+    with backend.capture_context(backend.make_graph(pool), stream=stream):
+        seen.append(space.current)
+    side = own if given == "own" else pool.stream
+    assert seen == [side]
+    assert side is not space.default
+    assert side.waited_for[0] is space.default
+    assert space.default.waited_for[-1] is side
+    assert space.current is space.default
+
+
+def test_replay_on_another_stream_waits_for_the_last_one(backend: FakeBackend):
+    """FAULTS 18."""
+    space, pool = backend.namespace, backend.make_pool()
+    graphs = [backend.make_graph(pool) for _ in range(2)]
+    for graph in graphs:
+        _capture(backend, graph)
+    first, second = space.Stream(), space.Stream()
+    with space.stream(first):
+        graphs[0].replay()
+    with space.stream(second):
+        graphs[1].replay()
+    assert second.waited_for == [first]
+
+
+def test_error_mode_that_the_vendor_lacks_becomes_the_one_it_has_and_says_so(
+    backend: FakeBackend, caplog: pytest.LogCaptureFixture
+):
+    """FAULTS 16."""
+    with caplog.at_level(logging.INFO, logger="devgraph"):
+        assert backend.check_capture_error_mode("global") == "thread_local"
+    assert "no capture error mode global; using thread_local" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("member", "told"),
+    [("is_available", "sees no device"), ("Graph", "has no Graph: upgrade torch")],
+)
+def test_namespace_without_device_or_graphs_is_unavailable_with_the_way_to_fix_it(
+    member: str, told: str
+):
+    """FAULTS 32."""
+
+    class Lacking(FakeBackend):
+        def check_available(self) -> None:
+            try:
+                super().check_available()
+            finally:
+                space = self.namespace
+                if member == "Graph":
+                    del space.Graph
+                else:
+                    space.is_available = lambda: False
+            TorchBackend.check_available(self)
+
+    with pytest.raises(dg.BackendUnavailableError, match=told):
+        Lacking()
+
+
+def test_build_of_torch_without_the_namespace_is_unavailable():
+    """FAULTS 32."""
+    kind = type("Absent", (TorchBackend,), {"name": "absent", "device_type": "absent_device"})
+    with pytest.raises(dg.BackendUnavailableError, match=r"has no torch\.absent_device: install"):
+        kind()
