@@ -20,6 +20,7 @@ from devgraph.api.policy import POLICIES
 from devgraph.api.registry import get_backend
 from devgraph.cli.dtypes import DTYPES, dtype_named
 from devgraph.cli.measure import Timing, median, seconds_per_call
+from devgraph.cli.public import public_breakable
 from devgraph.cli.tables import (
     CommandError,
     print_json,
@@ -199,6 +200,11 @@ def _measure(
                 failed[policy] = str(error)
                 continue
             contenders += _contenders(captured, shape, kv_len)
+        public = public_breakable(backend, model, ids, where, kv_len)
+        if public is not None:
+            contenders.append(
+                _Contender(public.name, public.replay, lambda: itertools.repeat(kv_len))
+            )
     model.fill_caches()  # steps during captures wrote there, and their tokens are no data
     try:
         ids.copy_((ids + 1) % shape.vocabulary)

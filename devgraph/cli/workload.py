@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import attrs
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from torch import nn
 from devgraph.api.errors import InputError
 from devgraph.api.marks import region
 
-__all__ = ["Decoder", "Shape"]
+__all__ = ["Decoder", "Shape", "attention"]
 
 
 @attrs.frozen(kw_only=True)
@@ -68,7 +71,9 @@ class _Layer(nn.Module):
         self.register_buffer("keys", torch.empty(rows))
         self.register_buffer("values", torch.empty(rows))
 
-    def forward(self, x: torch.Tensor, row: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, row: torch.Tensor, *, attend: Callable[..., None]
+    ) -> torch.Tensor:
         query, key, value = (
             part.view(x.shape[0], self.heads, 1, -1)
             for part in self.qkv(self.before(x)).chunk(3, dim=-1)
@@ -76,7 +81,7 @@ class _Layer(nn.Module):
         self.keys.index_copy_(2, row, key)
         self.values.index_copy_(2, row, value)
         out = torch.empty_like(query)
-        attention(query, self.keys, self.values, out, kv_len=kv_len)
+        attend(query, self.keys, self.values, out)
         x = x + self.project(out.view(x.shape[0], -1))
         gate, up = self.up(self.after(x)).chunk(2, dim=-1)
         down: torch.Tensor = self.down(nn.functional.silu(gate) * up)
@@ -116,8 +121,14 @@ class Decoder(nn.Module):
             row: ``[1]``, where in the caches the new keys and values go.
             kv_len: cache rows to attend over.
         """
+        return self.step(ids, row, functools.partial(attention, kv_len=kv_len))
+
+    def step(
+        self, ids: torch.Tensor, row: torch.Tensor, attend: Callable[..., None]
+    ) -> torch.Tensor:
+        """Return what ``forward`` does, with ``attend`` in the place of ``attention``."""
         x = self.embedding(ids)
         for layer in self.layers:
-            x = layer(x, row, kv_len=kv_len)
+            x = layer(x, row, attend=attend)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
