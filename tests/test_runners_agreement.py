@@ -1,15 +1,10 @@
 """Several ranks: handshake, lockstep capture, common buckets, votes, idle ranks, failures.
 
-Most tests run the ranks as threads with a backend instance each; the last ones are real processes
-over gloo.
+The ranks are threads with a backend instance each; test_ranks.py has real processes over gloo.
 """
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import os
-import tempfile
 import threading
 import time
 from typing import Any
@@ -318,100 +313,95 @@ def test_an_impossible_group_is_refused(rank, size, timeout_s, text):
         RankGroup(dist.HashStore(), rank, size=size, timeout_s=timeout_s)
 
 
-# Real processes over gloo.
+def test_waiting_ends_when_the_work_is_done():
+    done = threading.Event()
+    threading.Timer(0.05, done.set).start()
+    RankGroup(dist.HashStore(), 0, size=2).wait(done.is_set, "step")
+    assert done.is_set()
 
 
-def _rank_main(rank, size, path, scenarios, queue):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(path, size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    group = RankGroup.from_process_group(timeout_s=5.0)
-    results = []
-    for scenario in scenarios:
-        try:
-            results.append(scenario(rank, group))
-        except dg.AgreementError as error:
-            results.append(f"AgreementError: {error}")
-    queue.put((rank, results))
-    queue.close()
-    queue.join_thread()
-    os._exit(0)  # peers may be gone: a clean shutdown of the process group would wait for them
+def test_waiting_for_a_device_names_the_rank_that_is_gone_on_every_rank():
+    def work(rank, group):
+        group.wait(lambda: False, "step")
+
+    started = time.monotonic()
+    results = in_ranks(4, work, timeout_s=0.3, absent=(2,))
+    assert time.monotonic() - started < 10
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], dg.AgreementError)
+        assert "for 'step'" in str(results[rank])
+        assert "for rank 2, which did not come" in str(results[rank])
 
 
-def agree_and_run(rank, group):
-    runner = decode_of(
-        double, (X,), group=group, config={"buckets": [2, 4]}, max_requests=4, name="agreeing"
+def test_a_stuck_device_is_told_from_a_rank_that_is_gone():
+    def work(rank, group):
+        group.wait(lambda: False, "step")
+
+    for error in in_ranks(2, work, timeout_s=0.3):
+        assert isinstance(error, dg.AgreementError)
+        assert "although every rank answers" in str(error)
+
+
+def test_a_rank_that_gives_up_waiting_takes_the_patient_ones_along():
+    def work(rank, group):
+        group.timeout_s = 0.3 if rank == 0 else 60.0
+        group.wait(lambda: False, "step")
+
+    started = time.monotonic()
+    results = in_ranks(3, work)
+    assert time.monotonic() - started < 20
+    assert all(isinstance(error, dg.AgreementError) for error in results)
+
+
+def test_a_failed_vote_names_the_rank_that_is_gone():
+    def vote(values):
+        raise RuntimeError("connection closed by peer")
+
+    def work(rank, group):
+        group.minimum("step/vote", [1])
+
+    results = in_ranks(3, work, vote=vote, timeout_s=0.3, absent=(1,))
+    for rank in (0, 2):
+        assert f"the vote 'step/vote' failed on rank {rank} (connection closed" in str(
+            results[rank]
+        )
+        assert "for rank 1, which did not come" in str(results[rank])
+
+
+def test_a_warm_up_that_never_ends_on_a_device_is_noticed(monkeypatch):
+    """As when another rank dies before its part of a collective in the warm-up."""
+    release = threading.Event()
+
+    def work(rank, group):
+        backend = type(dg.get_backend("cpu"))()
+        if rank == 0:
+            backend.synchronize = release.wait  # type: ignore[method-assign]
+        runner = decode_of(double, (X,), group=group, backend=backend, captured=False)
+        if rank == 1:
+            group.handshake("decode/0", runner._facts())
+            return
+        runner.capture()
+
+    results = in_ranks(2, work, timeout_s=0.3)
+    release.set()
+    assert isinstance(results[0], dg.AgreementError)
+    assert "rank 1" in str(results[0])
+
+
+def test_groups_made_one_after_the_other_do_not_meet_each_others_values(tmp_path):
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
     )
-    decision = runner.agree(runner.can_run(1 + rank))
-    out = runner.run({"x": rows_of_x(1 + rank)}, decision=decision)
-    return decision.bucket, torch.equal(out, rows_of_x(1 + rank) * 2)
+    try:
+        first, second = (RankGroup.from_process_group() for _ in range(2))
+        assert first.gather("t", "a") == ["a"]
+        assert not second._has("devgraph/t/1/0")
+        assert second.gather("t", "b") == ["b"]
+    finally:
+        dist.destroy_process_group()
 
 
-def meet_in_a_collective(rank, group):
-    @dg.no_graph(mutates=("out",))
-    def total(x, out):
-        out.copy_(x)
-        dist.all_reduce(out)
-
-    def step(batch):
-        out = torch.empty_like(batch.x)
-        total(batch.x, out)
-        return out + 0
-
-    runner = decode_of(
-        step, (X,), group=group, config={"policy": "breakable", "buckets": [2]}, max_requests=2
-    )
-    busy = rank != 1
-    decision = runner.agree(runner.can_run(1) if busy else None)
-    out = runner.run({"x": torch.full((1, 3), rank + 1.0)} if busy else None, decision=decision)
-    return None if out is None else out[0, 0].item()
-
-
-def die_in_capture(dying):
-    """The rank ``dying`` ends itself at its second bucket."""
-    return functools.partial(_capture_and_die, dying)
-
-
-def _capture_and_die(dying, rank, group):
-    def step(batch):
-        if rank == dying and batch.tokens == 2:
-            os._exit(7)
-        return batch.x * 2
-
-    decode_of(step, (X,), group=group, config={"buckets": [2, 4]}, max_requests=4, name="dying")
-    return "captured"
-
-
-def spawn(*scenarios, size):
-    """Run the scenarios one after the other on every rank; return results and exit codes."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (size, f"{folder}/store", scenarios, queue)
-        ranks = [context.Process(target=_rank_main, args=(r, *arguments)) for r in range(size)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120)
-            assert process.exitcode is not None, "a rank hangs"
-    found = dict(queue.get(timeout=10) for process in ranks if process.exitcode == 0)
-    return found, [process.exitcode for process in ranks]
-
-
-def test_gloo_processes_agree_and_name_a_rank_that_dies_in_capture():
-    found, codes = spawn(agree_and_run, die_in_capture(3), size=4)
-    assert codes == [0, 0, 0, 7]
-    for agreed, text in found.values():
-        assert agreed == (4, True)
-        assert text.startswith("AgreementError")
-        assert "rank 3" in text
-
-
-def test_gloo_processes_meet_in_collectives_and_survive_the_host_of_the_store():
-    found, codes = spawn(meet_in_a_collective, die_in_capture(0), size=2)
-    assert codes == [7, 0]
-    (total, text) = found[1]
-    assert total is None  # the idle rank
-    assert text.startswith("AgreementError")
-    assert "rank 0" in text
+def test_a_group_that_cannot_talk_on_the_host_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    with pytest.raises(dg.ConfigError, match=r"new_group\(backend='gloo'\)"):
+        RankGroup.from_process_group()

@@ -15,31 +15,28 @@ import functools
 import itertools
 import json
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from devgraph.api.errors import AgreementError, ConfigError
-from devgraph.runners.decision import Decision, GraphKey, Reason
-from devgraph.runners.entries import Entries
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["PeerFailed", "RankGroup", "Solo", "agree_on", "ranks_of"]
+__all__ = ["PeerFailed", "RankGroup", "Solo", "ranks_of"]
 
 logger = logging.getLogger(__name__)
 
-_SLICE_S = 0.2
-"""Seconds of one blocking wait; between two waits a rank looks for failures of the others."""
+_LOOK_S = 0.1
+"""Seconds after which a waiting rank looks for failures of the others, again and again."""
+
+_ROLL_CALL_S = 2.0
+"""Seconds for an answer to a roll call: whoever waits for the same hears it within ``_LOOK_S``."""
 
 _SPIN_S = 0.002
 """Seconds that ``wait`` asks without a pause: about one decode step of a small model."""
-
-_NEUTRAL = 2**31
-"""In a vote of minima: this rank has no opinion."""
 
 
 class PeerFailed(AgreementError):
@@ -55,7 +52,14 @@ class Solo:
     def handshake(self, name: str, facts: Mapping[str, Any]) -> None:
         """Make sure that all ranks have the same facts."""
 
-    def gather(self, tag: str, value: str, *, escape: str | None = None) -> list[str]:
+    def gather(
+        self,
+        tag: str,
+        value: str,
+        *,
+        escape: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[str]:
         """Return the value that each rank gave for ``tag``, by rank."""
         return [value]
 
@@ -115,13 +119,14 @@ class RankGroup(Solo):
     ) -> RankGroup:
         """Make one from a gloo process group (None: the default group).
 
-        The group carries the votes and, once, the address of a store that its first rank opens.
+        The group carries the votes; everything else goes over the store that it was made with,
+        which outlives its ranks under ``torchrun``. Every rank of the group must call this.
 
         Raises:
             ConfigError: the group has no gloo backend.
         """
         import torch.distributed as dist
-        from torch._C._distributed_c10d import TCPStore
+        from torch._C._distributed_c10d import PrefixStore
 
         kind = str(dist.get_backend(group))
         if "gloo" not in kind:
@@ -130,21 +135,13 @@ class RankGroup(Solo):
                 f"torch.distributed.new_group(backend='gloo') and pass that"
             )
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        timeout = datetime.timedelta(seconds=timeout_s)
-        hosts: list[Any] = [None] * size
-        dist.all_gather_object(hosts, socket.gethostname(), group=group)
-        address = "127.0.0.1" if len(set(hosts)) == 1 else str(hosts[0])
-        port: list[Any] = [None]
-        store: Any = None
-        if rank == 0:
-            store = TCPStore(address, 0, size, True, timeout=timeout, wait_for_workers=False)
-            port = [store.port]
+        store = _store_of(group)
+        # A number of its own keeps the exchanges of several RankGroups of one group apart.
+        serial: list[Any] = [store.add("devgraph/groups", 1) if rank == 0 else None]
         first = 0 if group is None else dist.get_global_rank(group, 0)
-        dist.broadcast_object_list(port, src=first, group=group)
-        if rank != 0:
-            store = TCPStore(address, port[0], size, False, timeout=timeout)
-
-        ranks = cls(store, rank, size=size, timeout_s=timeout_s)
+        dist.broadcast_object_list(serial, src=first, group=group)
+        own = PrefixStore(f"devgraph/{serial[0]}", store)
+        ranks = cls(own, rank, size=size, timeout_s=timeout_s)
         ranks._vote = functools.partial(_gloo_vote, ranks, group)
         return ranks
 
@@ -164,13 +161,21 @@ class RankGroup(Solo):
             f"All ranks of a group must be configured alike."
         )
 
-    def gather(self, tag: str, value: str, *, escape: str | None = None) -> list[str]:
+    def gather(
+        self,
+        tag: str,
+        value: str,
+        *,
+        escape: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[str]:
         """Return the value that each rank gave for ``tag``, by rank.
 
         Args:
             tag: name of the exchange. The same tag may be used again: the n-th use on one rank
                 meets the n-th use on the others.
             escape: a tag that a rank posts to instead when it gives up.
+            timeout_s: instead of the group's.
 
         Raises:
             PeerFailed: a rank that has not come posted to ``escape``; carries what it posted.
@@ -178,18 +183,25 @@ class RankGroup(Solo):
         """
         key = self._post(tag, value)
         waiting = [rank for rank in range(self.size) if rank != self.rank]
-        deadline = time.monotonic() + self.timeout_s
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        pauses, look = _pauses(), started + _LOOK_S
         with self._reachable(tag):
-            while waiting:
-                waiting = self._still_missing(key, waiting)
-                if waiting:
+            while True:
+                waiting = [rank for rank in waiting if not self._has(f"{key}/{rank}")]
+                if not waiting:
+                    break
+                now = time.monotonic()
+                if now > look:
+                    look = now + _LOOK_S
                     self._look_for_failures(escape, waiting)
-                if waiting and time.monotonic() > deadline:
+                if now - started > limit:
                     raise AgreementError(
-                        f"rank {self.rank} waited {self.timeout_s:g} s at {tag!r} for "
+                        f"rank {self.rank} waited {limit:g} s at {tag!r} for "
                         f"{_listed(waiting)}, which did not come: it is dead, stuck or late. Look "
                         f"at its log; raise timeout_s if it was only slow."
                     )
+                time.sleep(next(pauses))
             return [
                 value if rank == self.rank else self._store.get(f"{key}/{rank}").decode()
                 for rank in range(self.size)
@@ -232,13 +244,13 @@ class RankGroup(Solo):
         """
         started = time.monotonic()
         pauses = _pauses()
-        look = started + _SLICE_S
+        look = started + _LOOK_S
         everyone = [rank for rank in range(self.size) if rank != self.rank]
         while not done():
             now = time.monotonic()
             waited = f"rank {self.rank} waited {now - started:.3g} s for {what!r}"
             if now > look:
-                look = now + _SLICE_S
+                look = now + _LOOK_S
                 with self._reachable(what):
                     self._look_for_failures(escape, everyone)
                     if self._called(what, everyone):
@@ -250,7 +262,7 @@ class RankGroup(Solo):
     def _roll_call(self, what: str, why: str, cause: BaseException | None = None) -> NoReturn:
         """Raise ``AgreementError`` that names the ranks which do not answer."""
         try:
-            self.gather(_roll(what), "")
+            self.gather(_roll(what), "", timeout_s=min(self.timeout_s, _ROLL_CALL_S))
         except AgreementError as error:
             raise AgreementError(f"{why}. {error}") from cause
         raise AgreementError(
@@ -274,16 +286,6 @@ class RankGroup(Solo):
         with self._reachable(tag):
             self._store.set(f"{key}/{self.rank}", value)
         return key
-
-    def _still_missing(self, key: str, waiting: list[int]) -> list[int]:
-        from torch.distributed import DistStoreError
-
-        names = [f"{key}/{rank}" for rank in waiting]
-        try:
-            self._store.wait(names, datetime.timedelta(seconds=_SLICE_S))
-            return []
-        except DistStoreError:
-            return [r for r, name in zip(waiting, names, strict=True) if not self._has(name)]
 
     def _has(self, name: str) -> bool:
         return bool(self._store.check([name]))
@@ -327,7 +329,7 @@ def _gloo_vote(
     tensor = torch.tensor(values, dtype=torch.int64)
     work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group, async_op=True)
     assert work is not None
-    moment = datetime.timedelta(seconds=_SLICE_S)
+    moment = datetime.timedelta(seconds=_LOOK_S)
 
     def done() -> bool:
         try:
@@ -340,6 +342,17 @@ def _gloo_vote(
 
     ranks.wait(done, tag)
     return [int(value) for value in tensor.tolist()]
+
+
+def _store_of(group: ProcessGroup | None) -> Any:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    if hasattr(found, "get_group_store"):
+        return found.get_group_store()
+    return distributed_c10d._get_process_group_store(found)
 
 
 def _pauses() -> Iterator[float]:
@@ -363,33 +376,6 @@ def ranks_of(group: Any) -> Solo:
     if isinstance(group, Solo):
         return group
     return RankGroup.from_process_group(group)
-
-
-def agree_on(decision: Decision | None, ranks: Solo, entries: Entries, name: str) -> Decision:
-    """Implement ``Runner.agree``: one vote of minima over all ranks."""
-    if ranks.size == 1:
-        return decision if decision is not None else Decision.eager(Reason.EMPTY_BATCH)
-    variants = list(entries.variants)
-    ok, bucket, variant = 1, 0, None
-    if decision is not None and decision.reason is not Reason.EMPTY_BATCH:
-        ok = int(decision.ok)
-        if decision.key is not None:
-            bucket, variant = decision.key.bucket, variants.index(decision.key.variant)
-    low, high = (_NEUTRAL, _NEUTRAL) if variant is None else (variant, -variant)
-    ok, bucket, low, high = ranks.minimum(f"{name}/vote", (ok, -bucket, low, high))
-    key = None if low == _NEUTRAL else GraphKey(variants[low], -bucket)
-    if not ok:
-        if decision is not None and not decision.ok:
-            return decision
-        return Decision.eager(Reason.VOTED_EAGER, decision.key if decision else key)
-    if key is None:
-        return Decision.eager(Reason.EMPTY_BATCH)
-    if low != -high:
-        raise AgreementError(
-            f"the ranks of {name} want different variants in one step: {dict(variants[low])} and "
-            f"{dict(variants[-high])}; give all ranks of a step the same variant"
-        )
-    return Decision.graph(key)
 
 
 def _listed(ranks: Sequence[int]) -> str:

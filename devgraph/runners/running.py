@@ -19,7 +19,6 @@ from devgraph.api.errors import (
     UpdateUnsupportedError,
 )
 from devgraph.api.marks import is_capturing
-from devgraph.runners.agreement import agree_on
 from devgraph.runners.batch import Batch
 from devgraph.runners.decision import Decision, Reason, Variant, refusal, update_reason
 from devgraph.runners.entries import Entry, canonical_variant
@@ -27,6 +26,7 @@ from devgraph.runners.lease import LeaseClock, lease
 from devgraph.runners.parts import Parts, StaticBatch
 from devgraph.runners.slots import InputSlot, Size, whole
 from devgraph.runners.steps import GraphStep
+from devgraph.runners.voting import agree_on
 
 __all__ = ["Stepping"]
 
