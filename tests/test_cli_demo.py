@@ -84,7 +84,8 @@ def test_demo_generates_from_its_prompts_on_the_cpu(
 ):
     asked: list[Any] = []
 
-    def generate(args: Any, prompts: Any, *, model: str) -> int:
+    def generate(args: Any, prompts: Any, *, model: str, few_buckets: bool) -> int:
+        assert few_buckets
         asked.append((args, list(prompts), model))
         return 1
 

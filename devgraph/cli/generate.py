@@ -55,9 +55,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def generate(
-    args: argparse.Namespace, prompts: Sequence[str], *, model: str, gguf_file: str | None = None
+    args: argparse.Namespace,
+    prompts: Sequence[str],
+    *,
+    model: str,
+    gguf_file: str | None = None,
+    few_buckets: bool = False,
 ) -> int:
-    """Run ``prompts`` as ``args`` of ``add_engine_arguments`` say; return the exit code."""
+    """Run ``prompts`` as ``args`` of ``add_engine_arguments`` say; return the exit code.
+
+    Args:
+        few_buckets: capture few prefill buckets, unless ``args`` say which.
+    """
     require_transformers()
     from devgraph.cli.generating import Setup, run_all
     from devgraph.cli.results import print_runs, report, same_tokens
@@ -83,6 +92,7 @@ def generate(
             max_requests=args.max_requests,
             max_len=args.max_len,
             max_step_tokens=args.max_step_tokens,
+            few_buckets=few_buckets,
         ),
         task,
         repeats=args.repeats,

@@ -173,6 +173,8 @@ class Setup:
     max_requests: int | None
     max_len: int | None
     max_step_tokens: int | None
+    few_buckets: bool = False
+    """Capture few prefill buckets, unless the configuration says which."""
 
     def engine(self, task: Task, config: DeviceGraphConfig) -> Engine:
         """Return an engine that ``task`` fits in, no larger than needed: every bucket costs."""
@@ -185,6 +187,9 @@ class Setup:
             requests,
             *(self.config.prefill.buckets or (1,)),
         )
+        if self.few_buckets and not config.prefill.explicit & {"buckets", "max_bs"}:
+            few = attrs.evolve(config.prefill, buckets=_halvings(step_tokens))
+            config = attrs.evolve(config, prefill=few)
         return Engine(
             self.network,
             self.tokenizer,
@@ -245,6 +250,14 @@ def _eager_engine(setup: Setup, task: Task) -> Engine:
     # What a capture's warm-up runs have set up for the other engine is not part of its speed.
     engine.generate([task.prompts[0]], max_new_tokens=2)
     return engine
+
+
+def _halvings(tokens: int) -> tuple[int, ...]:
+    """Return ``tokens`` and its halves down to eight: no step is padded to over twice its size."""
+    sizes = [tokens]
+    while sizes[-1] >= 16:
+        sizes.append(-(-sizes[-1] // 2))
+    return tuple(sizes)
 
 
 def _rounded(tokens: int) -> int:

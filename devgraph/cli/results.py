@@ -11,9 +11,12 @@ from devgraph.api.backend import Backend
 from devgraph.api.resolve import Resolution
 from devgraph.cli.generating import Run, Task, first_difference
 from devgraph.cli.tables import number, percent, print_table, ratio, say, time_text
-from devgraph.runners.stats import format_bytes
+from devgraph.runners.stats import RunnerStats, format_bytes
 
 __all__ = ["print_runs", "report", "same_tokens"]
+
+MOST_BUCKETS = 8
+"""Buckets of a phase that the summary lists."""
 
 
 def same_tokens(runs: Sequence[Run]) -> bool | None:
@@ -47,6 +50,8 @@ def print_runs(backend: Backend, resolution: Resolution, task: Task, runs: Seque
     graphs = runs[0]
     _print_phases(backend, resolution, graphs)
     _print_speed(runs)
+    captured = "; ".join(_buckets(stats) for stats in graphs.phases)
+    say(f"buckets: {captured}")
     if graphs.capture_seconds is not None:
         say(f"captured in {time_text(graphs.capture_seconds)}, before the first token")
     if not task.greedy:
@@ -86,6 +91,15 @@ def _print_phases(backend: Backend, resolution: Resolution, graphs: Run) -> None
         zip(*columns.values(), strict=True),
         numbers=("steps", "in graphs", "hits", "padding", "graphs", "capture", "memory"),
     )
+
+
+def _buckets(stats: RunnerStats) -> str:
+    """Return the captured buckets of a phase, the smallest first and all but a few of many."""
+    keys = [bucket.key for bucket in reversed(stats.buckets) if bucket.state == "captured"]
+    if len(keys) > MOST_BUCKETS:
+        keys = [*keys[: MOST_BUCKETS - 1], "...", keys[-1]]
+    unit = "tokens" if stats.phase == "prefill" else "requests"
+    return f"{stats.phase} {', '.join(keys)} {unit}" if keys else f"{stats.phase} none"
 
 
 def _print_speed(runs: Sequence[Run]) -> None:
