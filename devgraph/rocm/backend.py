@@ -50,7 +50,9 @@ class RocmPool(TorchPool):
 
     @property
     def stream(self) -> Any:
-        while self._capture_stream is None:
+        known = self._capture_stream
+        # Pools share torch's streams: another one's failure may have cost this one its stream.
+        if known is None or known.cuda_stream in self._torch.retired:
             self._capture_stream = self._torch.fresh_stream()
         return self._capture_stream
 
@@ -132,10 +134,11 @@ class RocmBackend(NodeBackend):
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
 
     def fresh_stream(self) -> Any:
-        """Return a stream that is not retired."""
+        """Return a stream that neither is retired nor forked from one that is."""
         for _ in range(_MOST_STREAMS):
             stream = self.namespace.Stream(self._device)
-            if stream.cuda_stream not in self.retired:
+            handle = stream.cuda_stream
+            if handle not in self.retired and not self.runtime.is_capturing(handle):
                 return stream
         raise BackendUnavailableError(
             "every stream that torch hands out was left capturing by a failed capture; start a "

@@ -140,7 +140,8 @@ class Runtime:
             raise UpdateTopologyError(
                 f"a region copies memory, and this HIP runtime ({self.version}) does not report "
                 f"the addresses of a captured copy, so that it cannot be updated. Write with a "
-                f"kernel instead (index_copy_, or an operation with out=), or use "
+                f"kernel instead (index_copy_, or an operation with out=) and into a tensor that "
+                f"the region is given, for a tensor that it returns is copied as well; or use "
                 f"policy='breakable'."
             )
         name, structure = _GETTERS[kind]

@@ -1,0 +1,58 @@
+"""The ROCm backend over the fake libamdhip64, for tests that order faults from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.api.policy.budget import UpdateBudget
+from tests.sim.hip import Fake, unavailable_reason
+from tests.sim.hip.backend import FakeBackend
+from tests.sim.hip.device import Recorder
+
+__all__ = ["KEEP_ALL", "check", "on_fake", "scaled", "step"]
+
+if reason := unavailable_reason():
+    pytest.skip(f"the fake libamdhip64 cannot be built: {reason}", allow_module_level=True)
+
+KEEP_ALL = UpdateBudget(misses=10**6)
+"""Every new key is recorded at once."""
+
+
+@contextmanager
+def on_fake(variant: str = "fake", **settings: int) -> Iterator[Any]:
+    """A new backend over the fake with ``settings``, which are undone at the end."""
+    fake = Fake(variant)
+    with fake.with_settings(**settings):
+        backend = FakeBackend(fake)
+        with Recorder(backend.namespace):
+            yield backend
+        assert not dg.is_capturing()
+        assert fake.get("second_ends") == 0, "a capture was ended twice, which crashes on 7.2"
+
+
+@dg.region(host_args=("n",))
+def scaled(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """One kernel whose argument depends on ``n``."""
+    return x * n
+
+
+def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """Three calls of a region with other work between them."""
+    for layer in range(3):
+        x = scaled(x + layer, n=n) * 0.25
+    return x
+
+
+def check(cap: dg.Captured, fn: Callable[..., Any], x: torch.Tensor, **host: Any) -> None:
+    """Fail unless a replay with new data in ``x`` equals ``fn`` run eagerly, bit for bit."""
+    x.copy_(torch.randn(x.shape))
+    want = fn(x, **host).clone()
+    cap.outputs.fill_(float("nan"))
+    got = cap.replay(**host)
+    assert torch.equal(got, want), f"differs from eager with {host}"
