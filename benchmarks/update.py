@@ -18,6 +18,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
@@ -256,6 +257,12 @@ def new_lengths(model: Model, count: int) -> dict[str, Any]:
     return result
 
 
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def first_use(model: Model, count: int, backend: str = "cuda") -> dict[str, float]:
     """Host time of a new length, of an update without an executable, and of making one."""
     cap = captured(model, "full", attend_region, backend, budget=UpdateBudget(misses=10**6))
@@ -266,7 +273,9 @@ def first_use(model: Model, count: int, backend: str = "cuda") -> dict[str, floa
 
     lengths = list(range(520, 520 + 8 * count, 8))
     host_seconds(call, iter(lengths), 3)  # the replays that load kernels
+    resident = resident_bytes()
     new = host_seconds(call, iter(lengths[3:]), count - 3)
+    grown = (resident_bytes() - resident) / (count - 3)
     recording_bytes = recordings.bytes / len(recordings)
     budget = recordings.budget_bytes
     recordings.budget_bytes = recordings.bytes  # no room for executables
@@ -281,6 +290,7 @@ def first_use(model: Model, count: int, backend: str = "cuda") -> dict[str, floa
         "update_us": statistics.median(update) * 1e6,
         "executable_ms": statistics.median(build) * 1e3,
         "recording_bytes": recording_bytes,
+        "recording_bytes_by_resident_memory": grown,
         "executable_bytes": (recordings.bytes - charged) / len(fresh),
         "executable_bytes_by_free_memory": (free - torch.cuda.mem_get_info()[0]) / len(fresh),
         "nodes": float(cap.info().nodes or 0),
