@@ -91,6 +91,7 @@ OLDER_CASES: list[tuple[list[str], dict[str, object]]] = [
     (["--compilation-config.cudagraph_capture_sizes", "[4, 1]"], both("buckets", [1, 4])),
     (["--compilation-config.max_cudagraph_capture_size", "64"], both("max_bs", 64)),
     (["--cudagraph-mode", "NONE"], BOTH_DISABLED),
+    (["--optimization-level", "2"], {"decode": "full", "prefill": "piecewise"}),
     *[([f"--cuda-graph-backend-{phase}", "breakable"], {phase: "breakable"}) for phase in PHASES],
     *[([f"--{phase}-cuda-graph-backend", "tcpcg"], {phase: "piecewise"}) for phase in PHASES],
     *[([f"--{phase}-cuda-graph-mode", "full"], {phase: "full"}) for phase in PHASES],
@@ -111,7 +112,7 @@ def test_older_flag_means_the_same_as_the_new_spelling_that_its_warning_names(
     assert config.to_dict() == meaning
     older = [text for text in said if f"{argv[0]} is an older spelling; use " in text]
     assert len(older) == 1
-    new = re.sub(r"^.* use (.*)\.$", r"\1", older[0])
+    new = re.sub(r"^.*? use (.*?)\.( Not for devgraph .*)?$", r"\1", older[0])
     words = [word for word in re.split(r" (?=--)|'", new) if word]
     again = [part for word in words for part in ([word] if "{" in word else word.split())]
     assert again[0].startswith("--")
@@ -119,8 +120,40 @@ def test_older_flag_means_the_same_as_the_new_spelling_that_its_warning_names(
     assert from_argv(*again)[0] == config
 
 
+ENGINES_OWN = {"--disable-draft-cuda-graph", "--debug-cuda-graph"}
+
+
 def test_older_cases_cover_the_whole_table() -> None:
-    assert {argv[0] for argv, _ in OLDER_CASES} == {flag.name for flag in OLDER_FLAGS}
+    covered = {argv[0] for argv, _ in OLDER_CASES} | ENGINES_OWN
+    assert covered == {flag.name for flag in OLDER_FLAGS}
+
+
+@pytest.mark.parametrize("flag", sorted(ENGINES_OWN))
+def test_older_flag_about_something_else_is_named_as_left_to_the_engine(flag: str) -> None:
+    config, said = from_argv(flag)
+    assert config == DeviceGraphConfig()
+    (text,) = said
+    assert text.startswith(f"{flag} chooses no graph mode or size. Not for devgraph and left to ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "decode", "prefill"),
+    [
+        (["-O0"], "disabled", "disabled"),
+        (["-O", "1"], "piecewise", "piecewise"),
+        (["-O3"], "full", "piecewise"),
+        (["--optimization-level", "O2"], "full", "piecewise"),
+        (["-O", '{"cudagraph_mode": "FULL"}'], "full", "full"),
+        (["-O0", "-cc", '{"cudagraph_mode": "FULL"}'], "full", "full"),
+        (["-O3", "--enforce-eager"], "disabled", "disabled"),
+    ],
+)
+def test_optimization_level_is_the_weakest_older_flag(
+    argv: list[str], decode: str, prefill: str
+) -> None:
+    config, said = from_argv(*argv)
+    assert (config.decode.policy, config.prefill.policy) == (decode, prefill)
+    assert sum("--optimization-level is an older spelling" in text for text in said) == 1
 
 
 def test_documentation_names_every_flag_and_key() -> None:
@@ -184,6 +217,7 @@ def test_compilation_config_names_the_keys_that_it_leaves_to_the_engine() -> Non
         (["--cudagraph-mode", "FUL"], ["FULL_AND_PIECEWISE", "Did you mean 'FULL'?"]),
         (["--context-bucket", "1.5Ki"], ["32Ki", "'1.5Ki'"]),
         (["--cuda-graph-bs", "one"], ["invalid int value"]),
+        (["--optimization-level", "9"], ["from 0 to 3", "'9'"]),
     ],
 )
 def test_parser_ends_with_a_message_when_a_value_cannot_be_read(

@@ -57,6 +57,7 @@ PICKED_OLDER = st.lists(
             (["--disable-cuda-graph-padding"], {"decode": {"max_padding": 1.0}}),
             (["--cuda-graph-mode", '{"decode": "full"}'], {"decode": "full"}),
             (["--cudagraph-mode", "PIECEWISE"], dict.fromkeys(PHASES, "piecewise")),
+            (["--optimization-level", "3"], {"decode": "full", "prefill": "piecewise"}),
         ]
     ),
     unique_by=lambda one: one[0][0],

@@ -6,6 +6,7 @@ order of application: where two older flags speak about the same key the later e
 reproduces what those engines do (a broad switch gives way to a specific one, except
 ``--enforce-eager``, which beats everything else there).
 
+Flags that switch off what devgraph does not configure are accepted and named as left to the engine.
 Flags that neither choose a mode nor a size nor switch graphs off (profiling of a capture, garbage
 collection during it, metrics, the graphs of vision encoders) stay with their engine.
 """
@@ -189,6 +190,26 @@ def _compilation(value: Any, flag: str) -> Reading:
     return _reading(found, flag, *left_out)
 
 
+_LEVELS: tuple[str, ...] = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE")
+"""Graph mode of each optimization level of vLLM (its config/vllm.py, since 0.12)."""
+
+
+def _level(value: Any, flag: str) -> Reading:
+    """An optimization level from 0 to 3; versions before read a compilation configuration here."""
+    text = str(getattr(value, "value", value)).strip()
+    if text.startswith("{"):
+        return _compilation(text, flag)
+    level = text.upper().removeprefix("O")
+    if level not in ("0", "1", "2", "3"):
+        raise ConfigError(f"{flag}: expected a level from 0 to 3, got {value!r}")
+    mode = _mode_name(_LEVELS[int(level)], flag)
+    return attrs.evolve(mode, left_out=(f"compilation and kernels of level {level}",))
+
+
+def _only_for_the_engine(what: str) -> Callable[[Any, str], Reading]:
+    return lambda _, flag: Reading(settings={}, left_out=(what,))
+
+
 def _json_value(key: str) -> Callable[[Any, str], Reading]:
     def read(value: Any, flag: str) -> Reading:
         item = read_json(value, flag) if isinstance(value, str) else value
@@ -241,6 +262,17 @@ def _per_phase(phase: str) -> tuple[OlderFlag, ...]:
 
 
 OLDER_FLAGS: tuple[OlderFlag, ...] = (
+    *_flags("--optimization-level", shape="text", read=_level, short="-O"),
+    *_flags(
+        "--disable-draft-cuda-graph",
+        shape="switch",
+        read=_only_for_the_engine("graphs of the draft model, whose runner has a mode of its own"),
+    ),
+    *_flags(
+        "--debug-cuda-graph",
+        shape="switch",
+        read=_only_for_the_engine("running captured steps operator by operator to find an error"),
+    ),
     *_flags("--disable-cuda-graph", shape="switch", read=_fixed("policy", "disabled", *PHASES)),
     *_flags(
         "--disable-cuda-graph-padding", shape="switch", read=_fixed("max_padding", 1.0, "decode")
