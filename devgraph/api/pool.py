@@ -180,6 +180,11 @@ class Pool:
         """
         return tensor
 
+    def bare(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``alias`` for a tensor that is known to be the pool's, or whose owner outlives the use:
+        nothing is looked up."""
+        return self.alias(tensor)
+
     def order(self) -> None:
         """Make the current stream wait for the pool's last replay. Called under ``lock``."""
 

@@ -109,9 +109,10 @@ class TorchPool(Pool):
         self._keeper = None
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.bare(tensor) if self.owns(tensor.untyped_storage().data_ptr()) else tensor
+
+    def bare(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if not self.owns(storage.data_ptr()):
-            return tensor
         bare = torch._C._construct_storage_from_data_pointer(
             storage.data_ptr(), tensor.device, storage.nbytes()
         )

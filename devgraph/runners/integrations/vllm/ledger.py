@@ -1,0 +1,87 @@
+"""What the graph layer did, by mode: the numbers behind ``stats()``."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+__all__ = ["EagerReason", "Ledger", "ModeCount"]
+
+MODES = ("piecewise", "full", "breakable")
+
+
+class EagerReason:
+    """Why a call ran without a graph; the keys of ``stats()["modes"][mode]["eager"]``."""
+
+    NO_CONTEXT = "no_forward_context"
+    """Outside the engine's step, for example an encoder."""
+    MODE_NONE = "mode_none"
+    """The engine dispatched no graph: warm-up, profiling, or a batch that none fits."""
+    OTHER_MODE = "other_mode"
+    """The engine dispatched another mode, whose wrapper takes over inside or outside this one."""
+    INPUT_MOVED = "input_moved"
+    """An input lies at another address than at capture: a replay would read the old one."""
+    TOO_LARGE = "over_largest_size"
+    """The batch has more tokens than the largest captured size."""
+    NO_MATCH = "no_matching_graph"
+    """No captured size fits the batch's requests and tokens."""
+    NOT_CAPTURED = "not_captured_yet"
+    """The engine has not captured yet."""
+
+
+class _Graph(Protocol):
+    def info(self) -> Any: ...
+
+
+class ModeCount:
+    """Counters of one mode; plain attributes, because the hot path adds to them."""
+
+    __slots__ = ("_graphs", "captures", "eager", "replays", "seconds")
+
+    def __init__(self) -> None:
+        self.captures = 0
+        self.replays = 0
+        self.seconds = 0.0
+        self.eager: Counter[str] = Counter()
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def captured(self, graph: _Graph, seconds: float) -> None:
+        """Count one capture and follow its graph for as long as it lives."""
+        self.captures += 1
+        self.seconds += seconds
+        self._graphs.add(graph)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counters; ``graphs``, ``segments`` and ``bytes`` are those of live graphs."""
+        infos = [info for graph in self._graphs if (info := graph.info()).state == "ready"]
+        return {
+            "captures": self.captures,
+            "replays": self.replays,
+            "eager": dict(self.eager),
+            "graphs": len(infos),
+            "segments": _total(info.segments for info in infos),
+            "regions": _total(info.regions for info in infos),
+            "bytes": _total(info.bytes for info in infos),
+            "capture_seconds": self.seconds,
+        }
+
+
+class Ledger:
+    """The counters of all modes."""
+
+    def __init__(self) -> None:
+        self._modes = {name: ModeCount() for name in MODES}
+
+    def of(self, mode: str) -> ModeCount:
+        """Return the counters of ``mode``: "piecewise", "full" or "breakable"."""
+        return self._modes[mode]
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Return every mode's counters by name."""
+        return {name: count.as_dict() for name, count in self._modes.items()}
+
+
+def _total(numbers: Iterable[int]) -> int:
+    return sum(numbers)

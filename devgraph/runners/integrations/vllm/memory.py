@@ -1,0 +1,99 @@
+"""Graph memory by the engine's own pool handles, and weak outputs in it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from devgraph.api.backend import Backend
+from devgraph.api.errors import BackendUnavailableError
+from devgraph.api.pool import Pool
+from devgraph.api.registry import get_backend
+
+__all__ = ["GraphMemory", "weak"]
+
+
+class GraphMemory:
+    """One pool per handle of the engine; the backend is made at the first capture.
+
+    The engine names graph memory by opaque handles and swaps them, as in its memory profiling. A
+    pool lives as long as somebody who was given it.
+
+    Args:
+        device_type: gives torch's name of the engine's device; empty if it does not know.
+        backend: the backend to use; None for the one of ``device_type``.
+    """
+
+    def __init__(self, device_type: Callable[[], str], backend: str | None = None) -> None:
+        self._device_type = device_type
+        self._name = backend
+        self._backend: Backend | None = None
+        self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
+
+    @property
+    def made(self) -> Backend | None:
+        """The backend, or None before the first capture."""
+        return self._backend
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of the engine's device.
+
+        Raises:
+            BackendUnavailableError: there is none; says which device was asked for.
+        """
+        if self._backend is None:
+            found = get_backend(self._name or "auto")
+            kind = self._device_type()
+            if kind and found.device.type != kind:
+                raise BackendUnavailableError(
+                    f"the engine runs on {kind!r} and the backend {found.name!r} captures on "
+                    f"{found.device.type!r}. Run 'devgraph doctor' for what is missing, or name "
+                    f"the backend: install(backend=...)."
+                )
+            self._backend = found
+        return self._backend
+
+    def pool(self, handle: Hashable) -> Pool:
+        """Return the pool that stands for ``handle``, a new one if nobody holds one."""
+        pool = self._pools.get(handle)
+        if pool is None:
+            pool = self.backend.make_pool()
+            self._pools[handle] = pool
+        return pool
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of all pools in use."""
+        return sum(pool.bytes for pool in self._pools.values())
+
+    def settle(self) -> None:
+        """Give freed memory back to the device before a large capture, so that what the engine
+        then measures is what the graphs take."""
+        self.backend.synchronize()
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+
+def weak(pool: Pool, output: Any) -> Any:
+    """Return ``output`` with every tensor replaced by one that does not keep its memory.
+
+    Takes what an engine's step returns: a tensor, a list or tuple of them, an object with a
+    dictionary ``tensors``; anything else is handed back.
+    """
+    if isinstance(output, torch.Tensor):
+        return pool.bare(output) if output.numel() else output
+    if isinstance(output, list):
+        return [weak(pool, item) for item in output]
+    if isinstance(output, tuple):
+        items = [weak(pool, item) for item in output]
+        return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
+    tensors = getattr(output, "tensors", None)
+    if isinstance(tensors, dict):
+        return type(output)({name: weak(pool, item) for name, item in tensors.items()})
+    return output

@@ -1,0 +1,119 @@
+"""Captured steps by the engine's batch descriptor; knows nothing of an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+
+from devgraph.api.capture import Captured, capture
+from devgraph.api.capturing import GraphScope
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.hostargs import HostSpec
+from devgraph.api.marks import entered
+from devgraph.api.pool import Pool
+from devgraph.runners.integrations.vllm.ledger import ModeCount
+from devgraph.runners.integrations.vllm.memory import weak
+
+__all__ = ["Entry", "addresses", "capture_broken", "capture_whole"]
+
+
+class Entry:
+    """One captured step: what replays it, its output, and the addresses of its inputs."""
+
+    __slots__ = ("graph", "inputs", "output", "replay")
+
+    def __init__(
+        self,
+        graph: DeviceGraph | Captured,
+        replay: Callable[[], Any],
+        output: Any,
+        inputs: tuple[tuple[Hashable, int], ...],
+    ) -> None:
+        self.graph = graph
+        self.replay = replay
+        self.output = output
+        self.inputs = inputs
+
+    def close(self) -> None:
+        """Free the graph; its output must not be read any more."""
+        self.output = None
+        self.graph.close()
+
+
+def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Hashable, int], ...]:
+    """Return the address of every tensor among the arguments, by position or name."""
+    found: list[tuple[Hashable, int]] = [
+        (index, arg.data_ptr()) for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)
+    ]
+    for name, arg in kwargs.items():
+        if isinstance(arg, torch.Tensor):
+            found.append((name, arg.data_ptr()))
+    return tuple(found)
+
+
+def capture_whole(
+    pool: Pool, count: ModeCount, body: Callable[[], Any], *, release: bool
+) -> tuple[DeviceGraph, Any]:
+    """Capture ``body`` into one graph; return it and the body's result.
+
+    A body without device work gives a graph that is never launched. On an exception nothing is
+    left behind.
+
+    Args:
+        release: let the result's memory go before the capture ends, so that later captures take
+            it: for results that only the step's caller reads.
+    """
+    started = time.perf_counter()
+    backend = pool.backend
+    graph = backend.make_graph(pool)
+    with backend.capturing(pool):
+        graph.begin(backend.check_capture_error_mode("thread_local"))
+        try:
+            with entered(GraphScope(graph, HostSpec())):
+                output = body()
+                if release:
+                    output = weak(pool, output)
+        except BaseException:
+            graph.cancel()
+            raise
+        graph.end(allow_empty=True)
+    count.captured(graph, time.perf_counter() - started)
+    return graph, output
+
+
+def launcher(graph: DeviceGraph) -> Callable[[], None]:
+    """Return what replays ``graph`` once; nothing for a graph without work."""
+    return _nothing if graph.info().nodes == 0 else graph.replay
+
+
+def capture_broken(
+    pool: Pool,
+    count: ModeCount,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Captured:
+    """Capture ``body`` in segments; its result's memory is free for later captures."""
+    started = time.perf_counter()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return weak(pool, body(*args, **kwargs))
+
+    captured = capture(
+        step,
+        *args,
+        kwargs=kwargs,
+        policy="breakable",
+        backend=pool.backend,
+        warmup=0,
+        pool=pool,
+    )
+    count.captured(captured, time.perf_counter() - started)
+    return captured
+
+
+def _nothing() -> None:
+    """Stands for a graph without device work."""

@@ -1,0 +1,320 @@
+"""The wrapper that takes the place of vLLM's: its call protocol, its memory, its counters."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm_engine import ENGINES, WIDTH, Engine, Step, engine_of
+
+import devgraph as dg
+from devgraph.runners.integrations import vllm
+from devgraph.runners.integrations.vllm import layer
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with engine_of(request.param, pytest.skip) as found, torch.inference_mode():
+        yield found
+
+
+def wrapped(
+    engine: Engine, mode: str = "PIECEWISE", step: Step | None = None, **options: Any
+) -> tuple[Any, Step]:
+    step = step or Step()
+    chosen = engine.cuda_graph.CUDAGraphOptions(**options) if options else None
+    wrapper = engine.Wrapper(
+        runnable=step,
+        vllm_config=engine.config(),
+        runtime_mode=engine.Mode[mode],
+        cudagraph_options=chosen,
+    )
+    return wrapper, step
+
+
+def counts(mode: str = "piecewise") -> dict[str, Any]:
+    found: dict[str, Any] = vllm.stats()["modes"][mode]
+    return found
+
+
+def test_call_without_forward_context_runs_the_runnable(engine: Engine) -> None:
+    wrapper, step = wrapped(engine)
+    x = torch.randn(3, WIDTH)
+    assert torch.equal(wrapper(x), (x * 2 + 1).relu())
+    assert step.runs == 1
+    assert counts()["eager"] == {"no_forward_context": 1}
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("NONE", "mode_none"), ("FULL", "other_mode")])
+def test_call_in_another_mode_runs_the_runnable(engine: Engine, mode: str, reason: str) -> None:
+    wrapper, step = wrapped(engine)
+    x = torch.randn(3, WIDTH)
+    with engine.step(wrapper.vllm_config, engine.Mode[mode], engine.Descriptor(3)):
+        for _ in range(2):
+            assert torch.equal(wrapper(x), (x * 2 + 1).relu())
+    assert step.runs == 2
+    assert counts()["eager"] == {reason: 2}
+    assert counts()["captures"] == 0
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_second_call_replays_with_what_the_buffers_hold_now(engine: Engine, mode: str) -> None:
+    wrapper, step = wrapped(engine, mode)
+    x = torch.randn(4, WIDTH)
+    captured = engine.counter.num_cudagraph_captured
+    with engine.step(wrapper.vllm_config, engine.Mode[mode], engine.Descriptor(4)):
+        wrapper(x)
+        for _ in range(3):
+            x.copy_(torch.randn(4, WIDTH))
+            first = wrapper(x)
+            assert torch.equal(first, (x * 2 + 1).relu())
+            assert wrapper(x) is first
+    assert step.runs == 1
+    found = counts(mode.lower())
+    assert (found["captures"], found["replays"], found["graphs"]) == (1, 6, 1)
+    assert engine.counter.num_cudagraph_captured == captured + 1
+
+
+def test_each_batch_descriptor_has_its_own_graph(engine: Engine) -> None:
+    wrapper, step = wrapped(engine, "FULL")
+    keys = [
+        engine.Descriptor(4),
+        engine.Descriptor(4, num_reqs=4, uniform=True),
+        engine.Descriptor(4, has_lora=True, num_active_loras=1),
+        engine.Descriptor(4, has_lora=True, num_active_loras=2),
+        engine.Descriptor(2),
+    ]
+    buffers = {key: torch.randn(key.num_tokens, WIDTH) for key in keys}
+    for number, key in enumerate(keys):
+        step.factor = number + 1.0
+        with engine.step(wrapper.vllm_config, engine.Mode.FULL, key):
+            wrapper(buffers[key])
+    for number, key in reversed(list(enumerate(keys))):
+        buffers[key].copy_(torch.randn(key.num_tokens, WIDTH))
+        with engine.step(wrapper.vllm_config, engine.Mode.FULL, key):
+            expected = (buffers[key] * (number + 1.0) + 1).relu()
+            assert torch.equal(wrapper(buffers[key]), expected)
+    assert step.runs == len(keys)
+
+
+def test_clear_graphs_frees_them_and_captures_anew(engine: Engine) -> None:
+    wrapper, step = wrapped(engine, "FULL")
+    x = torch.randn(2, WIDTH)
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        wrapper(x)
+        (entry,) = wrapper.concrete_cudagraph_entries.values()
+        wrapper.clear_graphs()
+        assert entry.graph.state == "closed"
+        assert counts("full")["graphs"] == 0
+        wrapper(x)
+        assert torch.equal(wrapper(x), (x * 2 + 1).relu())
+    assert step.runs == 2
+
+
+def test_clear_all_graphs_of_the_engine_class_clears_ours(engine: Engine) -> None:
+    first, _ = wrapped(engine, "FULL")
+    second, _ = wrapped(engine, "FULL")
+    base = engine.cuda_graph.CUDAGraphWrapper
+    assert isinstance(first, base)
+    assert {first, second} <= set(base._all_instances)
+    for wrapper in (first, second):
+        with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+            wrapper(torch.randn(2, WIDTH))
+    base.clear_all_graphs()
+    assert not first.concrete_cudagraph_entries
+    assert not second.concrete_cudagraph_entries
+
+
+def test_memory_profiling_uses_its_own_pool_and_gives_it_back(engine: Engine) -> None:
+    wrapper, _ = wrapped(engine, "FULL")
+    own = wrapper.graph_pool
+    memory = layer.current_layer().memory
+    x = torch.randn(2, WIDTH)
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        wrapper.graph_pool = "profiling"
+        wrapper(x)
+        (entry,) = wrapper.concrete_cudagraph_entries.values()
+        assert entry.graph.pool is memory.pool("profiling")
+        wrapper.clear_graphs()
+        del entry
+        gc.collect()
+        assert "profiling" not in memory._pools
+        wrapper.graph_pool = own
+        wrapper(x)
+        (entry,) = wrapper.concrete_cudagraph_entries.values()
+        assert entry.graph.pool is memory.pool(own)
+
+
+def test_wrappers_of_one_handle_share_a_pool(engine: Engine) -> None:
+    first, _ = wrapped(engine)
+    second, _ = wrapped(engine)
+    assert first.graph_pool == second.graph_pool
+    for wrapper in (first, second):
+        with engine.step(wrapper.vllm_config, engine.Mode.PIECEWISE, engine.Descriptor(2)):
+            wrapper(torch.randn(2, WIDTH))
+    pools = {
+        entry.graph.pool
+        for wrapper in (first, second)
+        for entry in wrapper.concrete_cudagraph_entries.values()
+    }
+    assert len(pools) == 1
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_output_memory_is_free_for_the_next_capture_if_weak(engine: Engine, release: bool) -> None:
+    wrapper, _ = wrapped(engine, debug_log_enable=False, gc_disable=True, weak_ref_output=release)
+    x, y = torch.randn(2, WIDTH), torch.randn(2, WIDTH)
+    config = wrapper.vllm_config
+    with engine.step(config, engine.Mode.PIECEWISE, engine.Descriptor(2)):
+        first = wrapper(x)
+    with engine.step(config, engine.Mode.PIECEWISE, engine.Descriptor(2, has_lora=True)):
+        second = wrapper(y)
+    assert (first.data_ptr() == second.data_ptr()) is release
+
+
+def test_stored_output_does_not_keep_its_memory(engine: Engine) -> None:
+    wrapper, _ = wrapped(engine, debug_log_enable=False, gc_disable=True, weak_ref_output=False)
+    config, x = wrapper.vllm_config, torch.randn(2, WIDTH)
+    with engine.step(config, engine.Mode.PIECEWISE, engine.Descriptor(2)):
+        live = wrapper(x)
+        address = live.data_ptr()
+        del live
+        assert wrapper(x).data_ptr() == address
+    with engine.step(config, engine.Mode.PIECEWISE, engine.Descriptor(2, has_lora=True)):
+        assert wrapper(x).data_ptr() == address
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_sequences_of_outputs_come_back_as_they_were(engine: Engine, kind: type) -> None:
+    step = Step()
+    wrapper = engine.Wrapper(lambda x: kind([step(x), x + 3]), engine.config(), engine.Mode.FULL)
+    x = torch.randn(2, WIDTH)
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        wrapper(x)
+        x.copy_(torch.randn(2, WIDTH))
+        out = wrapper(x)
+    assert type(out) is kind
+    assert torch.equal(out[0], (x * 2 + 1).relu())
+    assert torch.equal(out[1], x + 3)
+
+
+def test_piece_without_device_work_is_replayed_as_nothing(engine: Engine) -> None:
+    wrapper = engine.Wrapper(lambda x: x, engine.config(), engine.Mode.PIECEWISE)
+    x = torch.randn(2, WIDTH)
+    with engine.step(wrapper.vllm_config, engine.Mode.PIECEWISE, engine.Descriptor(2)):
+        wrapper(x)
+        assert torch.equal(wrapper(x), x)
+
+
+def test_moved_input_of_a_whole_step_runs_eagerly_and_is_counted(engine: Engine) -> None:
+    wrapper, step = wrapped(engine, "FULL")
+    x = torch.randn(2, WIDTH)
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        wrapper(x)
+        other = torch.randn(2, WIDTH)
+        assert torch.equal(wrapper(other), (other * 2 + 1).relu())
+        assert torch.equal(wrapper(x), (x * 2 + 1).relu())
+    assert step.runs == 2
+    assert counts("full")["eager"] == {"input_moved": 1}
+
+
+def test_moved_input_is_refused_under_strict(engine: Engine) -> None:
+    layer.reset_layer(layer.Layer(strict=True))
+    wrapper, _ = wrapped(engine, "FULL")
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        wrapper(torch.randn(2, WIDTH))
+        with pytest.raises(dg.StateError, match="lies elsewhere than at capture"):
+            wrapper(torch.randn(2, WIDTH))
+
+
+def test_capture_at_a_forbidden_time_is_refused_by_the_engine(engine: Engine) -> None:
+    wrapper, _ = wrapped(engine)
+    engine.monitor.set_cudagraph_capturing_enabled(False)
+    try:
+        with (
+            engine.step(wrapper.vllm_config, engine.Mode.PIECEWISE, engine.Descriptor(2)),
+            pytest.raises(RuntimeError, match="inappropriate"),
+        ):
+            wrapper(torch.randn(2, WIDTH))
+    finally:
+        engine.monitor.set_cudagraph_capturing_enabled(True)
+    assert not wrapper.concrete_cudagraph_entries
+
+
+def test_failed_capture_leaves_nothing_and_the_next_works(engine: Engine) -> None:
+    step = Step()
+    broken = [True]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = step(x)
+        if broken[0]:
+            raise KeyError("of the model")
+        return out
+
+    wrapper = engine.Wrapper(run, engine.config(), engine.Mode.FULL)
+    x = torch.randn(2, WIDTH)
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        with pytest.raises(KeyError, match="of the model"):
+            wrapper(x)
+        assert not wrapper.concrete_cudagraph_entries
+        broken[0] = False
+        wrapper(x)
+        assert torch.equal(wrapper(x), (x * 2 + 1).relu())
+
+
+def test_nested_whole_step_captures_its_pieces_with_it(engine: Engine) -> None:
+    piece, inner = wrapped(engine, "PIECEWISE")
+    whole = engine.Wrapper(lambda x: piece(x) * 3, engine.config(), engine.Mode.FULL)
+    x = torch.randn(2, WIDTH)
+    with engine.step(whole.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        whole(x)
+        x.copy_(torch.randn(2, WIDTH))
+        assert torch.equal(whole(x), (x * 2 + 1).relu() * 3)
+    assert inner.runs == 1
+    assert not piece.concrete_cudagraph_entries
+
+
+def test_wrapper_shows_the_runnable_behind_it(engine: Engine) -> None:
+    wrapper, step = wrapped(engine)
+    assert wrapper.unwrap() is step
+    assert wrapper.cudagraph_wrapper is wrapper
+    assert wrapper.extra == "own attribute"
+    assert not hasattr(wrapper, "no_such_attribute")
+
+
+def test_wrapper_for_no_mode_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="FULL or PIECEWISE"):
+        wrapped(engine, "NONE")
+
+
+def test_class_is_found_under_the_name_that_platforms_give(engine: Engine) -> None:
+    assert vllm.DeviceGraphWrapper is engine.Wrapper
+    with pytest.raises(AttributeError, match="DeviceGraphWraper"):
+        vllm.DeviceGraphWraper  # noqa: B018
+
+
+def test_stats_tell_backend_and_memory(engine: Engine) -> None:
+    wrapper, _ = wrapped(engine, "FULL")
+    assert vllm.stats()["backend"] is None
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        wrapper(torch.randn(2, WIDTH))
+    found = vllm.stats()
+    assert found["backend"] == "cpu"
+    assert found["installed"] == []
+    assert found["pool_bytes"] > 0
+    assert found["modes"]["full"]["capture_seconds"] > 0
+
+
+def test_device_without_backend_is_a_clear_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(engine.platforms.current_platform), "device_type", "abacus")
+    wrapper, _ = wrapped(engine, "FULL")
+    with (
+        engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)),
+        pytest.raises(dg.BackendUnavailableError, match="'abacus'.*devgraph doctor"),
+    ):
+        wrapper(torch.randn(2, WIDTH))
