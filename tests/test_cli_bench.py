@@ -10,7 +10,7 @@ import torch
 from cli_programs import run_cli, run_json
 
 import devgraph as dg
-from devgraph.cli import bench
+from devgraph.cli import contenders
 from devgraph.cli.measure import Timing, median
 from devgraph.cli.workload import Decoder, Shape
 
@@ -59,7 +59,7 @@ def test_table_names_the_device_and_chart_is_written(
 def test_policy_that_is_absent_or_fails_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    real = bench.capture
+    real = contenders.capture
 
     def some_fail(*args: Any, policy: str, **options: Any) -> Any:
         if policy == "full":
@@ -68,11 +68,11 @@ def test_policy_that_is_absent_or_fails_is_named(
             raise dg.CaptureError("it broke at line 7")
         return real(*args, policy=policy, **options)
 
-    monkeypatch.setattr(bench, "capture", some_fail)
-    result = run_cli(capsys, *SMALL, "--policy", "piecewise")
+    monkeypatch.setattr(contenders, "capture", some_fail)
+    result = run_cli(capsys, *SMALL, "--policy", "piecewise", "--compiler", "eager")
     assert result.code == 1
     assert "full: not on this backend: no such thing here" in result.out
-    assert "piecewise FAILED: it broke at line 7" in result.out
+    assert "piecewise, eager FAILED: it broke at line 7" in result.out
     absent = run_cli(capsys, *SMALL)
     assert absent.code == 0
 
@@ -80,7 +80,7 @@ def test_policy_that_is_absent_or_fails_is_named(
 def test_policy_with_other_results_than_eager_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    real = bench.capture
+    real = contenders.capture
 
     def wrong(*args: Any, policy: str, **options: Any) -> Any:
         captured = real(*args, policy=policy, **options)
@@ -89,7 +89,7 @@ def test_policy_with_other_results_than_eager_exits_with_1(
             captured.replay = lambda **host: replay(**host) + 1
         return captured
 
-    monkeypatch.setattr(bench, "capture", wrong)
+    monkeypatch.setattr(contenders, "capture", wrong)
     data = run_json(capsys, *SMALL, code=1)
     assert {one["name"]: one["equal"] for one in data["rows"]} == {
         "eager": True,
@@ -98,6 +98,33 @@ def test_policy_with_other_results_than_eager_exits_with_1(
         "full, other length each step": True,
         "breakable": False,
     }
+
+
+@pytest.mark.parametrize(("off", "right"), [(0.0, True), (1e-6, True), (1e-2, False)])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
+    compiler: str,
+    off: float,
+    right: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    real = contenders.capture
+
+    def rounded(*args: Any, policy: str, compiler: str, **options: Any) -> Any:
+        captured = real(*args, policy="breakable", **options)
+        replay = captured.replay
+        captured.replay = lambda **host: replay(**host) * (1 + off)
+        return captured
+
+    monkeypatch.setattr(contenders, "capture", rounded)
+    argv = [*SMALL[:-4], "--policy", "piecewise", "--compiler", compiler]
+    right = right and (compiler == "inductor" or off == 0.0)
+    data = run_json(capsys, *argv, code=0 if right else 1)
+    row = data["rows"][1]
+    assert row["name"] == f"piecewise, {compiler}"
+    assert row["equal"] is right
+    assert row["difference"] == pytest.approx(off, rel=0.2)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 
 __all__ = [
+    "COMPILERS",
     "DEFAULT_POLICY",
     "KEYS",
     "OLDER_POLICIES",
@@ -36,7 +37,7 @@ OLDER_POLICIES: Mapping[str, str] = {
 }
 """Names that engines gave to a policy before; accepted with a warning."""
 
-_COMPILERS = ("eager", "inductor")
+COMPILERS = ("eager", "inductor")
 _CAPTURES = ("eager", "lazy", "background")
 
 # What people write for a key out of habit; nearest-name matching would not find these.
@@ -175,7 +176,7 @@ KEYS: Mapping[str, Callable[[object, str], Any]] = {
     "max_requests": _integer(1, optional=True),
     "max_seq_len": _integer(1, optional=True),
     "max_padding": _number(1.0),
-    "compiler": _choice("compiler", _COMPILERS),
+    "compiler": _choice("compiler", COMPILERS),
     "capture": _choice("capture mode", _CAPTURES),
     "lazy_hits": _integer(1),
     "warmup": _integer(0),

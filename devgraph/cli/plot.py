@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from devgraph.cli.tables import CommandError
 
 if TYPE_CHECKING:
-    from devgraph.cli.bench import Row
+    from devgraph.cli.contenders import Row
 
 __all__ = ["plot_rows"]
 
