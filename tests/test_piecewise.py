@@ -1,9 +1,19 @@
-"""The piecewise policy on the CPU reference: split, compiled, captured, equal to eager."""
+"""The piecewise policy: split, compiled, captured, equal to eager.
+
+These tests use the backend that is chosen with ``--devgraph-backend``.
+"""
 
 from __future__ import annotations
 
+import gc
 import itertools
+import json
+import os
 import re
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +25,6 @@ from torch import nn
 import devgraph as dg
 
 ROWS, WIDTH = 32, 8
-CACHE = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).sin()
-
-
-@dg.region(host_args=("kv_len",), mutates=("out",))
-def attend(query, out, *, kv_len):
-    rows = CACHE[:kv_len]
-    out.copy_(torch.softmax(query @ rows.T, -1) @ rows)
-
-
-@dg.region(fake=lambda x: torch.empty_like(x))
-def double(x):
-    return x * 2
-
-
-@dg.no_graph(fake=lambda x: torch.empty_like(x))
-def normalise_on_host(x):
-    return x / max(1.0, float(x.abs().max()))
 
 
 class Layer(nn.Module):
@@ -39,18 +32,78 @@ class Layer(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
+        cache = torch.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).sin()
+        self.cache = nn.Buffer(cache)
 
     def forward(self, x, kv_len):
         query = nn.functional.silu(self.first(x))
         out = torch.empty_like(query)
-        attend(query, out, kv_len=kv_len)
+        attend(query, self.cache, out, kv_len=kv_len)
         return double(x + self.second(out)) / 2
 
 
-@pytest.fixture(scope="module")
-def layers():
+@dg.region(host_args=("kv_len",), mutates=("out",))
+def attend(query, cache, out, *, kv_len):
+    rows = cache[:kv_len]
+    out.copy_(torch.softmax(query @ rows.T, -1) @ rows)
+
+
+@dg.region(fake=torch.empty_like)
+def double(x):
+    return x * 2
+
+
+@dg.no_graph(fake=torch.empty_like)
+def normalise_on_host(x):
+    return x / max(1.0, float(x.abs().max()))
+
+
+class Bench:
+    """Tensors and captures on the backend under test."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.device = backend.device
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device)
+
+    def capture(self, step: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            return dg.capture(
+                step, *args, **{"policy": "piecewise", "backend": self.backend, **options}
+            )
+
+    def of_rows(self, step: Callable[..., Any], rows: int, **options: Any) -> Any:
+        """Capture a step that takes ``kv_len`` at one size."""
+        return self.capture(step, self.randn(rows, WIDTH), host_args={"kv_len": 3}, **options)
+
+    def check(self, capture: Any, step: Callable[..., Any], *, near: bool = False, **host: Any):
+        """Replay with new data in the first bound tensor and compare with eager."""
+        bound = capture._bound[0][0]
+        bound.normal_()
+        with torch.no_grad():
+            expected = step(bound, **host)
+        got = capture.replay(**host)
+        self.backend.synchronize()
+        if near:
+            torch.testing.assert_close(got, expected)
+        else:
+            assert torch.equal(got, expected)
+
+
+@pytest.fixture
+def bench(devgraph_backend):
+    if not devgraph_backend.capabilities.piecewise:
+        pytest.skip(f"backend {devgraph_backend.name} does not declare piecewise")
+    yield Bench(devgraph_backend)
+    assert not dg.is_capturing()
+
+
+@pytest.fixture
+def layers(bench):
     torch.manual_seed(0)
-    return nn.ModuleList(Layer() for _ in range(3))
+    return nn.ModuleList(Layer() for _ in range(3)).to(bench.device)
 
 
 @pytest.fixture
@@ -63,52 +116,49 @@ def step(layers):
     return run
 
 
-def captured(step: Any, rows: int, compiler: str = "eager", **options: Any) -> Any:
-    x = torch.randn(rows, WIDTH)
-    with torch.no_grad():
-        return dg.capture(
-            step,
-            x,
-            policy="piecewise",
-            backend="cpu",
-            host_args={"kv_len": 3},
-            compiler=compiler,
-            **options,
-        )
+# Results.
 
 
-def test_replay_equals_eager_in_every_order_after_all_buckets_are_captured(step):
-    pool = dg.get_backend("cpu").make_pool()
-    buckets = {rows: captured(step, rows, pool=pool) for rows in (16, 8, 5)}
+def test_replay_equals_eager_in_every_order_after_all_buckets_are_captured(bench, step):
+    pool = bench.backend.make_pool()
+    buckets = {rows: bench.of_rows(step, rows, pool=pool) for rows in (16, 8, 5)}
     for order in itertools.permutations(buckets):
         for rows in order:
-            bound = buckets[rows]._bound[0][0]
-            bound.normal_()
             for kv_len in (1, 3, 17, ROWS):
-                expected = step(bound, kv_len=kv_len)
-                assert torch.equal(buckets[rows].replay(kv_len=kv_len), expected)
+                bench.check(buckets[rows], step, kv_len=kv_len)
 
 
-def test_prove_finds_nothing_with_compiler_eager(step):
-    with captured(step, 6) as capture:
+def test_prove_finds_nothing_with_compiler_eager(bench, step):
+    with bench.of_rows(step, 6) as capture:
         assert capture.prove(host_args=[{"kv_len": n} for n in (1, 2, 30)]).ok
 
 
+def test_prove_finds_a_difference_of_the_compiled_step(bench):
+    offset = {"now": 1.0}
+
+    def run(x):
+        return x + offset["now"]
+
+    with bench.capture(run, bench.randn(4, WIDTH)) as capture:
+        assert capture.prove().ok
+        offset["now"] = 2.0
+        assert "output" in capture.prove().failures[0].where
+
+
 @pytest.mark.slow
-def test_inductor_is_near_eager_for_all_buckets(step):
-    pool = dg.get_backend("cpu").make_pool()
-    buckets = [captured(step, rows, "inductor", pool=pool) for rows in (16, 8, 5)]
-    for capture in reversed(buckets):
-        bound = capture._bound[0][0]
-        bound.normal_()
-        expected = step(bound, kv_len=11)
-        torch.testing.assert_close(capture.replay(kv_len=11), expected)
+def test_inductor_is_near_eager_for_all_buckets_in_any_order(bench, step):
+    pool = bench.backend.make_pool()
+    buckets = [bench.of_rows(step, n, compiler="inductor", pool=pool) for n in (16, 8, 5)]
+    assert [capture.stats()["compilations"] for capture in buckets] == [1, 0, 0]
     assert buckets[0].stats()["pieces"] == 7
+    for order in itertools.permutations(buckets):
+        for capture in order:
+            bench.check(capture, step, near=True, kv_len=11)
 
 
 @pytest.mark.slow
-def test_inductor_pieces_write_inputs_and_return_views():
-    state = torch.zeros(4, WIDTH)
+def test_inductor_pieces_write_inputs_and_return_views(bench):
+    state = torch.zeros(4, WIDTH, device=bench.device)
 
     def run(x):
         state.add_(x)
@@ -118,48 +168,225 @@ def test_inductor_pieces_write_inputs_and_return_views():
         head.mul_(3)
         return pair, x.view(-1)
 
-    x = torch.randn(4, WIDTH)
-    with torch.no_grad():
-        capture = dg.capture(run, x, policy="piecewise", backend="cpu", compiler="inductor")
-        state.zero_()
-        x.normal_()
-        pair, flat = capture.replay()
+    x = bench.randn(4, WIDTH)
+    capture = bench.capture(run, x, compiler="inductor")
+    state.zero_()
+    x.normal_()
+    pair, flat = capture.replay()
     torch.testing.assert_close(pair, torch.cat([x * 3, x]))
     assert torch.equal(flat, x.view(-1))
     assert torch.equal(state, x)
 
 
-def test_one_compilation_serves_all_sizes_and_equal_layers_share_code(step):
-    torch._dynamo.reset()
-    first = captured(step, 16)
-    assert first.stats()["pieces"] == 7
-    assert first.stats()["pieces_shared"] > 0
-    assert first.stats()["compile_seconds"] > 0
-    for rows in (8, 5, 24):
-        assert captured(step, rows).stats()["pieces"] == 0
-    assert "pieces" in first.explain()
+@pytest.mark.slow
+def test_equal_outputs_of_an_inductor_piece_are_written_apart(bench):
+    @dg.region(mutates=("a", "b"))
+    def write(x, a, b):
+        a.add_(x)
+        b.sub_(x)
+
+    def run(x):
+        a, b = torch.zeros_like(x), torch.zeros_like(x)
+        write(x, a, b)
+        return a * 2 + b
+
+    x = bench.randn(4, WIDTH)
+    bench.check(bench.capture(run, x, compiler="inductor"), run, near=True)
 
 
-def test_capture_leaves_the_input_as_it_was(step):
-    x = torch.randn(4, WIDTH)
+def test_capture_leaves_the_input_as_it_was(bench, step):
+    x = bench.randn(4, WIDTH)
     before = x.clone()
-    with torch.no_grad():
-        dg.capture(step, x, policy="piecewise", backend="cpu", host_args={"kv_len": 3})
+    bench.capture(step, x, host_args={"kv_len": 3})
     assert torch.equal(x, before)
 
 
-def test_no_graph_function_and_graph_break_cut_the_step():
+def test_no_graph_function_and_graph_break_cut_the_step(bench):
     def run(x):
         y = normalise_on_host(x + 1)
         dg.graph_break()
         return y * 2
 
-    x = torch.randn(4, WIDTH)
+    x = bench.randn(4, WIDTH)
+    capture = bench.capture(run, x)
+    assert len(capture.segments) == 3
+    x.normal_().mul_(100)
+    assert torch.equal(capture.replay(), run(x))
+
+
+def test_steps_over_two_regions_of_one_code_are_told_apart(bench):
+    def over(factor):
+        @dg.region(fake=torch.empty_like)
+        def scale(x):
+            return x * factor
+
+        def run(x):
+            return scale(x + 1) + 1
+
+        return run
+
+    x = bench.randn(4, WIDTH)
+    for run in (over(2), over(3)):
+        bench.check(bench.capture(run, x), run)
+
+
+class Stepper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return {"y": self.layer(double(x)), "n": 3}
+
+    def bound(self, x):
+        return self(x)["y"]
+
+
+@pytest.mark.parametrize("kind", ["module", "method", "function of a module", "region"])
+def test_callable_of_any_kind_is_captured_as_the_one_that_was_given(bench, kind):
+    module = Stepper().to(bench.device)
+    step = {
+        "module": module,
+        "method": module.bound,
+        "function of a module": lambda x: [module(x)["y"], 7],
+        "region": double,
+    }[kind]
+    x = bench.randn(4, WIDTH)
+    capture = bench.capture(step, x)
+    x.normal_()
     with torch.no_grad():
-        capture = dg.capture(run, x, policy="piecewise", backend="cpu")
-        assert len(capture.segments) == 3
-        x.normal_().mul_(100)
-        assert torch.equal(capture.replay(), run(x))
+        expected = step(x)
+    got = capture.replay()
+    bench.backend.synchronize()
+    assert type(got) is type(expected)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+# One compilation.
+
+
+def test_one_compilation_serves_all_sizes_and_equal_layers_share_code(bench, step):
+    torch._dynamo.reset()
+    # The first size equals the width: two sizes that agree by chance are still two sizes.
+    first = bench.of_rows(step, WIDTH)
+    assert first.stats() == {
+        "pieces": 7,
+        "pieces_compiled": 4,
+        "pieces_shared": 3,
+        "pieces_cached": 0,
+        "compilations": 1,
+    }
+    for rows in (16, 5, 24, 2, 4096):
+        again = bench.of_rows(step, rows)
+        assert again.stats()["compilations"] == 0
+        assert again.stats()["pieces"] == 7
+        assert "compile" not in again.phases
+    assert "pieces_shared: 3" in first.explain()
+
+
+def test_many_models_are_compiled_by_one_process(bench):
+    torch._dynamo.reset()
+    for number in range(12):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(1 + number % 3)))
+        model.to(bench.device)
+
+        def run(x, model=model):
+            return double(model(x))
+
+        bench.check(bench.capture(run, bench.randn(4, WIDTH)), run)
+
+
+def test_phases_are_timed_apart_and_reported(bench, step):
+    torch._dynamo.reset()
+    capture = bench.of_rows(step, 16)
+    phases = capture.info().phases
+    assert list(phases) == ["activate", "compile", "warm-up", "capture"]
+    assert all(seconds > 0 for seconds in phases.values())
+    assert phases["compile"] > phases["activate"]
+    assert sum(phases.values()) <= capture.info().capture_seconds
+    assert re.search(r"phases: activate [\d.]+ s, compile [\d.]+ s, warm-up", capture.explain())
+
+
+CACHED = """
+import sys, torch, devgraph as dg
+sys.path.insert(0, {tests!r})
+from test_piecewise import Layer, WIDTH
+backend = dg.get_backend({backend!r})
+torch.manual_seed(0)
+layer = Layer().to(backend.device)
+with torch.no_grad():
+    x = torch.randn(4, WIDTH, device=backend.device)
+    capture = dg.capture(lambda x, kv_len: layer(x, kv_len), x, policy="piecewise",
+                         backend=backend, host_args={{"kv_len": 3}}, compiler="inductor")
+print(capture.stats()["pieces_cached"], capture.stats()["pieces_compiled"])
+"""
+
+
+@pytest.mark.slow
+def test_compiled_code_is_kept_between_processes(bench, tmp_path):
+    here = Path(__file__).parent
+    code = CACHED.format(tests=str(here), backend=bench.backend.name)
+    paths = [str(here.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        found.append([int(word) for word in done.stdout.split()])
+    cold, warm = found
+    assert cold[0] == 0
+    assert warm[0] == warm[1] == cold[1] > 0
+
+
+# Lifetimes.
+
+
+def test_replay_is_right_after_the_tracer_forgot_the_code(bench, step):
+    capture = bench.of_rows(step, 6)
+    torch._dynamo.reset()
+    gc.collect()
+    for kv_len in (2, 20):
+        bench.check(capture, step, kv_len=kv_len)
+
+
+@pytest.mark.slow
+def test_inductor_replay_is_right_after_the_tracer_forgot_the_code(bench, step):
+    capture = bench.of_rows(step, 6, compiler="inductor")
+    torch._dynamo.reset()
+    gc.collect()
+    bench.check(capture, step, near=True, kv_len=20)
+
+
+def test_tensor_that_only_the_capture_reads_lives_as_long_as_it(bench):
+    holder = [bench.randn(4, WIDTH)]
+    alive = weakref.ref(holder[0])
+
+    def run(x):
+        return double(x + holder[0]) + holder[0]
+
+    x = bench.randn(4, WIDTH)
+    kept = holder[0].clone()
+    capture = bench.capture(run, x)
+    holder[0] = torch.zeros(1, 1, device=bench.device)
+    gc.collect()
+    for _ in range(8):
+        bench.backend.poison(bench.randn(4, WIDTH))
+    assert torch.equal(capture.replay(), (x + kept) * 2 + kept)
+    assert alive() is not None
+    capture.close()
+    del capture
+    torch._dynamo.reset()
+    gc.collect()
+    assert alive() is None
+
+
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -169,91 +396,222 @@ def test_no_graph_function_and_graph_break_cut_the_step():
         lambda x, n: x * n,
         lambda x, n: x + (n // 2),
         lambda x, n: torch.zeros_like(x) + min(n, 4096),
+        lambda x, n: x + 1 if n > 2 else x,
+        lambda x, n: x + len(range(n)),
     ],
-    ids=["index", "multiply", "derive", "min"],
+    ids=["index", "multiply", "derive", "min", "branch", "range"],
 )
-def test_host_argument_consumed_outside_a_region_is_refused_with_its_line(consume):
+def test_host_argument_consumed_outside_a_region_is_refused_with_its_line(bench, consume):
     def run(x, *, kv_len):
         return consume(x, kv_len)
 
     with pytest.raises(dg.FrozenValueError, match=re.escape(Path(__file__).name)):
-        captured(run, 4)
+        bench.of_rows(run, 4)
 
 
-def test_derived_value_given_to_a_region_is_refused():
+def test_derived_value_given_to_a_region_is_refused(bench, layers):
     def run(x, *, kv_len):
         out = torch.empty_like(x)
-        attend(x, out, kv_len=min(kv_len, 4096))
+        attend(x, layers[0].cache, out, kv_len=kv_len // 2)
         return out
 
     with pytest.raises(dg.FrozenValueError, match="derive"):
-        captured(run, 4)
+        bench.of_rows(run, 4)
 
 
-def test_branch_on_data_outside_a_mark_names_the_line_and_the_cure():
+def test_untraceable_line_outside_a_mark_is_named_with_the_fix(bench):
     def run(x, *, kv_len):
-        if x.sum() > 0:
+        if x.sum() > 0:  # the line
             return x + 1
         return x - 1
 
-    with pytest.raises(dg.CaptureError, match=r"(?s)test_piecewise.*@dg\.region"):
-        captured(run, 4)
+    with pytest.raises(dg.CaptureError) as caught:
+        bench.of_rows(run, 4)
+    message = str(caught.value)
+    assert re.search(r"test_piecewise\.py:\d+ in run: if x\.sum\(\) > 0:  # the line", message)
+    assert "@dg.region" in message
+    assert "breakable" in message
+    assert "\n" not in message
 
 
-def test_failed_compilation_leaves_nothing_and_the_next_capture_works(step):
+def test_exception_of_the_step_is_raised_unchanged(bench):
+    raised = ValueError("from the step")
+
+    def run(x):
+        if x.shape[0] == 4:
+            raise raised
+        return x
+
+    with pytest.raises(ValueError, match="from the step") as caught:
+        bench.capture(run, bench.randn(4, WIDTH))
+    assert caught.value is raised
+
+
+def test_failed_compilation_leaves_nothing_and_the_next_capture_works(bench, step):
     def broken(x, *, kv_len):
         print(x.sum().item())
         return x
 
     with pytest.raises(dg.CaptureError):
-        captured(broken, 4)
-    with captured(step, 4) as capture:
+        bench.of_rows(broken, 4)
+    with bench.of_rows(step, 4) as capture:
         assert capture.prove().ok
 
 
-def test_unknown_compiler_is_refused_with_the_nearest():
+WRONG = {
+    "shape": lambda x: torch.empty_like(x)[:1],
+    "dtype": lambda x: torch.empty_like(x, dtype=torch.float16),
+    "stride": lambda x: torch.empty_like(x).t(),
+    "structure": lambda x: (torch.empty_like(x),),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_fake_that_claims_another_layout_is_refused(bench, name):
+    @dg.region(fake=WRONG[name])
+    def body(x):
+        return x * 2
+
+    def run(x):
+        result = body(x)
+        return result[0] if isinstance(result, tuple) else result + 1
+
+    with pytest.raises(dg.RegionError, match=r"body returned .* fake="):
+        bench.capture(run, bench.randn(WIDTH, WIDTH))
+
+
+def test_result_of_a_mark_that_only_claims_to_mutate_is_refused(bench):
+    @dg.region(mutates=("x",))
+    def body(x):
+        return x.mul_(2)
+
+    def run(x):
+        y = x + 1
+        body(y)
+        return y * 3
+
+    with pytest.raises(dg.RegionError, match="fake="):
+        bench.capture(run, bench.randn(4, WIDTH))
+
+
+def test_region_that_cannot_run_without_data_asks_for_fake(bench):
+    @dg.region()
+    def body(x):
+        return x * float(x.sum())
+
+    with pytest.raises(dg.CaptureError, match=r"body .*fake="):
+        bench.capture(lambda x: body(x) + 1, bench.randn(4, WIDTH))
+
+
+def test_step_without_tensor_work_is_refused(bench):
+    with pytest.raises(dg.EmptyCaptureError):
+        bench.capture(lambda: None)
+
+
+def test_disabled_tracer_is_named(bench, step, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(dg.CaptureError, match="TORCHDYNAMO_DISABLE"):
+        bench.of_rows(step, 4)
+
+
+def test_unknown_compiler_is_refused_with_the_nearest(bench):
     with pytest.raises(dg.InputError, match="inductor"):
-        captured(lambda x, *, kv_len: x + 1, 4, "inducter")
+        bench.of_rows(lambda x, *, kv_len: x + 1, 4, compiler="inducter")
 
 
-def test_backend_without_piecewise_refuses_it(step):
-    backend = type(dg.get_backend("cpu"))()
+def test_backend_without_piecewise_refuses_it(bench, step):
+    backend = type(bench.backend)()
     backend.capabilities = attrs.evolve(backend.capabilities, piecewise=False)
-    x = torch.randn(4, WIDTH)
     with pytest.raises(dg.CapabilityError, match="piecewise"):
-        dg.capture(step, x, policy="piecewise", backend=backend, host_args={"kv_len": 3})
+        bench.of_rows(step, 4, backend=backend)
 
 
-def test_runner_serves_piecewise_from_one_compilation(layers):
+# Runners.
+
+
+def prefiller(bench, layers, **config):
     def forward(batch):
         x = batch.x
         for layer in layers:
             x = layer(x, batch.host.kv_len)
         return x
 
-    runner = dg.PrefillRunner(
+    return dg.PrefillRunner(
         forward,
         inputs=[dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero())],
         outputs=dg.OutputSlot(rows="tokens"),
         host_args={"kv_len": 1},
-        config=dg.PhaseConfig(policy="piecewise", buckets=(4, 8, 16)),
-        backend=dg.get_backend("cpu"),
+        config=dg.PhaseConfig(policy="piecewise", buckets=(4, 8, 16), **config),
+        backend=bench.backend,
         max_tokens=16,
         max_requests=4,
+        progress=False,
     )
-    with torch.no_grad():
-        runner.capture()
-        for tokens, kv_len in ((3, 5), (16, 9), (7, 32), (8, 1)):
-            x = torch.randn(tokens, WIDTH)
-            out = runner.run({"x": x}, host_args={"kv_len": kv_len})
-            expected = x
+
+
+def test_runner_serves_all_buckets_from_one_compilation(bench, layers):
+    torch._dynamo.reset()
+    runner = prefiller(bench, layers)
+    runner.capture()
+    stats = runner.stats()
+    assert stats.updates["compilations"] == 1
+    assert stats.updates["pieces"] == 3 * 7
+    assert set(stats.phase_seconds) == {"activate", "compile", "warm-up", "capture"}
+    assert stats.phase_seconds["compile"] > 0
+    for tokens, kv_len in ((3, 5), (16, 9), (7, 32), (8, 1)):
+        x = bench.randn(tokens, WIDTH)
+        out = runner.run({"x": x}, host_args={"kv_len": kv_len})
+        expected = x
+        with torch.no_grad():
             for layer in layers:
                 expected = layer(expected, kv_len)
-            torch.testing.assert_close(out, expected)
-    stats = runner.stats()
-    assert stats.graph_steps == 4
-    assert not stats.eager
+        torch.testing.assert_close(out, expected)
+    assert runner.stats().graph_steps == 4
+    assert not runner.stats().eager
+    assert "compilations: 1" in runner.explain()
+    assert runner.prove(host_args={"kv_len": 7}).ok
     runner.close()
+
+
+def test_runner_captures_again_without_compiling_again(bench, layers):
+    runner = prefiller(bench, layers)
+    runner.capture()
+    runner.invalidate("weights")
+    runner.capture()
+    assert runner.stats().updates["compilations"] == 0
+    assert "compile" not in runner.stats().phase_seconds
+    assert runner.prove(host_args={"kv_len": 7}).ok
+    runner.close()
+
+
+def test_step_that_writes_its_inputs_finds_pad_values_in_every_run(bench):
+    seen = []
+
+    @dg.region(mutates=("x",))
+    def look(x):
+        seen.append(x.detach().cpu().clone())
+
+    def forward(batch):
+        look(batch.x)
+        out = batch.x * 2
+        batch.x.add_(1)
+        return out
+
+    runner = dg.DecodeRunner(
+        forward,
+        inputs=[dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.fill(5))],
+        config=dg.PhaseConfig(policy="piecewise", buckets=(4,)),
+        backend=bench.backend,
+        max_requests=4,
+        progress=False,
+    )
+    runner.capture()
+    assert len(seen) >= 3
+    assert all(torch.equal(x, torch.full((4,), 5.0)) for x in seen)
+    runner.close()
+
+
+# The room.
 
 
 def test_only_the_piecewise_file_imports_the_compiler():
@@ -261,3 +619,22 @@ def test_only_the_piecewise_file_imports_the_compiler():
     pattern = re.compile(r"^\s*(?:import|from)\s+torch\.(?:_dynamo|fx|_inductor)\b", re.M)
     found = [p.relative_to(root) for p in root.rglob("*.py") if pattern.search(p.read_text())]
     assert found == [Path("api/policy/piecewise.py")]
+
+
+def test_nothing_imports_the_piecewise_file():
+    root = Path(dg.__file__).parent
+    pattern = re.compile(r"^\s*(?:import|from)\s.*\bpiecewise\b", re.M)
+    assert not [p for p in root.rglob("*.py") if pattern.search(p.read_text())]
+
+
+def test_importing_devgraph_and_the_other_policies_loads_no_compiler():
+    code = (
+        "import sys, json, devgraph, devgraph.runners\n"
+        "from devgraph.api.policy import get_policy\n"
+        "get_policy('full'), get_policy('breakable')\n"
+        "print(json.dumps('devgraph.api.policy.piecewise' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
+    )
+    assert json.loads(done.stdout) is False

@@ -38,6 +38,8 @@ class Captured:
         self.backend = job.backend
         self.pool = job.pool
         self.capture_seconds = seconds
+        self.phases: dict[str, float] = job.phases
+        """Seconds that each phase of the capture took."""
         self._job: Job | None = job
         self._plan = plan
         self._spec = job.spec
@@ -128,6 +130,7 @@ class Captured:
             bytes=sum(info.bytes for info in infos),
             capture_seconds=self.capture_seconds,
             recordings=sum(info.recordings for info in infos),
+            phases=dict(self.phases),
         )
 
     def explain(self) -> str:
@@ -145,6 +148,8 @@ class Captured:
             f"  recordings: {len(recordings)} in the pool, {recordings.bytes} bytes, "
             f"{recordings.hits} hits, {recordings.misses} misses, {recordings.evictions} evictions"
         )
+        spent = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
+        lines.append(f"  phases: {spent}")
         lines.extend(f"  {name}: {value}" for name, value in self.stats().items())
         return "\n".join(lines)
 
@@ -183,6 +188,7 @@ def capture(
     compiler: str | None = None,
     capture_error_mode: str = "thread_local",
     before_break: Callable[[], None] | None = None,
+    after_warmup: Callable[[], None] | None = None,
     budget: UpdateBudget | None = None,
 ) -> Captured:
     """Capture ``fn(*args, **kwargs, **host_args)`` and return what replays it.
@@ -197,13 +203,15 @@ def capture(
         policy: "full", "breakable" or "piecewise".
         backend: a name or a backend.
         host_args: names and capture values of the host arguments.
-        warmup: eager runs before the capture, on the capture stream (2 as torch recommends for
-            libraries that set themselves up lazily).
+        warmup: runs of the step before the capture, on the capture stream (2 as torch recommends
+            for libraries that set themselves up lazily). "piecewise" runs the compiled step, and
+            once at least after it compiled.
         pool: graph memory to share with other captures; a new one if None.
         compiler: what compiles the pieces of "piecewise".
         capture_error_mode: see ``Backend.capture_context``.
         before_break: called before the eager body of each break during a breakable capture, for
             example a barrier between ranks.
+        after_warmup: called after each warm-up run, for example to put back what the step wrote.
         budget: what policy "full" may spend in a replay on host arguments that are new.
 
     Raises:
@@ -226,13 +234,15 @@ def capture(
         compiler=compiler,
         before_break=before_break,
         budget=UpdateBudget.of(budget),
+        after_warmup=after_warmup,
     )
     started = time.perf_counter()
     with device.capturing(memory), _contents_kept(device, _tensors((args, job.kwargs))):
-        for _ in range(warmup):
-            fn(*args, **job.kwargs, **job.spec.declared)
-        device.synchronize()
-        plan = chosen.capture(job)
+        with job.phase("warm-up"):
+            ready = chosen.warm_up(job, warmup)
+            device.synchronize()
+        with job.phase("capture"):
+            plan = chosen.capture(ready)
     return Captured(job, plan, policy, time.perf_counter() - started)
 
 

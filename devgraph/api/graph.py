@@ -86,6 +86,9 @@ class GraphInfo:
     capture_seconds: float
     recordings: int
     """Recordings kept for it in the pool."""
+    phases: Mapping[str, float] = attrs.field(factory=dict)
+    """Seconds by phase of what ``dg.capture`` made (warm-up, capture, and under ``piecewise``
+    activate and compile before them); empty for a single graph."""
 
 
 class DeviceGraph(abc.ABC):

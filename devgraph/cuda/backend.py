@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -41,6 +42,8 @@ class CudaBackend(NodeBackend):
             capture_error_modes=("thread_local", "global", "relaxed"),
             concurrent_threads=True,
             collectives=True,
+            piecewise=True,
+            compilers=_compilers(),
             node_counts=self.runtime is not None,
         )
 
@@ -78,6 +81,11 @@ class CudaBackend(NodeBackend):
     def prepare_stream(self) -> None:
         # cuBLAS cannot create its handle for this thread and stream inside a capture.
         torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+
+
+def _compilers() -> tuple[str, ...]:
+    # Inductor generates Triton code for the device.
+    return ("eager", "inductor") if importlib.util.find_spec("triton") else ("eager",)
 
 
 def make_backend() -> CudaBackend:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from devgraph.api.capture import Captured
 from devgraph.runners.parts import Parts
 from devgraph.runners.rounds import captured_seconds, sample_bytes
 from devgraph.runners.stats import RunnerStats, format_bytes
@@ -131,7 +132,8 @@ def runner_stats(parts: Parts, phase: str, effective: str) -> RunnerStats:
         captures=counters.captures,
         recaptures=counters.recaptures,
         capture_seconds=captured_seconds(parts.entries),
-        updates=_updates(parts),
+        phase_seconds=_totals(e.phases for e in _captured(parts)),
+        updates=_totals(e.stats() for e in _captured(parts)),
         graph_bytes=sum(bucket.bytes for bucket in buckets),
         input_bytes=parts.arena.buffers.nbytes,
         output_bytes=parts.store.nbytes,
@@ -139,11 +141,16 @@ def runner_stats(parts: Parts, phase: str, effective: str) -> RunnerStats:
     )
 
 
-def _updates(parts: Parts) -> dict[str, float]:
-    totals: dict[str, float] = {}
+def _captured(parts: Parts) -> Iterator[Captured]:
     for entry in parts.entries.captured:
         assert entry.captured is not None
-        for name, value in entry.captured.stats().items():
+        yield entry.captured
+
+
+def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for found in counts:
+        for name, value in found.items():
             totals[name] = totals.get(name, 0) + value
     return totals
 

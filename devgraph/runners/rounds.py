@@ -14,7 +14,6 @@ import torch
 
 from devgraph.api.capture import Captured, capture
 from devgraph.api.errors import AgreementError, InputError, ResourceError
-from devgraph.api.marks import is_capturing
 from devgraph.api.policy import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.runners.agreement import PeerFailed
@@ -248,18 +247,17 @@ def capture_graph(
     static = StaticBatch(parts, entry)
 
     def step(**host: Any) -> Any:
-        recording = is_capturing()
         # Capture may change the grad mode that the engine set for the step; apply it again.
         with torch.no_grad():
-            outputs = write(parts.step(static.batch(host)))
-        if not recording:
-            # Also after the last warm-up: a rank must not begin to record while another still
-            # runs, and a step that writes its inputs must find pad values again.
-            barrier()
-            if parts.options.reset_state is not None:
-                parts.options.reset_state()
-            static.refill()
-        return outputs
+            return write(parts.step(static.batch(host)))
+
+    def settle() -> None:
+        # Also after the last warm-up: a rank must not begin to record while another still
+        # runs, and a step that writes its inputs must find pad values again.
+        barrier()
+        if parts.options.reset_state is not None:
+            parts.options.reset_state()
+        static.refill()
 
     misses = config.miss_budget
     return capture(
@@ -271,6 +269,7 @@ def capture_graph(
         pool=pool or parts.pool,
         compiler=config.compiler if config.policy == "piecewise" else None,
         before_break=barrier if parts.ranks.size > 1 else None,
+        after_warmup=settle,
         budget=None if misses is None else UpdateBudget(misses=misses),
     )
 

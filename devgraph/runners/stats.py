@@ -73,8 +73,12 @@ class RunnerStats:
     recaptures: int
     """Captures after an ``invalidate``."""
     capture_seconds: float
+    phase_seconds: Mapping[str, float]
+    """Time that the present graphs took to make, by phase: warm-up and capture, and under
+    ``piecewise`` activate and compile before them."""
     updates: Mapping[str, float]
-    """What the policy counted over the present graphs while it applied host arguments."""
+    """What the policy counted over the present graphs: how host arguments were applied, or, under
+    ``piecewise``, pieces and compilations."""
     graph_bytes: int
     input_bytes: int
     output_bytes: int

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import attrs
@@ -47,6 +49,25 @@ class Job:
     """Called before each break's eager body while capturing: a barrier between ranks."""
     budget: UpdateBudget | None = None
     """What may be spent on new host arguments in a replay; None for the defaults."""
+    after_warmup: Callable[[], None] | None = None
+    """Called after each warm-up run."""
+    phases: dict[str, float] = attrs.field(factory=dict)
+    """Seconds by phase, filled while the capture is made."""
+
+    def warmed_up(self) -> None:
+        """Say that a warm-up run is done."""
+        if self.after_warmup is not None:
+            self.after_warmup()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time that the block takes, without phases inside it, to phase ``name``."""
+        inside, started = sum(self.phases.values()), time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started - (sum(self.phases.values()) - inside)
+            self.phases[name] = self.phases.get(name, 0.0) + spent
 
 
 class Plan(Protocol):
@@ -73,6 +94,17 @@ class Policy(Protocol):
     """Turns a callable into a ``Plan``."""
 
     name: str
+
+    def warm_up(self, job: Job, runs: int) -> Job:
+        """Run the step ``runs`` times as it will be captured; return the job to capture.
+
+        Libraries set themselves up lazily in these runs. Called inside
+        ``job.backend.capturing``.
+        """
+        for _ in range(runs):
+            job.fn(*job.args, **job.kwargs, **job.spec.declared)
+            job.warmed_up()
+        return job
 
     def capture(self, job: Job) -> Plan:
         """Capture ``job.fn`` inside ``job.backend.capturing``; all or nothing."""

@@ -9,7 +9,7 @@ from devgraph.api.capturing import plain_host_values
 from devgraph.api.errors import EmptyCaptureError, StateError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks import Mark, entered
-from devgraph.api.policy import Job
+from devgraph.api.policy import Job, Policy
 from devgraph.api.regions import RegionHit
 
 __all__ = ["POLICY", "BreakablePlan", "EagerSegment", "capture_segments"]
@@ -64,6 +64,8 @@ class BreakablePlan:
         self.segments = segments
         self.outputs: Any = None
         self.notes: dict[str, Any] = {}
+        self.held: Any = None
+        """What must live as long as the graphs do, and nothing else keeps."""
         self._pool = job.pool
         self._backend = job.backend
         self._host = host
@@ -115,6 +117,7 @@ class BreakablePlan:
         self._steps = ()
         self._epoch = None
         _close(self.segments)
+        self.held = None
 
 
 def _close(segments: list[Any]) -> None:
@@ -225,7 +228,7 @@ def capture_segments(
     return plan
 
 
-class _Breakable:
+class _Breakable(Policy):
     name = "breakable"
 
     def capture(self, job: Job) -> BreakablePlan:

@@ -21,7 +21,7 @@ from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks import Mark, entered
 from devgraph.api.modes import Modes
-from devgraph.api.policy import Job
+from devgraph.api.policy import Job, Policy
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.budget import MissBudget, UpdateBudget
 from devgraph.api.regions import describe
@@ -232,7 +232,7 @@ def _copy_tensor(target: torch.Tensor, source: Any) -> None:
             target.copy_(source)
 
 
-class _Full:
+class _Full(Policy):
     name = "full"
 
     def capture(self, job: Job) -> FullPlan | UpdatablePlan:

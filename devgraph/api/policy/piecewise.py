@@ -4,45 +4,54 @@
 marked functions, every piece between them is compiled (or left as it is), and the compiled step is
 then captured like a breakable one: a graph per piece, the marked functions between them.
 
+To the tracer a marked function is one opaque operation, whose results ``fake`` describes. It is
+not registered as a torch.library operation: those may not return views of their arguments and take
+few types, and pieces end at every mark, so that no compiler ever sees one.
+
 Host arguments enter the trace as tokens, zero-dimensional tensors that only the marked functions
-may take. Whatever else would read one is found in the traced graph and refused with its line.
+may take.
 """
 
 from __future__ import annotations
 
 import contextlib
+import linecache
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import attrs
 import torch
 import torch._dynamo
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.fx.experimental import _config as shape_config
 from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 
 from devgraph.api import marks
+from devgraph.api.capturing import plain_host_values
 from devgraph.api.errors import (
     CapabilityError,
     CaptureError,
     DeviceGraphError,
+    EmptyCaptureError,
     FrozenValueError,
     InputError,
+    RegionError,
     did_you_mean,
 )
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark, entered
-from devgraph.api.policy import Job, Plan, get_policy
+from devgraph.api.policy import Job, Plan, Policy
+from devgraph.api.policy.breakable import BreakablePlan, capture_segments
+from devgraph.api.regions import describe
 
 __all__ = ["COMPILERS", "POLICY"]
 
@@ -50,10 +59,17 @@ logger = logging.getLogger(__name__)
 
 COMPILERS = ("eager", "inductor")
 
+RECOMPILE_LIMIT = 2**20
+"""The tracer gives a function up after 8 versions, but all runners of a process share one step
+function, whatever models they run."""
+
+INDUCTOR_OPTIONS = {"triton.cudagraphs": False}
+"""Pieces are captured here; whatever the user's settings, Inductor must not capture them too."""
+
 
 @attrs.define
 class _Activation:
-    """One step being compiled or run: its host arguments and what compiling it took."""
+    """One step being compiled, run or captured."""
 
     spec: HostSpec
     live: Mapping[str, Any]
@@ -62,63 +78,130 @@ class _Activation:
     wrap: Callable[[Callable[..., Any], GraphModule], Callable[..., Any]]
     job: Job | None = None
     """Set while capturing."""
-    plan: Plan | None = None
-    pieces: int = 0
-    shared: int = 0
-    seconds: float = 0.0
+    plan: BreakablePlan | None = None
+    entry: _Entry | None = None
+    """The compiled step that ran."""
+    entered_at: float = 0.0
+    compiled: _Build | None = None
+    """What was compiled for this step; None while older code serves it."""
 
 
 _activation: ContextVar[_Activation | None] = ContextVar("devgraph_piecewise", default=None)
 
 
-@contextlib.contextmanager
-def _activated(activation: _Activation) -> Iterator[None]:
-    token = _activation.set(activation)
-    try:
-        yield
-    finally:
-        _activation.reset(token)
+def _active() -> _Activation:
+    activation = _activation.get()
+    assert activation is not None, "a compiled step runs only inside its policy"
+    return activation
 
 
 def _host_value(name: str) -> Any:
     """Return what the marked function that runs now receives for host argument ``name``."""
-    activation = _activation.get()
-    assert activation is not None, "a compiled step runs only inside its policy"
-    return activation.live[name]
+    return _active().live[name]
 
 
 class _Tracing:
-    """What marks mean while the step is traced, and in the eager run right after it."""
+    """What marks mean while the step is traced: they say what they return, and run nothing."""
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
-            with entered(None):
-                return mark.call_eager(args, kwargs)
+        args, kwargs, given = mark.split(args, kwargs)
+        declared = _active().spec.declared
+        host = mark.host_kwargs({name: declared.get(name) for name in given})
         with entered(None):
-            return self._result_of(mark, args, kwargs)
+            result = _described(mark, args, kwargs, host)
+        if not _is_traceable(result):
+            raise CaptureError(
+                f"{mark.name} returned a {type(result).__name__}. Under policy 'piecewise' a "
+                f"marked function returns a tensor, None, or a tuple or list of such and of plain "
+                f"values; return one of these, or use policy='breakable'."
+            )
+        return result
 
     def graph_break(self) -> None:
         """Do nothing: the split finds the call."""
 
-    @staticmethod
-    def _result_of(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        activation = _activation.get()
-        assert activation is not None
+
+def _is_traceable(result: Any) -> bool:
+    if type(result) in (tuple, list):
+        return all(map(_is_traceable, result))
+    return result is None or isinstance(result, torch.Tensor | int | float | str)
+
+
+def _described(
+    mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
+) -> Any:
+    """Return what a marked function returns for arguments that are fake tensors."""
+    if mark.fake is not None:
+        return mark.fake(*args, **kwargs, **host)
+    if mark.mutates:
+        return None  # the usual shape of a region; the check refuses any other result
+    try:
+        return mark.fn(*args, **kwargs, **host)
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "no message")
+        raise CaptureError(
+            f"policy 'piecewise' must know what {mark.name} returns without running it, and its "
+            f"body does not run without data ({type(error).__name__}: {reason}). Give its mark "
+            f"fake=, a function of the same arguments that returns empty tensors of the result's "
+            f"shape."
+        ) from error
+
+
+class _Checking:
+    """What marks mean in the run that checks a step: the body runs, and its claims are compared.
+
+    Host arguments are tracked in this run, as in a capture of another policy.
+    """
+
+    def __init__(self, spec: HostSpec) -> None:
+        self._spec = spec
+        self._host: dict[Mark, dict[str, Any]] = {}
+
+    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, given = mark.split(args, kwargs)
-        host = mark.host_kwargs({n: activation.spec.declared.get(n) for n in given})
-        if mark.fake is not None:
-            return mark.fake(*args, **kwargs, **host)
-        if mark.mutates:
-            return None  # the usual shape of a region; a result would be refused when it runs
-        try:
-            return mark.fn(*args, **kwargs, **host)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise CaptureError(
-                f"policy 'piecewise' must know what {mark.name} returns without running it, and "
-                f"it depends on data ({error}). Give its mark fake=, a function of the same "
-                f"arguments that returns empty tensors of the result's shape."
-            ) from error
+        plain = plain_host_values(mark, given, self._spec)
+        first = mark not in self._host
+        if first:
+            self._host[mark] = mark.host_kwargs(plain)
+        host = self._host[mark]
+        with entered(None):
+            result = mark.fn(*args, **kwargs, **host)
+            if first and (mark.fake is not None or mark.mutates):
+                self._compare(mark, args, kwargs, host, result)
+        return result
+
+    def graph_break(self) -> None:
+        """Do nothing."""
+
+    @staticmethod
+    def _compare(
+        mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any], result: Any
+    ) -> None:
+        """Raise RegionError unless the result is of the layout that the mark claims."""
+        mode = FakeTensorMode()
+
+        def fake(leaf: Any) -> Any:
+            return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = pytree.tree_map(fake, (args, kwargs))
+        with mode:
+            claimed = _described(mark, args, kwargs, host)
+        said, got = _layout_text(claimed), _layout_text(result)
+        if said != got:
+            source = "the fake= of its mark returns" if mark.fake else "a mark with mutates= claims"
+            raise RegionError(
+                f"{mark.name} returned {got}, and {source} {said}. Under policy 'piecewise' the "
+                f"code after it is compiled for that: give the mark a fake= that returns empty "
+                f"tensors of the result's layout."
+            )
+
+
+def _layout_text(tree: Any) -> str:
+    return str(
+        pytree.tree_map(
+            lambda leaf: describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf), tree
+        )
+    )
 
 
 def _mark_of(node: Node) -> Mark | None:
@@ -139,7 +222,7 @@ def _where(node: Node) -> str:
 
 
 class _Compiler:
-    """The ``torch.compile`` backend of this policy.
+    """The ``torch.compile`` backend of this policy: splits the traced step and compiles pieces.
 
     Args:
         name: "eager" leaves the pieces as they are, "inductor" compiles them.
@@ -147,129 +230,164 @@ class _Compiler:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._known: dict[Any, Callable[..., Any]] = {}
 
-    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        activation = _activation.get()
-        assert activation is not None
-        started = time.perf_counter()
-        self._bind_tokens(graph, activation)
-        split = self._split(graph)
+    def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> _Entry:
+        activation = _active()
+        _bind_tokens(graph, activation.tokens)
+        split = _split(graph)
+        build = _Build(self.name, activation.wrap)
         for name, piece in list(split.named_children()):
             assert isinstance(piece, GraphModule)
             if not any(_is_cut(node) for node in piece.graph.nodes):
-                setattr(split, name, _Piece(self._compile(piece, activation)))
-        activation.seconds += time.perf_counter() - started
-        return _entry(split.forward)
+                setattr(split, name, _Piece(build.piece(piece)))
+        activation.compiled = build
+        return _Entry(split.forward, build.pieces)
 
-    def _bind_tokens(self, graph: GraphModule, activation: _Activation) -> None:
-        """Replace the tokens by reads of the live values; refuse every other use of one."""
-        names = {id(token): name for name, token in activation.tokens.items()}
-        tokens: dict[Node, str] = {}
-        for node in graph.graph.find_nodes(op="placeholder"):
-            argument = node.meta.get("grapharg")
-            example = argument.example if argument is not None else None
-            if id(example) in names:
-                tokens[node] = names[id(example)]
-        for node in graph.graph.nodes:
-            mark = _mark_of(node)
-            if mark is not None:
-                self._bind_call(graph, node, mark, tokens)
-        for token, name in tokens.items():
-            for user in token.users:
-                raise FrozenValueError(
-                    f"host argument {name!r} was consumed outside a region, at {_where(user)}. The "
-                    f"graph would keep the value of capture for ever. Move the line into a "
-                    f"function marked @dg.region(host_args=({name!r},)), or declare "
-                    f"derive={{'new_name': lambda {name}: ...}} on the mark."
-                )
 
-    @staticmethod
-    def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: dict[Node, str]) -> None:
-        args, kwargs, host = mark.split(node.args, dict(node.kwargs))
-        for name, value in host.items():
-            found = tokens.get(value) if isinstance(value, Node) else None
-            if found == name:
-                with graph.graph.inserting_before(node):
-                    kwargs[name] = graph.graph.call_function(_host_value, (name,))
-                continue
-            given = f"the value of {found!r}" if found else f"a computed or plain value ({value})"
+def _bind_tokens(graph: GraphModule, values: Mapping[str, torch.Tensor]) -> None:
+    """Replace the tokens by reads of the live values; refuse every other use of one."""
+    names = {id(token): name for name, token in values.items()}
+    tokens: dict[Node, str] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        example = argument.example if argument is not None else None
+        if id(example) in names:
+            tokens[node] = names[id(example)]
+    for node in graph.graph.nodes:
+        mark = _mark_of(node)
+        if mark is not None:
+            _bind_call(graph, node, mark, tokens)
+    for token, name in tokens.items():
+        for user in token.users:
             raise FrozenValueError(
-                f"region {mark.name} takes host argument {name!r} and was given {given}, at "
-                f"{_where(node)}. Pass the host argument on unchanged under its own name, or "
-                f"declare derive={{{name!r}: ...}} on the mark."
+                f"host argument {name!r} was consumed outside a region, at {_where(user)}. The "
+                f"graph would keep the value of capture for ever. Move the line into a "
+                f"function marked @dg.region(host_args=({name!r},)), or declare "
+                f"derive={{'new_name': lambda {name}: ...}} on the mark."
             )
-        node.args, node.kwargs = args, kwargs
 
-    @staticmethod
-    def _split(graph: GraphModule) -> GraphModule:
-        part = 0
-        parts: dict[Node, int] = {}
-        for node in graph.graph.nodes:
-            if node.op in ("placeholder", "output"):
-                continue
-            if _is_cut(node):
-                part += 1
-                parts[node] = part
-                part += 1
-            else:
-                parts[node] = part
-        # A live value is read in the part of the call that takes it.
-        for node in parts:
-            if node.target is _host_value:
-                parts[node] = parts[next(iter(node.users))]
-        return split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
 
-    def _compile(self, piece: GraphModule, activation: _Activation) -> Callable[..., Any]:
-        activation.pieces += 1
+def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node, str]) -> None:
+    args, kwargs, host = mark.split(node.args, dict(node.kwargs))
+    for name, value in host.items():
+        found = tokens.get(value) if isinstance(value, Node) else None
+        if found == name:
+            with graph.graph.inserting_before(node):
+                kwargs[name] = graph.graph.call_function(_host_value, (name,))
+            continue
+        given = f"the value of {found!r}" if found else f"a computed or plain value ({value})"
+        raise FrozenValueError(
+            f"region {mark.name} takes host argument {name!r} and was given {given}, at "
+            f"{_where(node)}. Pass the host argument on unchanged under its own name, or "
+            f"declare derive={{{name!r}: ...}} on the mark."
+        )
+    node.args, node.kwargs = args, kwargs
+
+
+def _split(graph: GraphModule) -> GraphModule:
+    part = 0
+    parts: dict[Node, int] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if _is_cut(node):
+            part += 1
+            parts[node] = part
+            part += 1
+        else:
+            parts[node] = part
+    # A live value is read in the part of the call that takes it.
+    for node in parts:
+        if node.target is _host_value:
+            parts[node] = parts[next(iter(node.users))]
+    return split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+
+
+class _Build:
+    """The pieces of one compilation. Equal ones share their code.
+
+    Code is shared within one compilation only: the sizes that it holds for are guards of that one.
+    """
+
+    def __init__(
+        self, compiler: str, wrap: Callable[[Callable[..., Any], GraphModule], Callable[..., Any]]
+    ) -> None:
+        self._compiler = compiler
+        self._wrap = wrap
+        self._known: dict[Any, Callable[..., Any]] = {}
+        self.pieces = 0
+        self.shared = 0
+        self.cached = 0
+        """Pieces whose code came from Inductor's cache on disk."""
+
+    def piece(self, piece: GraphModule) -> Callable[..., Any]:
+        """Return what runs ``piece``."""
+        if not any(_computes(node) for node in piece.graph.nodes):
+            return piece.forward
+        self.pieces += 1
         inputs = piece.graph.find_nodes(op="placeholder")
         examples = [node.meta["example_value"] for node in inputs]
-        key = (self.name, _shape_of(piece, examples))
-        known = self._known.get(key)
-        if known is not None:
-            activation.shared += 1
-            return known
-        if self.name == "eager":
-            compiled: Callable[..., Any] = piece.forward
+        key = _shape_of(piece, examples)
+        if key in self._known:
+            self.shared += 1
+        elif self._compiler == "eager":
+            self._known[key] = piece.forward
         else:
-            compiled = self._with_inductor(piece, examples, activation)
-        self._known[key] = compiled
-        return compiled
+            self._known[key] = self._with_inductor(piece, examples)
+        return self._known[key]
 
-    @staticmethod
-    def _with_inductor(
-        piece: GraphModule, examples: list[Any], activation: _Activation
-    ) -> Callable[..., Any]:
+    def _with_inductor(self, piece: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         output = piece.graph.output_node()
         single = not isinstance(output.args[0], tuple | list)
         if single:  # Inductor compiles graphs that return a tuple
             output.args = ((output.args[0],),)
             piece.recompile()
-        run = activation.wrap(cast(Callable[..., Any], compile_fx(piece, examples)), piece)
+        hits = _cache_hits()
+        compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
+        self.cached += _cache_hits() > hits
+        run = self._wrap(cast(Callable[..., Any], compiled), piece)
         return (lambda *args: run(*args)[0]) if single else run
 
 
-def _entry(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what the traced step calls: it runs the pieces, or captures them.
+def _computes(node: Node) -> bool:
+    """Whether ``node`` makes a tensor; sizes, and picks from tuples, are no work to compile."""
+    return node.op.startswith("call_") and isinstance(
+        node.meta.get("example_value"), torch.Tensor | tuple | list
+    )
+
+
+def _cache_hits() -> int:
+    return int(
+        counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    )
+
+
+class _Entry:
+    """What the traced step calls: it runs the pieces, or captures them.
 
     A capture begins here, inside the traced step, because checking its guards is no work to
     record.
     """
 
-    def entry(*inputs: Any) -> Any:
-        activation = _activation.get()
-        assert activation is not None, "a compiled step runs only inside its policy"
+    def __init__(self, forward: Callable[..., Any], pieces: int) -> None:
+        self._forward = forward
+        self.pieces = pieces
+
+    def __call__(self, *inputs: Any) -> Any:
+        activation = _active()
+        activation.entered_at = time.perf_counter()
+        activation.entry = self
         if activation.job is None:
-            return forward(*inputs)
+            with entered(None):
+                return self._forward(*inputs)
+        job = attrs.evolve(activation.job, fn=self._captured, args=inputs, kwargs={})
+        activation.plan = plan = capture_segments(job)
+        # The tracer may drop the code, and a step what it had made for one call only.
+        plan.held = (self, inputs)
+        return plan.outputs
 
-        def pieces(*args: Any, **_: Any) -> Any:
-            return forward(*args)
-
-        job = attrs.evolve(activation.job, fn=pieces, args=inputs, kwargs={})
-        activation.plan = get_policy("breakable").capture(job)
-        return activation.plan.outputs
-
-    return entry
+    def _captured(self, *inputs: Any, **_: Any) -> Any:
+        return self._forward(*inputs)
 
 
 class _Piece(torch.nn.Module):
@@ -283,70 +401,180 @@ class _Piece(torch.nn.Module):
         return self._run(*args)
 
 
+@attrs.frozen
+class _Ref:
+    """A node of a piece by its position."""
+
+    index: int
+
+
 def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
     """Return what makes two pieces equal: the same operations on inputs of the same layouts."""
     numbers = {node: index for index, node in enumerate(piece.graph.nodes)}
 
-    def plain(value: Any) -> Any:
-        return torch.fx.node.map_arg(value, lambda node: f"%{numbers[node]}")
+    def plain(value: Any) -> str:
+        return repr(torch.fx.node.map_arg(value, lambda node: cast(Node, _Ref(numbers[node]))))
+
+    def target(node: Node) -> Any:
+        if node.op == "get_attr":
+            return id(getattr(piece, str(node.target)))
+        return None if node.op == "placeholder" else node.target
 
     nodes = tuple(
-        (
-            node.op,
-            "" if node.op == "placeholder" else str(node.target),
-            repr(plain(node.args)),
-            repr(plain(dict(node.kwargs))),
-        )
+        (node.op, target(node), plain(node.args), plain(dict(node.kwargs)))
         for node in piece.graph.nodes
     )
-    layouts = tuple(
-        (str(e.dtype), str(tuple(e.shape)), str(e.stride()), str(e.device))
-        if isinstance(e, torch.Tensor)
-        else str(e)
-        for e in examples
-    )
-    attributes = tuple(
-        id(getattr(piece, n.target)) for n in piece.graph.nodes if n.op == "get_attr"
-    )
-    return (nodes, layouts, attributes)
+    storages: dict[int, int] = {}
+
+    def layout(example: Any) -> Any:
+        if not isinstance(example, torch.Tensor):
+            return str(example)
+        storage = example.untyped_storage()._cdata
+        return (
+            type(example),
+            example.dtype,
+            example.device,
+            example.requires_grad,
+            str((example.shape, example.stride(), example.storage_offset())),
+            storages.setdefault(storage, len(storages)),
+        )
+
+    return nodes, tuple(map(layout, examples))
 
 
-class _Piecewise:
-    name = "piecewise"
+class _CompiledStep:
+    """A step ready to run or to be captured; takes the step's own bound arguments."""
 
-    def __init__(self) -> None:
-        self._compilers = {name: _Compiler(name) for name in COMPILERS}
-
-    def capture(self, job: Job) -> Plan:
-        compiler = self._compiler(job)
-        activation = _Activation(
+    def __init__(self, job: Job, compiler: _Compiler) -> None:
+        self._job = job
+        self.activation = _Activation(
             spec=job.spec,
             live=job.spec.declared,
             tokens={name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared},
             wrap=job.backend.wrap_compiled,
         )
-        step = torch.compile(job.fn, backend=compiler, fullgraph=True, dynamic=True)
+        fn = _around(job.fn) if hasattr(job.fn, "__devgraph_mark__") else job.fn
+        self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)
 
-        def compiled(*args: Any, **kwargs: Any) -> Any:
-            plain = {k: v for k, v in kwargs.items() if k not in activation.tokens}
-            return step(*args, **plain, **activation.tokens)
+    def __call__(self) -> Any:
+        """Call the compiled step; compile it first where no older code serves it."""
+        job, activation = self._job, self.activation
+        before, started = activation.compiled, time.perf_counter()
+        with _activated(activation), _settings(), entered(_Tracing()):
+            result = self._step(*job.args, **job.kwargs, **activation.tokens)
+        if activation.compiled is not before:
+            seconds = activation.entered_at - started
+            job.phases["compile"] = job.phases.get("compile", 0.0) + seconds
+        return result
 
-        with _activated(activation):
-            started = time.perf_counter()
-            self._trace(job, compiled)
-            seconds = time.perf_counter() - started
-            job.backend.synchronize()
-            activation.live, activation.job = job.spec.tracked(), job
-            outputs = compiled(*job.args, **job.kwargs)
-        plan = activation.plan
-        assert plan is not None
+    def warm_up(self) -> None:
+        """Run once; compile and check the step where no older code serves it.
+
+        Raises:
+            DeviceGraphError: it cannot be compiled.
+            Exception: what the step itself raises.
+        """
+        activation, job = self.activation, self._job
+        failure: Exception | None = None
+        try:
+            self()
+        except Exception as error:
+            if activation.entry is not None:
+                raise  # It was raised by the step's own work, not by compiling it.
+            failure = error
+        if failure is not None:
+            # Run eagerly, the step may show its own exception, or a line that reads a host value.
+            self._check()
+            _raise_explained(failure)
+        job.warmed_up()
+        if activation.entry is None:
+            raise EmptyCaptureError(
+                "torch.compile compiled nothing. Either the step does no work on tensors: capture "
+                "one that computes, with tensors on the backend's device. Or torch.compile is off: "
+                "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, or use policy='breakable'."
+            )
+        if activation.compiled is not None:
+            with job.phase("compile"):
+                self._check()
+
+    def _check(self) -> None:
+        """Run the step eagerly with tracked host arguments; compare what its marks claim."""
+        job = self._job
+        with entered(_Checking(job.spec)):
+            job.fn(*job.args, **job.kwargs, **job.spec.tracked())
+        job.warmed_up()
+
+    def capture(self) -> Plan:
+        """Capture the compiled step."""
+        activation, job = self.activation, self._job
+        activation.live, activation.job = job.spec.tracked(), job
+        outputs = self()
+        plan, entry, build = activation.plan, activation.entry, activation.compiled
+        assert plan is not None and entry is not None
         plan.outputs = outputs
         plan.notes.update(
-            pieces=activation.pieces,
-            pieces_shared=activation.shared,
-            compile_seconds=round(seconds if activation.pieces else 0.0, 3),
+            pieces=entry.pieces,
+            pieces_compiled=build.pieces - build.shared if build else 0,
+            pieces_shared=build.shared if build else 0,
+            pieces_cached=build.cached if build else 0,
+            compilations=1 if build else 0,
         )
         return plan
+
+
+def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that calls ``fn``: the tracer looks into the callable that it is given."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return step
+
+
+@contextlib.contextmanager
+def _activated(activation: _Activation) -> Iterator[None]:
+    token = _activation.set(activation)
+    try:
+        yield
+    finally:
+        _activation.reset(token)
+
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """Settings of the tracer that one compilation for all sizes needs."""
+    with (
+        torch._dynamo.config.patch(
+            recompile_limit=RECOMPILE_LIMIT,
+            accumulated_recompile_limit=RECOMPILE_LIMIT,
+            # Else a float of the model becomes a tensor that is read on the host.
+            specialize_float=True,
+        ),
+        # Else two sizes that happen to be equal now would be taken for one.
+        shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+    ):
+        yield
+
+
+class _Piecewise(Policy):
+    name = "piecewise"
+
+    def __init__(self) -> None:
+        # The tracer finds older code by the identity of its backend.
+        self._compilers = {name: _Compiler(name) for name in COMPILERS}
+
+    def warm_up(self, job: Job, runs: int) -> Job:
+        with job.phase("activate"):
+            compiler = self._compiler(job)
+            _allow_marks()
+            step = _CompiledStep(job, compiler)
+        for _ in range(max(runs, 1)):
+            step.warm_up()
+        return attrs.evolve(job, fn=step)
+
+    def capture(self, job: Job) -> Plan:
+        assert isinstance(job.fn, _CompiledStep), "a step is warmed up before it is captured"
+        return job.fn.capture()
 
     def _compiler(self, job: Job) -> _Compiler:
         capabilities = job.backend.capabilities
@@ -365,43 +593,58 @@ class _Piecewise:
             )
         return self._compilers[name]
 
-    @staticmethod
-    def _trace(job: Job, compiled: Callable[..., Any]) -> None:
-        """Compile the step for all sizes by running it once."""
-        _allow_marks()
-        try:
-            with entered(_Tracing()):
-                compiled(*job.args, **job.kwargs)
-        except BackendCompilerFailed as error:
-            inner = error.inner_exception
-            if isinstance(inner, DeviceGraphError):
-                raise inner from error
-            raise
-        except TorchDynamoException as error:
-            raise _explained(error) from error
 
-
-def _explained(error: TorchDynamoException) -> DeviceGraphError:
+def _raise_explained(error: Exception) -> NoReturn:
+    """Raise the error for a step that could not be compiled: its line, and what to do."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, DeviceGraphError):
-            return inner
+            raise inner  # Not from ``error``, which has it as its cause.
         inner = inner.__cause__ or inner.__context__
-    return CaptureError(
-        "policy 'piecewise' needs the whole step in one trace, and torch.compile broke it: "
-        f"{error}\nMark the function that holds this line with @dg.region, or @dg.no_graph if it "
-        "can never be captured, or use policy='breakable', which does not trace."
-    )
+    line = _user_line(error)
+    if line is None:
+        raise CaptureError(
+            f"torch.compile could not compile the step for policy 'piecewise': {error}\n"
+            f"Use compiler='eager' if the compiler of the pieces failed, or policy='breakable', "
+            f"which compiles nothing."
+        ) from error
+    reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
+    raise CaptureError(
+        f"policy 'piecewise' needs the whole step in one trace, and torch.compile cannot trace "
+        f"{line} ({reason}). Move the line into a function marked @dg.region, or @dg.no_graph if "
+        f"it can never be captured, or use policy='breakable', which does not trace."
+    ) from error
+
+
+_MACHINERY = (
+    Path(torch.__file__).parent,
+    Path(__file__).parents[1],
+    Path(__file__).parents[2] / "runners",
+)
+"""Frames of these folders are not the user's."""
+
+
+def _user_line(error: Exception) -> str | None:
+    """Return the innermost traced line of the user's code, or None if the tracer has none."""
+    for frame in reversed(getattr(error, "real_stack", None) or []):
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in _MACHINERY):
+            text = linecache.getline(frame.filename, frame.lineno or 0).strip()
+            return f"{frame.filename}:{frame.lineno} in {frame.name}: {text}"
+    return None
+
+
+_allowed: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def _allow_marks() -> None:
     """Let the tracer put calls of marked functions into its graph without looking into them."""
-    torch._dynamo.allow_in_graph(marks.graph_break)  # type: ignore[no-untyped-call]
+    for marked in (marks.graph_break, *marks.marked_functions()):
+        if marked not in _allowed:
+            torch._dynamo.allow_in_graph(marked)  # type: ignore[no-untyped-call]
+            _allowed.add(marked)
     torch._dynamo.assume_constant_result(  # type: ignore[no-untyped-call]
         marks.is_capturing
     )
-    for marked in marks.marked_functions():
-        torch._dynamo.allow_in_graph(marked)  # type: ignore[no-untyped-call]
 
 
 POLICY = _Piecewise()

@@ -13,10 +13,16 @@ import devgraph as dg
 from devgraph.api.backend import Backend
 from devgraph.api.prove import compare
 
-__all__ = ["Kit", "declares", "same"]
+__all__ = ["BREAKING", "POLICIES", "Kit", "declares", "same"]
 
 declares = pytest.mark.devgraph_capability
 """Marks a test as one of a declared capability: ``@declares("rng")``."""
+
+BREAKING = ("breakable", pytest.param("piecewise", marks=declares("piecewise")))
+"""The policies that break a step at its marks, for ``parametrize``."""
+
+POLICIES = ("full", *BREAKING)
+"""Every policy, for ``parametrize``."""
 
 INTEGERS = 97
 """Integer tensors hold numbers below this, so that they may serve as indices."""

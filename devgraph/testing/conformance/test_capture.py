@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, copied, same
+from devgraph.testing.conformance.support import POLICIES, Kit, copied, same
 
 Step = Callable[..., Any]
 
@@ -116,7 +116,7 @@ def test_input_that_is_an_output_of_the_step_is_updated_in_place(kit: Kit) -> No
     same(x, want)
 
 
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_capture_gives_bound_tensors_and_random_state_back(kit: Kit, policy: str) -> None:
     x = kit.tensor(16)
     before, state = x.clone(), kit.backend.get_rng_state()
@@ -126,7 +126,7 @@ def test_capture_gives_bound_tensors_and_random_state_back(kit: Kit, policy: str
     same(kit.backend.get_rng_state(), state, "the random state")
 
 
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_kwargs_and_nested_arguments_are_bound(kit: Kit, policy: str) -> None:
     x, y = kit.tensor(8), kit.tensor(8, seed=1)
 
@@ -259,7 +259,7 @@ def test_temporaries_of_a_step_do_not_show_in_another_replay(kit: Kit, pool: dg.
     kit.check(second, lambda x: deep(deep(x)), x)
 
 
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("move", ["set_", "data"])
 def test_bound_tensor_that_moved_is_refused(kit: Kit, policy: str, move: str) -> None:
     """FAULTS 9."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, declares, same
+from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
 
 PATIENCE = 60.0
 """Seconds after which a thread that should have finished counts as stuck."""
@@ -40,7 +40,7 @@ def test_replay_from_another_thread_equals_eager(kit: Kit) -> None:
     same(out, torch.tanh(x) + 1)
 
 
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
     kit: Kit, pool: dg.Pool, policy: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, declares, same
+from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
 
 HOST_SLACK = 24 * 2**20
 """Bytes by which a process may grow without a leak: allocator caches and interpreter caches."""
@@ -70,7 +70,7 @@ def step(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_memory_is_flat_over_many_replays(kit: Kit, policy: str, devgraph_long: bool) -> None:
     """FAULTS 37."""
     x = kit.tensor(1 << 14)
@@ -87,7 +87,7 @@ def test_memory_is_flat_over_many_replays(kit: Kit, policy: str, devgraph_long: 
     kit.check(captured, step, x)
 
 
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_memory_is_flat_over_many_captures(
     kit: Kit, pool: dg.Pool, policy: str, end: str, devgraph_long: bool

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, declares, same
+from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
 
 KINDS = [ValueError, KeyboardInterrupt, GeneratorExit, SystemExit, dg.DeviceGraphError]
 
@@ -77,7 +77,7 @@ def _failing_step(where: str, raised: BaseException) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, GeneratorExit])
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("where", ["warm-up", "first segment", "eager body", "last segment"])
 def test_exception_in_a_captured_step_leaves_nothing_behind(
     kit: Kit, pool: dg.Pool, where: str, policy: str, kind: type[BaseException]
@@ -224,7 +224,7 @@ def test_host_read_in_a_captured_body_is_refused(kit: Kit, pool: dg.Pool, name: 
 
 
 @declares("refuses_host_reads")
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_host_read_in_a_step_is_refused_and_allowed_in_a_break(kit: Kit, policy: str) -> None:
     """FAULTS 23."""
     x = kit.tensor(8)

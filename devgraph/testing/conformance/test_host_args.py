@@ -10,9 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, same
-
-POLICIES = ("full", "breakable")
+from devgraph.testing.conformance.support import POLICIES, Kit, same
 
 
 @dg.region(host_args=("length",))
@@ -172,7 +170,7 @@ def test_clamping_a_host_argument_outside_a_region_is_refused(kit: Kit, policy: 
 def test_window_derived_from_a_host_argument_follows_every_replay(kit: Kit, policy: str) -> None:
     x = kit.tensor(2, 6000)
     captured = kit.capture(_by_rule, x, policy=policy, host_args={"kv_len": 512})
-    updates = policy == "breakable" or kit.backend.capabilities.region_update
+    updates = policy != "full" or kit.backend.capabilities.region_update
     for kv_len in (5000, 512, 4097, 5999) if updates else (512,):
         want = (x * 2)[:, :kv_len][:, -min(kv_len, 4096) :].sum(1)
         got = captured.replay(kv_len=kv_len)
@@ -315,7 +313,7 @@ def test_region_receives_the_reduced_value(kit: Kit, policy: str) -> None:
 
     x = kit.tensor(4, 12)
     captured = kit.capture(reduced, x, policy=policy, host_args={"lengths": [3, 1]})
-    updates = policy == "breakable" or kit.backend.capabilities.region_update
+    updates = policy != "full" or kit.backend.capabilities.region_update
     for lengths in ([4, 4], [2], [3, 3, 3], *([[5, 9], [12], [1]] if updates else [])):
         kit.check(captured, reduced, x, lengths=lengths)
 
@@ -372,7 +370,7 @@ def test_ambient_context_is_read_once_per_replay_on_the_replaying_thread(
     x = kit.tensor(4, 8)
     ambient.length = 3
     captured = kit.capture(ambiently, x, policy=policy)
-    updates = policy == "breakable" or kit.backend.capabilities.region_update
+    updates = policy != "full" or kit.backend.capabilities.region_update
     for length in (3, 5, 8, 3) if updates else (3,):
         ambient.length = length
         reads.clear()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, copied, declares, same
+from devgraph.testing.conformance.support import POLICIES, Kit, copied, declares, same
 
 WIDTH = 32
 
@@ -124,7 +124,7 @@ def test_output_survives_replays_of_buckets_that_were_captured_later(
         same(buckets.captured[size].outputs, kept, f"the output of bucket {size}")
 
 
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_closed_bucket_leaves_the_others_right(kit: Kit, pool: dg.Pool, policy: str) -> None:
     """FAULTS 27."""
     sizes = (64, 17, 8)

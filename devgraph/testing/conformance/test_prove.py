@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, same
-
-POLICIES = ("full", "breakable")
+from devgraph.testing.conformance.support import POLICIES, Kit, same
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, copied, declares, same
+from devgraph.testing.conformance.support import POLICIES, Kit, copied, declares, same
 
 
 def _dropout(x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ DRAWS: list[Callable[[torch.Tensor], Any]] = [_dropout, _drawn, _in_place]
 
 @declares("rng")
 @pytest.mark.parametrize("step", DRAWS)
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_replays_draw_what_eager_steps_draw(
     kit: Kit, policy: str, step: Callable[..., Any]
 ) -> None:

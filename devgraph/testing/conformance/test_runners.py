@@ -21,9 +21,7 @@ from devgraph.testing.conformance.steps import (
     mixed,
     prefiller,
 )
-from devgraph.testing.conformance.support import Kit, same
-
-POLICIES = ("full", "breakable")
+from devgraph.testing.conformance.support import POLICIES, Kit, same
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -104,7 +102,8 @@ def test_runner_proves_itself(kit: Kit, policy: str) -> None:
         assert report.ok, str(report)
 
 
-def test_host_arguments_reach_the_step_of_a_runner(kit: Kit) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_arguments_reach_the_step_of_a_runner(kit: Kit, policy: str) -> None:
     @dg.region(host_args=("length",))
     def prefix(x: torch.Tensor, *, length: int) -> torch.Tensor:
         return x[:, :length].sum(1)
@@ -112,24 +111,23 @@ def test_host_arguments_reach_the_step_of_a_runner(kit: Kit) -> None:
     def forward(batch: Any) -> torch.Tensor:
         return prefix(batch.x * 2, length=batch.host.length) + 1
 
-    for policy in POLICIES:
-        runner = dg.DecodeRunner(
-            forward,
-            [X],
-            host_args={"length": 1},
-            config=policy,
-            backend=kit.backend,
-            max_requests=4,
-            progress=False,
-        )
-        runner.capture()
-        for seed, length in enumerate((3, 7, 1, 3)):
-            x = kit.tensor(4, WIDTH, seed=seed)
-            out = runner.run({"x": x}, host_args={"length": length})
-            kit.backend.synchronize()
-            same(out, (x * 2)[:, :length].sum(1) + 1, f"length={length} under {policy}")
-        updates = policy == "breakable" or kit.backend.capabilities.region_update
-        assert runner.stats().eager == ({} if updates else {"update_unsupported": 3})
+    runner = dg.DecodeRunner(
+        forward,
+        [X],
+        host_args={"length": 1},
+        config=policy,
+        backend=kit.backend,
+        max_requests=4,
+        progress=False,
+    )
+    runner.capture()
+    for seed, length in enumerate((3, 7, 1, 3)):
+        x = kit.tensor(4, WIDTH, seed=seed)
+        out = runner.run({"x": x}, host_args={"length": length})
+        kit.backend.synchronize()
+        same(out, (x * 2)[:, :length].sum(1) + 1, f"length={length} under {policy}")
+    updates = policy != "full" or kit.backend.capabilities.region_update
+    assert runner.stats().eager == ({} if updates else {"update_unsupported": 3})
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit, declares, same
+from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
 
 
 def test_state_goes_from_empty_to_closed(kit: Kit) -> None:
@@ -241,7 +241,7 @@ def test_empty_capture_is_refused_and_the_next_one_works(kit: Kit) -> None:
 
 
 @declares("node_counts")
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_step_without_device_work_is_refused(kit: Kit, policy: str) -> None:
     """FAULTS 26."""
     with pytest.raises(dg.EmptyCaptureError):
@@ -303,7 +303,7 @@ def test_closed_capture_refuses_and_closes_twice(kit: Kit) -> None:
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_destructors_raise_nothing_in_any_order(kit: Kit, policy: str) -> None:
     """FAULTS 27, 28."""
     x = kit.tensor(64)
