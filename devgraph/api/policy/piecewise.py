@@ -109,7 +109,7 @@ class _Tracing:
         host = mark.host_kwargs({name: declared.get(name) for name in given})
         with entered(None):
             result = _described(mark, args, kwargs, host)
-        if not _is_traceable(result):
+        if isinstance(result, int | float | str) or not _is_traceable(result):
             raise CaptureError(
                 f"{mark.name} returned a {type(result).__name__}. Under policy 'piecewise' a "
                 f"marked function returns a tensor, None, or a tuple or list of such and of plain "
