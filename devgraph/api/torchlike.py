@@ -75,7 +75,11 @@ class TorchPool(Pool):
     @property
     def bytes(self) -> int:
         used = [memory for memory in (self._memory, self._region_memory) if memory is not None]
-        return sum(segment["total_size"] for memory in used for segment in memory.snapshot())
+        return sum(segment["total_size"] for memory in used for segment in self.snapshot(memory))
+
+    def snapshot(self, memory: Any) -> Any:
+        """Return the allocator's segments of ``memory``, a MemPool, as torch describes them."""
+        return memory.snapshot()
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
@@ -126,7 +130,7 @@ class TorchPool(Pool):
             return True
         if address in self._foreign:
             return False
-        segments = sorted((s["address"], s["total_size"]) for s in self._memory.snapshot())
+        segments = sorted((s["address"], s["total_size"]) for s in self.snapshot(self._memory))
         self._starts = [start for start, _ in segments]
         self._sizes = [size for _, size in segments]
         if self._find(address):

@@ -8,13 +8,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError, UpdateError
+from devgraph.api.pool import Pool
 from devgraph.api.torchlike import TorchBackend, TorchPool
 from devgraph.npu.budget import StreamBudget
 from devgraph.npu.codes import UNJOINED, error_code, lost_reason
@@ -65,6 +66,7 @@ class NpuBackend(TorchBackend):
         )
 
     def _bind(self) -> None:
+        self._graves: list[Any] = []
         index = self._device.index
         self._capture_stream: Any = None
         self.budget = StreamBudget()
@@ -131,6 +133,40 @@ class NpuBackend(TorchBackend):
         """Take back one use of the pool's memory."""
         self.native_module._npu_releasePool(self._device.index, pool.handle)
 
+    def bury(self, *things: Any) -> None:
+        """Free ``things`` now or at the next moment when that is allowed.
+
+        Freeing a pool's memory waits for the device with the interpreter's lock held. A capture
+        forbids that, and a replay that waits for its update would never end.
+        """
+        self._graves.append(things)
+        del things  # Freed below, while nothing can be launched.
+        self.free_buried()
+
+    def free_buried(self) -> None:
+        """Free what was buried, unless a capture is under way or a replay waits for the host."""
+        if not self._graves or self.channel.on_thread():
+            return
+        if not self._capture_lock.acquire(blocking=False):
+            return
+        try:
+            if self.channel.order.acquire(blocking=False):
+                try:
+                    if self.channel.quiet:
+                        self._graves.clear()
+                finally:
+                    self.channel.order.release()
+        finally:
+            self._capture_lock.release()
+
+    @contextlib.contextmanager
+    def capturing(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        try:
+            with super().capturing(pool, stream):
+                yield
+        finally:
+            self.free_buried()
+
     @property
     def native_module(self) -> Any:
         """The compiled module of torch_npu."""
@@ -150,6 +186,7 @@ class NpuBackend(TorchBackend):
         """
         self._require_replays_end()
         super().synchronize()
+        self.free_buried()
 
     def _require_replays_end(self) -> None:
         watched = list(self.channel._watched)

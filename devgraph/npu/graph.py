@@ -85,6 +85,12 @@ class NpuPool(TorchPool):
         self._capture_stream = self._torch.capture_stream
         return self._capture_stream
 
+    def snapshot(self, memory: Any) -> Any:
+        # Not memory.snapshot(): torch_npu then drops a reference too many to each number of the
+        # pool's id, and small numbers belong to the whole interpreter.
+        segments = self._torch.namespace.memory_snapshot()
+        return [segment for segment in segments if segment["segment_pool_id"] == memory.id]
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.owns(tensor.untyped_storage().data_ptr()):
             return tensor
@@ -103,12 +109,13 @@ class NpuPool(TorchPool):
         return super().region_memory()
 
     def __del__(self) -> None:
-        # The allocator empties a pool's memory with the pool's object only if nothing else uses it.
-        keeper = self.__dict__.get("_keeper")
-        if keeper is not None:
-            self._keeper = None
-            with contextlib.suppress(Exception):
-                keeper.reset()
+        take = self.__dict__.pop
+        # The last is freed first: the allocator empties a pool's memory with the pool's object
+        # only if nothing else uses it.
+        if "_memory" in self.__dict__:
+            self._torch.bury(
+                take("_stuck"), take("_memory"), take("_region_memory"), take("_keeper", None)
+            )
 
     def spoil(self, native: Any) -> None:
         """Take new memory for later captures: a refused begin left this handle half open."""
@@ -231,7 +238,8 @@ class NpuGraph(TorchGraph):
         backend = self._torch
         channel = backend.channel
         host, self._due = self._due, None
-        with channel.order:
+        backend.free_buried()
+        with channel.launching():
             if backend.replay_first:
                 channel.require_alive()
                 self._native.replay()

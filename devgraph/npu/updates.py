@@ -13,12 +13,13 @@ every later launch of the process without a word.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from devgraph.api.errors import UpdateError
@@ -87,6 +88,28 @@ class UpdateChannel:
         self._thread: threading.Thread | None = None
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unburied: list[Any] = []
+        self._launching = False
+        self._submitted = 0
+        self._ran = 0
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the device waits for nothing that the host still has to do.
+
+        Only then may a thread that holds the interpreter's lock wait for the device. Ask while
+        holding ``order``.
+        """
+        return not self._launching and self._submitted == self._ran
+
+    @contextlib.contextmanager
+    def launching(self) -> Iterator[None]:
+        """Hold ``order`` for one launch and the queueing of its job."""
+        with self.order:
+            self._launching = True
+            try:
+                yield
+            finally:
+                self._launching = False
 
     def start(self) -> None:
         """Start the thread and make the stream, once."""
@@ -106,7 +129,9 @@ class UpdateChannel:
         """
         self.require_alive()
         job = Job(work)
-        self._queue.put(job)
+        with self.order:
+            self._submitted += 1
+            self._queue.put(job)
         return job
 
     def require_alive(self) -> None:
@@ -170,6 +195,7 @@ class UpdateChannel:
                 return
             with self._namespace.stream(self.stream):
                 job.run()
+            self._ran += 1
 
     def _next(self) -> Job | None:
         while True:

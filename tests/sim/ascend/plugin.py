@@ -54,7 +54,9 @@ def run_python(ascend_session: ascend.Driver) -> object:
     """Run code in a process of its own, where it may set the environment or lose its device."""
 
     def run(code: str, *, timeout: float = 120, **environment: str) -> str:
-        variables = {**os.environ, "PYTHONPATH": str(_ROOT), **environment}
+        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        variables |= environment
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,

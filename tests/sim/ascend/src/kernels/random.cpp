@@ -45,3 +45,32 @@ KERNEL(MultinomialTensor,
 KERNEL(NormalFloatFloat,
        ((float, mean), (float, std), (int64_t, seed), (int64_t, offset), (T, out)),
        out.normal_(mean, std, generator(seed, offset)))
+
+// Dropout in two steps: a mask of bits, and its use.
+static void draw_mask(const at::Tensor& out, const std::vector<int64_t>& shape, double drop,
+                      at::Generator random) {
+  int64_t count = 1;
+  for (auto size : shape) count *= size;
+  auto kept = at::rand({count}, random, at::TensorOptions()).ge(drop);
+  auto* bytes = out.data_ptr<uint8_t>();
+  TORCH_CHECK(out.numel() * 8 >= count, "a mask of ", out.numel(), " bytes for ", count, " values");
+  std::fill_n(bytes, out.numel(), (uint8_t)0);
+  auto* bits = kept.data_ptr<bool>();
+  for (int64_t i = 0; i < count; i++) bytes[i / 8] |= (uint8_t)(bits[i] << (i % 8));
+}
+KERNEL(DropoutGenMask, ((I, shape), (double, drop), (int64_t, seed), (int64_t, offset), (T, out)),
+       draw_mask(out, shape, drop, generator(seed, offset)))
+KERNEL(DropoutGenMaskV2,
+       ((I, shape), (double, drop), (int64_t, seed), (int64_t, offset), (int, type), (T, out)),
+       draw_mask(out, shape, drop, generator(seed, offset)))
+KERNEL(DropoutGenMaskV2Tensor,
+       ((I, shape), (double, drop), (T, seed), (T, offset), (int64_t, within), (int, type),
+        (T, out)),
+       draw_mask(out, shape, drop, generator(seed, offset, within)))
+KERNEL(DropoutDoMask, ((T, a), (T, mask), (double, drop), (T, out)), {
+  auto* bytes = mask.data_ptr<uint8_t>();
+  auto kept = at::empty({a.numel()}, at::kBool);
+  for (int64_t i = 0; i < a.numel(); i++) kept.data_ptr<bool>()[i] = bytes[i / 8] >> (i % 8) & 1;
+  auto scale = drop < 1 ? 1 / (1 - drop) : 0.0;
+  write(out, at::where(kept.view(a.sizes()), a * scale, at::zeros({}, a.options())));
+})
