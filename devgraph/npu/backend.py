@@ -145,7 +145,7 @@ class NpuBackend(TorchBackend):
 
     def free_buried(self) -> None:
         """Free what was buried, unless a capture is under way or a replay waits for the host."""
-        if not self._graves or self.channel.on_thread():
+        if not self._graves or self._captures_here or self.channel.on_thread():
             return
         if not self._capture_lock.acquire(blocking=False):
             return

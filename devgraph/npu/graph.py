@@ -165,7 +165,7 @@ class NpuGraph(TorchGraph):
                 raise self._torch.budget.exhausted(error) from error
             raise
         if self._regions is not None:
-            self._regions.applied = self._capture_host
+            self._regions.applied = self._regions.planned = self._capture_host
             self._launch = self._launch_and_signal  # type: ignore[method-assign]
         self._nodes = self._torch.count_nodes(self._native)
 
@@ -223,14 +223,13 @@ class NpuGraph(TorchGraph):
         if self._torch.try_new_values:
             self.pool.order()
             self._torch.drain()
-            job = regions.try_values(host)
-            self._torch.channel.finish(job, f"the update of {self!r}")
+            regions.try_values(host, f"the update of {self!r}")
             self._refuse_broken(regions)
         return _Recording(host)
 
     def _apply(self, recording: _Recording) -> None:  # type: ignore[override]
         assert self._regions is not None
-        current = self._regions.applied
+        current = self._regions.planned
         self._due = None if recording.host is current else recording.host
 
     def _launch_and_signal(self) -> None:

@@ -61,7 +61,9 @@ class Regions:
         self._fenced = True
         self._signalled_at = 0.0
         self.applied: Host = {}
-        """The values that the groups hold."""
+        """The values that the groups hold, by what the update thread has done."""
+        self.planned: Host = {}
+        """The values that they hold when every queued job has run."""
         self.failure: BaseException | None = None
         """Why the groups can no longer be trusted."""
 
@@ -81,12 +83,16 @@ class Regions:
 
     # On the launching thread, in order.
 
-    def try_values(self, host: Host) -> Job:
-        """Queue an update to ``host`` that is taken back if any region refuses it."""
-        return self._channel.submit(self._job(host, signal=False, take_back=True))
+    def try_values(self, host: Host, what: str) -> None:
+        """Update to ``host`` and wait until that is issued; taken back if any region refuses it."""
+        job = self._channel.submit(self._job(host, signal=False, take_back=True))
+        self._channel.finish(job, what)
+        self.planned = host
 
     def signal(self, host: Host | None) -> Job:
         """Queue the records that the next replay waits for, after an update to ``host``."""
+        if host is not None:
+            self.planned = host
         return self._channel.submit(self._job(host, signal=True, take_back=False))
 
     def launched(self, stream: Any) -> None:

@@ -39,6 +39,11 @@ def activate(*, flag_events: bool = False) -> Driver:
         raise RuntimeError("torch_npu was imported before the simulated driver was activated")
     folder = build()
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # importing torch must not load torch_npu
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch_npu misses what is not simulated
+    # What CANN's set_env.sh does: processes that are started from here find the driver as well.
+    os.environ["LD_LIBRARY_PATH"] = str(folder)
+    os.environ["ASCEND_HOME_PATH"] = str(folder)
+    os.environ["ASCEND_OPP_PATH"] = str(folder / "opp")
     import torch  # noqa: F401  (the kernels link its libraries)
 
     interpose = folder / "libinterpose.so"

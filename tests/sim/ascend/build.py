@@ -129,6 +129,8 @@ class _Builder:
         if (self.torch / "lib" / "libtorch_cuda.so").exists():
             self._interpose()
         (self.out / "missing.txt").write_text("\n".join(self._missing()) + "\n")
+        for part in ("runtime", "compiler", "opp"):  # torch_npu looks whether CANN has them
+            (self.out / part).mkdir()
         shutil.rmtree(self.objects)
 
     def _compile(self, source: Path, flags: Iterable[str]) -> Path:
