@@ -1,0 +1,433 @@
+"""vLLM 0.22 on its own graph layer and on devgraph, side by side on one GPU.
+
+    python benchmarks/vllm022.py OUTDIR [--deadline 150] [--model 0.6b] [--jobs JOB ...]
+
+A job is RUNNER:MODE, for example v2:default v2:devgraph v1:devgraph. Every job is an engine in a
+process of its own. They import vLLM at the same time, start one after the other (so that start-up,
+capture time and memory are each one's own), stay, and then measure in turns, so that clocks and
+heat are the same for all. Weights are random and equal; prompts are equal.
+
+modes: default and full_vllm (vLLM's own layer: its default and cudagraph_mode FULL), eager,
+devgraph (the same modes as default), breakable and full (DEVGRAPH_MODE, see docs/vllm.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+BATCHES = (1, 8, 64, 256)
+NEW_TOKENS = 128
+PROMPT = 32
+CHECKS = (7, 33, 100, 200, 300, 450)
+FACTS = ("start_s", "compile_s", "capture_s", "graph_gib")
+JOBS = ("v2:default", "v2:devgraph", "v2:breakable", "v1:devgraph", "v1:default")
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "0.6b": {
+        **QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "max_window_layers": 28,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        **QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_window_layers": 36,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": False,
+    },
+}
+ENGINE: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "full_vllm": {"compilation_config": {"cudagraph_mode": "FULL"}},
+}
+INSTALL: dict[str, str | None] = {
+    "devgraph": None,
+    "breakable": '{"decode": "full", "prefill": "breakable"}',
+    "full": '{"decode": "full", "prefill": "full"}',
+}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+class Subject:
+    """One engine: what the child process builds and measures."""
+
+    def __init__(self, model: str, runner: str, mode: str, folder: str) -> None:
+        self.model, self.runner_name, self.mode, self.folder = model, runner, mode, folder
+        self.facts: dict[str, Any] = {}
+        self.timing = False
+        self.host: list[float] = []
+
+    def load(self) -> None:
+        """Import what the engine needs; touches no device."""
+        import torch
+        from vllm import LLM  # noqa: F401
+        from vllm.model_executor.models import qwen3  # noqa: F401
+        from vllm.v1.attention.backends import flash_attn  # noqa: F401
+        from vllm.v1.worker import gpu_worker  # noqa: F401
+        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
+
+        self.torch = torch
+        self.runner: Any = None
+        for cls in (First, Second):
+            self._hook(cls)
+
+    def _hook(self, cls: Any) -> None:
+        capture, load = cls.capture_model, cls.load_model
+
+        def capture_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            self.torch.cuda.synchronize()
+            started = time.perf_counter()
+            taken = capture(runner, *args, **kwargs)
+            self.torch.cuda.synchronize()
+            self.facts["capture_s"] = time.perf_counter() - started
+            self.facts["graph_gib"] = taken / 2**30
+            return taken
+
+        def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            self.runner = runner
+            return load(runner, *args, **kwargs)
+
+        cls.capture_model, cls.load_model = capture_model, load_model
+
+    def start(self) -> dict[str, Any]:
+        """Build the engine and give the first token."""
+        from vllm import LLM
+
+        started = time.perf_counter()
+        if self.mode in INSTALL:
+            from devgraph.runners.integrations import vllm
+
+            vllm.install(mode=INSTALL[self.mode], strict=True)
+        self.llm = LLM(
+            model=self.folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=4096,
+            gpu_memory_utilization=0.12 if self.model == "0.6b" else 0.25,
+            enable_prefix_caching=False,
+            seed=0,
+            **ENGINE.get(self.mode, {}),
+        )
+        self.generate([self.prompt(random.Random(1), 8)], 1)
+        config = self.llm.llm_engine.vllm_config.compilation_config
+        self.facts.update(
+            start_s=time.perf_counter() - started,
+            compile_s=config.compilation_time,
+            cudagraph_mode=str(config.cudagraph_mode),
+            runner=type(self.runner).__module__,
+            sizes=len(config.cudagraph_capture_sizes or []),
+        )
+        self._fill_weights()
+        self._watch_forward()
+        return self.facts
+
+    def _fill_weights(self) -> None:
+        # Dummy loading leaves norms near zero, and every output equal.
+        generator = self.torch.Generator(device="cuda")
+        generator.manual_seed(1)
+        with self.torch.inference_mode():
+            for name, parameter in self.runner.get_model().named_parameters():
+                if "norm" in name:
+                    parameter.fill_(1.0)
+                else:
+                    parameter.normal_(0, 0.02, generator=generator)
+
+    def _watch_forward(self) -> None:
+        if self.runner_name == "v1":
+            self.runner._model_forward = self._timed(self.runner._model_forward)
+        elif self.mode != "eager":
+            manager = self.runner.cudagraph_manager
+            manager.run_fullgraph = self._timed(manager.run_fullgraph)
+
+    def _timed(self, forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self.timing:
+                return forward(*args, **kwargs)
+            started = time.perf_counter()
+            result = forward(*args, **kwargs)
+            self.host.append(time.perf_counter() - started)
+            return result
+
+        return run
+
+    def prompt(self, rng: random.Random, length: int) -> Any:
+        from vllm.inputs import TokensPrompt
+
+        return TokensPrompt(prompt_token_ids=[rng.randrange(1000, 150000) for _ in range(length)])
+
+    def generate(self, prompts: list[Any], count: int, **options: Any) -> tuple[float, Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, **options
+        )
+        self.torch.cuda.synchronize()
+        started = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        self.torch.cuda.synchronize()
+        return time.perf_counter() - started, outputs
+
+    def decode(self, batch: int) -> dict[str, float]:
+        """One round of decoding: seconds for one token, for all, and host time of a forward."""
+        rng = random.Random(batch)
+        prompts = [self.prompt(rng, PROMPT) for _ in range(batch)]
+        first = self.generate(prompts, 1)[0]
+        whole = self.generate(prompts, NEW_TOKENS)[0]
+        self.host.clear()
+        self.timing = True
+        self.generate(prompts, 24)
+        self.timing = False
+        host = statistics.median(self.host[4:]) * 1e6 if len(self.host) > 8 else float("nan")
+        return {"step_ms": (whole - first) / (NEW_TOKENS - 1) * 1e3, "host_us": host}
+
+    def prefill(self, length: int, batch: int) -> dict[str, float]:
+        """One round of prefill alone."""
+        rng = random.Random(length)
+        prompts = [self.prompt(rng, length) for _ in range(batch)]
+        return {"ms": self.generate(prompts, 1)[0] * 1e3}
+
+    def check(self) -> list[list[int]]:
+        """Greedy tokens of each prompt on its own."""
+        rng = random.Random(11)
+        found = []
+        for length in CHECKS:
+            outputs = self.generate([self.prompt(rng, length)], 8)[1]
+            found.append([int(token) for token in outputs[0].outputs[0].token_ids])
+        return found
+
+    def check_padded_eager(self) -> list[list[int]]:
+        """The same without graphs, at the padded sizes that the graphs have (V2 runner)."""
+        from vllm.config import CUDAGraphMode
+
+        manager = self.runner.cudagraph_manager
+        dispatch = manager.dispatch
+
+        def eager(*args: Any, **kwargs: Any) -> Any:
+            found = dispatch(*args, **kwargs)
+            return dataclasses.replace(found, cg_mode=CUDAGraphMode.NONE)
+
+        manager.dispatch = eager
+        try:
+            return self.check()
+        finally:
+            manager.dispatch = dispatch
+
+    def stats(self) -> dict[str, Any]:
+        """What devgraph did, and the versions of this run."""
+        import vllm as engine
+
+        from devgraph.runners.integrations import vllm
+
+        return {
+            "gpu": self.torch.cuda.get_device_name(),
+            "torch": self.torch.__version__,
+            "vllm": engine.__version__,
+            "devgraph": vllm.stats() if self.mode in INSTALL else None,
+        }
+
+
+def child(model: str, job: str, folder: str, log: str) -> None:
+    """Answer the parent's commands, one JSON line each; the engine's own output goes to ``log``."""
+    answers = os.fdopen(os.dup(1), "w")
+    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    runner, mode = job.split(":")
+    subject = Subject(model, runner, mode, folder)
+    subject.load()
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        result = getattr(subject, name)(*arguments)
+        answers.write(json.dumps(result) + "\n")
+        answers.flush()
+
+
+class Job:
+    """One child process and what it has answered."""
+
+    def __init__(self, model: str, name: str, out: Path) -> None:
+        self.name = name
+        self.result: dict[str, Any] = {"decode": {}, "prefill": {}}
+        self.alive = True
+        folder = out / "model"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(MODELS[model]))
+        label = name.replace(":", "_")
+        environment = {**os.environ, **ENVIRONMENT}
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if name.startswith("v2") else "0"
+        # Everybody compiles for himself: a cache that another has filled is no cold start.
+        environment["VLLM_CACHE_ROOT"] = str(out / "cache" / label)
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(out / "cache" / label / "inductor")
+        environment["TRITON_CACHE_DIR"] = str(out / "cache" / label / "triton")
+        command = [sys.executable, __file__, str(out), "--model", model, "--child", name]
+        self.process = subprocess.Popen(
+            [*command, "--folder", str(folder), "--log", str(out / f"{label}.log")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def ask(self, *command: Any) -> Any:
+        """Return the answer to ``command``, or None if the process has ended."""
+        if not self.alive:
+            return None
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self.alive = False
+            self.result["failed"] = command[0]
+            print(f"{self.name}: ended at {command[0]}; see its log", flush=True)
+            return None
+        return json.loads(line)
+
+
+def measure(jobs: list[Job], repeats: int, late: Any) -> None:
+    """Let all started jobs measure in turns, and keep medians."""
+    tasks: list[tuple[str, str, tuple[Any, ...]]] = [
+        ("decode", str(batch), ("decode", batch)) for batch in BATCHES
+    ]
+    tasks += [("prefill", "1x500", ("prefill", 500, 1)), ("prefill", "8x60", ("prefill", 60, 8))]
+    for kind, label, command in tasks:
+        rounds: dict[str, list[dict[str, float]]] = {job.name: [] for job in jobs}
+        for number in range(repeats + 1):
+            if late():
+                break
+            for job in jobs:
+                found = job.ask(*command)
+                if found is not None and number:  # the first round warms up
+                    rounds[job.name].append(found)
+        for job in jobs:
+            values = rounds[job.name]
+            if values:
+                job.result[kind][label] = {
+                    key: statistics.median(value[key] for value in values) for key in values[0]
+                }
+
+
+def report(jobs: list[Job]) -> str:
+    """Return one line per job."""
+    lines = []
+    reference = next((j.result.get("tokens") for j in jobs if j.name.endswith(":default")), None)
+    for job in jobs:
+        found = job.result
+        tokens, padded = found.get("tokens"), found.get("tokens_padded_eager")
+        times = " ".join(f"{key}={found.get(key, 0):.3f}" for key in FACTS)
+        parts = [f"{job.name} {times}"]
+        for batch, value in found["decode"].items():
+            parts.append(f"b{batch}={value['step_ms']:.3f}ms,{value['host_us']:.1f}us")
+        for label, value in found["prefill"].items():
+            parts.append(f"{label}={value['ms']:.2f}ms")
+        for name, other in (("default", reference), ("padded_eager", padded)):
+            if tokens and other:
+                equal = [a == b for a, b in zip(tokens, other, strict=True)]
+                parts.append(f"equal_to_{name}={sum(equal)}/{len(equal)}")
+        lines.append(" ".join(parts))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the jobs that fit before the deadline and write OUTDIR/results.json as they finish."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--jobs", nargs="+", default=JOBS, metavar="RUNNER:MODE")
+    parser.add_argument("--model", default="0.6b", choices=sorted(MODELS))
+    parser.add_argument("--deadline", type=float, default=600.0, help="seconds in all")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--child")
+    parser.add_argument("--folder")
+    parser.add_argument("--log")
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.model, arguments.child, arguments.folder, arguments.log)
+        return
+    began = time.monotonic()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    jobs = [Job(arguments.model, name, out) for name in arguments.jobs]
+
+    def late() -> bool:
+        return time.monotonic() - began > arguments.deadline
+
+    def save() -> None:
+        results = {job.name: job.result for job in jobs}
+        (out / "results.json").write_text(json.dumps(results, indent=1))
+
+    def group(members: list[Job]) -> None:
+        for job in members:
+            if not late():
+                job.result.update(job.ask("start") or {})
+                job.result["tokens"] = job.ask("check")
+                save()
+        started = [job for job in members if job.result.get("tokens")]
+        for job in started:
+            if job.name == "v2:breakable":
+                job.result["tokens_padded_eager"] = job.ask("check_padded_eager")
+        measure(started, arguments.repeats, late)
+        for job in started:
+            job.result.update(job.ask("stats") or {})
+        save()
+        print(report(started), flush=True)
+
+    for runner in dict.fromkeys(job.name.split(":")[0] for job in jobs):
+        group([job for job in jobs if job.name.startswith(runner + ":")])
+    for job in jobs:
+        job.process.kill()
+
+
+if __name__ == "__main__":
+    main()
