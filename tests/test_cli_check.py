@@ -123,3 +123,27 @@ def test_unusable_target_is_one_clear_error(
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
     assert said.format(path=path) in result.err
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_missing_inputs_are_asked_for(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    result = run_cli(capsys, command, f"{write_steps(tmp_path)}:clean")
+    assert result.code == 2
+    assert "missing 1 required positional argument: 'x' (--inputs MODULE:FUNCTION" in result.err
+
+
+def test_error_of_the_step_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_steps(tmp_path)
+    result = run_cli(capsys, "check", f"{path}:raises", "--inputs", "inputs")
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "nothing" in text)
+    assert f"raised KeyError: 'nothing' at {path}:{line} (--debug" in result.err
+
+
+def test_unknown_function_lists_functions_and_no_modules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    result = run_cli(capsys, "check", f"{write_steps(tmp_path)}:claen")
+    assert "Did you mean 'clean'?" in result.err
+    assert "torch" not in result.err.partition("Known:")[2]

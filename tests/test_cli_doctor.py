@@ -106,3 +106,13 @@ def test_asking_for_a_backend_that_is_not_here_exits_with_1(
     result = run_cli(capsys, "doctor", "--backend", "absent")
     assert result.code == 1
     assert "no driver: install it" in result.out
+
+
+def test_backend_that_is_asked_for_and_absent_is_said_to_be_unusable(
+    capsys: pytest.CaptureFixture[str],
+):
+    absent = next(info.name for info in dg.backends() if not info.available)
+    result = run_cli(capsys, "doctor", "--backend", absent)
+    assert result.code == 1
+    assert "no backend that was asked for is usable here" in result.out
+    assert "everything that is declared works" not in result.out

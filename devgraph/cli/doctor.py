@@ -26,14 +26,18 @@ _PACKAGES = (
     ("torch", "everything", "pip install torch (2.11 or newer)"),
     ("attrs", "everything", "pip install attrs"),
     ("rich", "the command line", "pip install rich"),
-    ("cuda-bindings", "region update and node counts on NVIDIA GPUs", "devgraph[cuda]"),
-    ("torch-npu", "Ascend NPUs", "devgraph[npu], and CANN from the vendor"),
-    ("transformers", "generate: models and tokenizers", "devgraph[demo]"),
-    ("gguf", "generate: models in GGUF files", "devgraph[demo]"),
-    ("accelerate", "generate: models in GGUF files", "devgraph[demo]"),
-    ("matplotlib", "bench --plot", "devgraph[plot]"),
-    ("PyYAML", "configuration and cluster files in YAML", "devgraph[yaml]"),
-    ("pytest", "the conformance suite", "devgraph[test]"),
+    (
+        "cuda-bindings",
+        "region update and node counts on NVIDIA GPUs",
+        "pip install 'devgraph[cuda]'",
+    ),
+    ("torch-npu", "Ascend NPUs", "pip install 'devgraph[npu]', and CANN from the vendor"),
+    ("transformers", "generate: models and tokenizers", "pip install 'devgraph[demo]'"),
+    ("gguf", "generate: models in GGUF files", "pip install 'devgraph[demo]'"),
+    ("accelerate", "generate: models in GGUF files", "pip install 'devgraph[demo]'"),
+    ("matplotlib", "bench --plot", "pip install 'devgraph[plot]'"),
+    ("PyYAML", "configuration and cluster files in YAML", "pip install 'devgraph[yaml]'"),
+    ("pytest", "the conformance suite", "pip install 'devgraph[test]'"),
 )
 
 
@@ -192,7 +196,10 @@ def _print(checked: list[_Checked], *, probed: bool) -> None:
         say(f"FAILS on {name}: {probe.name}: {probe.detail}")
     if probed and not failed:
         usable = ", ".join(one.info.name for one in checked if one.info.available)
-        say(f"everything that is declared works on: {usable or '(no backend)'}")
+        if usable:
+            say(f"everything that is declared works on: {usable}")
+        else:
+            say("no backend that was asked for is usable here: see what is missing above")
 
 
 def _unprobed(one: _Checked) -> str:

@@ -6,8 +6,8 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.errors import DeviceGraphError, did_you_mean
+from devgraph.api.source import raising_line
 from devgraph.cli.tables import CommandError
 
 __all__ = ["Target", "add_target_arguments", "find_target", "user_code"]
@@ -83,7 +84,11 @@ def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            known = [key for key in vars(found) if not key.startswith("_")]
+            known = [
+                key
+                for key, value in vars(found).items()
+                if not key.startswith("_") and not inspect.ismodule(value)
+            ]
             raise CommandError(f"{module_name} has no {part!r}. {did_you_mean(part, known)}")
         found = getattr(found, part)
     if not callable(found):
@@ -167,10 +172,12 @@ def user_code(name: str) -> Iterator[None]:
     except (DeviceGraphError, ModuleNotFoundError):
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "devgraph/cli/" not in frame.filename]
-        where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        own = raising_line(error)
+        where = f" at {own.file}:{own.line}" if own else ""
         text = str(error).strip().splitlines() or [""]
+        hint = "--debug shows all of it"
+        if isinstance(error, TypeError) and own is None:  # the call itself did not fit
+            hint = "--inputs MODULE:FUNCTION names what returns its arguments"
         raise CommandError(
-            f"{name} raised {type(error).__name__}: {text[0]}{where} (--debug shows all of it)"
+            f"{name} raised {type(error).__name__}: {text[0]}{where} ({hint})"
         ) from error
