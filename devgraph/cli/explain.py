@@ -155,7 +155,8 @@ def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) 
     )
     nodes = "an unknown number of" if info.nodes is None else info.nodes
     say(
-        f"{info.segments} segment{'s' * (info.segments != 1)}, {nodes} nodes, captured in {time_text(info.capture_seconds)}, "
+        f"{info.segments} segment{'s' * (info.segments != 1)}, {nodes} nodes, "
+        f"captured in {time_text(info.capture_seconds)}, "
         f"pool {format_bytes(captured.pool.bytes)}, {info.recordings} recordings "
         f"({format_bytes(captured.pool.recordings.bytes)})"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from devgraph.api.errors import DeviceGraphError
 from devgraph.cli.tables import CommandError
 
 __all__ = ["load_model", "read_config", "require_transformers"]
@@ -48,7 +49,9 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         return load(source, gguf_file=gguf_file, dtype=dtype, device=device)
-    except OSError as error:
+    except DeviceGraphError:
+        raise
+    except (OSError, ValueError) as error:
         raise _unreadable(source, error) from error
 
 
