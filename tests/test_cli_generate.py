@@ -243,6 +243,9 @@ def test_missing_model_and_missing_prompts_are_clear_errors(
     result = run_cli(capsys, *_argv(tmp_path / "nothing", prompts=("a",)))
     assert result.code == 2
     assert "cannot read a model from" in result.err
+    result = run_cli(capsys, *_argv(tmp_path, prompts=("a",)))  # a folder without a model
+    assert result.code == 2
+    assert "cannot read a model from" in result.err
     monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
     result = run_cli(capsys, *_argv(folder, prompts=()))
     assert result.code == 2
