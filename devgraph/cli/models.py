@@ -57,7 +57,8 @@ def load_model(
 
 def _unreadable(source: str, error: Exception) -> CommandError:
     text = str(error).strip().splitlines() or [type(error).__name__]
+    why = text[0].rstrip(" .:")
     return CommandError(
-        f"cannot read a model from {source!r}: {text[0].rstrip(' .:')}. Give a folder with config.json, the path "
+        f"cannot read a model from {source!r}: {why}. Give a folder with config.json, the path "
         f"of a .gguf file, or the name of a model that transformers can find."
     )
