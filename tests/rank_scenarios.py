@@ -155,6 +155,16 @@ def meet_in_a_collective(rank: int, group: RankGroup) -> Any:
     return None if out is None else out[0, 0].item()
 
 
+def pairs(rank: int, world: RankGroup) -> Any:
+    """Two groups of two ranks with the same runner names, which do not meet each other."""
+    both = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
+    group = RankGroup.from_process_group(both[rank // 2], timeout_s=world.timeout_s)
+    runner = ranked(group, config={"buckets": [2, 8] if rank < 2 else [4, 8]})
+    decision = runner.agree(runner.can_run(2 + rank // 2))
+    out = runner.run({"x": rows_of_x(2 + rank // 2)}, decision=decision)
+    return [group.rank, group.size, decision.bucket, len(out)]
+
+
 def full_collective(rank: int, group: RankGroup) -> Any:
     """An all-reduce of the host where one graph would have to hold it."""
 
@@ -221,6 +231,7 @@ SCENARIOS: dict[str, Scenario] = {
     "stuck_before_vote": _gone_in_a_vote(lambda: time.sleep(3600)),
     "stuck_device": stuck_device,
     "meet_in_a_collective": meet_in_a_collective,
+    "pairs": pairs,
     "full_collective": full_collective,
     "mixed_second": lambda rank, group: mixed(rank, group, "second" if rank > 1 else "cpu"),
     "mixed_npu": lambda rank, group: mixed(rank, group, "npu" if rank > 1 else "cpu"),

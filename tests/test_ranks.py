@@ -186,6 +186,16 @@ def test_ranks_meet_in_a_collective_between_segments(prepared):
     assert [found[rank].get("value", found[rank]) for rank in (0, 1)] == [1.0, None]
 
 
+def test_two_groups_of_one_world_agree_apart(prepared):
+    found = prepared.run("pairs")
+    assert [found[rank].get("value", found[rank]) for rank in range(4)] == [
+        [0, 2, 2, 2],
+        [1, 2, 2, 2],
+        [0, 2, 4, 3],
+        [1, 2, 4, 3],
+    ]
+
+
 def test_a_collective_of_the_host_inside_a_graph_is_refused(prepared):
     for error in survivors(prepared.run("full_collective", size=2)):
         assert "all_reduce" in error or "allreduce" in error

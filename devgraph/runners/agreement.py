@@ -254,7 +254,7 @@ class RankGroup(Solo):
                 with self._reachable(what):
                     self._look_for_failures(escape, everyone)
                     if self._called(what, everyone):
-                        self._roll_call(what, waited)
+                        self._roll_call(what, f"{waited}, and another rank gave up")
             if now - started > self.timeout_s:
                 self._roll_call(what, waited)
             time.sleep(next(pauses))
