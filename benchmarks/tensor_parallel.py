@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
 import statistics
 import sys
@@ -101,7 +100,7 @@ def segments_of(runner: Any) -> tuple[Any, list[Any]]:
 
 
 def by_hand(engine: Engine, data: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-    """Capture the decode step with torch alone, as an engine does today."""
+    """Capture the decode step with torch alone; return the graph and what must live as long."""
     backend: Any = engine.backend
     namespace = backend.namespace
     batch = argparse.Namespace(**{name: tensor.clone() for name, tensor in data.items()})
@@ -123,22 +122,19 @@ def measure_decode(engine: Engine, args: argparse.Namespace) -> dict[str, float]
     data = rows_of(engine, "decode")
     _, segments = segments_of(engine.decode)
     runs: dict[str, Callable[[], object]] = {"runner": lambda: engine.decode.run(data)}
-    hand, kept = None, None
+    error = None
     if len(segments) == 1:
         runs["devgraph"] = segments[0].replay
         if hasattr(engine.backend, "namespace"):
-            hand, kept = by_hand(engine, data)
+            hand, (_, out) = by_hand(engine, data)
             runs["by_hand"] = hand.replay
-            engine.decode.run(data)
             expected = engine.decode.run(data, clone=True)
             hand.replay()
-            if not torch.equal(kept[1], expected):
-                raise SystemExit("the graph made by hand computes something else")
+            error = float((out - expected).abs().max())
     found = slowest(interleaved(runs, engine.backend.synchronize, args))
-    del hand, kept  # before the communicator
-    gc.collect()
-    if "by_hand" in found:
+    if error is not None:
         found["ratio"] = found["devgraph"] / found["by_hand"]
+        found["largest_difference"] = error
     return found
 
 

@@ -258,11 +258,9 @@ class Engine:
         self.before_launch(self.steps)
         tokens = runner.run(data, decision=decision).argmax(-1)
         self.steps += 1
-        if self.ranks is not None and device.type != "cpu":
+        if self.ranks is not None:
             # A captured collective has no timeout: look before .tolist() waits for the device.
-            event = torch.Event(device)
-            event.record()
-            self.ranks.wait(event.query, "step")
+            self.ranks.wait(self.backend.fence(), "step")
         return tokens.tolist()
 
     def close(self) -> None:

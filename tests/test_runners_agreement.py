@@ -368,24 +368,35 @@ def test_a_failed_vote_names_the_rank_that_is_gone():
         assert "for rank 1, which did not come" in str(results[rank])
 
 
-def test_a_warm_up_that_never_ends_on_a_device_is_noticed(monkeypatch):
+def test_a_warm_up_that_never_ends_on_a_device_is_noticed():
     """As when another rank dies before its part of a collective in the warm-up."""
-    release = threading.Event()
 
     def work(rank, group):
-        backend = type(dg.get_backend("cpu"))()
-        if rank == 0:
-            backend.synchronize = release.wait  # type: ignore[method-assign]
-        runner = decode_of(double, (X,), group=group, backend=backend, captured=False)
+        runner = ranked(group, captured=False)
         if rank == 1:
             group.handshake("decode/0", runner._facts())
             return
+        runner._parts.backend.fence = lambda: lambda: False
         runner.capture()
 
     results = in_ranks(2, work, timeout_s=0.3)
-    release.set()
     assert isinstance(results[0], dg.AgreementError)
-    assert "rank 1" in str(results[0])
+    assert "for rank 1, which did not come" in str(results[0])
+
+
+def test_the_barrier_after_a_warm_up_waits_for_the_device_on_this_thread():
+    """A backend lets one thread at a time have the device: another one would wait for this."""
+    threads = []
+
+    def work(rank, group):
+        runner = ranked(group, captured=False)
+        backend = runner._parts.backend
+        wait = backend.synchronize
+        backend.synchronize = lambda: (threads.append(threading.current_thread()), wait())
+        runner.capture()
+        return threading.current_thread()
+
+    assert set(in_ranks(2, work)) == set(threads)
 
 
 def test_groups_made_one_after_the_other_do_not_meet_each_others_values(tmp_path):

@@ -68,6 +68,13 @@ class Backend(abc.ABC):
     def synchronize(self) -> None:
         """Wait until all work of the device is done."""
 
+    def fence(self) -> Callable[[], bool]:
+        """Return what tells, without waiting, whether the current stream's work so far is done.
+
+        The base class has no streams: what was called has been done.
+        """
+        return lambda: True
+
     @property
     def version(self) -> str:
         """Version of the vendor's runtime, for reports and rank agreement."""

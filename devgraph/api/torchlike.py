@@ -328,6 +328,12 @@ class TorchBackend(Backend):
         with self.exclusive():
             self.namespace.synchronize(self._device)
 
+    def fence(self) -> Callable[[], bool]:
+        event = self.namespace.Event()
+        event.record(self.namespace.current_stream(self._device))
+        done: Callable[[], bool] = event.query
+        return done
+
     def elsewhere(self) -> bool:
         namespace: Any = self.namespace
         return bool(namespace.current_device() != self._device.index)

@@ -229,8 +229,8 @@ class RankGroup(Solo):
         """Return once ``done()`` says so: for work that ends only if the other ranks take part.
 
         A collective inside a graph has no timeout of its own: when a rank is gone, the device
-        waits for ever. Ask an event that was recorded behind the replay, for example
-        ``group.wait(event.query, "step")``, before anything that waits for the device.
+        waits for ever. Ask a fence behind the replay, ``group.wait(backend.fence(), "step")``,
+        before anything that waits for the device.
 
         Args:
             done: asked again and again; may block for a moment.

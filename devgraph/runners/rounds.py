@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -156,11 +155,10 @@ class Round:
 
         def barrier() -> None:
             escape = f"{tag}/outcome"
-            synchronize = self._parts.backend.synchronize
-            if ranks.size == 1:
-                synchronize()
-            else:
-                ranks.wait(_ending(synchronize), f"{tag}/warm-up", escape=escape)
+            if ranks.size > 1:
+                # A warm-up with a collective in it never ends where another rank is gone.
+                ranks.wait(self._parts.backend.fence(), f"{tag}/warm-up", escape=escape)
+            self._parts.backend.synchronize()
             ranks.gather(f"{tag}/barrier", "", escape=escape)
 
         return barrier
@@ -272,32 +270,6 @@ def capture_graph(
         after_warmup=settle,
         budget=None if misses is None else UpdateBudget(misses=misses),
     )
-
-
-def _ending(work: Callable[[], None]) -> Callable[[], bool]:
-    """Start ``work`` on a thread; return what tells whether it has ended, and raises its error.
-
-    A warm-up run with a collective in it never ends where another rank is gone, so that waiting
-    for the device on this thread would wait for ever.
-    """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="devgraph-warm-up", daemon=True)
-    thread.start()
-
-    def ended() -> bool:
-        thread.join(0.005)
-        if errors:
-            raise errors[0]
-        return not thread.is_alive()
-
-    return ended
 
 
 def captured_seconds(entries: Entries) -> float:
