@@ -65,6 +65,7 @@ def test_missing_buckets_mean_the_defaults():
     ],
 )
 def test_a_bad_bucket_is_refused_with_its_value(bad, text):
+    """FAULTS 6."""
     with pytest.raises(dg.ConfigError, match=text) as caught:
         Buckets.of(bad, phase="decode", maximum=16)
     assert isinstance(caught.value, ValueError)
@@ -78,6 +79,7 @@ def test_a_bucket_of_another_kind_is_refused(bad):
 
 
 def test_a_misaligned_bucket_is_refused_with_its_neighbours():
+    """FAULTS 6."""
     with pytest.raises(dg.ConfigError, match="6 is no multiple of 4.*use 4 or 8"):
         Buckets.of([4, 6], phase="decode", maximum=16, multiple_of=4)
 

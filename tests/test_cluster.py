@@ -86,6 +86,7 @@ MIXED = {
 
 
 def test_mixed_vendors_around_a_collective_inside_a_graph_are_refused() -> None:
+    """FAULTS 31."""
     with pytest.raises(ConfigError) as error:
         plan("{}", group(**MIXED))
     text = str(error.value)

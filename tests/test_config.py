@@ -78,6 +78,7 @@ def test_overlay_null_returns_a_key_to_its_default() -> None:
 def test_from_json_refuses_what_does_not_exist_and_says_what_does(
     text: str, parts: list[str]
 ) -> None:
+    """FAULTS 33."""
     with pytest.raises(ConfigError) as error:
         DeviceGraphConfig.from_json(text, source=MODE)
     assert str(error.value).startswith(MODE)
@@ -104,6 +105,7 @@ def test_from_json_refuses_what_does_not_exist_and_says_what_does(
     ],
 )
 def test_from_json_refuses_wrong_kinds_with_the_path(text: str, place: str) -> None:
+    """FAULTS 33."""
     with pytest.raises(ConfigTypeError) as error:
         DeviceGraphConfig.from_json(text)
     assert place in str(error.value)
@@ -124,6 +126,7 @@ def test_from_json_refuses_wrong_kinds_with_the_path(text: str, place: str) -> N
 def test_broken_json_is_reported_with_line_and_column(
     text: str, line: int, column: int, rest: str
 ) -> None:
+    """FAULTS 33."""
     with pytest.raises(ConfigError, match=f"line {line}, column {column}") as error:
         DeviceGraphConfig.from_json(text)
     assert rest in str(error.value)

@@ -123,17 +123,20 @@ def test_ranks_that_are_alike_capture_and_run_the_same_graphs(prepared):
 
 
 def test_another_bucket_list_is_named_on_every_rank(prepared):
+    """FAULTS 30."""
     for error in survivors(prepared.run("other_buckets")):
         assert "rank 2 has buckets=[2, 8], others [1, 2, 4, 8]" in error
 
 
 def test_a_rank_that_does_not_come_is_named_within_the_timeout(prepared):
+    """FAULTS 30."""
     for error in survivors(prepared.run("missing", timeout_s=TIMEOUT_S), 2):
         assert error.startswith("AgreementError")
         assert "for rank 2, which did not come" in error
 
 
 def test_a_rank_out_of_memory_at_its_third_bucket_leaves_common_buckets(prepared):
+    """FAULTS 3."""
     found = prepared.run("fail_third")
     kept = {"8": "captured", "4": "captured"}
     for rank, result in found.items():
@@ -147,6 +150,7 @@ def test_a_rank_out_of_memory_at_its_third_bucket_leaves_common_buckets(prepared
 
 
 def test_a_rank_that_raises_at_its_third_bucket_stops_all_ranks(prepared):
+    """FAULTS 30."""
     found = prepared.run("break_third")
     assert "KeyError: 'layer 7'" in survivors({1: found.pop(1)})[0]
     for error in survivors(found):
@@ -155,6 +159,7 @@ def test_a_rank_that_raises_at_its_third_bucket_stops_all_ranks(prepared):
 
 @pytest.mark.parametrize(("scenario", "victim"), [("killed_last", 3), ("killed_first", 0)])
 def test_a_rank_that_is_killed_in_capture_is_named(prepared, scenario, victim):
+    """FAULTS 30."""
     found = prepared.run(scenario, timeout_s=TIMEOUT_S)
     assert found[victim]["end"] == "exit -9"
     for error in survivors(found, victim):
@@ -167,6 +172,7 @@ def test_a_rank_that_is_killed_in_capture_is_named(prepared, scenario, victim):
     [("exit_before_vote", None, "exit 0"), ("stuck_before_vote", 1, "stuck")],
 )
 def test_a_rank_that_does_not_vote_is_named(prepared, scenario, stuck, end):
+    """FAULTS 30."""
     found = prepared.run(scenario, timeout_s=TIMEOUT_S, stuck=stuck)
     assert found.pop(1)["end"] == end
     for error in survivors(found):
@@ -176,6 +182,7 @@ def test_a_rank_that_does_not_vote_is_named(prepared, scenario, stuck, end):
 
 
 def test_a_device_that_waits_for_a_rank_that_left_is_noticed(prepared):
+    """FAULTS 30."""
     (error,) = survivors(prepared.run("stuck_device", timeout_s=TIMEOUT_S, size=2), 1)
     assert error.startswith("AgreementError: rank 0 waited 3")
     assert "for rank 1, which did not come" in error
@@ -202,6 +209,7 @@ def test_a_collective_of_the_host_inside_a_graph_is_refused(prepared):
 
 
 def test_two_backends_in_one_group_are_refused(prepared):
+    """FAULTS 31."""
     for error in survivors(prepared.run("two_vendors")):
         assert 'rank 3 has backend="second", others "cpu"' in error
 

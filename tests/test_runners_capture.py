@@ -179,6 +179,7 @@ def test_an_interrupt_during_capture_goes_through_and_capture_works_afterwards(k
     "error", [dg.ResourceError("no streams"), torch.OutOfMemoryError("no memory"), MemoryError()]
 )
 def test_exhaustion_keeps_what_is_captured_and_drops_the_rest(monkeypatch, caplog, error):
+    """FAULTS 3."""
     Recorder(monkeypatch, fail_at=2, error=error)
     with caplog.at_level(logging.WARNING, logger="devgraph"):
         runner = double_runner()
@@ -194,6 +195,7 @@ def test_exhaustion_keeps_what_is_captured_and_drops_the_rest(monkeypatch, caplo
 
 
 def test_exhaustion_at_the_first_bucket_leaves_an_eager_runner(monkeypatch):
+    """FAULTS 3."""
     Recorder(monkeypatch, fail_at=0, error=torch.OutOfMemoryError("no memory"))
     runner = double_runner()
     assert runner.effective_policy == "disabled"
@@ -202,6 +204,7 @@ def test_exhaustion_at_the_first_bucket_leaves_an_eager_runner(monkeypatch):
 
 
 def test_strict_exhaustion_raises_with_what_is_missing(monkeypatch):
+    """FAULTS 3."""
     Recorder(monkeypatch, fail_at=2, error=torch.OutOfMemoryError("no memory"))
     runner = double_runner(strict=True, captured=False)
     with pytest.raises(dg.ResourceError, match=r"2 graphs captured, .*B in their pool.*: 2, 1\."):
@@ -331,6 +334,7 @@ def test_idle_stops_at_a_bucket_that_cannot_be_captured():
 
 
 def test_invalidate_destroys_the_old_graphs_before_anything_is_captured(monkeypatch):
+    """FAULTS 10."""
     runner = double_runner()
     old = [weakref.ref(entry.captured) for entry in runner._parts.entries]
     view = runner.run({"x": rows_of_x(2)})
@@ -357,6 +361,7 @@ def test_invalidate_is_followed_by_lazy_captures_in_lazy_mode():
 
 
 def test_weights_that_changed_are_never_replayed():
+    """FAULTS 10."""
     weight = torch.ones(3)
     epoch = [0]
     holder = {"weight": weight}
@@ -378,6 +383,7 @@ def test_weights_that_changed_are_never_replayed():
 
 
 def test_strict_refuses_changed_weights():
+    """FAULTS 10."""
     epoch = [0]
     runner = double_runner(weights_epoch=lambda: epoch[0], strict=True)
     runner.run({"x": rows_of_x(1)})
@@ -387,6 +393,7 @@ def test_strict_refuses_changed_weights():
 
 
 def test_a_bound_tensor_that_moved_is_refused_until_invalidated():
+    """FAULTS 9."""
     cache = torch.ones(3)
     runner = decode_of(lambda b: b.x * cache, (X,), bound={"cache": cache})
     cache.fill_(2)

@@ -230,6 +230,7 @@ def test_an_empty_batch_does_nothing():
 
 
 def test_an_empty_batch_runs_the_declared_dummy():
+    """FAULTS 5."""
     step = CacheStep()
     runner = decode_of(step, idle_dummy=True)
     step.cache.zero_()

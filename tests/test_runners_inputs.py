@@ -244,6 +244,7 @@ def test_overlapping_and_strided_inputs_are_copied_in():
 
 
 def test_an_input_that_lies_in_the_static_buffers_is_copied_in():
+    """FAULTS 8."""
     runner = double_runner()
     runner.buffers["x"].copy_(rows_of_x(8))
     shifted = runner.buffers["x"][2:6]
@@ -273,6 +274,7 @@ def test_inputs_under_inference_mode_are_taken():
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_poisoned_padding_leaves_real_rows_bit_identical(poison):
+    """FAULTS 36."""
     x = InputSlot("x", ("tokens", 3), torch.float32, pad=Pad.fill(poison))
     weight = torch.randn(3, 3)
     clean = decode_of(lambda b: b.x @ weight, (X,))
@@ -283,6 +285,7 @@ def test_poisoned_padding_leaves_real_rows_bit_identical(poison):
 
 
 def test_padded_rows_of_an_earlier_larger_batch_do_not_survive():
+    """FAULTS 36."""
     step = CacheStep()
     runner = decode_of(step, config={"buckets": [8], "max_padding": 8})
     runner.run(cache_inputs(8))

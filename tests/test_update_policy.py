@@ -73,6 +73,7 @@ def test_recorded_keys_are_counted_as_hits_and_repeats() -> None:
 
 
 def test_keys_of_another_topology_share_one_copy() -> None:
+    """FAULTS 21."""
     cap, x = captured(uneven_step, 2)
     held = addresses(cap.outputs)
     for n in (5, 6, 7, 2, 3, 5, 6):
@@ -85,6 +86,7 @@ def test_keys_of_another_topology_share_one_copy() -> None:
 
 
 def test_copies_past_their_budget_break_and_are_counted() -> None:
+    """FAULTS 21."""
     cap, x = captured(uneven_step, 2, copies=1, misses=100)
     held = addresses(cap.outputs)
     for n in (5, 9, 13, 5, 9, 2, 13):

@@ -116,6 +116,8 @@ class Round:
         parts = self._parts
         if not parts.store.ready:
             self.learn_outputs(self._barrier(tag))
+        for name, tensor in parts.arena.buffers.bound.items():
+            parts.store.refuse_overlap(name, tensor)
         epoch = parts.options.weights_epoch() if parts.options.weights_epoch else None
         captured = capture_graph(parts, entry, self._barrier(tag))
         if parts.options.reset_state is not None:
@@ -147,8 +149,6 @@ class Round:
                 (barrier or parts.backend.synchronize)()
         parts.backend.set_rng_state(rng)
         parts.store.allocate(parts.backend.device)
-        for name, tensor in parts.arena.buffers.bound.items():
-            parts.store.refuse_overlap(name, tensor)
 
     def _barrier(self, tag: str) -> Callable[[], None]:
         ranks = self._parts.ranks

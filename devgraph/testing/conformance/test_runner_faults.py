@@ -166,6 +166,35 @@ def test_bound_tensor_that_moved_is_refused(kit: Kit) -> None:
     check_decode(kit, runner, model, 3, seed=2)
 
 
+def test_bound_tensor_that_lies_in_the_outputs_is_refused(kit: Kit) -> None:
+    """FAULTS 8."""
+    table = kit.tensor(8, WIDTH)
+    bound = table.detach()
+    runner = dg.DecodeRunner(
+        lambda batch: batch.x + bound[:1],
+        [X],
+        backend=kit.backend,
+        max_requests=8,
+        progress=False,
+        bound={"bound": bound},
+    )
+    runner.capture()
+    out = runner.run({"x": kit.tensor(8, WIDTH)})
+    with torch.no_grad():
+        bound.set_(out)
+    runner.invalidate("the bound tensor moved")
+    with pytest.raises(dg.InputError, match=r"'bound' overlaps the runner's output"):
+        runner.capture()
+    with torch.no_grad():
+        bound.set_(table)
+    runner.invalidate("and moved back")
+    runner.capture()
+    x = kit.tensor(3, WIDTH, seed=5)
+    got = runner.run({"x": x})
+    kit.backend.synchronize()
+    same(got, x + table[:1])
+
+
 # Outputs and life.
 
 
