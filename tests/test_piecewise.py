@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 import devgraph as dg
+from devgraph.runners import RankGroup
 
 ROWS, WIDTH = 32, 8
 
@@ -494,6 +496,23 @@ def test_result_of_a_mark_that_only_claims_to_mutate_is_refused(bench):
         bench.capture(run, bench.randn(4, WIDTH))
 
 
+def test_write_that_the_mark_does_not_tell_of_is_refused(bench):
+    @dg.region(mutates=("out",))
+    def body(x, out, state):
+        out.copy_(x)
+        state.add_(1)
+
+    state = torch.zeros(WIDTH, device=bench.device)
+
+    def run(x):
+        out = torch.empty_like(x)
+        body(x, out, state)
+        return out + 1
+
+    with pytest.raises(dg.RegionError, match=r"body wrote its argument 'state'.*writes out"):
+        bench.capture(run, bench.randn(4, WIDTH))
+
+
 def test_region_that_cannot_run_without_data_asks_for_fake(bench):
     @dg.region()
     def body(x):
@@ -582,6 +601,39 @@ def test_runner_captures_again_without_compiling_again(bench, layers):
     assert "compile" not in runner.stats().phase_seconds
     assert runner.prove(host_args={"kv_len": 7}).ok
     runner.close()
+
+
+def test_ranks_capture_the_same_pieces_in_lockstep(bench):
+    if bench.backend.name != "cpu":
+        pytest.skip("two ranks on one device")
+    store = torch.distributed.HashStore()
+    results: dict[int, Any] = {}
+
+    def work(rank):
+        def forward(batch):
+            return double(batch.x + 1) + 1
+
+        runner = dg.DecodeRunner(
+            forward,
+            inputs=[dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.zero())],
+            config=dg.PhaseConfig(policy="piecewise", buckets=(2, 4)),
+            backend=type(bench.backend)(),
+            group=RankGroup(store, rank, size=2, timeout_s=30),
+            max_requests=4,
+            progress=False,
+        )
+        runner.capture()
+        decision = runner.agree(runner.can_run(1 + rank))
+        x = torch.arange(1.0 + rank)
+        out = runner.run({"x": x}, decision=decision)
+        results[rank] = (decision.bucket, torch.equal(out, (x + 1) * 2 + 1))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {0: (2, True), 1: (2, True)}
 
 
 def test_step_that_writes_its_inputs_finds_pad_values_in_every_run(bench):

@@ -82,7 +82,8 @@ class Batch:
         live: Live | None = None,
         live_names: frozenset[str] = frozenset(),
     ) -> None:
-        self.__dict__.update(tensors)
+        for name, tensor in tensors.items():  # one by one, as tracers of code understand it
+            setattr(self, name, tensor)
         self.host = HostValues(host)
         self.tokens = size.tokens
         self.width = size.width

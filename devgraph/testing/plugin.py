@@ -72,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"{CAPABILITY_MARKER}(*names): tests what a backend's capabilities declare"
     )
+    config.addinivalue_line("markers", "slow: takes more than ten seconds")
     plugin = _Plugin(config)
     if plugin.name not in DEVICE_MARKERS and plugin.name.isidentifier():
         config.addinivalue_line("markers", f"{plugin.name}: runs on the backend {plugin.name!r}")

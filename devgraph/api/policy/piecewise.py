@@ -29,14 +29,12 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import _config as shape_config
 from torch.fx.passes.split_module import split_module
-from torch.utils import _pytree as pytree
 
 from devgraph.api import marks
-from devgraph.api.capturing import plain_host_values
+from devgraph.api.claims import Checking, described
 from devgraph.api.errors import (
     CapabilityError,
     CaptureError,
@@ -44,14 +42,12 @@ from devgraph.api.errors import (
     EmptyCaptureError,
     FrozenValueError,
     InputError,
-    RegionError,
     did_you_mean,
 )
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark, entered
 from devgraph.api.policy import Job, Plan, Policy
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
-from devgraph.api.regions import describe
 
 __all__ = ["COMPILERS", "POLICY"]
 
@@ -108,7 +104,7 @@ class _Tracing:
         declared = _active().spec.declared
         host = mark.host_kwargs({name: declared.get(name) for name in given})
         with entered(None):
-            result = _described(mark, args, kwargs, host)
+            result = described(mark, args, kwargs, host)
         if isinstance(result, int | float | str) or not _is_traceable(result):
             raise CaptureError(
                 f"{mark.name} returned a {type(result).__name__}. Under policy 'piecewise' a "
@@ -125,83 +121,6 @@ def _is_traceable(result: Any) -> bool:
     if type(result) in (tuple, list):
         return all(map(_is_traceable, result))
     return result is None or isinstance(result, torch.Tensor | int | float | str)
-
-
-def _described(
-    mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
-) -> Any:
-    """Return what a marked function returns for arguments that are fake tensors."""
-    if mark.fake is not None:
-        return mark.fake(*args, **kwargs, **host)
-    if mark.mutates:
-        return None  # the usual shape of a region; the check refuses any other result
-    try:
-        return mark.fn(*args, **kwargs, **host)
-    except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), "no message")
-        raise CaptureError(
-            f"policy 'piecewise' must know what {mark.name} returns without running it, and its "
-            f"body does not run without data ({type(error).__name__}: {reason}). Give its mark "
-            f"fake=, a function of the same arguments that returns empty tensors of the result's "
-            f"shape."
-        ) from error
-
-
-class _Checking:
-    """What marks mean in the run that checks a step: the body runs, and its claims are compared.
-
-    Host arguments are tracked in this run, as in a capture of another policy.
-    """
-
-    def __init__(self, spec: HostSpec) -> None:
-        self._spec = spec
-        self._host: dict[Mark, dict[str, Any]] = {}
-
-    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs, given = mark.split(args, kwargs)
-        plain = plain_host_values(mark, given, self._spec)
-        first = mark not in self._host
-        if first:
-            self._host[mark] = mark.host_kwargs(plain)
-        host = self._host[mark]
-        with entered(None):
-            result = mark.fn(*args, **kwargs, **host)
-            if first and (mark.fake is not None or mark.mutates):
-                self._compare(mark, args, kwargs, host, result)
-        return result
-
-    def graph_break(self) -> None:
-        """Do nothing."""
-
-    @staticmethod
-    def _compare(
-        mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any], result: Any
-    ) -> None:
-        """Raise RegionError unless the result is of the layout that the mark claims."""
-        mode = FakeTensorMode()
-
-        def fake(leaf: Any) -> Any:
-            return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-        args, kwargs = pytree.tree_map(fake, (args, kwargs))
-        with mode:
-            claimed = _described(mark, args, kwargs, host)
-        said, got = _layout_text(claimed), _layout_text(result)
-        if said != got:
-            source = "the fake= of its mark returns" if mark.fake else "a mark with mutates= claims"
-            raise RegionError(
-                f"{mark.name} returned {got}, and {source} {said}. Under policy 'piecewise' the "
-                f"code after it is compiled for that: give the mark a fake= that returns empty "
-                f"tensors of the result's layout."
-            )
-
-
-def _layout_text(tree: Any) -> str:
-    return str(
-        pytree.tree_map(
-            lambda leaf: describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf), tree
-        )
-    )
 
 
 def _mark_of(node: Node) -> Mark | None:
@@ -500,7 +419,7 @@ class _CompiledStep:
     def _check(self) -> None:
         """Run the step eagerly with tracked host arguments; compare what its marks claim."""
         job = self._job
-        with entered(_Checking(job.spec)):
+        with entered(Checking(job.spec)):
             job.fn(*job.args, **job.kwargs, **job.spec.tracked())
         job.warmed_up()
 
@@ -621,13 +540,21 @@ _MACHINERY = (
     Path(__file__).parents[1],
     Path(__file__).parents[2] / "runners",
 )
-"""Frames of these folders are not the user's."""
+_STANDARD_LIBRARY = Path(contextlib.__file__).parent
+
+
+def _is_machinery(file: Path) -> bool:
+    """Whether a frame of ``file`` is nobody's code who could act on an error."""
+    if any(file.is_relative_to(folder) for folder in _MACHINERY):
+        return True
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
+    return file.is_relative_to(_STANDARD_LIBRARY) and not installed
 
 
 def _user_line(error: Exception) -> str | None:
     """Return the innermost traced line of the user's code, or None if the tracer has none."""
     for frame in reversed(getattr(error, "real_stack", None) or []):
-        if not any(Path(frame.filename).is_relative_to(folder) for folder in _MACHINERY):
+        if not _is_machinery(Path(frame.filename)):
             text = linecache.getline(frame.filename, frame.lineno or 0).strip()
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {text}"
     return None

@@ -1,0 +1,134 @@
+"""What marks claim about their functions, and the eager run that finds out whether it is true.
+
+A policy that compiles a step before it captures one must know what a marked function returns and
+writes without running it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from devgraph.api.capturing import plain_host_values
+from devgraph.api.errors import CaptureError, RegionError
+from devgraph.api.hostargs import HostSpec
+from devgraph.api.marks import Mark, entered
+from devgraph.api.regions import describe
+
+__all__ = ["Checking", "described"]
+
+
+def described(
+    mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
+) -> Any:
+    """Return what a marked function returns for arguments that are fake tensors."""
+    if mark.fake is not None:
+        return mark.fake(*args, **kwargs, **host)
+    if mark.mutates:
+        return None  # the usual shape of a region; the check refuses any other result
+    try:
+        return mark.fn(*args, **kwargs, **host)
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "no message")
+        raise CaptureError(
+            f"policy 'piecewise' must know what {mark.name} returns without running it, and its "
+            f"body does not run without data ({type(error).__name__}: {reason}). Give its mark "
+            f"fake=, a function of the same arguments that returns empty tensors of the result's "
+            f"shape."
+        ) from error
+
+
+_Versions = dict[str, list[tuple[int, int]]]
+"""Memory and version counter of the tensors in each argument; inference tensors count none."""
+
+
+class Checking:
+    """What marks mean in the run that checks a step: the body runs, and its claims are compared.
+
+    Host arguments are tracked in this run, as in a capture of another policy.
+    """
+
+    def __init__(self, spec: HostSpec) -> None:
+        self._spec = spec
+        self._host: dict[Mark, dict[str, Any]] = {}
+
+    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs, given = mark.split(args, kwargs)
+        plain = plain_host_values(mark, given, self._spec)
+        first = mark not in self._host
+        if first:
+            self._host[mark] = mark.host_kwargs(plain)
+        host = self._host[mark]
+        versions = _versions(mark, args, kwargs) if first else {}
+        with entered(None):
+            result = mark.fn(*args, **kwargs, **host)
+            if first:
+                self._compare_writes(mark, versions, _versions(mark, args, kwargs))
+            if first and (mark.fake is not None or mark.mutates):
+                self._compare(mark, args, kwargs, host, result)
+        return result
+
+    def graph_break(self) -> None:
+        """Do nothing."""
+
+    @staticmethod
+    def _compare_writes(mark: Mark, before: _Versions, after: _Versions) -> None:
+        """Raise RegionError unless what was written is what the mark says."""
+        told = {memory for name in mark.mutates for memory, _ in before.get(name, ())}
+        for name, versions in before.items():
+            if any(v not in after[name] and v[0] not in told for v in versions):
+                raise RegionError(
+                    f"{mark.name} wrote its argument {name!r}, and its mark says that it writes "
+                    f"{', '.join(mark.mutates) or 'none'}. Under policy 'piecewise' the mark must "
+                    f"tell: mutates={(*mark.mutates, name)!r}."
+                )
+
+    @staticmethod
+    def _compare(
+        mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any], result: Any
+    ) -> None:
+        """Raise RegionError unless the result is of the layout that the mark claims."""
+        mode = FakeTensorMode()
+
+        def fake(leaf: Any) -> Any:
+            return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        args, kwargs = pytree.tree_map(fake, (args, kwargs))
+        with mode:
+            claimed = described(mark, args, kwargs, host)
+        said, got = _layout_text(claimed), _layout_text(result)
+        if said != got:
+            source = "the fake= of its mark returns" if mark.fake else "a mark with mutates= claims"
+            raise RegionError(
+                f"{mark.name} returned {got}, and {source} {said}. Under policy 'piecewise' the "
+                f"code after it is compiled for that: give the mark a fake= that returns empty "
+                f"tensors of the result's layout."
+            )
+
+
+def _versions(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Versions:
+    bound = mark.signature.bind_partial(*args, **kwargs).arguments
+    for name, parameter in mark.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            bound.update(bound.pop(name, {}))
+    return {
+        name: [
+            (leaf.untyped_storage().data_ptr(), leaf._version)
+            for leaf in pytree.tree_leaves(value)
+            if isinstance(leaf, torch.Tensor)
+            and leaf.layout is torch.strided
+            and not leaf.is_inference()
+        ]
+        for name, value in bound.items()
+    }
+
+
+def _layout_text(tree: Any) -> str:
+    return str(
+        pytree.tree_map(
+            lambda leaf: describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf), tree
+        )
+    )
