@@ -90,11 +90,11 @@ def test_capture_runs_attention_without_metadata_and_keeps_nothing_of_it(engine:
     mode, descriptor = engine.Mode.PIECEWISE, engine.Descriptor(TOKENS)
     with engine.step(setup.config, mode, descriptor, None):
         step(**setup.inputs())
-    assert all(attention.seen == [None] for attention in setup.layers.values())
+    assert all(attention.seen == [None, None] for attention in setup.layers.values())
     setup.fill()
     with engine.step(setup.config, mode, descriptor, rows_of(4)):
         step(**setup.inputs())
-    assert all(attention.seen == [None, rows_of(4)] for attention in setup.layers.values())
+    assert all(attention.seen == [None, None, rows_of(4)] for attention in setup.layers.values())
 
 
 def test_whole_step_records_attention_in_one_graph(engine: Engine) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from devgraph.api.pool import Pool
-from devgraph.runners.integrations.vllm.ledger import Ledger
-from devgraph.runners.integrations.vllm.memory import GraphMemory, weak
+from devgraph.runners.integrations.engine.ledger import Ledger
+from devgraph.runners.integrations.engine.memory import GraphMemory, weak
 
 __all__ = ["Layer", "current_layer", "reset_layer"]
 

@@ -10,22 +10,12 @@ from typing import Any
 
 import torch
 
+from devgraph.runners.integrations.engine.ledger import EagerReason
+from devgraph.runners.integrations.engine.table import Replayable, capture_whole
 from devgraph.runners.integrations.vllm.layer import current_layer
-from devgraph.runners.integrations.vllm.ledger import EagerReason
-from devgraph.runners.integrations.vllm.table import capture_whole, launcher
 from devgraph.runners.integrations.vllm.wrappers import BreakableStep
 
 __all__ = ["graph_manager"]
-
-
-class _Replayable:
-    """A captured graph and what launches it; stands in the manager's ``graphs``."""
-
-    __slots__ = ("graph", "replay")
-
-    def __init__(self, graph: Any) -> None:
-        self.graph = graph
-        self.replay = launcher(graph)
 
 
 @functools.cache
@@ -76,7 +66,7 @@ def _capturing_manager() -> Any:
             # Attention state anew: some attention backends set it up lazily, and that belongs
             # into the graph.
             forward, state = create(desc)
-            self.graphs[desc] = _Replayable(self._capture_full(forward))
+            self.graphs[desc] = Replayable(self._capture_full(forward), self._count)
             compilation_counter.num_cudagraph_captured += 1
             return state
 
@@ -104,10 +94,6 @@ def _capturing_manager() -> Any:
             if num_tokens >= len(self._candidates):
                 return EagerReason.TOO_LARGE
             return EagerReason.NO_MATCH
-
-        def run_fullgraph(self, desc: Any) -> Any:
-            self._count.replays += 1
-            return super().run_fullgraph(desc)
 
     return CapturingManager
 

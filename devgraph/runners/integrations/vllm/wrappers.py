@@ -12,16 +12,16 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from devgraph.api.errors import StateError
-from devgraph.runners.integrations.vllm.breaks import AttentionBreaks, attention_ops
-from devgraph.runners.integrations.vllm.layer import Layer, current_layer
-from devgraph.runners.integrations.vllm.ledger import EagerReason, ModeCount
-from devgraph.runners.integrations.vllm.table import (
+from devgraph.runners.integrations.engine.ledger import EagerReason, ModeCount
+from devgraph.runners.integrations.engine.table import (
     Entry,
     addresses,
     capture_broken,
     capture_whole,
     launcher,
 )
+from devgraph.runners.integrations.vllm.breaks import AttentionBreaks, attention_ops
+from devgraph.runners.integrations.vllm.layer import Layer, current_layer
 
 __all__ = ["BreakableStep", "graph_wrapper", "step_wrapper"]
 
@@ -290,7 +290,10 @@ class BreakableStep(_Graphs):
                 join()
                 return output
 
-            captured = capture_broken(pool, self._broken, body, args, kwargs)
+            # Once more under the mode: what the model compiles by itself, it compiles per mode, and
+            # never inside a capture.
+            warmup = 0 if self.concrete_cudagraph_entries else 1
+            captured = capture_broken(pool, self._broken, body, args, kwargs, warmup=warmup)
         try:
             breaks.require_calls(context.no_compile_layers)
         except BaseException:

@@ -14,10 +14,10 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import entered
 from devgraph.api.pool import Pool
-from devgraph.runners.integrations.vllm.ledger import ModeCount
-from devgraph.runners.integrations.vllm.memory import weak
+from devgraph.runners.integrations.engine.ledger import ModeCount
+from devgraph.runners.integrations.engine.memory import weak
 
-__all__ = ["Entry", "addresses", "capture_broken", "capture_whole"]
+__all__ = ["Entry", "Replayable", "addresses", "capture_broken", "capture_whole", "launcher"]
 
 
 class Entry:
@@ -84,6 +84,31 @@ def capture_whole(
     return graph, output
 
 
+class Replayable:
+    """A captured graph where an engine keeps graphs of its own kind.
+
+    Args:
+        graph: what was captured.
+        count: counts the replays.
+    """
+
+    __slots__ = ("_count", "_launch", "graph")
+
+    def __init__(self, graph: DeviceGraph, count: ModeCount) -> None:
+        self.graph = graph
+        self._launch = launcher(graph)
+        self._count = count
+
+    def replay(self) -> None:
+        """Replay once on the current stream."""
+        self._count.replays += 1
+        self._launch()
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self.graph.close()
+
+
 def launcher(graph: DeviceGraph) -> Callable[[], None]:
     """Return what replays ``graph`` once; nothing for a graph without work."""
     return _nothing if graph.info().nodes == 0 else graph.replay
@@ -95,8 +120,14 @@ def capture_broken(
     body: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    *,
+    warmup: int,
 ) -> Captured:
-    """Capture ``body`` in segments; its result's memory is free for later captures."""
+    """Capture ``body`` in segments; its result's memory is free for later captures.
+
+    Args:
+        warmup: eager runs before, beyond those of the engine.
+    """
     started = time.perf_counter()
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +139,7 @@ def capture_broken(
         kwargs=kwargs,
         policy="breakable",
         backend=pool.backend,
-        warmup=0,
+        warmup=warmup,
         pool=pool,
     )
     count.captured(captured, time.perf_counter() - started)

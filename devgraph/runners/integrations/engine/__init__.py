@@ -1,0 +1,1 @@
+"""What the integrations of engines share: graph memory, captured steps, counters."""

@@ -1,0 +1,365 @@
+"""What the SGLang tests run against: its interface files where installed, else a stand-in.
+
+Importing SGLang needs a device. Its backend interface does not, so the installed files are loaded
+with what they import from the rest of the engine replaced by the few names below. Where SGLang is
+absent, small classes with the same protocol take the place of those files.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MODEL = "sglang.srt.model_executor"
+BREAKS = f"{MODEL}.runner_backend_utils.breakable_cuda_graph"
+
+
+class Precarve:
+    def measure(self) -> Any:
+        return contextlib.nullcontext()
+
+    def mint(self) -> None:
+        pass
+
+
+class PPProxyTensors:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+
+class Group:
+    barriers = 0
+
+    def barrier(self) -> None:
+        Group.barriers += 1
+
+
+def device_module() -> Any:
+    """torch's namespace of the CPU, with streams that can be hooked."""
+    return types.SimpleNamespace(
+        synchronize=lambda: None,
+        current_stream=lambda device=None: types.SimpleNamespace(stream_id=0),
+        stream=lambda stream: contextlib.nullcontext(),
+        Stream=_Stream,
+    )
+
+
+class _Stream:
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+def _surroundings() -> dict[str, dict[str, Any]]:
+    features = types.SimpleNamespace(enable_memory_saver=False)
+    disabled = types.SimpleNamespace(enabled=False)
+    return {
+        "sglang": {},
+        "sglang.srt": {},
+        "sglang.srt.constants": {"GPU_MEMORY_TYPE_CUDA_GRAPH": "graph"},
+        "sglang.srt.distributed": {},
+        "sglang.srt.distributed.device_communicators": {},
+        "sglang.srt.distributed.device_communicators.pynccl_allocator": {
+            "set_graph_pool_id": lambda handle: None
+        },
+        "sglang.srt.environ": {
+            "envs": types.SimpleNamespace(
+                SGLANG_ENABLE_CUDA_GRAPH_DEDUP=types.SimpleNamespace(get=lambda: False)
+            )
+        },
+        "sglang.srt.runtime_context": {
+            "get_parallel": lambda: types.SimpleNamespace(tp_group=Group()),
+            "get_exec": lambda: types.SimpleNamespace(features=features),
+        },
+        "sglang.srt.utils": {
+            "get_bool_env_var": lambda name: False,
+            "get_device_module": device_module,
+            "is_hip": lambda: False,
+            "is_xpu": lambda: False,
+        },
+        "sglang.srt.utils.torch_memory_saver_adapter": {
+            "TorchMemorySaverAdapter": types.SimpleNamespace(create=lambda enable: disabled)
+        },
+        MODEL: {},
+        f"{MODEL}.forward_batch_info": {"PPProxyTensors": PPProxyTensors},
+        f"{MODEL}.cuda_graph_config": {"Backend": types.SimpleNamespace(BREAKABLE="breakable")},
+        f"{MODEL}.runner": {},
+        f"{MODEL}.runner_utils": {},
+        f"{MODEL}.runner_utils.pool": {
+            "GraphPoolPrecarve": Precarve,
+            "get_or_create_global_graph_memory_pool": lambda module: ("handle", 0),
+            "graph_pool_capture_scope": contextlib.nullcontext,
+            "graph_pool_replay_scope": contextlib.nullcontext,
+        },
+        f"{MODEL}.runner_backend": {},
+    }
+
+
+_FILES = (
+    f"{MODEL}.runner.shape_key",
+    f"{MODEL}.runner_backend_utils",
+    f"{BREAKS}.cuda_utils",
+    f"{BREAKS}.breakable_cuda_graph",
+    f"{BREAKS}.context",
+    f"{BREAKS}",
+    f"{MODEL}.runner_backend.base_cuda_graph_backend",
+    f"{MODEL}.runner_backend.cuda_graph_dedup_mixin",
+    f"{MODEL}.runner_backend.full_cuda_graph_backend",
+    f"{MODEL}.runner_backend.breakable_cuda_graph_backend",
+)
+
+
+# The stand-in of those files.
+
+_current: ContextVar[Any] = ContextVar("current", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeKey:
+    size: int
+    stream_idx: int | None = None
+    variant_label: str | None = None
+    attention_variant: str | None = None
+
+
+class BaseCudaGraphBackend(abc.ABC):
+    @abc.abstractmethod
+    def capture_session(self, stream: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def capture_one(
+        self, shape_key: Any, forward_fn: Any, capture_inputs: Any = None, hook: Any = None
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def can_run(self, forward_batch: Any, shape_key: Any) -> bool: ...
+
+    @abc.abstractmethod
+    def replay_session(self) -> Any: ...
+
+    @abc.abstractmethod
+    def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def cleanup(self) -> None: ...
+
+
+class _Kept(BaseCudaGraphBackend):
+    def __init__(self, cuda_graph_runner: Any, *, enable_memory_saver: bool = False) -> None:
+        self._graphs: dict[Any, Any] = {}
+        self._outputs: dict[Any, Any] = {}
+        self._pool: Any = None
+        self._cuda_graph_runner = cuda_graph_runner
+        self._device_module = cuda_graph_runner.device_module
+        self._tp_group = Group()
+        adapter = sys.modules["sglang.srt.utils.torch_memory_saver_adapter"]
+        self._memory_saver_adapter = adapter.TorchMemorySaverAdapter.create(enable_memory_saver)
+
+    @contextlib.contextmanager
+    def capture_session(self, stream: Any) -> Iterator[None]:
+        self._pool = ("handle", 0)
+        with self.replay_session():
+            yield
+
+    def can_run(self, forward_batch: Any, shape_key: Any) -> bool:
+        return shape_key in self._graphs
+
+    @contextlib.contextmanager
+    def replay_session(self) -> Iterator[None]:
+        yield
+
+    def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
+        self._graphs[shape_key].replay()
+        return self._outputs[shape_key]
+
+    def capture_one(
+        self, shape_key: Any, forward_fn: Any, capture_inputs: Any = None, hook: Any = None
+    ) -> None:
+        raise AssertionError("the stand-in has no graphs of its own")
+
+    def cleanup(self) -> None:
+        self._graphs.clear()
+        self._outputs.clear()
+
+
+class FullCudaGraphBackend(_Kept):
+    def __init__(self, runner: Any, *, reuse_output_buffer: bool = False, **options: Any) -> None:
+        super().__init__(runner, **options)
+        self._reuse_output_buffer = reuse_output_buffer
+        self._output_buffer: Any = None
+
+    def cleanup(self) -> None:
+        for graph in self._graphs.values():
+            graph.reset()
+        super().cleanup()
+
+
+def _allocate_output_buffer(output: Any) -> Any:
+    return torch.empty_like(output) if isinstance(output, torch.Tensor) else None
+
+
+def _copy_output_to_buffer(output: torch.Tensor, buffer: torch.Tensor) -> Any:
+    if output.shape[1:] != buffer.shape[1:] or len(output) > len(buffer):
+        return None
+    return buffer[: len(output)].copy_(output)
+
+
+class BreakableCudaGraphBackend(_Kept):
+    def __init__(self, runner: Any, *, debug_eager: bool = False, **options: Any) -> None:
+        super().__init__(runner, **options)
+        self._debug_eager = debug_eager
+        self._capture_inputs: dict[Any, Any] = {}
+        self._shared_output_buffer: Any = None
+
+    def _output_rows(self, output: torch.Tensor, cap: int) -> int:
+        return min(cap, output.shape[0])
+
+    def _alloc_full_buffer(self, output: torch.Tensor, size: int) -> torch.Tensor:
+        return output.new_empty((size, *output.shape[1:]))
+
+    def _slice_output(self, output: torch.Tensor, rows: int) -> torch.Tensor:
+        return output[:rows]
+
+    def _copy_output_to_buffer(self, output: Any, buffer: Any, rows: int) -> None:
+        buffer[:rows].copy_(output[:rows])
+
+
+def eager_on_graph(inner: Any) -> Any:
+    @functools.wraps(inner)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        capture = _current.get()
+        if capture is None:
+            return inner(*args, **kwargs)
+        capture._end_current_segment()
+        if capture._barrier_fn is not None:
+            capture._barrier_fn()
+        output = inner(*args, **kwargs)
+
+        def replay_fn() -> None:
+            fresh = inner(*args, **kwargs)
+            if isinstance(output, torch.Tensor):
+                output.copy_(fresh)
+
+        capture.cuda_graph._break_fns.append(replay_fn)
+        capture._begin_new_segment()
+        return output
+
+    return wrapper
+
+
+class BreakableCUDAGraph:
+    def __init__(self, deduped_cuda_graph: Any = None) -> None:
+        self._segments: list[Any] = []
+        self._break_fns: list[Any] = []
+
+    def replay(self) -> None:
+        for index, segment in enumerate(self._segments):
+            segment.replay()
+            if index < len(self._break_fns):
+                self._break_fns[index]()
+
+
+class BreakableCUDAGraphCapture:
+    def __init__(
+        self, cuda_graph: Any, pool: Any = None, stream: Any = None, barrier_fn: Any = None
+    ) -> None:
+        self.cuda_graph = cuda_graph
+        self._barrier_fn = barrier_fn
+        self._current_graph: Any = None
+
+    def __enter__(self) -> Any:
+        self._token = _current.set(self)
+        self._begin_new_segment()
+        return self
+
+    def __exit__(self, *error: Any) -> bool:
+        try:
+            self._end_current_segment()
+        finally:
+            _current.reset(self._token)
+        return False
+
+    def _begin_new_segment(self) -> None:
+        raise AssertionError("the stand-in has no graphs of its own")
+
+    def _end_current_segment(self) -> None:
+        graph = self._current_graph
+        graph.capture_end()
+        self.cuda_graph._append_segment(graph, False)
+        self._current_graph = None
+
+
+def _standin_files() -> dict[str, dict[str, Any]]:
+    breaks = {
+        "eager_on_graph": eager_on_graph,
+        "BreakableCUDAGraph": BreakableCUDAGraph,
+        "BreakableCUDAGraphCapture": BreakableCUDAGraphCapture,
+    }
+    return {
+        f"{MODEL}.runner.shape_key": {"ShapeKey": ShapeKey},
+        f"{MODEL}.runner_backend_utils": {},
+        BREAKS: breaks,
+        f"{BREAKS}.breakable_cuda_graph": breaks,
+        f"{MODEL}.runner_backend.base_cuda_graph_backend": {
+            "BaseCudaGraphBackend": BaseCudaGraphBackend
+        },
+        f"{MODEL}.runner_backend.full_cuda_graph_backend": {
+            "FullCudaGraphBackend": FullCudaGraphBackend,
+            "_allocate_output_buffer": _allocate_output_buffer,
+            "_copy_output_to_buffer": _copy_output_to_buffer,
+        },
+        f"{MODEL}.runner_backend.breakable_cuda_graph_backend": {
+            "BreakableCudaGraphBackend": BreakableCudaGraphBackend,
+            "eager_on_graph": eager_on_graph,
+        },
+    }
+
+
+def root() -> Path | None:
+    """Return the folder of the installed SGLang, or None."""
+    spec = importlib.util.find_spec("sglang")
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    return Path(places[0]) if places else None
+
+
+def load(folder: Path | None) -> None:
+    """Put the interface into ``sys.modules``: from the files under ``folder``, or the stand-in."""
+    contents = _surroundings()
+    if folder is None:
+        contents.update(_standin_files())
+    for name, values in contents.items():
+        module = types.ModuleType(name)
+        parts = name.split(".")[1:]
+        module.__path__ = [] if folder is None else [str(folder.joinpath(*parts))]
+        vars(module).update(values)
+        sys.modules[name] = module
+        parent, _, leaf = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], leaf, module)
+    if folder is not None:
+        for name in _FILES:
+            importlib.import_module(name)
+    choice = types.ModuleType(f"{MODEL}.runner_backend.utils")
+    for leaf, name in (
+        ("full_cuda_graph_backend", "FullCudaGraphBackend"),
+        ("breakable_cuda_graph_backend", "BreakableCudaGraphBackend"),
+    ):
+        setattr(choice, name, getattr(sys.modules[f"{MODEL}.runner_backend.{leaf}"], name))
+    sys.modules[choice.__name__] = choice
+
+
+def unload() -> None:
+    """Remove all of it."""
+    for name in [name for name in sys.modules if name == "sglang" or name.startswith("sglang.")]:
+        del sys.modules[name]
