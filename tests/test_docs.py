@@ -28,8 +28,18 @@ CONTEXT = {
         "slots": torch.arange(3),
     },
     "modes.md": {"backend": dg.get_backend("cpu")},
+    "distributed.md": {
+        "backend": dg.get_backend("cpu"),
+        "device": torch.device("cpu"),
+        "forward": lambda batch: batch.x * 2,
+        "slots": [dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.zero())],
+        "data": {"x": torch.ones(3)},
+    },
 }
 """What the text around a document's code stands for."""
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+"""What a launcher tells the only rank of a group."""
 
 
 def _blocks(path: Path, language: str) -> list[str]:
@@ -51,6 +61,8 @@ def test_code_of_a_document_runs_from_top_to_bottom(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["engine"])
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
     for kept in ("_factories", "_instances"):  # forget what a document registers
         monkeypatch.setattr(_registry, kept, dict(getattr(_registry, kept)))
     for number, text in enumerate(_blocks(path, "yaml")):
