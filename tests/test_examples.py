@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import configparser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-
-import devgraph as dg
+from suite import run_suite
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -50,33 +48,34 @@ def test_quickstart_of_the_readme_runs(tmp_path: Path):
     assert _run(str(path)) == "torch.Size([8, 64])\n"
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """A folder with the metadata that installing the third-party package would leave."""
-    project = (THIRD_PARTY / "pyproject.toml").read_text(encoding="utf-8")
-    section = re.search(
-        r'^\[project\.entry-points\."devgraph\.backends"\]\n(.*?)(?:\n\[|\Z)',
-        project,
-        re.DOTALL | re.MULTILINE,
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip installed the third-party package, without any download."""
+    pytest.importorskip("setuptools", reason="builds the package")
+    pytest.importorskip("pip", reason="installs the package")
+    source = tmp_path_factory.mktemp("source") / "thirdparty_backend"
+    shutil.copytree(THIRD_PARTY, source, ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"),
+            *("--no-build-isolation", "--disable-pip-version-check"),
+            *("--target", str(target), str(source)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
-    assert section is not None
-    points = configparser.ConfigParser()
-    points.read_string(f"[devgraph.backends]\n{section.group(1)}".replace('"', ""))
-    folder = tmp_path / "devgraph_xpu-0.1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: devgraph-xpu\nVersion: 0.1.0\n", encoding="utf-8"
-    )
-    with (folder / "entry_points.txt").open("w", encoding="utf-8") as out:
-        points.write(out)
-    return tmp_path
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
 
 
 @pytest.mark.skipif(
     hasattr(torch, "xpu") and torch.xpu.is_available(), reason="this machine has such a device"
 )
 def test_third_party_backend_is_listed_with_its_reason(installed: Path):
-    text = _run("-m", "devgraph", "doctor", "--no-probe", "--json", path=(installed, THIRD_PARTY))
+    text = _run("-m", "devgraph", "doctor", "--no-probe", "--json", path=(installed,))
     found = {one["name"]: one for one in json.loads(text)["backends"]}
     assert found["xpu"]["available"] is False
     assert "torch.xpu sees no device" in found["xpu"]["reason"]
@@ -88,28 +87,34 @@ def test_third_party_file_is_as_short_as_promised():
 
 
 @pytest.mark.cuda
-def test_third_party_code_drives_a_device(monkeypatch: pytest.MonkeyPatch):
+def test_third_party_code_passes_the_suite_on_a_device(tmp_path: Path):
     """The example's class over the namespace of the device at hand instead of its own."""
-    monkeypatch.syspath_prepend(str(THIRD_PARTY))
-    module: Any = __import__("devgraph_xpu")
-    kind = type(
-        "Elsewhere",
-        (module.XpuBackend,),
-        {"name": "elsewhere", "device_type": "cuda", "graph_class_name": "CUDAGraph"},
-    )
-    backend = kind()
-    weight = torch.randn(64, 64, device=backend.device)
+    result = run_suite("-p", "elsewhere", "--devgraph-backend", "elsewhere", cwd=tmp_path)
+    outcomes = list(result.outcomes.values())
+    assert "failed" not in outcomes, result.text
+    assert outcomes.count("passed") > 200
 
-    @dg.no_graph
-    def halved(x: torch.Tensor) -> torch.Tensor:
-        return x * 0.5
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return halved(torch.relu(x @ weight)) + x
-
-    x = torch.randn(8, 64, device=backend.device)
-    with dg.capture(step, x, policy="breakable", backend=backend) as captured:
-        assert len(captured.segments) == 3
-        assert captured.prove().ok
-    with dg.capture(lambda x: torch.relu(x @ weight), x, backend=backend) as captured:
-        assert captured.prove().ok
+@pytest.mark.parametrize(
+    ("flags", "prefill", "decode"),
+    [
+        ((), "breakable", "full"),
+        (
+            ("--decode-device-graph-mode", "breakable", "--prefill-device-graph-mode", "full"),
+            "full",
+            "breakable",
+        ),
+        (("--decode-disable-device-graph",), "breakable", "disabled"),
+    ],
+)
+def test_custom_engine_generates_in_graphs_what_it_generates_eagerly(
+    flags: tuple[str, ...], prefill: str, decode: str
+):
+    lines = _run(str(EXAMPLES / "custom_engine.py"), "--backend", "cpu", *flags).splitlines()
+    assert lines[0].startswith(f"prefill: {prefill}, ")
+    assert lines[1].startswith(f"decode: {decode}, ")
+    if decode != "disabled":
+        assert lines[1].endswith("22 of 22 steps in graphs, eager: none")
+    else:
+        assert lines[1].endswith("0 of 22 steps in graphs, eager: {'disabled': 22}")
+    assert lines[-1] == "same tokens as eager: True"
