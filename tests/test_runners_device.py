@@ -240,3 +240,17 @@ def test_a_joined_copy_writes_what_separate_copies_write(devgraph_backend, join)
         assert torch.equal(view[: real.shape[0]], real), name
         last = real[-1].item() if name == "offsets" else arena.slots[name].pad.value
         assert view[real.shape[0] :].eq(last).all(), name
+
+
+@pytest.mark.cuda
+def test_fence_asks_a_busy_device_without_waiting_for_it():
+    backend = dg.get_backend("cuda")
+    x = torch.randn(8192, 8192, device=backend.device)
+    torch.mm(x, x)
+    backend.synchronize()
+    for _ in range(20):  # each takes the fastest device some 15 ms
+        torch.mm(x, x)
+    done = backend.fence()
+    assert done() is False
+    backend.synchronize()
+    assert done() is True

@@ -106,6 +106,16 @@ def test_random_state_is_restored_by_its_setter(kit: Kit) -> None:
     same(torch.rand(8, device=kit.device), first)
 
 
+def test_fence_is_behind_the_work_before_it(kit: Kit, pool: dg.Pool) -> None:
+    x = kit.tensor(64, 64)
+    graph, _ = kit.record(lambda: x @ x, pool=pool)
+    graph.replay()
+    done = kit.backend.fence()
+    kit.backend.synchronize()
+    assert done() is True
+    assert done() is True
+
+
 def test_pool_belongs_to_one_backend(kit: Kit, pool: dg.Pool) -> None:
     class Other:
         name = "other"
