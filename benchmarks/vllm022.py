@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -334,7 +335,9 @@ class Job:
         return json.loads(line)
 
 
-def measure(jobs: list[Job], repeats: int, late: Any) -> None:
+def measure(
+    jobs: list[Job], repeats: int, late: Callable[[], bool], save: Callable[[], None]
+) -> None:
     """Let all started jobs measure in turns, and keep medians."""
     tasks: list[tuple[str, str, tuple[Any, ...]]] = [
         ("decode", str(batch), ("decode", batch)) for batch in BATCHES
@@ -355,6 +358,7 @@ def measure(jobs: list[Job], repeats: int, late: Any) -> None:
                 job.result[kind][label] = {
                     key: statistics.median(value[key] for value in values) for key in values[0]
                 }
+        save()
 
 
 def report(jobs: list[Job]) -> str:
@@ -417,7 +421,7 @@ def main() -> None:
         for job in started:
             if job.name == "v2:breakable":
                 job.result["tokens_padded_eager"] = job.ask("check_padded_eager")
-        measure(started, arguments.repeats, late)
+        measure(started, arguments.repeats, late, save)
         for job in started:
             job.result.update(job.ask("stats") or {})
         save()
