@@ -21,6 +21,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -304,9 +305,10 @@ class Job:
         environment = {**os.environ, **ENVIRONMENT}
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if name.startswith("v2") else "0"
         # Everybody compiles for himself: a cache that another has filled is no cold start.
-        environment["VLLM_CACHE_ROOT"] = str(out / "cache" / label)
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(out / "cache" / label / "inductor")
-        environment["TRITON_CACHE_DIR"] = str(out / "cache" / label / "triton")
+        cache = tempfile.mkdtemp(prefix=f"vllm-{label}-")
+        environment["VLLM_CACHE_ROOT"] = cache
+        environment["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/inductor"
+        environment["TRITON_CACHE_DIR"] = f"{cache}/triton"
         command = [sys.executable, __file__, str(out), "--model", model, "--child", name]
         self.process = subprocess.Popen(
             [*command, "--folder", str(folder), "--log", str(out / f"{label}.log")],
