@@ -50,9 +50,9 @@ def alias_everything(self: TorchPool, tensor: torch.Tensor) -> torch.Tensor:
 
 def test_weak_break_inputs_are_caught(kit: Kit) -> None:
     test = test_pool.test_tensors_from_outside_are_kept_alive_by_the_breaks_that_read_them
-    assert not caught(test, kit)
+    assert not caught(test, kit, kit.backend.make_pool())
     with mock.patch.object(TorchPool, "alias", alias_everything):
-        assert caught(test, kit)
+        assert caught(test, kit, kit.backend.make_pool())
 
 
 def test_update_of_the_wrong_region_is_caught(kit: Kit) -> None:

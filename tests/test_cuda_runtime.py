@@ -29,7 +29,6 @@ ATTRIBUTES = SimpleNamespace(
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
     CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION="preferred",
     CU_LAUNCH_ATTRIBUTE_COOPERATIVE="cooperative",
-    CU_LAUNCH_ATTRIBUTE_PRIORITY="priority",
 )
 
 CONTEXT = 77
@@ -65,7 +64,6 @@ class Driver:
             clusterDim=_dim(launch.get("cluster", (0, 0, 0))),
             preferredClusterDim=_dim((0, 0, 0)),
             cooperative=launch.get("cooperative", 0),
-            priority=launch.get("priority", 0),
         )
 
     def cuPointerGetAttribute(self, which: str, address: int) -> tuple[int, int]:
@@ -158,9 +156,7 @@ def test_only_an_active_capture_counts_as_one(runtime: Runtime) -> None:
         ({"cluster": (2, 1, 1)}, {"cluster": (4, 1, 1)}, False),
         ({"cluster": (1, 1, 1)}, {}, True),
         ({"cooperative": 1}, {"cooperative": 1}, True),
-        ({"cooperative": 1}, {}, False),
-        ({"priority": -5}, {"priority": -5}, True),
-        ({"priority": -5}, {"priority": 0}, False),
+        ({"cluster": (2, 1, 1)}, {}, False),
     ],
 )
 def test_same_kernel_launched_in_another_way_needs_a_new_executable(

@@ -42,9 +42,13 @@ if TYPE_CHECKING:
     from devgraph.api.backend import Backend
     from devgraph.api.pool import Pool, Recording
 
-__all__ = ["DeviceGraph", "GraphInfo", "GraphState"]
+__all__ = ["BoundCall", "DeviceGraph", "GraphInfo", "GraphState"]
 
 logger = logging.getLogger(__name__)
+
+
+BoundCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function, its arguments and its keyword arguments, which may change between calls."""
 
 
 class GraphState(str, enum.Enum):
@@ -263,6 +267,18 @@ class DeviceGraph(abc.ABC):
         device, and asks again whenever ``pool.epoch`` has changed.
         """
         return self._launch
+
+    def bound_launch(self) -> BoundCall:
+        """Return ``launcher`` as a call that is bound to the stream that is current now.
+
+        What it returns is None, or a tuple whose first element is true if the launch failed; hand
+        that to ``refuse``.
+        """
+        return self.launcher(), (), {}
+
+    def refuse(self, result: Any) -> NoReturn:
+        """Raise the error that ``result`` of a bound launch stands for."""
+        raise AssertionError(f"a launch returned {result!r}")
 
     def use_pool(self, pool: Pool) -> None:
         """Move an empty graph to ``pool``."""

@@ -7,23 +7,28 @@ offer for that is ``devgraph.api.nodes.NodeRuntime``.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
 from devgraph.api.errors import CaptureError, UnjoinedStreamError, UpdateError, UpdateTopologyError
+from devgraph.api.graph import BoundCall
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Absorbed, Mark, entered, marked_functions
 from devgraph.api.nodes import NodeRuntime, RuntimeCallError, Template
 from devgraph.api.recording import NodeRecording, Part, Scratch
 from devgraph.api.regions import RegionHit
+from devgraph.api.sidestreams import name_streams
 from devgraph.api.torchlike import TorchGraph, TorchPool
 
 if TYPE_CHECKING:
     from devgraph.api.nodebackend import NodeBackend
 
 __all__ = ["NodeGraph"]
+
+logger = logging.getLogger(__name__)
 
 _USES_WITH_ROOM = 2
 """A key gets an executable of its own at this use while the budget has room: a key that came back
@@ -75,6 +80,7 @@ class NodeGraph(TorchGraph):
         self._held: NodeRecording | None = None
         self._random: bool | None = None
         self._own_launch: Callable[[], None] | None = None
+        self._direct = False
         self._closing: tuple[int, ...] = ()
         self._made = 0
 
@@ -114,7 +120,7 @@ class NodeGraph(TorchGraph):
         except UnjoinedStreamError as error:
             if not unjoined:
                 raise
-            raise UnjoinedStreamError(_name_streams(unjoined)) from error
+            raise UnjoinedStreamError(name_streams(unjoined)) from error
         self._launch = self._first_launch  # type: ignore[method-assign]
 
     def _finish(self) -> None:
@@ -143,6 +149,7 @@ class NodeGraph(TorchGraph):
             launch = backend.runtime.launcher(
                 self._native.raw_cuda_graph_exec(), backend.current_stream_id
             )
+            self._direct = True
         self._own_launch = launch
         self._launch = backend.guarded(launch)  # type: ignore[method-assign]
 
@@ -150,6 +157,16 @@ class NodeGraph(TorchGraph):
         if self._own_launch is None or self.hits:
             return super().launcher()
         return self._own_launch
+
+    def bound_launch(self) -> BoundCall:
+        if not self._direct or self.hits:
+            return super().bound_launch()
+        stream = self._torch.current_stream_id()
+        return self._runtime().bound_launch(self._native.raw_cuda_graph_exec(), stream)
+
+    def refuse(self, result: Any) -> NoReturn:
+        error = result[0]
+        raise RuntimeCallError(f"launching a graph failed ({int(error)}: {error!s})", int(error))
 
     def _abort(self) -> None:
         super()._abort()
@@ -167,6 +184,7 @@ class NodeGraph(TorchGraph):
         self._held = None
         self._random = None
         self._own_launch = None
+        self._direct = False
         self._closing = ()
 
     def _size(self) -> tuple[int | None, int]:
@@ -238,14 +256,45 @@ class NodeGraph(TorchGraph):
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
         with self._torch.capturing(self.pool, self._stream):
             recording = self._recorded(host)
-        if not recording.exact and self._random is not False:
+        if not recording.exact:
+            self._build_inexact(recording)
+        return recording
+
+    def _build_inexact(self, recording: NodeRecording) -> None:
+        """Make the executable of a recording that no other executable can take.
+
+        Raises:
+            UpdateTopologyError: there can be none.
+        """
+        if self._random is not False:
             what = "draws random numbers" if self._random else "has not been replayed yet"
             raise UpdateTopologyError(
                 f"for these host arguments a region launches a kernel in another way (cluster "
                 f"size, cooperation or geometry of a copy), which only a new executable can do, "
                 f"and this graph {what}, so that only torch's own executable may run."
             )
-        return recording
+        try:
+            self._build(recording)
+        except RuntimeCallError as error:
+            recording.close()
+            raise UpdateTopologyError(
+                f"for these host arguments a region launches a kernel in another way, and the "
+                f"driver made no executable of the captured graph with it: {error}"
+            ) from error
+
+    def _give_executable(self, recording: NodeRecording) -> None:
+        try:
+            self._build(recording)
+        except RuntimeCallError as error:
+            if not recording.exact:
+                raise
+            recording.uses = 0  # an update serves as well; the next try comes later
+            logger.info("no executable for %s: %s", recording.key, error)
+        else:
+            self.pool.recordings.recharge(self, recording.key)
+
+    def _build(self, recording: NodeRecording) -> None:
+        recording.build(self._native.raw_cuda_graph(), self._torch.current_stream_id())
 
     def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
         template, runtime = self._template, self._runtime()
@@ -335,8 +384,7 @@ class NodeGraph(TorchGraph):
     def _put(self, recording: NodeRecording) -> None:
         recording.uses += 1
         if not recording.executable and self._deserves_executable(recording):
-            recording.build(self._native.raw_cuda_graph(), self._torch.current_stream_id())
-            self.pool.recordings.recharge(self, recording.key)
+            self._give_executable(recording)
         if recording.executable:
             launch = self._runtime().launcher(recording.executable, self._torch.current_stream_id)
             self._launch = self._torch.guarded(launch)  # type: ignore[method-assign]
@@ -379,14 +427,4 @@ def _some_context() -> bool:
     return any(
         fn.__devgraph_mark__.context is not None  # type: ignore[attr-defined]
         for fn in marked_functions()
-    )
-
-
-def _name_streams(streams: Sequence[int]) -> str:
-    names = ", ".join(f"{stream:#x}" for stream in streams)
-    which = "streams" if len(streams) > 1 else "stream"
-    return (
-        f"side {which} {names} forked inside the capture "
-        f"and did not join. Make the capturing stream wait for it "
-        f"(current_stream.wait_stream(side)) before the capture ends or breaks."
     )

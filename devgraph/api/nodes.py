@@ -115,6 +115,12 @@ class NodeRuntime(Protocol):
     def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:
         """Return a callable that launches ``executable`` on the current stream."""
 
+    def bound_launch(self, executable: int, stream: int) -> tuple[Callable[..., Any], Any, Any]:
+        """Return function, arguments and keyword arguments of a launch on ``stream``.
+
+        It returns None, or a tuple whose first element is the error if there is one.
+        """
+
 
 @attrs.frozen
 class _Shape:
@@ -155,6 +161,7 @@ class Template:
         self, runtime: NodeRuntime, graph: int, regions: Sequence[tuple[str, Sequence[int]]]
     ) -> None:
         self._runtime = runtime
+        self._right: object = None
         shapes = self._shapes(graph, [nodes for _, nodes in regions])
         self.regions = [
             _Region(name, shape, self._describe(name, shape, nodes))
@@ -195,15 +202,7 @@ class Template:
                     f"dg.capture, which makes a copy for the other topology."
                 )
             start = stop
-        shapes = self._shapes(graph, spans)
-        for pick, shape in zip(picks, shapes, strict=True):
-            known = self.regions[pick]
-            if shape != known.shape:
-                raise UpdateTopologyError(
-                    f"region {known.name} (number {pick}) needs other kinds of nodes or another "
-                    f"order for these host arguments than at capture "
-                    f"({', '.join(shape.kinds)}, was {', '.join(known.shape.kinds)})."
-                )
+        self._check_shapes(picks, graph, nodes, spans)
         return [
             tuple(
                 self._pair(region.name, known, source)
@@ -212,6 +211,31 @@ class Template:
             )
             for region, span in ((self.regions[p], s) for p, s in zip(picks, spans, strict=True))
         ]
+
+    def _check_shapes(
+        self, picks: Sequence[int], graph: int, nodes: Sequence[int], spans: Sequence[Sequence[int]]
+    ) -> None:
+        """Raise UpdateTopologyError where a region has other kinds of nodes or other edges."""
+        place = {node: position for position, node in enumerate(nodes)}
+        kind = self._runtime.kind
+        # Two captures of the same regions list nodes and edges alike: what was found right once
+        # need not be taken apart again.
+        whole = (
+            tuple(picks),
+            [kind(node) for node in nodes],
+            [(place[a], place[b], what) for a, b, what in self._runtime.edges(graph)],
+        )
+        if whole == self._right:
+            return
+        for pick, shape in zip(picks, self._shapes(graph, spans), strict=True):
+            known = self.regions[pick]
+            if shape != known.shape:
+                raise UpdateTopologyError(
+                    f"region {known.name} (number {pick}) needs other kinds of nodes or another "
+                    f"order for these host arguments than at capture "
+                    f"({', '.join(shape.kinds)}, was {', '.join(known.shape.kinds)})."
+                )
+        self._right = whole
 
     def _shapes(self, graph: int, spans: Sequence[Sequence[int]]) -> list[_Shape]:
         place = {

@@ -188,6 +188,11 @@ class Pool:
     def order(self) -> None:
         """Make the current stream wait for the pool's last replay. Called under ``lock``."""
 
+    @property
+    def ordered_stream(self) -> int | None:
+        """The stream that was current in the last ``order``; None where there are no streams."""
+        return None
+
     @contextlib.contextmanager
     def region_memory(self) -> Iterator[None]:
         """Route this thread's allocations to the region pool: re-run regions never take blocks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -13,6 +13,7 @@ from devgraph.api.marks import Mark
 from devgraph.api.modes import Modes
 
 if TYPE_CHECKING:
+    from devgraph.api.graph import BoundCall
     from devgraph.api.pool import Pool
 
 __all__ = ["RegionHit", "describe"]
@@ -147,6 +148,8 @@ class RegionHit:
                 self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
 
     def _deliver_all(self, result: Any) -> None:
+        if result is None and self._returned_none():
+            return
         leaves, spec = pytree.tree_flatten(result)
         if spec != self._spec:
             raise RegionError(
@@ -167,7 +170,7 @@ class RegionHit:
         elif known is not leaf and known != leaf:
             self._refuse(leaf, repr(known))
 
-    def _refuse(self, leaf: Any, expected: str) -> None:
+    def _refuse(self, leaf: Any, expected: str) -> NoReturn:
         got = describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
         raise RegionError(
             f"{self.mark.name} returned {got}; at capture it returned {expected}. What the code "
@@ -175,39 +178,31 @@ class RegionHit:
             f"time (write into a preallocated output of the largest size instead)."
         )
 
-    def runner(self, host: dict[str, Any]) -> Callable[[], None]:
-        """Return a callable with everything bound that runs the body with the live ``host``.
+    def bound_run(self, host: dict[str, Any]) -> BoundCall:
+        """Return ``run`` as a call that is bound to the live ``host``.
 
-        Call it under the autograd modes that replays will run in.
+        What it returns goes to ``refuse`` unless it is None. Ask for it under the autograd modes
+        that replays will run in.
         """
-        if Modes.current() != self.modes:
-            return lambda: self.run(host)
-        if self._returned_none():
-            return self._runner_of_none(host)
-        if len(self._bridges) == 1 and self._bridges[0] is not None and self._is_leaf():
-            return self._runner_of_one(host, self._bridges[0])
-        return lambda: self.run(host)
+        if Modes.current() == self.modes:
+            if self._returned_none():
+                if not self.kwargs:
+                    return self.mark.fn, self.args, host
+                fn, args, kwargs = self.mark.fn, self.args, self.kwargs
+                return lambda: fn(*args, **kwargs, **host), (), {}
+            if len(self._bridges) == 1 and self._bridges[0] is not None and self._is_leaf():
+                return self._runner_of_one(host, self._bridges[0]), (), {}
+        return self.run, (host,), {}
+
+    def refuse(self, result: Any) -> NoReturn:
+        """Raise RegionError for what a function returned that returned None at capture."""
+        self._refuse(result, "None")
 
     def _returned_none(self) -> bool:
         return self._is_leaf() and self._leaves == [None]
 
     def _is_leaf(self) -> bool:
         return self._spec is not None and self._spec.is_leaf()
-
-    def _runner_of_none(self, host: dict[str, Any]) -> Callable[[], None]:
-        fn, args, kwargs = self.mark.fn, self.args, self.kwargs
-
-        def run_by_position() -> None:
-            result = fn(*args, **host)
-            if result is not None:
-                self._refuse(result, "None")
-
-        def run_by_name() -> None:
-            result = fn(*args, **kwargs, **host)
-            if result is not None:
-                self._refuse(result, "None")
-
-        return run_by_name if kwargs else run_by_position
 
     def _runner_of_one(self, host: dict[str, Any], bridge: torch.Tensor) -> Callable[[], None]:
         fn, args, kwargs = self.mark.fn, self.args, self.kwargs

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from devgraph.api.nodes import NodeRuntime
 
-__all__ = ["SideStreams"]
+__all__ = ["SideStreams", "name_streams"]
 
 _MOST_STREAMS = 64
 """torch hands out 32 streams per priority in turn; this many requests see each of them."""
@@ -68,3 +69,13 @@ class SideStreams:
                     found[stream.cuda_stream] = None
             self._handles = tuple(found)
         return self._handles
+
+
+def name_streams(streams: Sequence[int]) -> str:
+    """Return the message for streams that were not joined."""
+    names = ", ".join(f"{stream:#x}" for stream in streams)
+    which = "streams" if len(streams) > 1 else "stream"
+    return (
+        f"side {which} {names} forked inside the capture and did not join. Make the capturing "
+        f"stream wait for it (current_stream.wait_stream(side)) before the capture ends or breaks."
+    )

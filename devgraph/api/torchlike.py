@@ -68,8 +68,9 @@ class TorchPool(Pool):
     @property
     def stream(self) -> Any:
         """The stream that graphs of this pool are captured on."""
-        if self._capture_stream is None:
-            self._capture_stream = self._torch.namespace.Stream(self._torch.device)
+        # One for all pools: libraries keep a workspace for every stream that they have seen (32
+        # MiB of cuBLAS on an H200), and only one thread captures at a time anyway.
+        self._capture_stream = self._torch.capture_stream
         return self._capture_stream
 
     @property
@@ -89,6 +90,10 @@ class TorchPool(Pool):
         current = self._torch.current_stream_id()
         if current != self._last_id:
             self._switch(current)
+
+    @property
+    def ordered_stream(self) -> int | None:
+        return self._last_id
 
     def _switch(self, current: int) -> None:
         # Recorded only when the stream changes: it covers more than the last replay, never less.
@@ -272,6 +277,14 @@ class TorchBackend(Backend):
         assert self.namespace is not None
         self._device = torch.device(self.device_type, self.namespace.current_device())
         self.current_stream_id: Callable[[], int] = self._make_current_stream_id()
+        self._capture_stream: Any = None
+
+    @property
+    def capture_stream(self) -> Any:
+        """The stream of all captures of this device."""
+        if self._capture_stream is None:
+            self._capture_stream = self.namespace.Stream(self._device)
+        return self._capture_stream
 
     def check_available(self) -> None:
         """Raise BackendUnavailableError, with the way to fix it, if the device cannot be used."""
@@ -373,7 +386,7 @@ class TorchBackend(Backend):
             if not self.namespace.is_current_stream_capturing():
                 return
         logger.warning("%s: retired a stream that a failed capture left capturing", self.name)
-        pool._capture_stream = None
+        pool._capture_stream = self._capture_stream = None
 
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
@@ -400,4 +413,5 @@ class TorchBackend(Backend):
         """Bind this process to device ``index`` modulo the number of devices (xdist workers)."""
         self.namespace.set_device(index % self.namespace.device_count())
         self._device = torch.device(self.device_type, self.namespace.current_device())
+        self._capture_stream = None
         self.current_stream_id = self._make_current_stream_id()

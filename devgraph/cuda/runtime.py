@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import attrs
+
 from devgraph.api.nodes import RuntimeCallError, Update
 
 __all__ = ["Runtime"]
@@ -52,7 +54,8 @@ class Runtime:
         }
         self._host_memory = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         self._any_memory = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        self._attributes = _attribute_readers(driver)
+        self._attributes = _Attributes.of(driver)
+        self._get_attribute = driver.cuGraphKernelNodeGetAttribute
 
     @staticmethod
     def find() -> Runtime | None:
@@ -157,7 +160,7 @@ class Runtime:
         """Return what an executable's node keeps for ever: of a kernel its function and launch
         attributes, of a copy the kinds of memory, of a fill the geometry."""
         if kind == _KERNEL:
-            return _function(params), self._launch_attributes(node)
+            return _function(params), self._cluster(node), self._cooperates(node)
         if kind == _MEMCPY:
             return int(params.srcMemoryType), int(params.dstMemoryType)
         return params.elementSize, params.width, params.height
@@ -165,15 +168,16 @@ class Runtime:
     def is_exact(self, kind: str, fixed: Any, node: int, params: Any) -> bool:
         """Whether an executable's node with ``fixed`` takes the parameters of ``node``.
 
-        It takes copies and fills of one dimension only, and no other cluster size, cooperation or
-        priority than it has (cuGraphExecKernelNodeSetParams).
+        It takes copies and fills of one dimension only, and no other cluster size or cooperation
+        than it has (cuGraphExecKernelNodeSetParams).
         """
         if kind == _KERNEL:
-            function, attributes = fixed
-            if _function(params) != function or any(attributes[1:]):
-                return bool(self._launch_attributes(node) == attributes)
-            # The same function on the same stream: only the size of clusters is the call's choice.
-            return bool(self._attribute(node, *self._attributes[0]) == attributes[0])
+            function, cluster, cooperates = fixed
+            # Whether it cooperates belongs to the function, the size of clusters to the call.
+            return bool(
+                self._cluster(node) == cluster
+                and (_function(params) == function or self._cooperates(node) == cooperates)
+            )
         if self.fixed(kind, node, params) != fixed:
             return False
         if kind == _MEMCPY:
@@ -198,35 +202,70 @@ class Runtime:
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
         """Return a copy of ``graph`` with new parameters; the caller owns it.
 
-        Launch attributes (cluster size, cooperation) are copied as well, which an executable that
-        exists cannot take.
+        Launch attributes (cluster size, cooperation), which an executable that exists cannot take,
+        are copied where they differ.
         """
         copy = int(self.call("cudaGraphClone", graph))
+        find = self._cudart.cudaGraphNodeFindInClone
+        setters = {
+            _KERNEL: self._driver.cuGraphKernelNodeSetParams,
+            _MEMCPY: self._driver.cuGraphMemcpyNodeSetParams,
+            _MEMSET: self._driver.cuGraphMemsetNodeSetParams,
+        }
         try:
             with self._in_context():
                 for update in updates:
-                    node = self.call("cudaGraphNodeFindInClone", update.node, copy)
-                    self._set(node, update)
+                    error, node = find(update.node, copy)
+                    if error:
+                        _fail("cudaGraphNodeFindInClone", error)
+                    if update.exact or update.kind != _KERNEL:
+                        (error,) = setters[update.kind](node, update.params)
+                        if error:
+                            _fail(f"setting a {update.kind} node", error)
+                    else:
+                        self._relaunch(node, update)
         except BaseException:
             self.destroy(copy)
             raise
         return copy
 
-    def _set(self, node: Any, update: Update) -> None:
-        if update.kind == _KERNEL:
+    def _relaunch(self, node: Any, update: Update) -> None:
+        """Give a node the kernel of ``update`` with its launch attributes.
+
+        A node refuses attributes that do not fit the kernel which it holds, and a kernel that does
+        not fit the attributes: one order or the other passes.
+        """
+        try:
+            self.drive("cuGraphKernelNodeSetParams", node, update.params)
+            self.drive("cuGraphKernelNodeCopyAttributes", node, update.source)
+        except RuntimeCallError:
             self.drive("cuGraphKernelNodeCopyAttributes", node, update.source)
             self.drive("cuGraphKernelNodeSetParams", node, update.params)
-        elif update.kind == _MEMCPY:
-            self.drive("cuGraphMemcpyNodeSetParams", node, update.params)
-        else:
-            self.drive("cuGraphMemsetNodeSetParams", node, update.params)
 
-    def _launch_attributes(self, node: int) -> tuple[Any, ...]:
-        return tuple(self._attribute(node, which, read) for which, read in self._attributes)
+    def _cluster(self, node: int) -> Any:
+        """Return the cluster sizes of a kernel's launch, None for no clusters."""
+        error, value = self._get_attribute(node, self._attributes.cluster)
+        if error:
+            return None
+        size = value.clusterDim
+        x, y, z = size.x, size.y, size.z
+        # Not set reads as zeros, one block per cluster is the same.
+        if x <= 1 and y <= 1 and z <= 1:
+            return None
+        return (x, y, z), self._preferred_cluster(node)
 
-    def _attribute(self, node: int, which: Any, read: Callable[[Any], Any]) -> Any:
-        error, value = self._driver.cuGraphKernelNodeGetAttribute(node, which)
-        return None if error else read(value)
+    def _preferred_cluster(self, node: int) -> tuple[int, int, int] | None:
+        if self._attributes.preferred is None:
+            return None
+        error, value = self._get_attribute(node, self._attributes.preferred)
+        if error:
+            return None
+        size = value.preferredClusterDim
+        return size.x, size.y, size.z
+
+    def _cooperates(self, node: int) -> bool:
+        error, value = self._get_attribute(node, self._attributes.cooperative)
+        return not error and bool(value.cooperative)
 
     # Executables.
 
@@ -275,6 +314,13 @@ class Runtime:
         """Free an executable; one in flight is freed when it completes (cuGraphExecDestroy)."""
         self.call("cudaGraphExecDestroy", executable)
 
+    def bound_launch(self, executable: int, stream: int) -> tuple[Callable[..., Any], Any, Any]:
+        """Return function, arguments and keyword arguments of a launch on ``stream``; it returns
+        a tuple of the error code."""
+        executable = self._cudart.cudaGraphExec_t(init_value=executable)
+        stream = self._cudart.cudaStream_t(init_value=stream)
+        return self._cudart.cudaGraphLaunch, (executable, stream), {}
+
     def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:
         """Return a callable that launches ``executable`` on the current stream."""
         launch = self._cudart.cudaGraphLaunch
@@ -293,22 +339,20 @@ def _function(params: Any) -> tuple[int, int]:
     return int(params.func), int(params.kern)
 
 
-def _attribute_readers(driver: Any) -> list[tuple[Any, Callable[[Any], Any]]]:
-    """Return (attribute, how to read it), the cluster size first; false values are the defaults."""
-    known = driver.CUkernelNodeAttrID
+@attrs.frozen
+class _Attributes:
+    """The launch attributes of a kernel that an executable's node keeps for ever."""
 
-    def size(dim: Any) -> tuple[int, int, int] | None:
-        # Not set reads as zeros, one block per cluster is the same.
-        extent = (int(dim.x), int(dim.y), int(dim.z))
-        return None if max(extent) <= 1 else extent
+    cluster: Any
+    preferred: Any
+    """None where the driver does not know it."""
+    cooperative: Any
 
-    readers: list[tuple[str, Callable[[Any], Any]]] = [
-        ("CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION", lambda value: size(value.clusterDim)),
-        (
-            "CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION",
-            lambda value: size(value.preferredClusterDim),
-        ),
-        ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", lambda value: bool(value.cooperative)),
-        ("CU_LAUNCH_ATTRIBUTE_PRIORITY", lambda value: int(value.priority)),
-    ]
-    return [(getattr(known, name), read) for name, read in readers if hasattr(known, name)]
+    @classmethod
+    def of(cls, driver: Any) -> _Attributes:
+        known = driver.CUkernelNodeAttrID
+        return cls(
+            known.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            getattr(known, "CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION", None),
+            known.CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+        )

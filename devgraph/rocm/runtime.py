@@ -244,6 +244,10 @@ class Runtime:
         """Free an executable; from 6.2 on the runtime itself waits until it is not in flight."""
         self._library.call("hipGraphExecDestroy", executable)
 
+    def bound_launch(self, executable: int, stream: int) -> tuple[Callable[..., Any], Any, Any]:
+        """Return function, arguments and keyword arguments of a launch on ``stream``."""
+        return self.launcher(executable, lambda: stream), (), {}
+
     def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:
         """Return a callable that launches ``executable`` on the current stream."""
         launch = functools.partial(self._library.function("hipGraphLaunch"), c_void_p(executable))

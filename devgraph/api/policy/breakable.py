@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from devgraph.api.capturing import plain_host_values
 from devgraph.api.errors import EmptyCaptureError, StateError
-from devgraph.api.graph import DeviceGraph
+from devgraph.api.graph import BoundCall, DeviceGraph
 from devgraph.api.marks import Mark, entered
 from devgraph.api.policy import Job, Policy
 from devgraph.api.regions import RegionHit
 
 __all__ = ["POLICY", "BreakablePlan", "EagerSegment", "capture_segments"]
+
+
+_Step = tuple[bool, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""Whether it launches a graph, and the call."""
 
 
 class EagerSegment:
@@ -36,9 +40,14 @@ class EagerSegment:
         """
         self._held().run(self._host)
 
-    def launcher(self) -> Callable[[], None]:
-        """Return ``replay`` with everything bound, for the autograd modes of this moment."""
-        return self._held().runner(self._host)
+    def bound_launch(self) -> BoundCall:
+        """Return ``replay`` as a call for the autograd modes of this moment; what it returns goes
+        to ``refuse`` unless it is None."""
+        return self._held().bound_run(self._host)
+
+    def refuse(self, result: Any) -> NoReturn:
+        """Raise the error that ``result`` of the call stands for."""
+        self._held().refuse(result)
 
     def reset(self) -> None:
         """Let go of every tensor."""
@@ -70,7 +79,7 @@ class BreakablePlan:
         self._backend = job.backend
         self._host = host
         self.marks = [mark for mark in host if mark.dynamic]
-        self._steps: tuple[Callable[[], None], ...] = ()
+        self._steps: dict[int | None, tuple[_Step, ...]] = {}
         self._epoch: int | None = None
         self._binds = 0
 
@@ -84,9 +93,7 @@ class BreakablePlan:
 
         Called under the pool's lock.
         """
-        pool, backend = self._pool, self._backend
-        if self._epoch != pool.epoch:
-            self._rebind()
+        backend = self._backend
         if backend.elsewhere():
             with backend.on_device():
                 self._run()
@@ -94,27 +101,43 @@ class BreakablePlan:
             self._run()
 
     def _run(self) -> None:
-        self._pool.order()
+        pool = self._pool
+        pool.order()
+        if self._epoch != pool.epoch:
+            self._forget_steps()
+        steps = self._steps.get(pool.ordered_stream) or self._bound_steps()
         try:
-            for step in self._steps:
-                step()
+            for launches, call, args, keywords in steps:
+                result = call(*args, **keywords)
+                if result is not None and (not launches or result[0]):
+                    break
+            else:
+                return
+            index = next(i for i, step in enumerate(steps) if step[1] is call and step[2] is args)
+            self.segments[index].refuse(result)
         except Exception as error:
             self._backend.raise_if_lost(error)
             raise
 
-    def _rebind(self) -> None:
+    def _forget_steps(self) -> None:
         for segment in self.segments:
             if isinstance(segment, DeviceGraph):
                 segment.require_ready()
-        self._steps = tuple(segment.launcher() for segment in self.segments)
+        self._steps.clear()
         self._binds += 1
         # A graph may find its cheapest launch in its first one, so the first run binds but once.
         self._epoch = self._pool.epoch if self._binds > 1 else None
 
+    def _bound_steps(self) -> tuple[_Step, ...]:
+        """Bind every segment to the stream that is current now."""
+        steps = tuple((isinstance(s, DeviceGraph), *s.bound_launch()) for s in self.segments)
+        self._steps[self._pool.ordered_stream] = steps
+        return steps
+
     def close(self) -> None:
         """Free graphs and let go of tensors."""
         self.outputs = None
-        self._steps = ()
+        self._steps.clear()
         self._epoch = None
         _close(self.segments)
         self.held = None
