@@ -207,15 +207,15 @@ def test_write_that_is_refused_raises_its_error_and_makes_the_graph_dirty(at: in
         assert_usable(be)
 
 
-def test_executable_that_is_refused_raises_and_the_next_capture_works():
+def test_executable_that_is_refused_is_done_without():
     with on_fake() as be:
         x = noise()
         with captured(be, step, x) as cap:
             for n in (2, 3, 5):
                 check(cap, step, x, n=n)
             be.fake.set(refuse_instantiate=1)
-            with pytest.raises(RuntimeCallError, match="hipGraphInstantiateWithFlags failed"):
-                cap.replay(n=3)
+            for n in (3, 5, 3):
+                check(cap, step, x, n=n)  # by an update
         assert_usable(be)
 
 
