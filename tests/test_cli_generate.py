@@ -286,3 +286,11 @@ def test_texts_are_printed_in_order_as_they_come():
     assert out.getvalue() == "[1] a now!\n\n[2] b later"
     text.add(1, ".", last=True)
     assert out.getvalue() == "[1] a now!\n\n[2] b later.\n\n[3] c done\n\n"
+
+
+def test_piecewise_is_refused_because_the_model_cannot_be_traced(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    result = run_cli(capsys, *_argv(folder, "--device-graph-mode", '{"prefill": "piecewise"}'))
+    assert result.code == 2
+    assert "torch.compile cannot trace" in result.err

@@ -159,6 +159,34 @@ def test_inductor_is_near_eager_for_all_buckets_in_any_order(bench, step):
 
 
 @pytest.mark.slow
+def test_proof_under_inductor_is_within_tolerance_and_still_finds_a_difference(bench, layers):
+    offset = {"now": 0.0}
+
+    def run(x, *, kv_len):
+        for layer in layers:
+            x = layer(x, kv_len)
+        return x + offset["now"]
+
+    with bench.of_rows(run, 6, compiler="inductor") as capture:
+        assert not capture.exact
+        report = capture.prove(host_args=[{"kv_len": n} for n in (1, 30)])
+        assert report.ok, str(report)
+        assert "within tolerance" in str(report)
+        offset["now"] = 0.01
+        assert not capture.prove().ok
+        assert capture.prove(rtol=0, atol=0.1).ok
+
+
+@pytest.mark.slow
+def test_runner_under_inductor_proves_itself(bench, layers):
+    with prefiller(bench, layers, compiler="inductor") as runner:
+        runner.capture()
+        assert runner.stats().updates["compilations"] == 1
+        report = runner.prove(host_args={"kv_len": 7})
+        assert report.ok, str(report)
+
+
+@pytest.mark.slow
 def test_inductor_pieces_write_inputs_and_return_views(bench):
     state = torch.zeros(4, WIDTH, device=bench.device)
 

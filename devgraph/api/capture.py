@@ -41,6 +41,7 @@ class Captured:
         self.phases: dict[str, float] = job.phases
         """Seconds that each phase of the capture took."""
         self._job: Job | None = job
+        self._exact = policy != "piecewise" or job.compiler in (None, "eager")
         self._plan = plan
         self._spec = job.spec
         self._modes = Modes.current()
@@ -103,19 +104,33 @@ class Captured:
                     f"capture again."
                 )
 
-    def prove(self, cases: int = 3, host_args: Sequence[Mapping[str, Any]] | None = None) -> Report:
+    @property
+    def exact(self) -> bool:
+        """Whether replays run the kernels of eager, and so equal it bit for bit."""
+        return self._exact
+
+    def prove(
+        self,
+        cases: int = 3,
+        host_args: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        rtol: float | None = None,
+        atol: float | None = None,
+    ) -> Report:
         """Replay against eager runs of ``fn`` on fresh random inputs.
 
         Args:
             cases: number of random inputs per set of host arguments.
             host_args: the sets to try; None for the values of capture.
+            rtol, atol: tolerances where a compiler chose other kernels than eager; those of torch
+                for the dtype by default. Everything else must be equal bit for bit.
 
         Returns:
             a report with ``ok`` and ``failures``. The bound tensors hold their own data again.
         """
         self._check()
         assert self._job is not None
-        return prove(self, self._job, cases=cases, host_args=host_args)
+        return prove(self, self._job, cases=cases, host_args=host_args, rtol=rtol, atol=atol)
 
     def info(self) -> GraphInfo:
         """Return the sums over all segments."""

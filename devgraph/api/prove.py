@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from devgraph.api.capture import Captured
     from devgraph.api.policy import Job
 
-__all__ = ["Failure", "Report", "compare", "prove", "randomize"]
+__all__ = ["Failure", "Report", "compare", "compare_near", "prove", "randomize"]
 
 
 @attrs.frozen(kw_only=True)
@@ -39,6 +40,8 @@ class Report:
     cases: int
     """Replays that were compared."""
     failures: tuple[Failure, ...]
+    exact: bool = True
+    """Whether bit for bit; else within tolerance, because a compiler chose other kernels."""
 
     @property
     def ok(self) -> bool:
@@ -47,7 +50,8 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok:
-            return f"{self.cases} replays equal eager bit for bit"
+            how = "bit for bit" if self.exact else "within tolerance"
+            return f"{self.cases} replays equal eager {how}"
         return "\n".join([f"{len(self.failures)} differences:", *map(str, self.failures)])
 
 
@@ -89,10 +93,26 @@ def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
     )
 
 
+def compare_near(
+    expected: torch.Tensor, got: torch.Tensor, rtol: float | None, atol: float | None
+) -> str:
+    """Return "" if the tensors are equal within tolerance (NaN equals NaN), else what differs."""
+    try:
+        torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, equal_nan=True)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
 class _Prover:
-    def __init__(self, captured: Captured, job: Job) -> None:
+    def __init__(
+        self, captured: Captured, job: Job, rtol: float | None, atol: float | None
+    ) -> None:
         self._captured = captured
         self._job = job
+        self._compare: Callable[[torch.Tensor, torch.Tensor], str] = (
+            compare if captured.exact else functools.partial(compare_near, rtol=rtol, atol=atol)
+        )
         self._bound = [
             (path, leaf) for path, leaf in _named_tensors((job.args, job.kwargs), "argument ")
         ]
@@ -120,7 +140,7 @@ class _Prover:
         backend.synchronize()
         failures = []
         for (name, want), (_, got) in zip(expected, self._results(replayed), strict=True):
-            message = compare(want, got)
+            message = self._compare(want, got)
             if message:
                 failures.append(Failure(case=index, host_args=host, where=name, message=message))
         return failures
@@ -151,9 +171,11 @@ def prove(
     *,
     cases: int = 3,
     host_args: Sequence[Mapping[str, Any]] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> Report:
     """Implement ``Captured.prove``."""
-    prover = _Prover(captured, job)
+    prover = _Prover(captured, job, rtol, atol)
     failures: list[Failure] = []
     count = 0
     try:
@@ -163,4 +185,4 @@ def prove(
                 count += 1
     finally:
         prover.restore(prover._saved)
-    return Report(cases=count, failures=tuple(failures))
+    return Report(cases=count, failures=tuple(failures), exact=captured.exact)

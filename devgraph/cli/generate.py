@@ -75,7 +75,8 @@ def generate(
         torch.set_num_threads(args.threads)
     backend = get_backend(args.backend)
     asked = DeviceGraphConfig.from_args(args, backends=names())
-    facts = EngineFacts().on_backend(backend.name, backend.capabilities)
+    # The integration swaps parts of the model in and out around each step.
+    facts = EngineFacts(traceable=False).on_backend(backend.name, backend.capabilities)
     resolution = resolve(asked, facts)
     dtype = None if args.dtype is None else dtype_named(args.dtype)
     with working(f"loading {model}"):

@@ -259,7 +259,8 @@ class Runner(Stepping):
 
         A replay must equal the same padded batch run eagerly bit for bit, also with padding that
         is poisoned, and the real batch run eagerly within tolerance (another number of rows may
-        choose other kernels).
+        choose other kernels). Where a compiler chose other kernels than eager, every comparison
+        with eager is within tolerance.
 
         Args:
             cases: batch sizes to try per bucket: the full one, the smallest, and between.
