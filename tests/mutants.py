@@ -240,6 +240,22 @@ class PoolThatKeepsRecordings(CpuPool):
         self.recordings = RecordingsThatStay(self.recordings.budget_bytes)
 
 
+class RecordingsOfAnyGraph(RecordingsThatStay):
+    """A key finds what an earlier graph of the pool recorded for it."""
+
+    def get(self, owner: object, key: Hashable) -> Any:
+        for (known, other), kept in self._items.items():
+            if other == key and known != id(owner):
+                return kept.recording
+        return super().get(owner, key)
+
+
+class PoolThatMixesRecordings(CpuPool):
+    def __init__(self, backend: CpuBackend, budget_bytes: int | None = None) -> None:
+        super().__init__(backend, budget_bytes)
+        self.recordings = RecordingsOfAnyGraph(self.recordings.budget_bytes)
+
+
 class RecordingsOutliveTheCapture(CpuGraph):
     """A recording of an earlier capture is applied to the present one, region by region."""
 
@@ -421,6 +437,13 @@ MUTANTS = (
         "test_reset_forgets_what_was_recorded",
         RecordingsOutliveTheCapture,
         PoolThatKeepsRecordings,
+    ),
+    Mutant(
+        "stale-recordings-after-invalidate",
+        "graphs captured after invalidate use recordings of those before",
+        "test_invalidated_runner_forgets_what_it_recorded",
+        RecordingsOutliveTheCapture,
+        PoolThatMixesRecordings,
     ),
     Mutant(
         "failed-update-loses-the-executable",

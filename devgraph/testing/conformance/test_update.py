@@ -155,6 +155,43 @@ def test_new_graph_does_not_inherit_recordings(kit: Kit, pool: dg.Pool) -> None:
         second.close()
 
 
+def test_invalidated_runner_forgets_what_it_recorded(kit: Kit, pool: dg.Pool) -> None:
+    """FAULTS 10. The graphs that are captured again know nothing of the weights before."""
+    weight = [kit.tensor(WIDTH, WIDTH)]
+
+    @dg.region(host_args=("n",))
+    def weighed(x: torch.Tensor, w: torch.Tensor, *, n: int) -> torch.Tensor:
+        return (x[:, :n] * w[0, :n]).sum(1)
+
+    def forward(batch: Any) -> torch.Tensor:
+        out: torch.Tensor = weighed(batch.x * 2, weight[0], n=batch.host.n)
+        return out + 1
+
+    slot = dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero())
+    runner = dg.DecodeRunner(
+        forward,
+        [slot],
+        host_args={"n": 2},
+        config="full",
+        backend=kit.backend,
+        pool=pool,
+        max_requests=4,
+        progress=False,
+    )
+    keys = (5, 2, 7, 5, 2)
+    for turn in range(3):
+        runner.capture()
+        for seed, n in enumerate(keys):
+            x = kit.tensor(4, WIDTH, seed=seed)
+            out = runner.run({"x": x}, host_args={"n": n})
+            want = ((x * 2)[:, :n] * weight[0][0, :n]).sum(1) + 1
+            kit.backend.synchronize()
+            same(out, want, f"the run with n={n} after {turn} invalidations")
+        weight[0] = weight[0].clone() * 3 + 1
+        runner.invalidate("weights")
+    assert runner.stats().eager == {}
+
+
 def test_small_budget_evicts_and_stays_right(kit: Kit) -> None:
     x = kit.tensor(4, WIDTH)
     pool = kit.backend.make_pool(budget_bytes=1)
