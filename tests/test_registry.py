@@ -62,6 +62,12 @@ def test_factory_that_raises_anything_is_listed_and_passed_over(caplog: pytest.L
     assert {i.name: i.reason for i in dg.backends()}["broken"].startswith("libvendor.so.7")
 
 
+def test_auto_passes_over_a_plugin_that_runs_on_the_host():
+    dg.register("absolute", CpuBackend)
+    assert dg.get_backend("auto").name == "cpu"
+    assert dg.get_backend("absolute") is not dg.get_backend("cpu")
+
+
 def test_auto_takes_the_first_device_that_works():
     """FAULTS 32."""
     dg.register("cuda", _unavailable("no device"))

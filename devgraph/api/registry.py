@@ -139,6 +139,8 @@ def _info(name: str) -> BackendInfo:
 def get_backend(name: str = "auto") -> Backend:
     """Return the backend of that name; "auto" prefers a real device, then "cpu".
 
+    A plugin that runs on the host is taken by its name only.
+
     Raises:
         UnknownBackendError: nothing of that name is registered (a ValueError).
         BackendUnavailableError: it is registered and cannot be used here; says how to fix it.
@@ -147,7 +149,10 @@ def get_backend(name: str = "auto") -> Backend:
         return _registry.make(name)
     for candidate in _registry.names():
         try:
-            return _registry.make(candidate)
+            backend = _registry.make(candidate)
         except Exception as error:
             logger.info("auto: not %s: %s", candidate, error)
+            continue
+        if candidate in _BUILT_IN or backend.device.type != "cpu":
+            return backend
     raise BackendUnavailableError("no backend is available, not even the CPU reference")
