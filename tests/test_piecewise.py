@@ -411,7 +411,6 @@ def test_tensor_that_only_the_capture_reads_lives_as_long_as_it(bench):
     assert alive() is not None
     capture.close()
     del capture
-    torch._dynamo.reset()
     gc.collect()
     assert alive() is None
 
@@ -494,6 +493,24 @@ WRONG = {
     "stride": lambda x: torch.empty_like(x).t(),
     "structure": lambda x: (torch.empty_like(x),),
 }
+
+
+def test_step_is_checked_once_for_each_compilation(bench):
+    torch._dynamo.reset()
+    eager = []
+
+    @dg.region(fake=torch.empty_like)
+    def body(x):
+        eager.append(1)
+        return x * 2
+
+    def run(x):
+        return body(x + 1)
+
+    for rows, runs in ((8, 3 + 1 + 1), (4, 3 + 1)):  # warm-up, check, capture
+        eager.clear()
+        bench.capture(run, bench.randn(rows, WIDTH), warmup=3)
+        assert len(eager) == runs
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -394,7 +394,7 @@ class _CompiledStep:
             Exception: what the step itself raises.
         """
         activation, job = self.activation, self._job
-        failure: Exception | None = None
+        before, failure = activation.compiled, None
         try:
             self()
         except Exception as error:
@@ -412,7 +412,7 @@ class _CompiledStep:
                 "one that computes, with tensors on the backend's device. Or torch.compile is off: "
                 "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, or use policy='breakable'."
             )
-        if activation.compiled is not None:
+        if activation.compiled is not before:
             with job.phase("compile"):
                 self._check()
 
@@ -479,8 +479,9 @@ class _Piecewise(Policy):
     name = "piecewise"
 
     def __init__(self) -> None:
-        # The tracer finds older code by the identity of its backend.
-        self._compilers = {name: _Compiler(name) for name in COMPILERS}
+        # The tracer finds older code by the identity of the compiler. Backends may wrap pieces
+        # in different ways, though their tensors are of one kind.
+        self._compilers: dict[tuple[str, type], _Compiler] = {}
 
     def warm_up(self, job: Job, runs: int) -> Job:
         with job.phase("activate"):
@@ -510,7 +511,7 @@ class _Piecewise(Policy):
                 f"backend {job.backend.name!r} cannot use compiler {name!r}; it has "
                 f"{', '.join(capabilities.compilers)}"
             )
-        return self._compilers[name]
+        return self._compilers.setdefault((name, type(job.backend)), _Compiler(name))
 
 
 def _raise_explained(error: Exception) -> NoReturn:
