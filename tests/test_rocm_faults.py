@@ -448,9 +448,7 @@ def test_capture_in_another_thread_is_recorded():
         x, found = noise(), []
 
         def work() -> None:
-            from tests.sim.hip.device import Recorder
-
-            with Recorder(be.namespace), captured(be, step, x) as cap:
+            with captured(be, step, x) as cap:
                 found.append(torch.equal(cap.replay(n=3), step(x, n=3)))
 
         thread = threading.Thread(target=work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib.util
 import logging
 import os
 import threading
@@ -56,10 +57,25 @@ class RocmPool(TorchPool):
             self._capture_stream = self._torch.fresh_stream()
         return self._capture_stream
 
+    def __init__(self, backend: RocmBackend, budget_bytes: int | None = None) -> None:
+        super().__init__(backend, budget_bytes)
+        self._word: torch.Tensor | None = None
+
+    def make_word(self) -> torch.Tensor:
+        """Return the word into which graphs of this pool write which recording they ran.
+
+        One is enough, because replays of a pool come one after the other.
+        """
+        if self._word is None:
+            self._word = torch.zeros(1, dtype=torch.int64, device=self._torch.device)
+        return self._word
+
     def renew(self, stuck: Any) -> None:
         # Destroying a graph object of torch synchronises the device, which the stream that is
-        # stuck in capture mode refuses: the process would end. It lives as long as the process.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stuck))
+        # stuck in capture mode refuses: the process would end. It lives as long as the process,
+        # and so does the memory that it counts as a user of.
+        immortal = (stuck, self._memory, self._keeper)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
         super().renew(stuck)
 
 
@@ -96,6 +112,8 @@ class RocmBackend(NodeBackend):
             capture_error_modes=("thread_local", "global", "relaxed"),
             concurrent_threads=library.version.reports_unsafe_calls,
             collectives=True,
+            piecewise=True,
+            compilers=_compilers(),
             node_counts=True,
         )
 
@@ -209,6 +227,11 @@ class RocmBackend(NodeBackend):
     def distrust_updates(self) -> None:
         """From now on write no parameters into executables that exist."""
         self.findings = attrs.evolve(self.find_out(), updates=False)
+
+
+def _compilers() -> tuple[str, ...]:
+    # Inductor needs the Triton that comes with the ROCm build.
+    return ("eager",) + ("inductor",) * (importlib.util.find_spec("triton") is not None)
 
 
 def make_backend() -> RocmBackend:

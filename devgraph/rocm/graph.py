@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from devgraph.api.errors import UpdateError, UpdateTopologyError
 from devgraph.api.graph import GraphState
 from devgraph.api.marks import Mark
@@ -16,7 +14,7 @@ from devgraph.api.recording import NodeRecording
 from devgraph.api.torchlike import TorchPool
 
 if TYPE_CHECKING:
-    from devgraph.rocm.backend import RocmBackend
+    from devgraph.rocm.backend import RocmBackend, RocmPool
 
 __all__ = ["LEAKED_BYTES_PER_NODE", "LEAK_BUDGET_BYTES", "RocmGraph"]
 
@@ -34,18 +32,21 @@ every 32nd update, which spreads the 2-3 ms of making one to less than 0.1 ms.""
 class RocmGraph(NodeGraph):
     """A graph of the ROCm build of torch.
 
-    Behind the regions it records one more node, which writes the recording's number into a word of
-    device memory. After the first launch of a recording that was written or built, the word tells
-    whether the runtime used the new parameters; a stale one means that the launch was wrong.
+    Behind the regions it records one more node, which writes the recording's number into the word
+    of its pool. After the first launch of a recording that was written or built, the word tells
+    whether the runtime used the new parameters; a stale one means that the launch was wrong. It
+    tells of an executable, not of every node: see docs/rocm.md.
     """
+
+    pool: RocmPool
 
     _torch: RocmBackend
     backend: RocmBackend
 
     def __init__(self, backend: RocmBackend, pool: TorchPool) -> None:
         super().__init__(backend, pool)
-        self._word: torch.Tensor | None = None
         self._written = 0
+        self._as_captured = True
         self._verified: set[tuple[int, int]] = set()
         self._unverified: tuple[NodeRecording, tuple[int, int], Callable[[], None]] | None = None
 
@@ -59,8 +60,7 @@ class RocmGraph(NodeGraph):
     def _make_native(self) -> Any:
         if self._updatable:
             self._torch.find_out()
-            if self._word is None:
-                self._word = torch.zeros(1, dtype=torch.int64, device=self._torch.device)
+            self.pool.make_word()
         return super()._make_native()
 
     def _begin(self, mode: str) -> None:
@@ -78,12 +78,12 @@ class RocmGraph(NodeGraph):
     def _forget(self) -> None:
         super()._forget()
         self._written = 0
+        self._as_captured = True
         self._verified.clear()
         self._unverified = None
 
     def _close_regions(self, number: int) -> None:
-        assert self._word is not None
-        self._word.fill_(number)
+        self.pool.make_word().fill_(number)
 
     # Updates.
 
@@ -109,6 +109,7 @@ class RocmGraph(NodeGraph):
         more = recording.node_count * LEAKED_BYTES_PER_NODE
         if self._written and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
             self._renew_executable()
+        self._as_captured = False
         super()._write(recording)
         self._written += recording.node_count
 
@@ -123,16 +124,17 @@ class RocmGraph(NodeGraph):
     def _apply(self, recording: NodeRecording) -> None:  # type: ignore[override]
         super()._apply(recording)
         state = (recording.number, recording.executable)
+        if not recording.executable and self._as_captured:
+            return  # torch's executable, into which nothing was written
         if state not in self._verified:
             self._unverified = (recording, state, self._launch)
             self._launch = self._launch_and_verify  # type: ignore[method-assign]
 
     def _launch_and_verify(self) -> None:
         assert self._unverified is not None
-        assert self._word is not None
         recording, state, launch = self._unverified
         launch()
-        found = int(self._word.item())
+        found = int(self.pool.make_word().item())
         if found != recording.number:
             self._refuse_stale(recording, found)
         self._verified.add(state)

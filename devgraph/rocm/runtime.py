@@ -9,7 +9,7 @@ from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 from devgraph.api.errors import UpdateTopologyError
-from devgraph.api.nodes import Update
+from devgraph.api.nodes import RuntimeCallError, Update
 from devgraph.rocm.layouts import (
     CAPTURE_ACTIVE,
     CAPTURE_NONE,
@@ -197,14 +197,26 @@ class Runtime:
 
     def _set(self, node: int, update: Update) -> None:
         call, params = self._library.call, update.params
-        if update.kind == "kernel":
-            if self._library.has("hipGraphKernelNodeCopyAttributes"):
-                call("hipGraphKernelNodeCopyAttributes", update.source, node)
-            call("hipGraphKernelNodeSetParams", node, byref(params))
-        elif update.kind == "memcpy":
+        if update.kind == "memcpy":
             call("hipGraphMemcpyNodeSetParams1D", node, *self._flat(params))
-        else:
+        elif update.kind == "memset":
             call("hipGraphMemsetNodeSetParams", node, byref(params))
+        elif update.exact or not self._library.has("hipGraphKernelNodeCopyAttributes"):
+            call("hipGraphKernelNodeSetParams", node, byref(params))
+        else:
+            self._change_kernel(node, update)
+
+    def _change_kernel(self, node: int, update: Update) -> None:
+        """Give a node another kernel and the launch attributes of that one."""
+        call, params = self._library.call, byref(update.params)
+        # Attributes have to fit the kernel that the node holds, and the kernel those attributes:
+        # which of the two goes first depends on both.
+        try:
+            call("hipGraphKernelNodeSetParams", node, params)
+            call("hipGraphKernelNodeCopyAttributes", update.source, node)
+        except RuntimeCallError:
+            call("hipGraphKernelNodeCopyAttributes", update.source, node)
+            call("hipGraphKernelNodeSetParams", node, params)
 
     @staticmethod
     def _flat(params: Any) -> tuple[int, int, int, int]:

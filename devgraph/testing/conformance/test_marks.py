@@ -121,7 +121,8 @@ def test_breakable_alternates_graphs_and_eager_segments(kit: Kit, policy: str) -
 def test_graph_break_splits_and_empty_segments_are_dropped(kit: Kit, policy: str) -> None:
     captured = kit.capture(_with_breaks, kit.tensor(8), policy=policy)
     graphs = [s for s in captured.segments if s.info().nodes != 0]
-    assert len(graphs) == 3
+    # Who cannot count nodes cannot tell that the fourth is empty either.
+    assert len(graphs) == (3 if kit.backend.capabilities.node_counts else 4)
 
 
 @pytest.mark.parametrize("policy", BREAKING)

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import attrs
 import torch
 
 from devgraph.api.backend import Backend
+from devgraph.api.pool import Pool
 from devgraph.api.torchlike import TorchBackend
 from devgraph.rocm.backend import RocmBackend
 from devgraph.rocm.library import Library
 from tests.sim.hip.build import build
-from tests.sim.hip.device import Device
+from tests.sim.hip.device import Device, Recorder
 from tests.sim.hip.fake import Fake
 
 __all__ = ["FakeBackend", "ShimBackend"]
 
 
 class FakeBackend(RocmBackend):
-    """The ROCm backend on the fake library; use it inside a ``Recorder``.
+    """The ROCm backend on the fake library.
 
     Memory belongs to torch's CPU allocator, so that pools share none, and host reads pass
     unnoticed unless the guard refuses them.
@@ -33,6 +36,8 @@ class FakeBackend(RocmBackend):
         self._device = torch.device("cpu")
         self.current_stream_id = self._make_current_stream_id()
         self.attach(Library(fake.path))
+        # Compiled code would run past the mode that records operations.
+        self.capabilities = attrs.evolve(self.capabilities, piecewise=False)
 
     def check_available(self) -> None:
         pass
@@ -40,6 +45,11 @@ class FakeBackend(RocmBackend):
     def _make_current_stream_id(self) -> Callable[[], int]:
         namespace = self.namespace
         return lambda: int(namespace.current.cuda_stream)
+
+    @contextlib.contextmanager
+    def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        with Recorder(self.namespace), super().side_stream(pool, stream):
+            yield
 
     def elsewhere(self) -> bool:
         return False

@@ -149,6 +149,28 @@ class Device:
         self.default_generators = [_Generator()]
         self.CUDAGraph = lambda keep_graph=False: _Graph(self, keep_graph)
         self.MemPool = _MemPool
+        self.calls: dict[int, Callable[[], None]] = {}
+        """What the kernels that were recorded do, by the number that is their argument."""
+        self.held: list[torch.Tensor] = []
+        """What copies and fills address must not go back to the allocator."""
+        self._kernels: dict[Any, int] = {}
+        self._numbers = itertools.count(1)
+
+    def kernel(self, func: Any) -> int:
+        """Return the kernel that stands for a torch operation."""
+        if func not in self._kernels:
+            self._kernels[func] = self.fake.kernel(self._run, [c_int64])
+        return self._kernels[func]
+
+    def remember(self, call: Callable[[], None]) -> int:
+        """Return the number by which a kernel finds ``call``."""
+        number = next(self._numbers)
+        self.calls[number] = call
+        return number
+
+    def _run(self, number: int) -> None:
+        with _disable_current_modes():
+            self.calls[number]()
 
     def check(self, error: int) -> None:
         self.fake.check(error)
@@ -212,15 +234,11 @@ class Device:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the operations of a capturing stream; everything else runs as always."""
+    """Records this thread's operations on a capturing stream; the rest runs as always."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._device = device
-        self._calls: dict[int, Callable[[], None]] = {}
-        self._kernels: dict[Any, int] = {}
-        self._numbers = itertools.count(1)
-        self._held: list[torch.Tensor] = []  # what nodes address must not go back to the allocator
 
     def __torch_dispatch__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -249,39 +267,31 @@ class Recorder(TorchDispatchMode):
         fake = self._device.fake
         if name == "copy_" and self._is_flat_copy(*args[:2]):
             to, source = args[:2]
-            self._held += [to, source]
+            self._device.held += [to, source]
             fake.copy(stream, to.data_ptr(), source.data_ptr(), to.numel() * to.element_size())
             return to
         if name == "zero_" and args[0].is_contiguous():
-            self._held.append(args[0])
+            self._device.held.append(args[0])
             fake.fill(stream, args[0].data_ptr(), 0, args[0].numel() * args[0].element_size())
             return args[0]
         results, outputs = self._results(func, args, kwargs)
 
-        def call() -> None:
-            got = pytree.tree_leaves(func(*args, **kwargs))
-            for output, value in zip(outputs, got, strict=True):
-                if output is not None:
-                    output.copy_(value)
+        mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
 
-        number = next(self._numbers)
-        self._calls[number] = call
-        fake.launch(stream, self._kernel(func), c_int64(number))
+        def call() -> None:
+            with mode():
+                got = pytree.tree_leaves(func(*args, **kwargs))
+                for output, value in zip(outputs, got, strict=True):
+                    if output is not None:
+                        output.copy_(value)
+
+        fake.launch(stream, self._device.kernel(func), c_int64(self._device.remember(call)))
         return results
 
     @staticmethod
     def _is_flat_copy(to: torch.Tensor, source: torch.Tensor) -> bool:
         same = to.dtype == source.dtype and to.shape == source.shape
         return same and to.is_contiguous() and source.is_contiguous()
-
-    def _kernel(self, func: Any) -> int:
-        if func not in self._kernels:
-            self._kernels[func] = self._device.fake.kernel(self._run, [c_int64])
-        return self._kernels[func]
-
-    def _run(self, number: int) -> None:
-        with _disable_current_modes(), torch.no_grad():
-            self._calls[number]()
 
     def _results(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
         """Return what the caller gets, and for each leaf the buffer that a launch fills."""
@@ -290,7 +300,7 @@ class Recorder(TorchDispatchMode):
         def clone(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            copy = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype).copy_(leaf)
+            copy = _copied(leaf)
             cloned[id(copy)] = leaf
             return copy
 
@@ -309,3 +319,12 @@ class Recorder(TorchDispatchMode):
                 results.append(leaf)
                 outputs.append(leaf if isinstance(leaf, torch.Tensor) else None)
         return pytree.tree_unflatten(results, spec), outputs
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the same strides; elements that share memory do so in the copy too."""
+    shared = [n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    shape = [1 if one else n for one, n in zip(shared, tensor.shape, strict=True)]
+    copy = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype)
+    copy.copy_(tensor.as_strided(shape, tensor.stride()) if any(shared) else tensor)
+    return copy.as_strided(tensor.shape, tensor.stride()) if any(shared) else copy
