@@ -191,6 +191,7 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
+        self.attends = True
         self.embed = torch.randn(32, WIDTH, generator=generator)
         self.weights = [torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(2)]
 
@@ -198,9 +199,10 @@ class Model(torch.nn.Module):
         hidden = self.embed[input_ids] + positions[:, None]
         for index, weight in enumerate(self.weights):
             query = hidden @ weight
-            output = torch.empty_like(query)
-            torch.ops.vllm.unified_attention_with_output(
-                query, query, hidden, output, f"layers.{index}"
-            )
+            output = torch.empty_like(query) if self.attends else query.sin()
+            if self.attends:
+                torch.ops.vllm.unified_attention_with_output(
+                    query, query, hidden, output, f"layers.{index}"
+                )
             hidden = hidden + output.tanh()
         return hidden
