@@ -66,8 +66,14 @@ class _OnDevgraph:
                 "and devgraph's pools cannot be paused. Unset it, or do not install devgraph."
             )
 
+    @contextlib.contextmanager
+    def capture_session(self, stream: Any) -> Iterator[None]:
+        """Capture shapes inside; they take memory from the pool of all of SGLang's backends."""
+        with super().capture_session(stream):  # type: ignore[misc]
+            self._open_pool()
+            yield
+
     def _open_pool(self) -> None:
-        # The handle is one for all of SGLang's backends: prefill and decode share memory.
         self._devgraph_pool = _shared().memory.pool(self._pool)
         handle = getattr(self._devgraph_pool, "handle", None)
         if handle is not None:
@@ -107,12 +113,6 @@ def full_backend() -> Any:
             super().__init__(cuda_graph_runner, **options)
             self._check()
             self._count = _shared().ledger.of("full")
-
-        @contextlib.contextmanager
-        def capture_session(self, stream: Any) -> Iterator[None]:
-            with super().capture_session(stream):
-                self._open_pool()
-                yield
 
         def capture_one(
             self,
@@ -265,12 +265,6 @@ def breakable_backend() -> Any:
 
         def end_cuda_graph_capture(self) -> None:
             """See ``begin_cuda_graph_capture``."""
-
-        @contextlib.contextmanager
-        def capture_session(self, stream: Any) -> Iterator[None]:
-            with super().capture_session(stream):
-                self._open_pool()
-                yield
 
         def capture_one(
             self,
