@@ -194,14 +194,23 @@ def test_buckets_become_capture_sizes() -> None:
 def test_mode_from_the_environment_is_put_into_the_configuration(
     standin: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = '{"decode": "full", "prefill": {"policy": "disabled", "max_bs": 8}}'
-    monkeypatch.setenv(MODE_VARIABLE, text.replace(', "max_bs": 8', ""))
+    text = '{"decode": "full", "prefill": "disabled"}'
+    monkeypatch.setenv(MODE_VARIABLE, text)
     vllm.install()
     config = importlib.import_module("vllm.config")
     made = config.VllmConfig(model_config=types.SimpleNamespace(enforce_eager=False))
     assert made.compilation_config.cudagraph_mode is standin.Mode.FULL_DECODE_ONLY
     placeholder = config.VllmConfig()
     assert placeholder.compilation_config.cudagraph_mode is standin.Mode.FULL_AND_PIECEWISE
+
+
+def test_overlay_of_the_platforms_backend_is_laid_over_the_rest(standin: Engine) -> None:
+    text = (
+        '{"decode": "full", "prefill": "piecewise", '
+        '"backends": {"cpu": {"prefill": "disabled"}, "npu": {"prefill": "full"}}}'
+    )
+    vllm.install(mode=text)
+    assert vllm.stats()["mode"] == "FULL_DECODE_ONLY"
 
 
 def test_mode_against_an_option_of_the_engine_is_an_error(standin: Engine) -> None:

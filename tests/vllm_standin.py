@@ -125,6 +125,9 @@ class Platform:
     def get_static_graph_wrapper_cls(cls) -> str:
         return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
+    def is_rocm(self) -> bool:
+        return False
+
     def graph_pool_handle(self) -> Any:
         Platform._handles += 1
         return ("pool", Platform._handles)

@@ -184,7 +184,7 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
     if _Holder.now is not None:
         return True
     text = mode if mode is not None else os.environ.get(MODE_VARIABLE) or None
-    wanted = None if text is None else engine_mode(text, backend)
+    wanted = None if text is None else engine_mode(text, backend or _platform_backend())
     installation = Installation(wanted)
     try:
         installation.put(Layer(backend=backend, strict=strict))
@@ -203,6 +203,16 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
     _Holder.now = installation
     logger.info("devgraph is the graph layer of vLLM: %s", ", ".join(installation.places))
     return True
+
+
+def _platform_backend() -> str | None:
+    """Return the name of the platform's backend, for overlays; makes none, as that would touch the
+    device before vLLM forks its workers."""
+    try:
+        from vllm.platforms import current_platform
+    except ImportError:
+        return None
+    return "rocm" if current_platform.is_rocm() else current_platform.device_type or None
 
 
 def uninstall() -> None:
