@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from devgraph.api.attention import SlotAttention
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.capturing import GraphScope
 from devgraph.api.errors import (
@@ -117,6 +118,20 @@ class Backend(abc.ABC):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``'s data in host memory from which copies to the device are async."""
         return tensor
+
+    def slot_attention(
+        self, *, slots: int, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> SlotAttention | None:
+        """Return the device's own attention over a cache of slots, or None where it has none.
+
+        Args:
+            slots: requests that the cache holds.
+            rows: positions of a slot; the cache rounds them up to the result's ``row_multiple``.
+            heads, kv_heads: of queries, and of keys and values.
+            head_dim: elements of a head, the same for keys and values.
+            dtype: of queries, keys and values.
+        """
+        return None
 
     def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
         """Return ``run``, a compiled piece of a step, in a form that a capture can record.

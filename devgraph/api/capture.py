@@ -238,6 +238,7 @@ def capture(
     device = get_backend(backend) if isinstance(backend, str) else backend
     chosen = get_policy(policy)
     memory = pool if pool is not None else device.make_pool()
+    UpdateBudget.of(budget)  # Refuses what is none.
     job = Job(
         fn=fn,
         args=args,
@@ -248,7 +249,7 @@ def capture(
         capture_error_mode=device.check_capture_error_mode(capture_error_mode),
         compiler=compiler,
         before_break=before_break,
-        budget=UpdateBudget.of(budget),
+        budget=budget,
         after_warmup=after_warmup,
     )
     started = time.perf_counter()

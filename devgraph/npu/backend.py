@@ -17,6 +17,7 @@ from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError, UpdateError
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike import TorchBackend, TorchPool
+from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.budget import StreamBudget
 from devgraph.npu.codes import UNJOINED, error_code, lost_reason
 from devgraph.npu.events import EventStore
@@ -45,6 +46,8 @@ class NpuBackend(TorchBackend):
     """Apply host values that a graph never took before its replay is launched, so that a refusal is
     raised by the call and nothing has run. False overlaps them too; a refusal then spoils that
     replay, whose graph becomes dirty, and is raised by the graph's next call."""
+    attention_version: int = 2
+    """The version of torch_npu's fused attention that engines get: 1 or 2."""
     update_timeout: float = 60.0
     """Seconds after which an update, or a replay whose update was issued, counts as stuck."""
 
@@ -106,6 +109,14 @@ class NpuBackend(TorchBackend):
 
     def is_unjoined(self, error: BaseException) -> bool:
         return error_code(error) == UNJOINED
+
+    def slot_attention(
+        self, *, slots: int, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> FusedSlotAttention | None:
+        if dtype not in DTYPES or head_dim not in HEAD_DIMS or heads % kv_heads:
+            return None
+        rows = -(-rows // BLOCK) * BLOCK
+        return FusedSlotAttention(slots, rows, version=self.attention_version, device=self._device)
 
     def count_nodes(self, native: Any) -> int | None:
         """Return the number of tasks in an ended capture, or None where the driver cannot tell."""

@@ -20,6 +20,7 @@ from devgraph.api.graph import GraphState
 from devgraph.api.marks import Mark
 from devgraph.api.regions import RegionHit
 from devgraph.api.torchlike import TorchGraph, TorchPool
+from devgraph.npu.attention import trusted
 from devgraph.npu.codes import NO_RESOURCE, means
 from devgraph.npu.regions import Group, Regions
 from devgraph.npu.updates import Job
@@ -217,10 +218,11 @@ class NpuGraph(TorchGraph):
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> _Recording:
         """Apply values that this graph never took, or raise what a region raises and apply none.
 
-        With ``backend.try_new_values`` false, they are taken on trust and applied by the launch.
+        With ``backend.try_new_values`` false, they are taken on trust and applied by the launch,
+        and so are those of the backend's own attention.
         """
         regions = self._settled()
-        if self._torch.try_new_values:
+        if self._torch.try_new_values and not trusted.issuperset(host):
             self.pool.order()
             self._torch.drain()
             regions.try_values(host, f"the update of {self!r}")

@@ -78,6 +78,8 @@ class UpdatablePlan:
         self._modes = Modes.current()
         self._budget = UpdateBudget.of(job.budget)
         self._misses = MissBudget(self._budget)
+        # Such a backend runs the regions' host code for every key, known or new.
+        self._free_misses = job.budget is None and job.backend.capabilities.async_update
         self._graphs = [graph]
         self._broken: BreakablePlan | None = None
         self._host: HostKwargs = {}
@@ -102,7 +104,7 @@ class UpdatablePlan:
             self._use(home, key)
             self.notes["hits"] += 1
             self._misses.earn()
-        elif self._misses.allows(key) or not self._can_break():
+        elif self._free_misses or self._misses.allows(key) or not self._can_break():
             self.notes["misses"] += 1
             self._record(key, host)
         else:

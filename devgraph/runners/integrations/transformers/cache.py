@@ -43,6 +43,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         shape: geometry and window of the layer.
         keys, values: ``[kv_heads, slots * max_len + 1, dim]``.
         keys_by_slot, values_by_slot: views ``[slots, kv_heads, max_len, dim]``.
+        keys_by_row, values_by_row: views ``[slots * max_len, kv_heads, dim]``.
     """
 
     is_sliding = False
@@ -53,6 +54,7 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         slots: int,
         *,
         max_len: int,
+        rows_first: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -60,12 +62,19 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.shape = shape
 
         def rows(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-            flat = torch.zeros(shape.kv_heads, slots * max_len + 1, dim, dtype=dtype, device=device)
+            sizes = (shape.kv_heads, slots * max_len + 1, dim)
+            if rows_first:
+                flat = torch.zeros(sizes[1], sizes[0], dim, dtype=dtype, device=device)
+                flat = flat.transpose(0, 1)
+            else:
+                flat = torch.zeros(sizes, dtype=dtype, device=device)
             by_slot = flat[:, :-1].view(shape.kv_heads, slots, max_len, dim).transpose(0, 1)
             return flat, by_slot
 
         self.keys, self.keys_by_slot = rows(shape.key_dim)
         self.values, self.values_by_slot = rows(shape.value_dim)
+        self.keys_by_row = self.keys[:, :-1].transpose(0, 1)
+        self.values_by_row = self.values[:, :-1].transpose(0, 1)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -108,6 +117,8 @@ class KVCache(Cache):  # type: ignore[misc]
         shapes: one per layer.
         slots: requests that fit.
         max_len: rows of a slot.
+        rows_first: lay memory out by rows instead of by heads: what a backend's own attention
+            reads as blocks.
     """
 
     def __init__(
@@ -116,13 +127,21 @@ class KVCache(Cache):  # type: ignore[misc]
         slots: int,
         *,
         max_len: int,
+        rows_first: bool = False,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.slots = slots
         self.max_len = max_len
         layers = [
-            CacheLayer(shape, slots, max_len=max_len, dtype=dtype, device=device)
+            CacheLayer(
+                shape,
+                slots,
+                max_len=max_len,
+                rows_first=rows_first,
+                dtype=dtype,
+                device=device,
+            )
             for shape in shapes
         ]
         super().__init__(layers=layers)

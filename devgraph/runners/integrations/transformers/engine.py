@@ -92,6 +92,7 @@ class Engine:
             max_requests=max_requests,
             max_len=max_len,
             updatable=self.backend.capabilities.region_update,
+            slot_attention=self.backend.slot_attention,
         )
         if self.model.device.type != self.backend.device.type:
             raise InputError(
@@ -106,7 +107,7 @@ class Engine:
         self._closed = False
         self._captured = False
         self.pool = self.backend.make_pool()
-        if self.config.prefill.policy == "full" and not self.model.varlen:
+        if self.config.prefill.policy == "full" and not (self.model.varlen or self.model.slotted):
             logger.warning(
                 "prefill policy 'full' needs attention with lengths in device tensors to repeat "
                 "one graph, and %s has none for %s here: almost every packed step brings host "
@@ -250,11 +251,11 @@ class Engine:
         for move in self._scheduler.compact():
             self.model.cache.move(move.source, move.target, move.length)
             self._stats.moves += 1
-        chunks = self._scheduler.plan()
+        chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
         if not chunks:
             return []
         decode = all(chunk.count == 1 and chunk.completes for chunk in chunks)
-        # In a decode step rows are slots: the scheduler compacted them and lists them in order.
+        # In a decode step rows are slots, which the scheduler compacted.
         runner: Runner = self.decode if decode else self.prefill
         data = self._batcher.decode(chunks) if decode else self._batcher.packed(chunks)
         out = runner.run(data.inputs, host_args=data.host_args, longest=data.longest)

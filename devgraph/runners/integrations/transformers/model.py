@@ -8,6 +8,7 @@ data-dependent shapes); afterwards it is as it was, and ``model.generate`` works
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from devgraph.api.attention import SlotAttention
 from devgraph.api.errors import InputError, StateError
 from devgraph.runners.batch import Batch
 from devgraph.runners.integrations.transformers.attention import (
@@ -74,6 +76,8 @@ class CausalModel:
         varlen: force the kernel with device lengths on or off; None tries it.
         fuse: compute norms, rotary embeddings and neighbouring projections with fewer kernels
             (see ``fusion``); results then differ from the model's own by rounding.
+        slot_attention: ``Backend.slot_attention``: the device's own attention is used where it
+            has one for this model.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
@@ -89,30 +93,35 @@ class CausalModel:
         updatable: bool = True,
         varlen: bool | None = None,
         fuse: bool = True,
+        slot_attention: Callable[..., SlotAttention | None] | None = None,
     ) -> None:
         self.model = model
         self.shape = probe(model)
         self.positions = _positions(model, max_len)
-        self.max_len = _round_up(self.positions, ROW_MULTIPLE)
         if max_requests < 1:
             raise InputError(f"max_requests must be at least 1, got {max_requests}")
         self.max_requests = max_requests
         self.device, self.dtype = self.shape.device, self.shape.dtype
         self.bounded = updatable
+        offered = slot_attention if updatable and not varlen else None
+        self.slotted = offered and self._choose_slotted(offered)
+        multiple = self.slotted.row_multiple if self.slotted else ROW_MULTIPLE
+        self.max_len = _round_up(self.positions, multiple)
         self.cache = KVCache(
             self.shape.layers,
             max_requests,
             max_len=self.max_len,
+            rows_first=self.slotted is not None,
             dtype=self.dtype,
             device=self.device,
         )
-        self.varlen = self._choose_varlen(varlen)
+        self.varlen = self.slotted is None and self._choose_varlen(varlen)
         self._step: _Step | None = None
         self._windows = sorted({layer.window for layer in self.shape.layers}, key=str)
         self._rows = torch.arange(self.max_len, device=self.device)
         starts = torch.arange(max_requests + 1, dtype=torch.int32, device=self.device)
         self._starts, self._row_starts = starts, starts * self.max_len
-        self._ramps = {} if self.varlen else self._make_ramps()
+        self._ramps = {} if self.varlen or self.slotted else self._make_ramps()
         groups, modules = self.shape.projections, self.shape.attention
         self.fusion = Fusion(model, groups, modules) if fuse else None
         self._configs = configs_of(model)
@@ -123,6 +132,22 @@ class CausalModel:
             self, AttentionInterface._global_mapping.pop, self._name, None
         )
         self._overrides = self._choose_overrides()
+
+    def _choose_slotted(self, offered: Callable[..., SlotAttention | None]) -> SlotAttention | None:
+        shapes = set(self.shape.layers)
+        if len(shapes) > 1:
+            return None  # One list of lengths serves all layers.
+        shape = shapes.pop()
+        if shape.window or shape.softcap or shape.key_dim != shape.value_dim:
+            return None
+        return offered(
+            slots=self.max_requests,
+            rows=self.positions,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.key_dim,
+            dtype=self.dtype,
+        )
 
     def _choose_varlen(self, wanted: bool | None) -> bool:
         dims = {(s.key_dim, s.value_dim) for s in self.shape.layers}
@@ -184,10 +209,12 @@ class CausalModel:
         ]
 
     @property
-    def decode_host_args(self) -> dict[str, int]:
+    def decode_host_args(self) -> dict[str, Any]:
         """Host arguments of a decode step, with the values to capture with."""
         if self.varlen or not self.bounded:
             return {}
+        if self.slotted:
+            return {"spans": ()}
         return {"kv_len": ROW_MULTIPLE, "kv_from": 0}
 
     @property
@@ -195,13 +222,16 @@ class CausalModel:
         """Host arguments of a packed step, with the values to capture with."""
         return {} if self.varlen else {"spans": ()}
 
-    def decode_host_values(self, positions: list[int], width: int = 1) -> dict[str, int]:
+    def decode_host_values(self, positions: list[int], width: int = 1) -> dict[str, Any]:
         """Return the host arguments for requests whose first new token is at ``positions``.
 
         Rounded so that they repeat, and the rows they make readable are cleared.
         """
         if self.varlen:
             return {}
+        if self.slotted:
+            spans = ((slot, position, width) for slot, position in enumerate(positions))
+            return {"spans": tuple(itertools.chain.from_iterable(spans))}
         if not self.bounded:
             self._prepare(positions, width, self.max_len)
             return {}
@@ -224,7 +254,7 @@ class CausalModel:
         if self.varlen:
             ends = batch.position_ids.view(-1, width)[:, -1]
             step.lengths = (ends + 1).to(torch.int32)
-        else:
+        elif not self.slotted:
             for window in self._windows:
                 step.masks[window] = decode_mask(
                     batch.position_ids, self._rows, width, window, self.dtype
@@ -307,7 +337,16 @@ class CausalModel:
         out = query.new_empty(shape) if step.decode else query.new_zeros(shape)
         keys, values, window = layer.keys_by_slot, layer.values_by_slot, layer.shape.window
         host = step.batch.host
-        if not step.decode:
+        if self.slotted:
+            self.slotted.attend(
+                query[0].transpose(0, 1).contiguous(),
+                layer.keys_by_row,
+                layer.values_by_row,
+                out[0],
+                scale=scale,
+                spans=host.spans,
+            )
+        elif not step.decode:
             packed_exact(
                 query,
                 keys,

@@ -1,0 +1,141 @@
+"""torch_npu's fused attention with host lengths, over a cache of slots.
+
+One call serves prefill, chunks and decode: packed queries (layout ``TND``) over a paged cache whose
+block table is fixed, because a slot is a row of blocks. Only two lists of lengths depend on the
+host, and torch_npu's operator reads them when it is issued, so they are what an update renews.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from devgraph.api.errors import RegionError
+from devgraph.api.marks import Mark, region
+
+__all__ = ["FusedSlotAttention", "lengths_of", "trusted"]
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 128
+"""Rows of a block: what the operator takes for queries of any length."""
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = range(16, 513, 16)
+_MASK = 2048
+"""Side of the triangular mask that the operator wants for its compressed causal mode."""
+_CAUSAL = 3
+"""Its sparse mode: causal, the last query row aligned with the last key row."""
+
+
+def lengths_of(
+    spans: Sequence[int], slots: int, tokens: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where each slot's queries end among the packed ones, and how many keys it has.
+
+    The last entry of both is the padding: its queries see no key, and the operator writes zeros.
+
+    Raises:
+        RegionError: slots that do not ascend or do not exist, or more tokens than there are.
+    """
+    new, keys, last = [0] * slots, [0] * slots, -1
+    for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
+        if not last < slot < slots:
+            raise RegionError(
+                f"attention got slot {slot} after {last}; slots must ascend and be below {slots}"
+            )
+        new[slot], keys[slot], last = count, cached + count, slot
+    ends = list(itertools.accumulate(new))
+    if ends[-1] > tokens:
+        raise RegionError(f"attention got lengths of {ends[-1]} tokens for {tokens} query rows")
+    return (*ends, tokens), (*keys, 0)
+
+
+class _Fixed:
+    """What calls share: shapes, the block table, the mask. Compared by identity."""
+
+    def __init__(self, slots: int, rows: int, version: int, device: torch.device) -> None:
+        blocks = rows // BLOCK
+        self.slots, self.version = slots, version
+        # The padding's row is never read: it has no keys.
+        table = torch.arange(slots * blocks, dtype=torch.int32).view(slots, blocks)
+        self.table = torch.cat([table, table[:1]]).to(device)
+        self.mask = torch.ones(_MASK, _MASK, dtype=torch.bool).triu(1).to(device)
+        self.no_sums = torch.empty(1, dtype=torch.float32, device=device)
+
+    def arguments(
+        self, query: torch.Tensor, keys: torch.Tensor, scale: float, spans: Sequence[int]
+    ) -> dict[str, Any]:
+        ends, lengths = lengths_of(spans, self.slots, query.shape[0])
+        common = {
+            "block_table": self.table,
+            "atten_mask": self.mask,
+            "input_layout": "TND",
+            "block_size": BLOCK,
+            "sparse_mode": _CAUSAL,
+            "num_key_value_heads": keys.shape[1],
+        }
+        if self.version == 1:
+            own = {"actual_seq_lengths": list(ends), "actual_seq_lengths_kv": list(lengths)}
+            return {**common, **own, "num_heads": query.shape[1], "scale": scale}
+        own = {"actual_seq_qlen": list(ends), "actual_seq_kvlen": list(lengths)}
+        return {**common, **own, "num_query_heads": query.shape[1], "softmax_scale": scale}
+
+
+@region(host_args=("spans",), mutates=("out",))
+def fused_slot_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    fixed: _Fixed,
+    *,
+    spans: tuple[int, ...],
+) -> None:
+    """``SlotAttention.attend`` through the operator of ``fixed.version``."""
+    npu = sys.modules["torch_npu"]
+    suffix = "_v2" if fixed.version == 2 else ""
+    operator = getattr(npu, f"npu_fused_infer_attention_score{suffix}")
+    workspace_of = getattr(npu, f"_npu_fused_infer_attention_score{suffix}_get_max_workspace")
+    pages = [t.view(-1, BLOCK, t.shape[1] * t.shape[2]) for t in (keys, values)]
+    arguments = fixed.arguments(query, keys, scale, spans)
+    # Asked for every time: it depends on the lengths, and one that was sized for others is wrong.
+    workspace = workspace_of(query, *pages, **arguments)
+    operator.out(query, *pages, **arguments, workspace=workspace, out=[out, fixed.no_sums])
+
+
+trusted: frozenset[Mark] = frozenset({fused_slot_attention.__devgraph_mark__})  # type: ignore[attr-defined]
+"""Regions whose new values need no trial: they raise before they launch anything, or not at all."""
+
+
+class FusedSlotAttention:
+    """``devgraph.api.attention.SlotAttention`` on Ascend.
+
+    Args:
+        slots: requests that the cache holds.
+        rows: of a slot, a multiple of ``row_multiple``.
+        version: 1 or 2, of the operator.
+    """
+
+    row_multiple = BLOCK
+
+    def __init__(self, slots: int, rows: int, *, version: int, device: torch.device) -> None:
+        self._fixed = _Fixed(slots, rows, version, device)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        spans: tuple[int, ...],
+    ) -> None:
+        """Attend; see ``devgraph.api.attention.SlotAttention.attend``."""
+        fused_slot_attention(query, keys, values, out, scale, self._fixed, spans=spans)
