@@ -200,11 +200,12 @@ class NpuBackend(TorchBackend):
         self.free_buried()
 
     def _require_replays_end(self) -> None:
-        watched = list(self.channel._watched)
+        watched = self.channel.watched()
         while watched:
             for regions in watched[:]:
                 if regions.settled():
                     watched.remove(regions)
+                    self.channel.unwatch(regions)
                     if regions.failure is not None and isinstance(regions.failure, UpdateError):
                         raise regions.failure
             if watched:

@@ -144,6 +144,14 @@ class NpuGraph(TorchGraph):
         self._job: Job | None = None
         self._nodes: int | None = None
 
+    @property
+    def state(self) -> GraphState:
+        regions = self._regions
+        if regions is not None and regions.failure is not None:
+            if self._state is GraphState.READY:
+                self._state = GraphState.DIRTY
+        return self._state
+
     # Capture.
 
     def _begin(self, mode: str) -> None:
@@ -236,6 +244,8 @@ class NpuGraph(TorchGraph):
 
     def _launch_and_signal(self) -> None:
         regions = self._settled()
+        regions.make_room()
+        self._refuse_broken(regions)
         backend = self._torch
         channel = backend.channel
         host, self._due = self._due, None
@@ -270,6 +280,7 @@ class NpuGraph(TorchGraph):
     def _refuse_broken(self, regions: Regions) -> None:
         if regions.failure is not None:
             self._state = GraphState.DIRTY
+            self._torch.channel.unwatch(regions)  # The caller knows now.
             raise regions.failure
 
     # Size and end.

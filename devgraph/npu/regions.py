@@ -59,7 +59,7 @@ class Regions:
         self._done = (namespace.Event(), namespace.Event())
         self._launches = 0
         self._fenced = True
-        self._signalled_at = 0.0
+        self._times = [0.0, 0.0]
         self.applied: Host = {}
         """The values that the groups hold, by what the update thread has done."""
         self.planned: Host = {}
@@ -98,16 +98,26 @@ class Regions:
     def launched(self, stream: Any) -> None:
         """Note that a replay was launched on ``stream``."""
         self._launches += 1
-        self._done[self._launches % 2].record(stream)
+        slot = self._launches % 2
+        self._done[slot].record(stream)
+        self._times[slot] = time.monotonic()
         self._fenced = False
-        self._signalled_at = time.monotonic()
         self._channel.watch(self)
+
+    def make_room(self) -> None:
+        """Wait until the last replay but one is done, which bounds how far the host runs ahead."""
+        while self._launches > 1 and not self._done[(self._launches + 1) % 2].query():
+            if self.settled():
+                return
+            time.sleep(0.00005)
 
     def settled(self) -> bool:
         """Whether the last replay is done; one that waits too long is released and given up."""
-        if not self._launches or self._done[self._launches % 2].query():
+        last, older = self._launches % 2, (self._launches + 1) % 2
+        if not self._launches or self._done[last].query():
             return True
-        if time.monotonic() - self._signalled_at > self._channel.timeout:
+        waiting = older if self._launches > 1 and not self._done[older].query() else last
+        if time.monotonic() - self._times[waiting] > self._channel.timeout:
             self._release()
             return True
         return False
@@ -122,8 +132,8 @@ class Regions:
             f"recording all events again, and with them the graph lost count of its events: call "
             f"reset() and capture again."
         )
-        for group in self._groups:
-            group.event.record(self._channel.stream)
+        for group in self._groups:  # not on the update stream: it may wait for this replay
+            group.event.record(self._channel.rescue_stream)
 
     # On the update thread.
 

@@ -84,6 +84,8 @@ class UpdateChannel:
         self.order = threading.RLock()
         """Held while a replay is launched and its job queued, which is one step."""
         self.stream: Any = None
+        self.rescue_stream: Any = None
+        """Where events are recorded again that a replay waits for too long."""
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -94,12 +96,15 @@ class UpdateChannel:
 
     @property
     def quiet(self) -> bool:
-        """Whether the device waits for nothing that the host still has to do.
+        """Whether no replay waits, or may have to wait, for something that the host does.
 
         Only then may a thread that holds the interpreter's lock wait for the device. Ask while
         holding ``order``.
         """
-        return not self._launching and self._submitted == self._ran
+        if self._launching or self._submitted != self._ran:
+            return False
+        # A replay whose signal was lost waits until it is given up.
+        return all(regions.settled() for regions in self.watched())
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
@@ -116,6 +121,7 @@ class UpdateChannel:
         if self._thread is not None:
             return
         self.stream = self._namespace.SyncLaunchStream(self._index)
+        self.rescue_stream = self._namespace.SyncLaunchStream(self._index)
         self._thread = threading.Thread(
             target=self._run, name=f"devgraph update npu:{self._index}", daemon=True
         )
@@ -174,6 +180,14 @@ class UpdateChannel:
     def watch(self, regions: Any) -> None:
         """Look from time to time whether the last replay of ``regions`` ends."""
         self._watched.add(regions)
+
+    def unwatch(self, regions: Any) -> None:
+        """Stop looking: the last replay of ``regions`` has ended, or was given up."""
+        self._watched.discard(regions)
+
+    def watched(self) -> list[Any]:
+        """Return the regions whose last replay may be under way."""
+        return list(self._watched)
 
     def bury_later(self, graph: Any) -> None:
         """Close ``graph`` on another thread: closing takes locks that the thread must not take."""
