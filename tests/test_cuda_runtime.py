@@ -47,6 +47,7 @@ class Driver:
     CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_MEMORY_TYPE="memory type")
 
     def __init__(self) -> None:
+        self.nodes: dict[int, tuple[Kind, Any]] = {}
         self.launch: dict[int, dict[str, Any]] = {}
         self.pinned: set[int] = set()
         self.context = CONTEXT
@@ -54,9 +55,15 @@ class Driver:
         self.refuse = 0
         self._setter_calls = 0
 
-    def kernel(self, node: int, function: int, **launch: Any) -> Any:
+    def kernel(self, function: int, **launch: Any) -> int:
+        node = self.node(Kind.CU_GRAPH_NODE_TYPE_KERNEL, SimpleNamespace(func=function, kern=0))
         self.launch[node] = launch
-        return SimpleNamespace(func=function, kern=0)
+        return node
+
+    def node(self, kind: Kind, params: Any) -> int:
+        node = len(self.nodes)
+        self.nodes[node] = kind, params
+        return node
 
     def cuGraphKernelNodeGetAttribute(self, node: int, which: str) -> tuple[int, Any]:
         launch = self.launch[node]
@@ -93,7 +100,21 @@ class Driver:
     def cuGraphExecMemsetNodeSetParams(self, *args: Any) -> tuple[int]:
         return self._set("memset", *args)
 
-    cuGraphKernelNodeGetParams = cuGraphMemcpyNodeGetParams = cuGraphMemsetNodeGetParams = None
+    def _params(self, kind: Kind, node: int) -> tuple[int, Any]:
+        found, params = self.nodes[node]
+        return (0, params) if found is kind else (1, None)
+
+    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[int, Any]:
+        return self._params(Kind.CU_GRAPH_NODE_TYPE_KERNEL, node)
+
+    def cuGraphMemcpyNodeGetParams(self, node: int) -> tuple[int, Any]:
+        return self._params(Kind.CU_GRAPH_NODE_TYPE_MEMCPY, node)
+
+    def cuGraphMemsetNodeGetParams(self, node: int) -> tuple[int, Any]:
+        return self._params(Kind.CU_GRAPH_NODE_TYPE_MEMSET, node)
+
+    def cuGraphNodeGetType(self, node: int) -> tuple[int, Kind]:
+        return 0, self.nodes[node][0]
 
 
 class Cudart:
@@ -162,26 +183,40 @@ def test_only_an_active_capture_counts_as_one(runtime: Runtime) -> None:
 def test_same_kernel_launched_in_another_way_needs_a_new_executable(
     driver: Driver, runtime: Runtime, known: dict[str, Any], new: dict[str, Any], exact: bool
 ) -> None:
-    fixed = runtime.fixed("kernel", 1, driver.kernel(1, 40, **known))
-    assert runtime.is_exact("kernel", fixed, 2, driver.kernel(2, 40, **new)) is exact
+    fixed = fixed_of(runtime, "kernel", driver.kernel(40, **known))
+    assert is_exact(runtime, "kernel", fixed, driver.kernel(40, **new)) is exact
 
 
 def test_another_kernel_is_taken_unless_it_cooperates_or_clusters(
     driver: Driver, runtime: Runtime
 ) -> None:
-    fixed = runtime.fixed("kernel", 1, driver.kernel(1, 40))
-    assert runtime.is_exact("kernel", fixed, 2, driver.kernel(2, 41))
-    assert not runtime.is_exact("kernel", fixed, 3, driver.kernel(3, 41, cooperative=1))
-    assert not runtime.is_exact("kernel", fixed, 4, driver.kernel(4, 41, cluster=(1, 2, 1)))
+    fixed = fixed_of(runtime, "kernel", driver.kernel(40))
+    assert is_exact(runtime, "kernel", fixed, driver.kernel(41))
+    assert not is_exact(runtime, "kernel", fixed, driver.kernel(41, cooperative=1))
+    assert not is_exact(runtime, "kernel", fixed, driver.kernel(41, cluster=(1, 2, 1)))
 
 
-def fill(width: int, height: int = 1) -> Any:
-    return SimpleNamespace(elementSize=1, width=width, height=height)
+def fixed_of(runtime: Runtime, kind: str, node: int) -> Any:
+    return runtime.fixed(kind, node, runtime.params(kind, node))
 
 
-def copy(source: Memory, target: Memory, height: int = 1, **addresses: int) -> Any:
+def is_exact(runtime: Runtime, kind: str, fixed: Any, node: int) -> bool:
+    found = runtime.read(kind, fixed, node)
+    assert found is not None
+    return found[1]
+
+
+def fill(driver: Driver, width: int, height: int = 1) -> int:
+    params = SimpleNamespace(elementSize=1, width=width, height=height)
+    return driver.node(Kind.CU_GRAPH_NODE_TYPE_MEMSET, params)
+
+
+def copy(driver: Driver, source: Memory, target: Memory, height: int = 1, **addresses: int) -> int:
     at = {"srcDevice": 10, "dstDevice": 20, **addresses}
-    return SimpleNamespace(srcMemoryType=source, dstMemoryType=target, Height=height, Depth=1, **at)
+    params = SimpleNamespace(
+        srcMemoryType=source, dstMemoryType=target, Height=height, Depth=1, **at
+    )
+    return driver.node(Kind.CU_GRAPH_NODE_TYPE_MEMCPY, params)
 
 
 DEVICE, UNIFIED, HOST = (
@@ -191,27 +226,52 @@ DEVICE, UNIFIED, HOST = (
 )
 
 
-def test_executable_takes_fills_and_copies_of_one_dimension_only(runtime: Runtime) -> None:
-    known = runtime.fixed("memset", 1, fill(8))
-    assert runtime.is_exact("memset", known, 2, fill(8))
-    assert not runtime.is_exact("memset", known, 2, fill(9))
-    flat = runtime.fixed("memset", 1, fill(8, height=2))
-    assert not runtime.is_exact("memset", flat, 2, fill(8, height=2))
-    known = runtime.fixed("memcpy", 1, copy(DEVICE, DEVICE))
-    assert runtime.is_exact("memcpy", known, 2, copy(DEVICE, DEVICE))
-    assert not runtime.is_exact("memcpy", known, 2, copy(DEVICE, DEVICE, height=4))
-    assert not runtime.is_exact("memcpy", known, 2, copy(DEVICE, UNIFIED))
+def test_executable_takes_fills_and_copies_of_one_dimension_only(
+    driver: Driver, runtime: Runtime
+) -> None:
+    known = fixed_of(runtime, "memset", fill(driver, 8))
+    assert is_exact(runtime, "memset", known, fill(driver, 8))
+    assert not is_exact(runtime, "memset", known, fill(driver, 9))
+    flat = fixed_of(runtime, "memset", fill(driver, 8, height=2))
+    assert not is_exact(runtime, "memset", flat, fill(driver, 8, height=2))
+    known = fixed_of(runtime, "memcpy", copy(driver, DEVICE, DEVICE))
+    assert is_exact(runtime, "memcpy", known, copy(driver, DEVICE, DEVICE))
+    assert not is_exact(runtime, "memcpy", known, copy(driver, DEVICE, DEVICE, height=4))
+    assert not is_exact(runtime, "memcpy", known, copy(driver, DEVICE, UNIFIED))
 
 
-def test_host_memory_is_found_behind_any_kind_of_address(driver: Driver, runtime: Runtime) -> None:
-    assert not runtime.uses_host("memcpy", copy(DEVICE, DEVICE))
-    assert runtime.uses_host("memcpy", copy(HOST, DEVICE))
-    assert runtime.uses_host("memcpy", copy(DEVICE, HOST))
-    assert not runtime.uses_host("memcpy", copy(UNIFIED, UNIFIED))
-    driver.pinned.add(10)
-    assert runtime.uses_host("memcpy", copy(UNIFIED, DEVICE))
-    assert runtime.uses_host("memcpy", copy(DEVICE, UNIFIED, dstDevice=-1))
-    assert not runtime.uses_host("kernel", object())
+def test_node_of_another_kind_is_told_and_one_that_cannot_be_read_raises(
+    driver: Driver, runtime: Runtime
+) -> None:
+    assert runtime.read("kernel", None, fill(driver, 8)) is None
+    with pytest.raises(RuntimeCallError, match="reading a memset node failed"):
+        runtime.params("memset", driver.kernel(40))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "at", "host"),
+    [
+        (DEVICE, DEVICE, {}, False),
+        (HOST, DEVICE, {}, True),
+        (DEVICE, HOST, {}, True),
+        (UNIFIED, UNIFIED, {}, False),
+        (UNIFIED, DEVICE, {"srcDevice": 55}, True),
+        (DEVICE, UNIFIED, {"dstDevice": -1}, True),
+    ],
+)
+def test_host_memory_is_found_behind_any_kind_of_address(
+    driver: Driver,
+    runtime: Runtime,
+    source: Memory,
+    target: Memory,
+    at: dict[str, int],
+    host: bool,
+) -> None:
+    driver.pinned.add(55)
+    node = copy(driver, source, target, **at)
+    found = runtime.read("memcpy", fixed_of(runtime, "memcpy", node), node)
+    assert found is not None
+    assert found[2] is host
 
 
 def test_every_update_is_written_with_the_context_where_it_is_wanted(

@@ -65,11 +65,9 @@ class Driver:
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         return self.all[node].fixed
 
-    def is_exact(self, kind: str, fixed: Any, node: int, params: Any) -> bool:
-        return bool(self.all[node].fixed == fixed)
-
-    def uses_host(self, kind: str, params: Any) -> bool:
-        return any(node.params is params and node.host for node in self.all.values())
+    def read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
+        found = self.all[node]
+        return (found.params, found.fixed == fixed, found.host) if found.kind == kind else None
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
         changed = {update.node: update.params for update in updates}
@@ -158,6 +156,22 @@ def test_empty_nodes_are_paired_and_never_written(driver: Driver) -> None:
     scratch = driver.graph(kernel(7), Node("empty", None), kernel(8))
     (found,) = template.match([0], scratch, [3])
     assert [update.params for update in found] == [7, 8]
+    for wrong in ((kernel(7), kernel(8), kernel(9)), (kernel(7), kernel(8), Node("empty", None))):
+        with pytest.raises(dg.UpdateTopologyError, match="join"):
+            template.match([0], driver.graph(*wrong), [3])
+
+
+def test_regions_that_were_right_once_are_still_compared(driver: Driver) -> None:
+    graph = driver.graph(kernel(0), kernel(1), kernel(2))
+    template = template_of(driver, graph, ("first", 0, 2), ("second", 2, 3))
+    for _ in range(2):
+        template.match([0, 1], driver.graph(kernel(5), kernel(6), kernel(7)), [2, 3])
+    with pytest.raises(dg.UpdateTopologyError, match="another order"):
+        template.match([0, 1], driver.graph(*(kernel(i) for i in range(3)), edges=[(0, 2)]), [2, 3])
+    with pytest.raises(dg.UpdateTopologyError, match="kernel, memset, was kernel, kernel"):
+        other = driver.graph(kernel(5), Node("memset", 6), kernel(7))
+        template.match([0, 1], other, [2, 3])
+    assert len(template.match([0, 1], driver.graph(*(kernel(i) for i in range(3))), [2, 3])) == 2
 
 
 class Memory:

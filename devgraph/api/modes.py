@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
-import attrs
 import torch
 
 __all__ = ["Modes"]
 
 
-@attrs.frozen
-class Modes:
-    """The modes in force at capture: code that runs again must see the same ones."""
+class Modes(NamedTuple):
+    """The modes in force at capture: code that runs again must see the same ones.
+
+    A tuple, because every replay with breaks makes one and compares it.
+    """
 
     grad: bool
     inference: bool

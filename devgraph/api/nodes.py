@@ -7,7 +7,7 @@ parameters. What differs is behind ``NodeRuntime``: plain calls on raw handles, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import attrs
 
@@ -29,9 +29,8 @@ class RuntimeCallError(DeviceGraphError):
         self.error_code = error_code
 
 
-@attrs.frozen
-class Update:
-    """New parameters for one node."""
+class Update(NamedTuple):
+    """New parameters for one node. A tuple, because a recording makes hundreds."""
 
     node: Any
     """The handle of the captured graph's node."""
@@ -89,11 +88,9 @@ class NodeRuntime(Protocol):
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         """Return what an executable's node keeps for ever."""
 
-    def is_exact(self, kind: str, fixed: Any, node: int, params: Any) -> bool:
-        """Whether an executable's node with ``fixed`` takes the parameters of ``node``."""
-
-    def uses_host(self, kind: str, params: Any) -> bool:
-        """Whether the node reads or writes host memory."""
+    def read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
+        """Return the parameters of ``node``, whether an executable's node of that kind with
+        ``fixed`` takes them, and whether they point to host memory; None for another kind."""
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
         """Return a copy of ``graph`` with new parameters; the caller owns it."""
@@ -130,8 +127,7 @@ class _Shape:
     edges: frozenset[tuple[int, int, Hashable]]
 
 
-@attrs.frozen
-class _Node:
+class _Node(NamedTuple):
     """One node of the captured graph, with what an executable's node keeps for ever."""
 
     handle: Any
@@ -204,38 +200,58 @@ class Template:
             start = stop
         self._check_shapes(picks, graph, nodes, spans)
         return [
-            tuple(
-                self._pair(region.name, known, source)
-                for known, source in zip(region.nodes, span, strict=True)
-                if known.kind != EMPTY
-            )
-            for region, span in ((self.regions[p], s) for p, s in zip(picks, spans, strict=True))
+            self._pair(pick, self.regions[pick], span)
+            for pick, span in zip(picks, spans, strict=True)
         ]
+
+    def _pair(self, pick: int, region: _Region, span: Sequence[int]) -> tuple[Update, ...]:
+        read, kind_of = self._runtime.read, self._runtime.kind
+        updates = []
+        for known, source in zip(region.nodes, span, strict=True):
+            handle, kind, fixed = known
+            if kind == EMPTY:
+                if kind_of(source) != EMPTY:
+                    self._refuse_shape(pick, [kind_of(node) for node in span])
+                continue
+            found = read(kind, fixed, source)
+            if found is None:
+                self._refuse_shape(pick, [kind_of(node) for node in span])
+            params, exact, host = found
+            if host:
+                raise UpdateError(
+                    f"region {region.name} copies from or to host memory. The copy would run at "
+                    f"every replay, long after the recording that owns that memory. Pass the "
+                    f"values as host arguments, or copy them into a device tensor before the step."
+                )
+            updates.append(Update(handle, kind, params, source, exact))
+        return tuple(updates)
 
     def _check_shapes(
         self, picks: Sequence[int], graph: int, nodes: Sequence[int], spans: Sequence[Sequence[int]]
     ) -> None:
         """Raise UpdateTopologyError where a region has other kinds of nodes or other edges."""
         place = {node: position for position, node in enumerate(nodes)}
-        kind = self._runtime.kind
         # Two captures of the same regions list nodes and edges alike: what was found right once
-        # need not be taken apart again.
+        # need not be taken apart again. Kinds are seen when the nodes are read.
         whole = (
             tuple(picks),
-            [kind(node) for node in nodes],
+            tuple(map(len, spans)),
             [(place[a], place[b], what) for a, b, what in self._runtime.edges(graph)],
         )
         if whole == self._right:
             return
         for pick, shape in zip(picks, self._shapes(graph, spans), strict=True):
-            known = self.regions[pick]
-            if shape != known.shape:
-                raise UpdateTopologyError(
-                    f"region {known.name} (number {pick}) needs other kinds of nodes or another "
-                    f"order for these host arguments than at capture "
-                    f"({', '.join(shape.kinds)}, was {', '.join(known.shape.kinds)})."
-                )
+            if shape != self.regions[pick].shape:
+                self._refuse_shape(pick, shape.kinds)
         self._right = whole
+
+    def _refuse_shape(self, pick: int, kinds: Sequence[str]) -> NoReturn:
+        known = self.regions[pick]
+        raise UpdateTopologyError(
+            f"region {known.name} (number {pick}) needs other kinds of nodes or another "
+            f"order for these host arguments than at capture "
+            f"({', '.join(kinds)}, was {', '.join(known.shape.kinds)})."
+        )
 
     def _shapes(self, graph: int, spans: Sequence[Sequence[int]]) -> list[_Shape]:
         place = {
@@ -269,14 +285,3 @@ class Template:
             fixed = runtime.fixed(kind, node, runtime.params(kind, node))
             described.append(_Node(runtime.handle(node), kind, fixed))
         return tuple(described)
-
-    def _pair(self, name: str, known: _Node, source: int) -> Update:
-        params = self._runtime.params(known.kind, source)
-        if self._runtime.uses_host(known.kind, params):
-            raise UpdateError(
-                f"region {name} copies from or to host memory. The copy would run at every "
-                f"replay, long after the recording that owns that memory. Pass the values as "
-                f"host arguments, or copy them into a device tensor before the step."
-            )
-        exact = self._runtime.is_exact(known.kind, known.fixed, source, params)
-        return Update(known.handle, known.kind, params, source, exact)

@@ -165,30 +165,34 @@ class Runtime:
             return int(params.srcMemoryType), int(params.dstMemoryType)
         return params.elementSize, params.width, params.height
 
-    def is_exact(self, kind: str, fixed: Any, node: int, params: Any) -> bool:
-        """Whether an executable's node with ``fixed`` takes the parameters of ``node``.
+    def read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
+        """Return the parameters of ``node``, whether an executable's node of that kind with
+        ``fixed`` takes them, and whether they point to host memory; None for another kind.
 
-        It takes copies and fills of one dimension only, and no other cluster size or cooperation
-        than it has (cuGraphExecKernelNodeSetParams).
+        An executable takes copies and fills of one dimension only, and no other cluster size or
+        cooperation than it has (cuGraphExecKernelNodeSetParams).
         """
+        error, params = self._getters[kind](node)
+        if error:
+            if self.kind(node) != kind:
+                return None
+            _fail(f"reading a {kind} node", error)
         if kind == _KERNEL:
             function, cluster, cooperates = fixed
             # Whether it cooperates belongs to the function, the size of clusters to the call.
-            return bool(
-                self._cluster(node) == cluster
-                and (_function(params) == function or self._cooperates(node) == cooperates)
+            exact = self._cluster(node) == cluster and (
+                _function(params) == function or self._cooperates(node) == cooperates
             )
-        if self.fixed(kind, node, params) != fixed:
-            return False
-        if kind == _MEMCPY:
-            return bool(params.Height <= 1 and params.Depth <= 1)
-        return bool(params.height <= 1)
+            return params, exact, False
+        same = self.fixed(kind, node, params) == fixed
+        if kind == _MEMSET:
+            return params, same and params.height <= 1, False
+        return params, same and params.Height <= 1 and params.Depth <= 1, self._uses_host(params)
 
-    def uses_host(self, kind: str, params: Any) -> bool:
-        """Whether the node reads or writes host memory."""
-        return kind == _MEMCPY and (
-            self._is_host(params.srcMemoryType, params.srcDevice)
-            or self._is_host(params.dstMemoryType, params.dstDevice)
+    def _uses_host(self, params: Any) -> bool:
+        """Whether a copy reads or writes host memory."""
+        return self._is_host(params.srcMemoryType, params.srcDevice) or self._is_host(
+            params.dstMemoryType, params.dstDevice
         )
 
     def _is_host(self, memory: Any, address: Any) -> bool:
@@ -334,9 +338,9 @@ class Runtime:
         return run
 
 
-def _function(params: Any) -> tuple[int, int]:
-    """Return what a kernel node runs: the driver gives a function or a kernel of a library."""
-    return int(params.func), int(params.kern)
+def _function(params: Any) -> int:
+    """Return what a kernel node runs: the driver gives a function, or a kernel of a library."""
+    return int(params.func) or int(params.kern)
 
 
 @attrs.frozen

@@ -163,13 +163,14 @@ class Runtime:
             return params.kind
         return params.elementSize, params.width, params.height, params.pitch
 
-    def is_exact(self, kind: str, fixed: Any, node: int, params: Any) -> bool:
-        """Whether an executable's node with ``fixed`` takes the parameters of ``node``."""
-        return bool(self.fixed(kind, node, params) == fixed)
-
-    def uses_host(self, kind: str, params: Any) -> bool:
-        """Whether the node reads or writes host memory."""
-        return kind == "memcpy" and params.kind in HOST_COPIES
+    def read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
+        """Return the parameters of ``node``, whether an executable's node of that kind with
+        ``fixed`` takes them, and whether they point to host memory; None for another kind."""
+        if self.kind(node) != kind:
+            return None
+        params = self.params(kind, node)
+        on_host = kind == "memcpy" and params.kind in HOST_COPIES
+        return params, bool(self.fixed(kind, node, params) == fixed), on_host
 
     @staticmethod
     def _is_flat(params: Any) -> bool:
