@@ -147,9 +147,9 @@ class NpuGraph(TorchGraph):
     @property
     def state(self) -> GraphState:
         regions = self._regions
-        if regions is not None and regions.failure is not None:
-            if self._state is GraphState.READY:
-                self._state = GraphState.DIRTY
+        broken = regions is not None and regions.failure is not None
+        if broken and self._state is GraphState.READY:
+            self._state = GraphState.DIRTY
         return self._state
 
     # Capture.
