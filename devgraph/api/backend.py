@@ -86,6 +86,10 @@ class Backend(abc.ABC):
         """The product name of the device."""
         return str(self.device)
 
+    def details(self) -> dict[str, str]:
+        """Return what else a report should tell of this backend's runtime, by topic."""
+        return {}
+
     def make_pool(self, budget_bytes: int | None = None) -> Pool:
         """Return a new pool.
 

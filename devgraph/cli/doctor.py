@@ -51,6 +51,7 @@ class _Checked:
     device: str
     probes: tuple[Probe, ...]
     capabilities: dict[str, Any]
+    details: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         memory = None if self.memory is None else {"free": self.memory[0], "total": self.memory[1]}
@@ -59,6 +60,7 @@ class _Checked:
             "torch_device": self.device,
             "memory": memory,
             "capabilities": self.capabilities,
+            "details": self.details,
             "probes": [
                 {**attrs.asdict(probe), "ok": probe.ok, "verdict": probe.verdict}
                 for probe in self.probes
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(info: BackendInfo, *, probe: bool) -> _Checked:
     if not info.available:
-        return _Checked(info=info, memory=None, device="", probes=(), capabilities={})
+        return _Checked(info=info, memory=None, device="", probes=(), capabilities={}, details={})
     backend = get_backend(info.name)
     with working(f"capturing on {info.name}"):
         probes = tuple(probe_backend(backend)) if probe else ()
@@ -108,6 +110,7 @@ def _check(info: BackendInfo, *, probe: bool) -> _Checked:
         device=str(backend.device),
         probes=probes,
         capabilities=attrs.asdict(backend.capabilities),
+        details=backend.details(),
     )
 
 
@@ -188,6 +191,8 @@ def _print(checked: list[_Checked], *, probed: bool) -> None:
                 [(p.name, p.declared, p.verdict, p.detail) for p in one.probes],
             )
             say(f"  declared, not probed here: {_unprobed(one)}")
+        for topic, told in one.details.items():
+            say(f"  {one.info.name}, {topic}: {told}")
     present = [(name, version) for name, *_ in _PACKAGES if (version := _version(name))]
     print_table("packages", ("package", "version"), present)
     print_table("missing, and how to get it", ("what", "for", "how"), _missing(checked))

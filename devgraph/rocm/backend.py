@@ -45,17 +45,9 @@ _MOST_STREAMS = 64
 
 
 class RocmPool(TorchPool):
-    """Graph memory whose stream is never one that a failed capture left capturing."""
+    """Graph memory, the word that its graphs write, and what a stuck capture leaves behind."""
 
     _torch: RocmBackend
-
-    @property
-    def stream(self) -> Any:
-        known = self._capture_stream
-        # Pools share torch's streams: another one's failure may have cost this one its stream.
-        if known is None or known.cuda_stream in self._torch.retired:
-            self._capture_stream = self._torch.fresh_stream()
-        return self._capture_stream
 
     def __init__(self, backend: RocmBackend, budget_bytes: int | None = None) -> None:
         super().__init__(backend, budget_bytes)
@@ -142,6 +134,32 @@ class RocmBackend(NodeBackend):
     def version(self) -> str:
         return f"HIP {self.library.version}, torch {torch.__version__}"
 
+    def details(self) -> dict[str, str]:
+        reports = self.library.version.reports_unsafe_calls
+        told = {
+            "library": self.library.path,
+            "functions that it lacks": ", ".join(sorted(self.library.missing)) or "none",
+            "unsafe calls in a capture": "reported by the runtime"
+            if reports
+            else "not reported before HIP 7.14; devgraph refuses host reads, prove() the rest",
+        }
+        if self.findings is not None:
+            found = self.findings
+            told["updates"] = (
+                "written into executables, verified at first use"
+                if found.updates
+                else "this runtime ignores them: every key gets an executable of its own"
+            )
+            told["copies in regions"] = (
+                "updated" if found.reports_copies else "refused: their addresses are not reported"
+            )
+        if not importlib.util.find_spec("triton"):
+            told["Triton"] = (
+                "not installed: no compiler 'inductor'. It comes from PyTorch's ROCm index with "
+                "the build of torch; pytorch-triton-rocm on PyPI is an old placeholder."
+            )
+        return told
+
     def lost_reason(self, error: BaseException) -> str | None:
         lost = getattr(error, "error_code", None) in _STICKY_ERRORS
         return str(error).partition("\n")[0] if lost else None
@@ -150,6 +168,13 @@ class RocmBackend(NodeBackend):
 
     def _make_current_stream_id(self) -> Callable[[], int]:
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
+
+    @property
+    def capture_stream(self) -> Any:
+        known = self._capture_stream
+        if known is None or known.cuda_stream in self.retired:
+            self._capture_stream = self.fresh_stream()
+        return self._capture_stream
 
     def fresh_stream(self) -> Any:
         """Return a stream that neither is retired nor forked from one that is."""

@@ -34,10 +34,11 @@ class FakeBackend(RocmBackend):
         self.fake = fake
         self.namespace: Any = Device(fake)
         self._device = torch.device("cpu")
+        self._capture_stream = None
         self.current_stream_id = self._make_current_stream_id()
         self.attach(Library(fake.path))
-        # Compiled code would run past the mode that records operations.
-        self.capabilities = attrs.evolve(self.capabilities, piecewise=False)
+        # Compiled code would run past the mode that records operations, and memory is the CPU's.
+        self.capabilities = attrs.evolve(self.capabilities, piecewise=False, shared_pool=False)
 
     def check_available(self) -> None:
         pass
