@@ -145,7 +145,8 @@ class Subject:
         if self.mode in INSTALL:
             from devgraph.runners.integrations import vllm
 
-            vllm.install(mode=INSTALL[self.mode], strict=True)
+            if not vllm.install(mode=INSTALL[self.mode]):
+                raise RuntimeError("devgraph could not be installed; see the warning above")
         self.llm = LLM(
             model=self.folder,
             skip_tokenizer_init=True,
