@@ -21,7 +21,9 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -127,11 +129,21 @@ def make_model(layers: int, device: torch.device) -> Model:
 
 
 class Report:
-    """Results that are written to a file as they come."""
+    """Results that are written to a file as they come; a part that fails does not end the rest."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
         self.data: dict[str, Any] = {}
+        self.failed = False
+
+    def attempt(self, name: str, part: Callable[[], None]) -> None:
+        """Run a part; note its failure."""
+        try:
+            part()
+        except Exception as error:
+            traceback.print_exc()
+            self.failed = True
+            self.put(f"{name} failed", f"{type(error).__name__}: {error}"[:2000])
 
     def put(self, name: str, value: Any) -> None:
         """Add a result, print it and write the file."""
@@ -322,6 +334,27 @@ def whole_step(model: Model, backend: Any) -> dg.Captured:
     )
 
 
+def fixed_breaks(model: Model, contenders: dict[str, Contender], report: Report) -> None:
+    """One bucket with attention between graphs in both."""
+    ours = contenders["piecewise+inductor"].captured(FIXED)
+    torch._dynamo.reset()
+    measure_fixed(model, ours, attend_break, "fixed, attention breaks", report)
+
+
+def fixed_whole(model: Model, backend: Any, report: Report) -> None:
+    """One bucket with the whole step in one graph in both."""
+    whole = whole_step(model, backend)
+    report.put("whole step", {"phases": whole.phases, **whole.stats()})
+    measure_fixed(model, whole, attend, "fixed, one graph", report)
+
+
+def with_eager(model: Model, contenders: dict[str, Contender], report: Report) -> None:
+    """The prefill sizes again, with the pieces not compiled as one more contender."""
+    eager = Contender(model, dg.get_backend("cuda"), "piecewise+eager")
+    report.put("capture piecewise+eager", eager.capture())
+    measure_prefill(model, {**contenders, "piecewise+eager": eager}, report)
+
+
 def main() -> None:
     """Run the parts that time allows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -354,20 +387,17 @@ def main() -> None:
         )
         if args.only == "capture":
             return
-        measure_prefill(model, contenders, report)
-        ours = contenders["piecewise+inductor"].captured(FIXED)
+        report.attempt("prefill", lambda: measure_prefill(model, contenders, report))
         if left() > 20:
-            torch._dynamo.reset()
-            measure_fixed(model, ours, attend_break, "fixed, attention breaks", report)
-        if left() > 60:
-            whole = whole_step(model, backend)
-            report.put("whole step", {"phases": whole.phases, **whole.stats()})
-            measure_fixed(model, whole, attend, "fixed, one graph", report)
+            report.attempt(
+                "fixed, attention breaks", lambda: fixed_breaks(model, contenders, report)
+            )
+        if left() > 50:
+            report.attempt("fixed, one graph", lambda: fixed_whole(model, backend, report))
         if left() > 20:
-            eager = Contender(model, backend, "piecewise+eager")
-            report.put("capture piecewise+eager", eager.capture())
-            measure_prefill(model, {**contenders, "piecewise+eager": eager}, report)
+            report.attempt("piecewise+eager", lambda: with_eager(model, contenders, report))
         report.put("seconds", time.perf_counter() - started)
+    sys.exit(report.failed)
 
 
 if __name__ == "__main__":
