@@ -95,6 +95,20 @@ def test_interrupt_exits_with_130(
     assert result.err == "devgraph: interrupted\n"
 
 
+def test_interrupt_while_torch_is_imported_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    import devgraph.cli.app
+
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devgraph.cli.app.importlib, "import_module", interrupted)
+    result = run_cli(capsys, "plan")
+    assert result.code == 130
+    assert result.err == "devgraph: interrupted\n"
+
+
 def test_closed_pipe_ends_without_a_traceback():
     command = f"{sys.executable} -m devgraph plan --backend cpu --json | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)

@@ -39,23 +39,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     # Bars of libraries would run through the text of a pipe. Read when torch imports tqdm.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    args = _parser(given).parse_args(given)
-    debug = getattr(args, "debug", False)
-    with _messages(getattr(args, "verbose", 0)):
-        try:
-            code: int = args.run(args)
-        except (DeviceGraphError, ImportError) as error:
-            if debug:
-                raise
-            _complain(f"error: {error}")
-            return ERROR
-        except KeyboardInterrupt:
-            _complain("interrupted")
-            return _INTERRUPTED
-        except BrokenPipeError:
-            # The reader has gone (head, less); Python must not fail once more when it flushes.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return ERROR
+    try:
+        args = _parser(given).parse_args(given)  # imports torch, which takes seconds
+        with _messages(getattr(args, "verbose", 0)):
+            return _run(args)
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return _INTERRUPTED
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        code: int = args.run(args)
+    except (DeviceGraphError, ImportError) as error:
+        if getattr(args, "debug", False):
+            raise
+        _complain(f"error: {error}")
+        return ERROR
+    except BrokenPipeError:
+        # The reader has gone (head, less); Python must not fail once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
     return code
 
 
