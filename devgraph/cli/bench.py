@@ -23,16 +23,28 @@ from devgraph.runners.stats import format_bytes
 __all__ = ["add_arguments", "run"]
 
 _SIZES = {"layers": 8, "hidden": 256, "heads": 4, "vocabulary": 4096, "batch": 1, "window": 512}
+_MEANING = {
+    "layers": "decoder layers",
+    "hidden": "width of the model",
+    "heads": "attention heads",
+    "vocabulary": "rows of the embedding and of the logits",
+    "batch": "requests in the step",
+    "window": "rows of the key and value cache of each request",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bench``."""
-    parser.add_argument("--backend", default="auto", help="(default: auto)")
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="(default: auto)")
     for name, size in _SIZES.items():
-        parser.add_argument(
-            f"--{name}", type=int, default=size, metavar="N", help=f"(default: {size})"
-        )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
+        text = f"{_MEANING[name]} (default: {size})"
+        parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=text)
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of weights and caches (default: float32)",
+    )
     parser.add_argument(
         "--kv-len", type=int, metavar="N", help="rows to attend over (default: half the window)"
     )

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``explain``."""
     add_target_arguments(parser)
     parser.add_argument("--policy", default="full", choices=POLICIES, help="(default: full)")
-    parser.add_argument("--backend", default="auto", help="(default: auto)")
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="(default: auto)")
     parser.add_argument("--compiler", help="compiler of the pieces under policy piecewise")
     parser.add_argument("--grad", action="store_true", help="capture with autograd on")
     parser.add_argument("--dot", metavar="FILE", help="write the segments as a Graphviz graph")
