@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -140,26 +141,33 @@ def measure_decode(engine: Engine, args: argparse.Namespace) -> dict[str, float]
     return found
 
 
+def bare_loop(segments: list[Any]) -> Callable[[], None]:
+    """Return what launches the native graphs and runs the bodies between them, and no more."""
+    steps = [
+        segment._native.replay
+        if isinstance(segment, dg.DeviceGraph)
+        else functools.partial(segment.mark.fn, *segment.hit.args, **segment.hit.kwargs)
+        for segment in segments
+    ]
+
+    def run() -> None:
+        for step in steps:
+            step()
+
+    return run
+
+
 def measure_prefill(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
     """Host time of one prefill step's segments, eager attention included."""
     data = rows_of(engine, "prefill")
     engine.prefill.run(data)
     captured, segments = segments_of(engine.prefill)
-    bare = [
-        segment._native.replay if hasattr(segment, "_native") else segment.launcher()
-        for segment in segments
-    ]
-
-    def native() -> None:
-        for step in bare:
-            step()
-
     runs: dict[str, Callable[[], object]] = {
         "devgraph": captured.replay,
         "runner": lambda: engine.prefill.run(data),
     }
     if hasattr(engine.backend, "namespace"):
-        runs["native"] = native
+        runs["native"] = bare_loop(segments)
     with torch.no_grad():
         found = slowest(interleaved(runs, engine.backend.synchronize, args))
     if "native" in found:
