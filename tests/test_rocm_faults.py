@@ -110,6 +110,27 @@ def test_graph_that_draws_random_numbers_is_copied_where_executables_cannot_be_u
         graph.replay()
 
 
+def test_executable_that_still_holds_its_capture_is_not_taken_for_stale():
+    """Keys that need another kernel get executables of their own, and nothing is written."""
+
+    @dg.region(host_args=("n",))
+    def switching(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * n if n < 10 else x + n
+
+    with on_fake() as be:
+        x = noise()
+        with captured(be, switching, x) as cap:
+            check(cap, switching, x, n=2)
+            before = be.fake.get("writes")
+            for n in (12, 13, 2, 12, 2):
+                check(cap, switching, x, n=n)
+            assert be.fake.get("writes") == before
+            for n in (3, 2, 12, 2, 3):
+                check(cap, switching, x, n=n)
+            assert be.fake.get("writes") > before
+            assert cap.stats()["copies"] == 0
+
+
 def test_one_stale_packet_is_found_by_prove():
     """The word behind the regions tells of executables; a single node takes a comparison."""
     with on_fake() as be:

@@ -13,7 +13,7 @@ import ctypes
 import itertools
 from collections.abc import Callable, Iterator
 from ctypes import c_int64
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -47,13 +47,17 @@ class _Stream:
 
 
 class _MemPool:
+    """Counts its users as torch does: itself, and each graph from its capture to its reset."""
+
     _ids = itertools.count(1)
+    users: ClassVar[dict[object, int]] = {}
 
     def __init__(self) -> None:
         self.id = (0, next(self._ids))
+        self.users[self.id] = 1
 
     def use_count(self) -> int:
-        return 1
+        return self.users[self.id]
 
     def snapshot(self) -> list[dict[str, int]]:
         return []
@@ -73,12 +77,16 @@ class _Graph:
     def __init__(self, device: Device, keep_graph: bool = False) -> None:
         self._device, self._keep = device, keep_graph
         self._graph = self._executable = 0
+        self._pool: object = None
         self.random = False
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         device = self._device
         device.check(device.runtime.hipStreamBeginCapture(device.current.cuda_stream, 1))
         device.capturing[device.current.cuda_stream] = self
+        if pool is not None and self._pool is None:
+            self._pool = pool
+            _MemPool.users[pool] += 1
 
     def capture_end(self) -> None:
         device, graph = self._device, ctypes.c_void_p()
@@ -122,6 +130,9 @@ class _Graph:
         if self._graph:
             device.check(device.runtime.hipGraphDestroy(self._graph))
         self._graph = self._executable = 0
+        if self._pool is not None:
+            _MemPool.users[self._pool] -= 1
+            self._pool = None
 
 
 class Device:

@@ -93,7 +93,7 @@ std::map<std::string, long long> settings = {
     {"shuffle", 0},          /* hipGraphGetNodes lists nodes backwards */
     /* counters */
     {"writes", 0}, {"instantiated", 0}, {"destroyed_execs", 0}, {"live_graphs", 0},
-    {"live_execs", 0}, {"leaked_slots", 0}, {"second_ends", 0}, {"launches", 0}, {"uploads", 0},
+    {"live_execs", 0}, {"leaked_slots", 0}, {"second_ends", 0}, {"second_begins", 0}, {"launches", 0}, {"uploads", 0},
     {"attribute_copies", 0},
 };
 std::set<Stream*> streams;
@@ -278,6 +278,7 @@ HIP_EXPORT int hipGetLastError() {
 
 HIP_EXPORT int hipStreamBeginCapture(Stream* stream, int) {
   std::lock_guard<std::recursive_mutex> guard(lock);
+  if (stream && stream->stuck) settings["second_begins"]++; /* as bad as a second end */
   if (!stream || stream->status == hipStreamCaptureStatusActive) return fail(hipErrorIllegalState);
   stream->status = hipStreamCaptureStatusActive;
   stream->id = ++captures;
