@@ -46,6 +46,19 @@ class _Stream:
         return hash(self.cuda_stream)
 
 
+class _Event:
+    """Work runs when it is launched, so that what an event is behind is done once it is recorded."""
+
+    def __init__(self) -> None:
+        self._recorded = False
+
+    def record(self, stream: _Stream) -> None:
+        self._recorded = True
+
+    def query(self) -> bool:
+        return self._recorded
+
+
 class _MemPool:
     """Counts its users as torch does: itself, and each graph from its capture to its reset."""
 
@@ -160,6 +173,7 @@ class Device:
         self.default_generators = [_Generator()]
         self.CUDAGraph = lambda keep_graph=False: _Graph(self, keep_graph)
         self.MemPool = _MemPool
+        self.Event = _Event
         self.calls: dict[int, Callable[[], None]] = {}
         """What the kernels that were recorded do, by the number that is their argument."""
         self.held: list[torch.Tensor] = []
