@@ -47,7 +47,7 @@ class _Stream:
 
 
 class _Event:
-    """Work runs when it is launched, so that what an event is behind is done once it is recorded."""
+    """Work runs when it is launched: what an event is behind is done once it is recorded."""
 
     def __init__(self) -> None:
         self._recorded = False
