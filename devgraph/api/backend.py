@@ -21,6 +21,7 @@ from devgraph.api.errors import (
     DeviceLost,
     HostReadError,
     InputError,
+    InputTypeError,
     NestedCaptureError,
 )
 from devgraph.api.graph import DeviceGraph
@@ -162,6 +163,19 @@ class Backend(abc.ABC):
         """
         return threading.RLock() if self.capabilities.concurrent_threads else self._capture_lock
 
+    def own_pool(self, pool: Pool | None) -> Pool:
+        """Return ``pool``, or a new one for None.
+
+        Raises:
+            InputTypeError: it is no pool. StateError: it belongs to another backend.
+        """
+        if pool is None:
+            return self.make_pool()
+        if not isinstance(pool, Pool):
+            raise InputTypeError(f"pool must come from backend.make_pool(), got {pool!r}")
+        pool.check(self)
+        return pool
+
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
         """Run the block on a stream that can be captured, ordered after and before the current.
@@ -285,8 +299,10 @@ class Backend(abc.ABC):
             CaptureError: the block cannot be captured. The graph stays empty.
         """
         mode = self.check_capture_error_mode(capture_error_mode)
+        if not isinstance(graph, DeviceGraph):
+            raise InputTypeError(f"graph must come from backend.make_graph(), got {graph!r}")
         if pool is not None and graph.pool is not pool:
-            graph.use_pool(pool)
+            graph.use_pool(self.own_pool(pool))
         spec = HostSpec(host_args)
         scope = GraphScope(graph, spec, accept_equal=True)
         with (

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api import process
 from devgraph.api.backend import Backend
-from devgraph.api.errors import InputError, NestedCaptureError, StateError
+from devgraph.api.errors import InputError, InputTypeError, NestedCaptureError, StateError
 from devgraph.api.graph import DeviceGraph, GraphInfo
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import is_capturing
@@ -231,13 +231,20 @@ def capture(
 
     Raises:
         CaptureError: the step cannot be captured; nothing is left behind.
-        InputError: an argument of this function is out of range.
+        InputError: an argument of this function is out of range; InputTypeError: of another kind.
     """
+    _require("fn", fn, callable(fn), "a callable")
+    _require("kwargs", kwargs, kwargs is None or isinstance(kwargs, Mapping), "a mapping")
+    named = host_args is None or isinstance(host_args, Mapping)
+    _require("host_args", host_args, named, "a mapping of names to the values of capture")
+    twice = sorted(set(kwargs or ()) & set(host_args or ()))
+    if twice:
+        raise InputError(f"{', '.join(twice)}: given both in kwargs and in host_args")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise InputError(f"warmup must be a whole number from 0, not {warmup!r}")
-    device = get_backend(backend) if isinstance(backend, str) else backend
+    device = backend if isinstance(backend, Backend) else get_backend(backend)
     chosen = get_policy(policy)
-    memory = pool if pool is not None else device.make_pool()
+    memory = device.own_pool(pool)
     UpdateBudget.of(budget)  # Refuses what is none.
     job = Job(
         fn=fn,
@@ -260,6 +267,11 @@ def capture(
         with job.phase("capture"):
             plan = chosen.capture(ready)
     return Captured(job, plan, policy, time.perf_counter() - started)
+
+
+def _require(what: str, value: object, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise InputTypeError(f"{what} must be {wanted}, got {value!r}")
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 from devgraph.api.errors import (
     FrozenValueError,
     HostArgumentError,
+    InputTypeError,
     NotCapturableError,
     did_you_mean,
 )
@@ -271,6 +272,14 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
     return marked
 
 
+def _require_callable(target: object, mark: str) -> None:
+    if not callable(target):
+        raise InputTypeError(
+            f"@dg.{mark} marks a function, got {target!r}. What the mark declares goes into "
+            f"keywords: @dg.{mark}(mutates=('out',))"
+        )
+
+
 def _names(value: str | Iterable[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
@@ -325,6 +334,7 @@ def region(
     """
 
     def mark(target: Callable[..., Any]) -> Callable[..., Any]:
+        _require_callable(target, "region")
         return _wrap(
             Mark(
                 target,
@@ -366,6 +376,7 @@ def no_graph(
     """
 
     def mark(target: Callable[..., Any]) -> Callable[..., Any]:
+        _require_callable(target, "no_graph")
         return _wrap(
             Mark(
                 target,

@@ -10,6 +10,8 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from devgraph.api.errors import InputError
+
 if TYPE_CHECKING:
     from devgraph.api.capture import Captured
     from devgraph.api.policy import Job
@@ -165,6 +167,12 @@ def _named_tensors(tree: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+def require_cases(cases: object) -> None:
+    """Raise InputError unless ``cases`` is a whole number; 0 proves nothing and is not ok."""
+    if isinstance(cases, bool) or not isinstance(cases, int) or cases < 0:
+        raise InputError(f"cases must be a whole number from 0, not {cases!r}")
+
+
 def prove(
     captured: Captured,
     job: Job,
@@ -175,6 +183,7 @@ def prove(
     atol: float | None = None,
 ) -> Report:
     """Implement ``Captured.prove``."""
+    require_cases(cases)
     prover = _Prover(captured, job, rtol, atol)
     failures: list[Failure] = []
     count = 0

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from devgraph.api.errors import BackendUnavailableError, UnknownBackendError, did_you_mean
+from devgraph.api.errors import (
+    BackendUnavailableError,
+    InputTypeError,
+    UnknownBackendError,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend
@@ -145,6 +150,10 @@ def get_backend(name: str = "auto") -> Backend:
         UnknownBackendError: nothing of that name is registered (a ValueError).
         BackendUnavailableError: it is registered and cannot be used here; says how to fix it.
     """
+    if not isinstance(name, str):
+        raise InputTypeError(
+            f"a backend is named by a string, got {name!r}. {did_you_mean('', _registry.names())}"
+        )
     if name != "auto":
         return _registry.make(name)
     for candidate in _registry.names():

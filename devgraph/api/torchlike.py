@@ -317,8 +317,7 @@ class TorchBackend(Backend):
         return self.pool_type(self, budget_bytes)
 
     def make_graph(self, pool: Pool | None = None) -> TorchGraph:
-        pool = self.make_pool() if pool is None else pool
-        pool.check(self)
+        pool = self.own_pool(pool)
         assert isinstance(pool, TorchPool)
         return self.graph_type(self, pool)
 

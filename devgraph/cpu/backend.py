@@ -171,8 +171,7 @@ class CpuBackend(Backend):
         return CpuPool(self, budget_bytes)
 
     def make_graph(self, pool: Pool | None = None) -> CpuGraph:
-        pool = self.make_pool() if pool is None else pool
-        pool.check(self)
+        pool = self.own_pool(pool)
         if not isinstance(pool, CpuPool):
             raise StateError(f"{type(pool).__name__} is no pool of backend {self.name!r}")
         return CpuGraph(self, pool)

@@ -12,7 +12,7 @@ import torch
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.config import PhaseConfig
-from devgraph.api.errors import ConfigError
+from devgraph.api.errors import ConfigError, ConfigTypeError
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
 from devgraph.runners.agreement import ranks_of
@@ -70,8 +70,10 @@ class Runner(Stepping):
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
         _check_config(config)
-        pool = pool if pool is not None else backend.make_pool()
-        pool.check(backend)
+        for what, function in (("step", step), ("tail", tail)):
+            if function is not None and not callable(function):
+                raise ConfigTypeError(f"the {what} of a runner must be callable: {function!r}")
+        pool = backend.own_pool(pool)
         arena = InputArena(slots, largest, backend)
         for name, tensor in options.bound.items():
             arena.buffers.bind(name, tensor)

@@ -152,6 +152,8 @@ class Entries:
 
 def canonical_variant(options: Mapping[str, Any]) -> Variant:
     """Return the form of a variant that keys use; InputTypeError if it cannot be a key."""
+    if not isinstance(options, Mapping):
+        raise InputTypeError(f"a variant is a mapping such as {{'lora': True}}, got {options!r}")
     items = [(k, v) for k, v in options.items() if not (k == "width" and v == 1)]
     variant = tuple(sorted(items, key=lambda item: item[0]))
     try:

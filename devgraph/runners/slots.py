@@ -277,6 +277,8 @@ ROW_PER_TOKEN = OutputSlot(rows="tokens")
 def check_slots(slots: Sequence[InputSlot]) -> dict[str, InputSlot]:
     """Return the slots by name; duplicates, non-slots and an empty list raise ``ConfigError``."""
     by_name: dict[str, InputSlot] = {}
+    if isinstance(slots, InputSlot) or not isinstance(slots, Iterable):
+        raise ConfigTypeError(f"inputs must be a list of InputSlot objects, got {slots!r}")
     for slot in slots:
         if not isinstance(slot, InputSlot):
             raise ConfigTypeError(f"inputs must be InputSlot objects, got {slot!r}")

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.prove import compare, compare_near
+from devgraph.api.prove import compare, compare_near, require_cases
 from devgraph.runners.batch import Batch
 from devgraph.runners.decision import GraphKey
 from devgraph.runners.entries import Entry
@@ -184,6 +184,7 @@ def prove_runner(
     atol: float | None,
 ) -> RunnerReport:
     """Implement ``Runner.prove``."""
+    require_cases(cases)
     proof = _Proof(parts, hooks, host_args, rtol, atol)
     count = 0
     rng = parts.backend.get_rng_state()

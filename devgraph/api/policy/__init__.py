@@ -118,7 +118,7 @@ def get_policy(name: str) -> Policy:
         CapabilityError: it is not part of this version.
     """
     if name not in POLICIES:
-        raise InputError(f"no policy {name!r}. {did_you_mean(name, POLICIES)}")
+        raise InputError(f"no policy {name!r}. {did_you_mean(str(name), POLICIES)}")
     module_name = f"{__name__}.{name}"
     if importlib.util.find_spec(module_name) is None:
         raise CapabilityError(

@@ -1,0 +1,76 @@
+"""Arguments of another kind than the contract asks for: typed errors, before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+
+X = torch.ones(4)
+BE = dg.get_backend("cpu")
+SLOT = dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.zero())
+
+
+def _capture(fn: Any = lambda x: x + 1, **options: Any) -> Any:
+    return dg.capture(fn, X, **{"backend": "cpu", **options})
+
+
+def _decode(forward: Any = lambda batch: batch.x * 2, inputs: Any = (SLOT,), **options: Any) -> Any:
+    return dg.DecodeRunner(forward, inputs, backend="cpu", max_requests=2, **options)
+
+
+KINDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "step": (lambda: _capture(3), "fn must be a callable, got 3"),
+    "backend": (lambda: _capture(backend=3), "named by a string, got 3"),
+    "name of a backend": (lambda: dg.get_backend(None), "named by a string, got None"),
+    "kwargs": (lambda: _capture(kwargs=[1]), "kwargs must be a mapping"),
+    "host_args": (lambda: _capture(host_args=["n"]), "host_args must be a mapping of names"),
+    "pool": (lambda: _capture(pool=3), "make_pool"),
+    "pool of a graph": (lambda: BE.make_graph(3), "make_pool"),
+    "pool of a runner": (lambda: _decode(pool=3), "make_pool"),
+    "graph": (lambda: BE.capture_context(3).__enter__(), "make_graph"),
+    "pool of a context": (
+        lambda: BE.capture_context(BE.make_graph(), None, 3).__enter__(),
+        "make_pool",
+    ),
+    "region": (lambda: dg.region("n"), "keywords: @dg.region"),
+    "no_graph": (lambda: dg.no_graph("n"), "keywords: @dg.no_graph"),
+    "forward": (lambda: _decode(3), "step of a runner must be callable: 3"),
+    "inputs": (lambda: _decode(inputs=None), "list of InputSlot objects, got None"),
+    "one input": (lambda: _decode(inputs=SLOT), "list of InputSlot objects"),
+    "variant": (lambda: _decode().run({"x": X[:2]}, variant="lora"), "variant is a mapping"),
+    "inputs of a run": (lambda: _decode().run([X]), "mapping of slot names"),
+    "config": (lambda: _decode(config=dg.DeviceGraphConfig()), "one phase"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_argument_of_another_kind_is_a_type_error_of_devgraph(name: str):
+    call, told = KINDS[name]
+    with pytest.raises(TypeError, match=told.replace("(", r"\(")) as caught:
+        call()
+    assert isinstance(caught.value, dg.DeviceGraphError)
+
+
+VALUES: dict[str, tuple[Callable[[], Any], str]] = {
+    "policy": (lambda: _capture(policy=None), "no policy None. Known: breakable"),
+    "given twice": (
+        lambda: _capture(lambda x, n: x + n, kwargs={"n": 1}, host_args={"n": 1}),
+        "n: given both in kwargs and in host_args",
+    ),
+    "budget": (lambda: BE.make_pool(budget_bytes=-1), "at least 0, got -1"),
+    "cases": (lambda: _capture().prove(cases=1.5), "cases must be a whole number from 0, not 1.5"),
+    "cases of a runner": (lambda: _decode().prove(cases=-1), "from 0, not -1"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_value_that_cannot_work_is_a_value_error_of_devgraph(name: str):
+    call, told = VALUES[name]
+    with pytest.raises(ValueError, match=told) as caught:
+        call()
+    assert isinstance(caught.value, dg.DeviceGraphError)
