@@ -112,14 +112,36 @@ HIP_EXPORT const char* hipGetErrorString(int error) {
   return text;
 }
 
-HIP_EXPORT int hipGetLastError() { return hipSuccess; }
+/* A function of the CUDA runtime that torch has mapped, or null. torch begins and ends captures with
+ * it, and may end one that was begun here: both ends go through the same library where there is one. */
+static void* runtime_symbol(const char* name) {
+  for (auto* library : {"libcudart.so.13", "libcudart.so.12"})
+    if (void* mapped = dlopen(library, RTLD_NOW | RTLD_NOLOAD)) return dlsym(mapped, name);
+  return nullptr;
+}
+
+template <class Call>
+static Call capture_call(const char* runtime_name, const char* driver_name) {
+  void* found = runtime_symbol(runtime_name);
+  return reinterpret_cast<Call>(found ? found : cuda::symbol(driver_name));
+}
+
+HIP_EXPORT int hipGetLastError() {
+  static auto get = reinterpret_cast<int (*)()>(runtime_symbol("cudaGetLastError"));
+  return get ? get() : hipSuccess;
+}
 
 HIP_EXPORT int hipStreamBeginCapture(P stream, int mode) {
-  return CU(cuStreamBeginCapture_v2, P, int)(stream, mode);
+  static auto begin =
+      capture_call<int (*)(P, int)>("cudaStreamBeginCapture", "cuStreamBeginCapture_v2");
+  cuda::context();
+  return begin(stream, mode);
 }
 
 HIP_EXPORT int hipStreamEndCapture(P stream, P* graph) {
-  return CU(cuStreamEndCapture, P, P*)(stream, graph);
+  static auto end = capture_call<int (*)(P, P*)>("cudaStreamEndCapture", "cuStreamEndCapture");
+  cuda::context();
+  return end(stream, graph);
 }
 
 HIP_EXPORT int hipStreamIsCapturing(P stream, int* status) {
