@@ -5,16 +5,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
 STAMP := $(VENV)/.installed
+NPU := .cache/torch-npu
 PYTEST_ARGS ?=
 JOBS ?= auto
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-all test-newest lint bench format clean
+.PHONY: help demo test test-all test-npu test-newest lint bench format clean
 
 help:
 	@echo "make demo      generate text with a real model on the CPU reference"
 	@echo "make test      the test suite, in parallel"
 	@echo "make test-all  the same with the slow tests"
+	@echo "make test-npu  the Ascend part of it, on torch-npu over a simulated driver (needs g++)"
 	@echo "make test-newest  the CPU core on the newest torch, in a virtual environment of its own"
 	@echo "make lint      ruff, mypy --strict, import rules"
 	@echo "make bench     the benchmarks of this machine's backends"
@@ -30,10 +32,24 @@ demo: $(STAMP)
 	$(BIN)/python -m devgraph demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not npu" $(PYTEST_ARGS)
+	$(MAKE) --no-print-directory test-npu
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not npu" $(PYTEST_ARGS)
+	$(MAKE) --no-print-directory test-npu NPU_ARGS=
+
+# torch-npu changes torch, and transformers cannot be imported beside one without a driver. So it has
+# a folder and a session of its own; without it or g++ the session's tests are skipped and say why.
+NPU_ARGS = -k "not real_model"
+NPU_TESTS = devgraph/testing/conformance $(wildcard tests/test_ascend_sim*.py tests/test_npu_*.py)
+test-npu: $(STAMP)
+	@test -d $(NPU)/torch_npu || ! command -v g++ >/dev/null || \
+		$(BIN)/python -m pip install --quiet --no-deps --target $(NPU) "torch-npu==$$($(BIN)/python \
+			-c 'import torch; print(".".join(torch.__version__.split(".")[:2]))').*" || \
+		echo "torch-npu cannot be had for this torch and Python: its tests are skipped"
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=$(CURDIR):$(CURDIR)/$(NPU) $(BIN)/python -m pytest \
+		-n $(JOBS) -m npu -p tests.sim.ascend.activated $(NPU_ARGS) $(NPU_TESTS) $(PYTEST_ARGS)
 
 $(NEWEST)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(NEWEST)

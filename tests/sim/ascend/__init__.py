@@ -13,13 +13,18 @@ import sys
 from .build import FLAGS_VARIANT, build, cache_root, unavailable_reason
 from .driver import Driver
 
-__all__ = ["Driver", "activate", "build", "cache_root", "unavailable_reason"]
+__all__ = ["Driver", "activate", "build", "cache_root", "is_active", "unavailable_reason"]
 
 # In the order of their dependencies.
 _LIBRARIES = ("libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel")
 _LIBRARIES += ("libopapi", "libnnopbase")
 
 _active: Driver | None = None
+
+
+def is_active() -> bool:
+    """Whether the simulated driver is loaded into this process."""
+    return _active is not None
 
 
 def activate(*, flag_events: bool = False) -> Driver:

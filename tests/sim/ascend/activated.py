@@ -9,7 +9,8 @@ import pytest
 
 from tests.sim import ascend
 
-ascend.activate().set(sync_timeout_ms=20_000)
+if ascend.unavailable_reason() is None:  # else the tests are skipped and say it
+    ascend.activate().set(sync_timeout_ms=20_000)
 
 
 def pytest_configure(config: pytest.Config) -> None:

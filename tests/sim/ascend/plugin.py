@@ -1,8 +1,8 @@
 """pytest fixtures for tests that run torch_npu over the simulated driver.
 
 A test file asks for them with ``pytest_plugins = ["tests.sim.ascend.plugin"]``. Loading torch_npu
-changes torch for the whole process, so these tests have a session of their own: ``pytest -m npu``.
-In any other session they are skipped.
+changes torch for the whole process, so these tests have a session of their own: ``make test-npu``,
+or ``pytest -m npu -p tests.sim.ascend.activated``. In any other session they are skipped.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def _skip_reason(config: pytest.Config) -> str | None:
+    if ascend.is_active():
+        return None
     if reason := ascend.unavailable_reason():
         return f"no simulated Ascend driver: {reason}"
+    if "torch_npu" in sys.modules:
+        return "torch_npu runs over another driver here; this test needs the simulated one"
     if config.getoption("markexpr") != "npu":
-        return "torch_npu needs a session of its own: pytest -m npu"
+        return "torch_npu needs a session of its own: make test-npu"
     return None
 
 
