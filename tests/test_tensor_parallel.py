@@ -64,3 +64,21 @@ def test_a_collective_of_the_host_is_refused_inside_one_graph():
     assert done.returncode != 0
     assert "add_up_on_the_host is marked @dg.no_graph" in done.stderr
     assert "policy='breakable'" in done.stderr
+
+
+def test_the_benchmark_measures_what_this_machine_has(tmp_path):
+    path = tmp_path / "figures.json"
+    words = "--backend cpu --layers 1 --repeats 1 --steps 1 --json"
+    script = str(ROOT / "benchmarks" / "tensor_parallel.py")
+    done = subprocess.run(
+        [sys.executable, script, *words.split(), str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    assert figures["all_reduces"] == 2
+    assert figures["prefill"]["segments"] == 3
+    assert all(figures[phase]["runner"] > 0 for phase in ("decode", "prefill"))
