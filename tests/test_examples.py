@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -51,8 +52,10 @@ def test_quickstart_of_the_readme_runs(tmp_path: Path):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip installed the third-party package, without any download."""
-    pytest.importorskip("setuptools", reason="builds the package")
-    pytest.importorskip("pip", reason="installs the package")
+    # Looked up and not imported: setuptools cannot be imported after the standard distutils.
+    for tool in ("pip", "setuptools"):
+        if importlib.util.find_spec(tool) is None:
+            pytest.skip(f"needs {tool} to build and install the package")
     source = tmp_path_factory.mktemp("source") / "thirdparty_backend"
     shutil.copytree(THIRD_PARTY, source, ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("site")
