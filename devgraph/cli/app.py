@@ -30,6 +30,10 @@ _COMMANDS = {
     "explain": "capture a function and show its segments, regions, nodes and memory",
 }
 
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
+"""Tells a backend's diagnosis that other programs of this environment do load it."""
+
 ERROR = 2
 _INTERRUPTED = 130
 
@@ -39,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     # Bars of libraries would run through the text of a pipe. Read when torch imports tqdm.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    if _AUTOLOAD not in os.environ:
+        # The registry loads vendors' packages, by name; one that lacks its driver would end
+        # `import torch`, and doctor could not say so.
+        os.environ[_AUTOLOAD], os.environ[_AUTOLOAD_WAS_ON] = "0", "1"
     try:
         args = _parser(given).parse_args(given)  # imports torch, which takes seconds
         with _messages(getattr(args, "verbose", 0)):

@@ -92,6 +92,17 @@ class NpuBackend(TorchBackend):
         npu = sys.modules["torch_npu"]
         return f"CANN {_cann_version()}, torch_npu {npu.__version__}, torch {torch.__version__}"
 
+    def details(self) -> dict[str, str]:
+        found = diagnose()
+        order = "first the replay, then its update" if self.replay_first else "update, then replay"
+        return {
+            "CANN": found.toolkit or "libraries found, but set_env.sh was not sourced",
+            f"{AUTOLOAD}": "1: 'import torch' loads torch_npu" if found.autoload else "0",
+            "updates": f"{order}; stuck after {self.channel.timeout:g} s",
+            "streams": f"{self.budget.held} graphs of at most {self.budget.limit}",
+            "attention": f"npu_fused_infer_attention_score, version {self.attention_version}",
+        }
+
     def lost_reason(self, error: BaseException) -> str | None:
         return lost_reason(error)
 

@@ -18,6 +18,9 @@ __all__ = ["Diagnosis", "diagnose"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
+AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
+"""Set by the command line where it turned autoload off for itself."""
+
 # The runtime and the collectives: torch_npu cannot be imported without either.
 _LIBRARIES = ("libascendcl.so", "libhccl.so")
 
@@ -83,7 +86,7 @@ def diagnose() -> Diagnosis:
         missing_libraries=tuple(name for name in _LIBRARIES if not _loadable(name)),
         toolkit=os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME"),
         devices=len(list(Path("/dev").glob("davinci[0-9]*"))),
-        autoload=os.environ.get(AUTOLOAD, "1") == "1",
+        autoload=os.environ.get(AUTOLOAD, "1") == "1" or AUTOLOAD_WAS_ON in os.environ,
     )
 
 
