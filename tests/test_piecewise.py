@@ -26,6 +26,8 @@ from torch import nn
 import devgraph as dg
 from devgraph.runners import RankGroup
 
+pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # Inductor's advice
+
 ROWS, WIDTH = 32, 8
 
 

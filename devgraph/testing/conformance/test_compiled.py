@@ -12,7 +12,10 @@ import torch
 import devgraph as dg
 from devgraph.testing.conformance.support import Kit, declares, same
 
-pytestmark = declares("piecewise")
+pytestmark = [
+    declares("piecewise"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning"),  # a compiler's advice
+]
 
 WIDTH = 8
 BUCKETS = (16, 8, 5)
