@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch_namespace import FakeBackend
 
 import devgraph as dg
@@ -181,3 +183,47 @@ def test_build_of_torch_without_the_namespace_is_unavailable():
     kind = type("Absent", (TorchBackend,), {"name": "absent", "device_type": "absent_device"})
     with pytest.raises(dg.BackendUnavailableError, match=r"has no torch\.absent_device: install"):
         kind()
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_random_numbers_are_refused_where_the_backend_does_not_declare_them(
+    backend: FakeBackend, policy: str
+):
+    """FAULTS 22."""
+    x = torch.ones(8)
+    pool = backend.make_pool()
+
+    @dg.no_graph
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x * 2, 0.5, training=True)
+
+    with pytest.raises(dg.CaptureError, match=r"bernoulli|dropout") as caught:
+        dg.capture(step, x, policy=policy, backend=backend, pool=pool, warmup=1)
+    assert __file__ in str(caught.value)
+    assert "does not declare" in str(caught.value)
+    if policy == "breakable":
+        with dg.capture(lambda x: eager(x * 2) + 1, x, policy=policy, backend=backend) as captured:
+            captured.replay()
+    _works(backend, pool)
+
+
+@pytest.mark.filterwarnings("error")
+def test_empty_segments_do_not_warn(backend: FakeBackend, monkeypatch: pytest.MonkeyPatch):
+    pool = backend.make_pool()
+    _works(backend, pool)
+    graph_class = backend.namespace.Graph
+    end = graph_class.capture_end
+
+    def capture_end(self: Any) -> None:
+        warnings.warn("The CUDA Graph is empty. This usually means", UserWarning, stacklevel=1)
+        end(self)
+
+    monkeypatch.setattr(graph_class, "capture_end", capture_end)
+    with backend.capturing(pool):
+        graph = backend.make_graph(pool)
+        graph.begin("thread_local")
+        graph.end(allow_empty=True)
+    assert graph.state == "ready"

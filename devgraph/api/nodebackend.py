@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -39,12 +38,6 @@ class NodeBackend(TorchBackend):
     def make_kept_graph(self) -> Any:
         """Return a new, empty graph that keeps its nodes after it was instantiated."""
         return getattr(self.namespace, self.graph_class_name)(keep_graph=True)
-
-    def end_native(self, native: Any) -> None:
-        with warnings.catch_warnings():
-            # Empty segments between two breaks are legal here; GraphInfo counts nodes instead.
-            warnings.filterwarnings("ignore", message=".*Graph is empty.*")
-            native.capture_end()
 
     def reopen_capture(self) -> None:
         if self.runtime is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.errors import BackendUnavailableError, UnjoinedStreamError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
+from devgraph.api.randomguard import RandomGuard
 
 __all__ = ["TorchBackend", "TorchGraph", "TorchPool"]
 
@@ -323,7 +325,10 @@ class TorchBackend(Backend):
 
     def end_native(self, native: Any) -> None:
         """End the capture of ``native``."""
-        native.capture_end()
+        with warnings.catch_warnings():
+            # Empty segments between two breaks are legal here; GraphInfo counts nodes instead.
+            warnings.filterwarnings("ignore", message=".*Graph is empty.*")
+            native.capture_end()
 
     def reopen_capture(self) -> None:
         """Begin a bare capture on the current stream, or raise where that is not possible."""
@@ -399,10 +404,14 @@ class TorchBackend(Backend):
             with self.namespace.stream(side):
                 self.prepare_stream()
                 pool.keep_alive()
-                yield
+                with self._random_numbers():
+                    yield
         finally:
             with contextlib.suppress(Exception):
                 self.join(current, side)
+
+    def _random_numbers(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.capabilities.rng else RandomGuard(self.name)
 
     def join(self, current: Any, side: Any) -> None:
         """Make ``current`` wait for ``side``, on which captures were made."""

@@ -71,9 +71,14 @@ class CudaBackend(NodeBackend):
         return str(error).splitlines()[0] if code in _STICKY else None
 
     def is_host_read(self, error: BaseException) -> bool:
-        # cudaErrorStreamCaptureUnsupported; a torch without error codes has the text only.
-        code = getattr(error, "error_code", None)
-        return code == 900 or "not permitted when stream is capturing" in str(error)
+        # cudaErrorStreamCaptureUnsupported, or torch's own refusal of a copy to pageable memory; a
+        # torch without error codes has the text only.
+        text = str(error)
+        return (
+            getattr(error, "error_code", None) == 900
+            or "not permitted when stream is capturing" in text
+            or "during CUDA graph capture unless the CPU tensor is pinned" in text
+        )
 
     def elsewhere(self) -> bool:
         return bool(torch._C._cuda_getDevice() != self._device.index)
