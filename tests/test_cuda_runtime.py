@@ -131,6 +131,9 @@ class Cudart:
     def cudaStreamIsCapturing(self, stream: int) -> tuple[int, Any]:
         return (0, stream) if stream < 3 else (900, None)
 
+    def cudaGraphGetNodes(self, graph: int, count: int) -> tuple[int, Any, Any]:
+        return (0, [], 3) if graph else (1, None, None)
+
     def cudaGraphDestroy(self, graph: int) -> tuple[int]:
         return (0,) if graph else (1,)
 
@@ -161,6 +164,9 @@ def test_failed_call_raises_with_the_name_and_the_code(runtime: Runtime) -> None
     with pytest.raises(RuntimeCallError, match=r"cudaGraphDestroy failed \(1") as caught:
         runtime.destroy(0)
     assert caught.value.error_code == 1
+    assert runtime.count(5) == 3
+    with pytest.raises(RuntimeCallError, match="cudaGraphGetNodes"):
+        runtime.count(0)
 
 
 def test_only_an_active_capture_counts_as_one(runtime: Runtime) -> None:

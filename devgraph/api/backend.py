@@ -52,6 +52,7 @@ class Backend(abc.ABC):
         self._capture_lock = threading.RLock()
         self._capture_owner = ""
         self._capture_thread: int | None = None
+        self._capturing = False
         self._lost = ""
         self._buried: list[Any] = []
         self.graphs: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
@@ -197,7 +198,7 @@ class Backend(abc.ABC):
                 "a capture was started inside a capture. Capture the inner callable on its own, "
                 "before or after this one."
             )
-        if self._captures_here:
+        if self._captures_here and self._capturing:
             raise NestedCaptureError(
                 "a capture was started in the eager body of a break while the step around it is "
                 "being captured. Capture the inner callable before or after this one."
@@ -206,18 +207,30 @@ class Backend(abc.ABC):
         pool.check(self)
         # The pool's lock comes first, as it does in a replay that has to record a region: no graph
         # of the pool may replay while its memory and its capture stream are in use here.
-        with self._locked(pool.lock), self.exclusive():
-            collecting = gc.isenabled()
+        with self._locked(pool.lock), self.quiet():
+            self._capturing = True
             try:
-                # A collection inside a capture could free graphs or unload kernels: both are
-                # refused by drivers, or worse, recorded.
-                gc.disable()
                 with self.side_stream(pool, stream):
                     yield
             except Exception as error:
                 self.raise_if_lost(error)
                 self._raise_if_host_read(error)
                 raise
+            finally:
+                self._capturing = False
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Have the device to oneself, and collect no garbage meanwhile.
+
+        A collection inside a capture, or while allocations are routed to a pool, could free graphs
+        and pools or unload kernels: drivers and allocators refuse that, or worse, record it.
+        """
+        with self.exclusive():
+            collecting = gc.isenabled()
+            gc.disable()
+            try:
+                yield
             finally:
                 if collecting:
                     gc.enable()

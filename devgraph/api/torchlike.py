@@ -87,6 +87,9 @@ class TorchPool(Pool):
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
             self._torch.bury(self._memory, self._region_memory, self._keeper, self._stuck)
+            # A memory pool gives its memory back only as the last of its owners.
+            self._keeper = None
+            self._stuck.clear()
 
     def order(self) -> None:
         current = self._torch.current_stream_id()
@@ -156,6 +159,13 @@ class TorchPool(Pool):
 
     @contextlib.contextmanager
     def region_memory(self) -> Iterator[None]:
+        # A pool that is given back while allocations go to another one ends the process.
+        with self._torch.quiet(), self.routed_to_regions():
+            yield
+
+    @contextlib.contextmanager
+    def routed_to_regions(self) -> Iterator[None]:
+        """Route this thread's allocations to the region pool."""
         if self._region_memory is None:
             self._region_memory = self._torch.namespace.MemPool()
         with self._torch.namespace.use_mem_pool(self._region_memory, self._torch.device):

@@ -38,6 +38,7 @@ class Runtime:
         self._driver = driver
         self._active = cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
         self._is_capturing = cudart.cudaStreamIsCapturing
+        self._get_nodes = cudart.cudaGraphGetNodes
         flags = cudart.cudaGraphInstantiateFlags
         # torch's own flags: another set would run other priorities and keep graph allocations.
         self._instantiate_flags = int(flags.cudaGraphInstantiateFlagAutoFreeOnLaunch) | int(
@@ -112,7 +113,10 @@ class Runtime:
 
     def count(self, graph: int) -> int:
         """Return the number of nodes."""
-        return int(self.call("cudaGraphGetNodes", graph, 0)[-1])
+        error, _, count = self._get_nodes(graph, 0)
+        if error:
+            _fail("cudaGraphGetNodes", error)
+        return int(count)
 
     def nodes(self, graph: int) -> list[int]:
         """Return all nodes, in the order in which they were captured."""

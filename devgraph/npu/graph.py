@@ -107,7 +107,7 @@ class NpuPool(TorchPool):
 
     def update_memory(self) -> contextlib.AbstractContextManager[None]:
         """Route the update thread's allocations to the region pool."""
-        return super().region_memory()
+        return self.routed_to_regions()
 
     def __del__(self) -> None:
         take = self.__dict__.pop

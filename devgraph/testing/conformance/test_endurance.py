@@ -25,16 +25,11 @@ def host_bytes() -> int:
         return 0
 
 
-def alone() -> bool:
-    """Whether no other worker of this run shares the device with this process."""
-    return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
-
-
 class Meter:
     """Growth of memory since the start, on the host and on the device.
 
-    On the device it is what torch's allocator reserved for this process, and, where no other
-    worker of the run uses the device, everything that is taken there: drivers allocate too.
+    On the device it is what torch's allocator reserved for this process: others may use the device
+    at the same time, and the memory of a CPU is the host's.
     """
 
     def __init__(self, kit: Kit) -> None:
@@ -44,11 +39,9 @@ class Meter:
     def _now(self) -> tuple[int, int]:
         gc.collect()
         self._kit.backend.synchronize()
-        if self._kit.device.type == "cpu":  # its memory is the host's
+        if self._kit.device.type == "cpu":
             return host_bytes(), 0
-        info = self._kit.backend.memory_info() if alone() else None
-        reserved = int(self._kit.streams.memory_reserved(self._kit.device))
-        return host_bytes(), reserved if info is None else info[1] - info[0]
+        return host_bytes(), int(self._kit.streams.memory_reserved(self._kit.device))
 
     def check(self, device_slack: int) -> None:
         """Fail if the host or the device grew by more than its slack."""
