@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["Pool", "Recording", "Recordings", "Shrinkable"]
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
-"""Recordings of a pool may take this much by default: about 180 executables of a 36-layer decode
-step at 1.4 MiB each (measured on one H100, see docs/benchmarks.md)."""
+"""Recordings of a pool may take this much by default: about 160 executables of a 36-layer decode
+step at 1.6 MiB each (measured on one H200, see docs/benchmarks.md)."""
 
 
 class Recording(Protocol):

@@ -16,9 +16,9 @@ __all__ = ["ExecutableMeter", "NodeRecording", "Part", "Scratch"]
 _HOST_BYTES_PER_NODE = 2048
 """Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
 
-_DEVICE_BYTES_PER_NODE = 2600
-"""Device memory of a node in an executable until it has been measured: 24 executables of 504 nodes
-took 30 MiB on one H200 (docs/benchmarks.md)."""
+_DEVICE_BYTES_PER_NODE = 3000
+"""Device memory of a node in an executable until it has been measured; on one H200 executables of
+540 nodes took 1.55 MiB each (docs/benchmarks.md)."""
 
 _MEASURABLE_NODES = 4096
 """Executables that together have fewer nodes than this say little: the driver takes memory in
