@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from devgraph.api.errors import CaptureError, ResourceError
+from devgraph.api.errors import CaptureError, HostArgumentError
 from devgraph.api.graph import GraphState
 from devgraph.api.marks import Mark
 from devgraph.api.regions import RegionHit
 from devgraph.api.torchlike import TorchGraph, TorchPool
 from devgraph.npu.attention import trusted
 from devgraph.npu.codes import NO_RESOURCE, means
+from devgraph.npu.dispatched import DispatchedCall, checked_inputs
 from devgraph.npu.regions import Group, Regions
 from devgraph.npu.updates import Job
 
@@ -139,10 +140,15 @@ class NpuGraph(TorchGraph):
         super().__init__(backend, pool)
         self._regions: Regions | None = None
         self._group_open: Any = None
-        self._capture_host: dict[Mark, dict[str, Any]] = {}
+        self._capture_host: dict[Any, dict[str, Any]] = {}
         self._due: Mapping[Mark, dict[str, Any]] | None = None
         self._job: Job | None = None
         self._nodes: int | None = None
+        self._dispatch_mode: Any = None
+        self._calls: list[DispatchedCall] = []
+        self.auto_dispatch = False
+        """Set before a capture: operators that torch_npu can update are made updatable by it,
+        without a region; ``update_inputs`` gives them new arguments. Their tensors are not kept."""
 
     @property
     def state(self) -> GraphState:
@@ -165,20 +171,47 @@ class NpuGraph(TorchGraph):
                 raise self._torch.budget.exhausted(error) from error
             raise
         self._torch.budget.take(self)
+        if self.auto_dispatch:
+            self._native.auto_dispatch_capture = True
+            self._dispatch_mode = self._native.graph_dispatch_mode
+            self._dispatch_mode.__enter__()
+
+    def _end_dispatch(self) -> None:
+        mode, self._dispatch_mode = self._dispatch_mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
 
     def _end(self) -> None:
+        self._end_dispatch()
         try:
             super()._end()
         except Exception as error:
             if means(error, NO_RESOURCE):
                 raise self._torch.budget.exhausted(error) from error
             raise
+        if self.auto_dispatch:
+            self._adopt(self._native.graph_dispatch_mode.graph_dispatch_records)
         if self._regions is not None:
             self._regions.applied = self._regions.planned = self._capture_host
             self._launch = self._launch_and_signal  # type: ignore[method-assign]
         self._nodes = self._torch.count_nodes(self._native)
 
+    def _adopt(self, records: Sequence[Any]) -> None:
+        """Take over what torch_npu recorded for updates."""
+        self._calls = [DispatchedCall(record) for record in records]
+        for call, record in zip(self._calls, records, strict=True):
+            self._open_regions().add(call, Group(record.event, record.handle))
+            self._capture_host[call] = call.values()
+
+    def _open_regions(self) -> Regions:
+        if self._regions is None:
+            backend = self._torch
+            backend.channel.start()
+            self._regions = Regions(backend.channel, backend.namespace, self.pool.update_memory)
+        return self._regions
+
     def _abort(self) -> None:
+        self._end_dispatch()
         group, self._group_open = self._group_open, None
         if group is not None:
             with contextlib.suppress(Exception):
@@ -201,10 +234,13 @@ class NpuGraph(TorchGraph):
             return super().capture_region(mark, args, kwargs, host)
 
     def _region_begin(self, hit: RegionHit) -> None:
+        if self.auto_dispatch:
+            raise CaptureError(
+                f"region {hit.mark.name} was called in a capture with auto_dispatch, where "
+                f"torch_npu would record its operators a second time; use one of the two"
+            )
         backend = self._torch
-        if self._regions is None:
-            backend.channel.start()
-            self._regions = Regions(backend.channel, backend.namespace, self.pool.update_memory)
+        self._open_regions()
         stream = backend.namespace.current_stream(backend.device)
         hit.note = event = backend.events.take(backend.channel.stream)
         event.wait(stream)
@@ -236,6 +272,33 @@ class NpuGraph(TorchGraph):
             regions.try_values(host, f"the update of {self!r}")
             self._refuse_broken(regions)
         return _Recording(host)
+
+    def update_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> None:
+        """Give the operators of a capture with ``auto_dispatch`` new arguments.
+
+        The next replay sees them, and so do later ones. Nothing has changed after an error.
+
+        Args:
+            inputs: one mapping of names to values for all operators, or one for each of them in
+                capture order.
+
+        Raises:
+            HostArgumentError: another number of mappings, or a name that an operator lacks.
+            UpdateTopologyError: the values need other kernels.
+        """
+        self._require("update", GraphState.READY)
+        if not self._calls:
+            raise HostArgumentError(
+                "this graph has no operators to update: set graph.auto_dispatch = True before its "
+                "capture, or mark a region and use update()"
+            )
+        with self.pool.lock:
+            regions = self._settled()
+            host = checked_inputs(self._calls, inputs, regions.planned)
+            self.pool.order()
+            self._torch.drain()
+            regions.try_values(host, f"the update of {self!r}")
+            self._refuse_broken(regions)
 
     def _apply(self, recording: _Recording) -> None:  # type: ignore[override]
         assert self._regions is not None
@@ -296,6 +359,7 @@ class NpuGraph(TorchGraph):
 
     def _drop_regions(self) -> None:
         regions, self._regions = self._regions, None
+        self._calls = []
         job, self._job, self._due = self._job, None, None
         if regions is None:
             return
@@ -327,8 +391,3 @@ def dumped_nodes(native: Any, graph_class: Any) -> int | None:
     if not isinstance(tasks, list):
         return None
     return sum(1 for task in tasks if isinstance(task, dict) and task.get("ph") == "X")
-
-
-def resource_error(text: str) -> Callable[[BaseException], ResourceError]:
-    """Return a maker of ResourceError that ends with the vendor's text."""
-    return lambda error: ResourceError(f"{text} ({error})")

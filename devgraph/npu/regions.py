@@ -12,16 +12,17 @@ import attrs
 import torch
 
 from devgraph.api.errors import UpdateError, UpdateTopologyError
-from devgraph.api.marks import Mark
 from devgraph.api.regions import RegionHit
 from devgraph.npu.codes import OTHER_KERNELS, means
+from devgraph.npu.dispatched import DispatchedCall
 from devgraph.npu.updates import Job, UpdateChannel
 
 __all__ = ["Group", "Regions"]
 
 logger = logging.getLogger(__name__)
 
-Host = Mapping[Mark, dict[str, Any]]
+Host = Mapping[Any, dict[str, Any]]
+"""Values by mark, or by operator where torch_npu recorded them."""
 
 
 @attrs.frozen
@@ -53,7 +54,7 @@ class Regions:
         self._namespace = namespace
         self._memory = memory
         self._groups: list[Group] = []
-        self._hits: list[RegionHit] = []
+        self._hits: list[RegionHit | DispatchedCall] = []
         self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         # Two, because the one that a queued job waits for must not be recorded again meanwhile.
         self._done = (namespace.Event(), namespace.Event())
@@ -70,7 +71,7 @@ class Regions:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, hit: RegionHit, group: Group) -> None:
+    def add(self, hit: RegionHit | DispatchedCall, group: Group) -> None:
         """Remember one captured region."""
         self._hits.append(hit)
         self._groups.append(group)
@@ -174,7 +175,7 @@ class Regions:
         if host is not None:
             self.applied = host
 
-    def _update(self, hit: RegionHit, group: Group, host: Host) -> None:
+    def _update(self, hit: RegionHit | DispatchedCall, group: Group, host: Host) -> None:
         stream = self._channel.stream
         values = host[hit.mark]
         try:
@@ -213,6 +214,6 @@ class Regions:
             yield
 
     @property
-    def hits(self) -> Sequence[RegionHit]:
+    def hits(self) -> Sequence[RegionHit | DispatchedCall]:
         """The captured calls."""
         return self._hits
