@@ -55,6 +55,9 @@ class FakeBackend(RocmBackend):
     def elsewhere(self) -> bool:
         return False
 
+    def bind_worker(self, index: int) -> None:
+        """Do nothing: every worker has a fake of its own."""
+
     def prepare_stream(self) -> None:
         pass
 

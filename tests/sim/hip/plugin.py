@@ -12,30 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from devgraph.api.backend import Backend
 from devgraph.api.registry import register
+from tests.sim.hip.standin import make
 
-__all__ = ["pytest_configure", "register_stand_in"]
-
-
-def _make() -> Backend:
-    # Imported here: a process that never asks for the backend shall not wait for torch.
-    import torch
-
-    from tests.sim.hip.backend import FakeBackend, ShimBackend
-    from tests.sim.hip.fake import Fake
-
-    chosen = os.environ.get("DEVGRAPH_HIP_SIM", "shim" if torch.cuda.is_available() else "fake")
-    return ShimBackend() if chosen == "shim" else FakeBackend(Fake())
-
-
-def register_stand_in() -> None:
-    """Make "rocm" the stand-in, when it is first asked for."""
-    register("rocm", _make)
+__all__ = ["pytest_configure"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    register_stand_in()
+    register("rocm", make)
     here = Path(__file__).resolve().parent
     inherited = [str(here / "inherited"), str(here.parents[2])]
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
