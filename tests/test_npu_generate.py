@@ -121,6 +121,6 @@ def test_generate_command_with_the_real_model_says_what_the_cpu_says(
             )  # fmt: skip
         assert result.code == 0, result.err
         said[name] = json.loads(result.out)
-    texts = {name: [c["text"] for c in out["completions"]] for name, out in said.items()}
+    texts = {name: out["runs"][0]["texts"] for name, out in said.items()}
     assert texts["npu"] == texts["cpu"]
     assert moved["group_updates"] == 30 * (15 + (prefill == "full"))
