@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,18 @@ def test_unusable_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureF
         main(argv)
     assert end.value.code == 2
     assert "usage: devgraph" in capsys.readouterr().err
+
+
+def test_environment_is_left_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    before = set(os.environ)
+    run_cli(capsys, "check", f"{write_steps(tmp_path)}:clean")
+    run_cli(capsys, "check", f"{write_steps(tmp_path)}:missing")
+    added = set(os.environ) - before
+    assert not {name for name in added if not name.startswith("TORCHINDUCTOR_")}, "torch's own"
 
 
 def test_error_is_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

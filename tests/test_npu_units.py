@@ -242,6 +242,7 @@ def test_autoload_that_the_command_line_turned_off_is_still_reported(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setenv(host.AUTOLOAD, "0")
+    monkeypatch.delenv(host.AUTOLOAD_WAS_ON, raising=False)
     assert not host.diagnose().autoload
     monkeypatch.setenv(host.AUTOLOAD_WAS_ON, "1")
     assert host.diagnose().autoload

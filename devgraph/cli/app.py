@@ -41,19 +41,32 @@ _INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with ``argv`` (the process's own arguments if None); return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    # Bars of libraries would run through the text of a pipe. Read when torch imports tqdm.
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    if _AUTOLOAD not in os.environ:
-        # The registry loads vendors' packages, by name; one that lacks its driver would end
-        # `import torch`, and doctor could not say so.
-        os.environ[_AUTOLOAD], os.environ[_AUTOLOAD_WAS_ON] = "0", "1"
     try:
-        args = _parser(given).parse_args(given)  # imports torch, which takes seconds
-        with _messages(getattr(args, "verbose", 0)):
-            return _run(args)
+        with _environment():
+            args = _parser(given).parse_args(given)  # imports torch, which takes seconds
+            with _messages(getattr(args, "verbose", 0)):
+                return _run(args)
     except KeyboardInterrupt:
         _complain("interrupted")
         return _INTERRUPTED
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """What the program's imports are to find, where the user has not set it."""
+    # Bars of libraries would run through the text of a pipe. Read when torch imports tqdm.
+    wanted = {"TQDM_DISABLE": "1"}
+    if _AUTOLOAD not in os.environ:
+        # The registry loads vendors' packages, by name; one that lacks its driver would end
+        # `import torch`, and doctor could not say so.
+        wanted |= {_AUTOLOAD: "0", _AUTOLOAD_WAS_ON: "1"}
+    added = [name for name in wanted if name not in os.environ]
+    os.environ.update({name: wanted[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _run(args: argparse.Namespace) -> int:
