@@ -140,3 +140,12 @@ class Kit:
     def streams(self) -> Any:
         """torch's module of this device, for its streams."""
         return torch.get_device_module(self.device)
+
+    def side_stream(self) -> Any:
+        """Return a stream that captures do not run on.
+
+        torch hands streams out of a small pool in turn, so the next one can be that of captures.
+        """
+        stream = self.streams.Stream()
+        taken = stream == getattr(self.backend, "capture_stream", None)
+        return self.streams.Stream() if taken else stream

@@ -34,7 +34,7 @@ def _works(kit: Kit, pool: dg.Pool) -> None:
 
 
 def test_work_forked_to_a_side_stream_and_joined_is_captured(kit: Kit) -> None:
-    side = kit.streams.Stream()
+    side = kit.side_stream()
     x = kit.tensor(256)
     captured = kit.capture(lambda x: _forked(kit, x, side), x)
     for seed in (1, 2):
@@ -46,7 +46,7 @@ def test_work_forked_to_a_side_stream_and_joined_is_captured(kit: Kit) -> None:
 
 def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 15."""
-    side = kit.streams.Stream()
+    side = kit.side_stream()
     x = kit.tensor(64)
     _forked(kit, x, side)
     graph = kit.backend.make_graph(pool)
@@ -61,7 +61,7 @@ def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool) -> N
 
 def test_side_stream_that_is_not_joined_before_a_break_is_refused(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 15."""
-    side = kit.streams.Stream()
+    side = kit.side_stream()
 
     @dg.no_graph
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ def test_side_stream_that_is_not_joined_before_a_break_is_refused(kit: Kit, pool
 
 def test_exception_stays_when_a_side_stream_is_not_joined_either(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 15."""
-    side = kit.streams.Stream()
+    side = kit.side_stream()
     x = kit.tensor(64)
     _forked(kit, x, side)
     with (
@@ -100,7 +100,7 @@ def test_capture_from_the_default_stream_runs_on_another_and_is_joined(
     stream = {
         "none": None,
         "default": kit.streams.default_stream(),
-        "own": kit.streams.Stream(),
+        "own": kit.side_stream(),
     }[given]
     x = kit.tensor(64)
     x.add_(1)  # in flight on the current stream
@@ -127,7 +127,7 @@ def test_replays_on_other_streams_are_ordered(kit: Kit, pool: dg.Pool) -> None:
 
     captured = kit.capture(step, x, pool=pool)
     start = x.clone()
-    streams = [kit.streams.Stream() for _ in range(3)]
+    streams = [kit.side_stream() for _ in range(3)]
     kit.backend.synchronize()
     for index in range(30):
         with kit.streams.stream(streams[index % 3]):

@@ -79,8 +79,10 @@ class Driver:
         return self._text(self._library.fakeacl_report).splitlines()
 
     def graphs(self) -> list[dict[str, int]]:
-        """Return the graphs that exist: id, device, nodes, task_groups, streams, replays."""
-        return list(json.loads(self._text(self._library.fakeacl_graphs)))
+        """Return the graphs that exist, oldest first: id, device, nodes, task_groups, streams,
+        replays."""
+        graphs = json.loads(self._text(self._library.fakeacl_graphs))
+        return sorted(graphs, key=lambda graph: graph["id"])
 
     def missing(self) -> list[str]:
         """Return the functions that this torch_npu knows by name and the simulation lacks."""
@@ -91,5 +93,5 @@ class Driver:
         self._library.fakeacl_fail_device(device, code, text.encode())
 
     def recover(self) -> None:
-        """Forget all device errors, which no real device can."""
+        """Let what is queued drain, then forget all device errors, which no real device can."""
         self._library.fakeacl_recover()

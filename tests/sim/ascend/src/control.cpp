@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -131,10 +132,19 @@ void fakeacl_fail_device(int index, int code, const char* text) {
   fail_device(device(index), code, text);
 }
 
-// Forget every device error: a real device needs a new process for this.
+// Forget every device error, once all that was queued has drained: what waits must see the error
+// before it is gone. A real device needs a new process for this.
 void fakeacl_recover() {
+  auto limit = std::chrono::milliseconds(setting("sync_timeout_ms"));
   Lock lock(sim::mutex);
-  for (auto* dev : all_devices()) dev->error = 0;
+  for (auto* dev : all_devices()) {
+    if (!dev->error) continue;
+    progress.wait_for(lock, limit, [dev] {
+      return std::all_of(dev->streams.begin(), dev->streams.end(),
+                         [](Stream* stream) { return stream->done >= stream->queued; });
+    });
+    dev->error = 0;
+  }
 }
 
 void fakeacl_report_line(const char* line) { report(line); }
