@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from devgraph.api import HOMES as _API_HOMES
+
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend as Backend
     from devgraph.api.buffers import StaticBuffers as StaticBuffers
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from devgraph.api.marks import region as region
     from devgraph.api.pool import Pool as Pool
     from devgraph.api.prove import Report as Report
+    from devgraph.api.registry import BackendInfo as BackendInfo
     from devgraph.api.registry import backends as backends
     from devgraph.api.registry import get_backend as get_backend
     from devgraph.api.registry import register as register
@@ -41,46 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "devgraph.api.backend": ("Backend",),
-    "devgraph.api.buffers": ("StaticBuffers",),
-    "devgraph.api.capabilities": ("Capabilities",),
-    "devgraph.api.capture": ("Captured", "capture"),
-    "devgraph.api.cli_args": ("add_cli_args",),
-    "devgraph.api.config": ("DeviceGraphConfig", "PhaseConfig"),
-    "devgraph.api.errors": (
-        "AgreementError",
-        "BackendError",
-        "BackendUnavailableError",
-        "CapabilityError",
-        "CaptureBusyError",
-        "CaptureError",
-        "ConfigError",
-        "ConfigTypeError",
-        "DeviceGraphError",
-        "DeviceLost",
-        "EmptyCaptureError",
-        "FrozenValueError",
-        "HostArgumentError",
-        "HostReadError",
-        "InputError",
-        "InputTypeError",
-        "NestedCaptureError",
-        "NotCapturableError",
-        "RegionError",
-        "ResourceError",
-        "StaleOutputError",
-        "StateError",
-        "UnjoinedStreamError",
-        "UnknownBackendError",
-        "UpdateError",
-        "UpdateTopologyError",
-        "UpdateUnsupportedError",
-    ),
-    "devgraph.api.graph": ("DeviceGraph", "GraphInfo", "GraphState"),
-    "devgraph.api.marks": ("graph_break", "is_capturing", "no_graph", "region"),
-    "devgraph.api.pool": ("Pool",),
-    "devgraph.api.prove": ("Report",),
-    "devgraph.api.registry": ("BackendInfo", "backends", "get_backend", "register"),
+    **_API_HOMES,
     "devgraph.runners": (
         "Decision",
         "DecodeRunner",

@@ -27,6 +27,19 @@ def test_defaults_are_full_decode_and_breakable_prefill_without_any_choice() -> 
     assert config.to_json() == "{}"
 
 
+def test_phases_given_in_python_may_be_policy_names_or_mappings() -> None:
+    config = DeviceGraphConfig(decode="breakable", prefill={"buckets": [512, 64]})
+    assert config.decode == PhaseConfig(policy="breakable")
+    assert (config.prefill.policy, config.prefill.buckets) == ("breakable", (64, 512))
+    assert config.decode.explicit == {"policy"}
+    assert config.prefill.explicit == {"buckets"}
+    assert DeviceGraphConfig.from_json(config.to_json()) == config
+    with pytest.raises(ConfigError, match="there is no key 'bukets'.*Did you mean 'buckets'"):
+        DeviceGraphConfig(prefill={"bukets": [64]})
+    with pytest.raises(ConfigTypeError, match="overlays are Overlay objects, got 3"):
+        DeviceGraphConfig(overlays=3)
+
+
 def test_from_json_reads_strings_objects_and_overlays() -> None:
     config = DeviceGraphConfig.from_json(
         '{"decode": "disabled", "prefill": {"policy": "piecewise", "buckets": [512, 64, 64],'

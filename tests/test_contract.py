@@ -339,3 +339,14 @@ def test_device_namespaces_are_spelt_out_in_vendor_rooms_only():
         and node.value.id == "torch"
     ]
     assert found == []
+
+
+def test_names_of_the_contract_are_names_of_its_package_too():
+    import devgraph.api
+
+    names = set(devgraph.api.__all__)
+    assert {"DeviceGraph", "Pool", "get_backend", "backends", "region"} <= names <= set(dg.__all__)
+    for name in names:
+        assert getattr(devgraph.api, name) is getattr(dg, name)
+    with pytest.raises(AttributeError, match="'devgraph.api' has no attribute 'nonsense'"):
+        _ = devgraph.api.nonsense

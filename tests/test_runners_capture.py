@@ -349,6 +349,15 @@ def test_invalidate_destroys_the_old_graphs_before_anything_is_captured(monkeypa
     assert runner.stats().recaptures == 4
 
 
+def test_invalidate_needs_no_reason():
+    with decode_of(double, (X,), config={"buckets": [2]}, max_requests=2) as runner:
+        runner.capture()
+        runner.invalidate()
+        assert runner.can_run(2).reason is Reason.INVALIDATED
+        runner.capture()
+        assert runner.can_run(2).ok
+
+
 def test_invalidate_is_followed_by_lazy_captures_in_lazy_mode():
     runner = double_runner(config={"capture": "lazy", "lazy_hits": 1})
     for _ in range(2):

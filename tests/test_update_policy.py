@@ -63,6 +63,42 @@ def captured(fn: Any, n: int, **budget: Any) -> tuple[dg.Captured, torch.Tensor]
     return cap, x
 
 
+@dg.region(host_args=("scales",), reduce={"scales": tuple})
+def by_kind(x: torch.Tensor, *, scales: tuple[Any, ...]) -> torch.Tensor:
+    """A multiplication whose factor depends on the kind of the value, not on its size alone."""
+    factor = {bool: 3.0, int: 5.0}.get(type(scales[0]), 1.0)
+    return x * factor / scales[0]
+
+
+def by_kind_step(x: torch.Tensor, *, scales: Any) -> torch.Tensor:
+    return by_kind(x + 1, scales=scales) * 2
+
+
+def test_values_that_python_calls_equal_are_keys_of_their_own() -> None:
+    x = torch.randn(4, WIDTH)
+    cap = dg.capture(by_kind_step, x, backend="cpu", host_args={"scales": [1]})
+    for scales in ([1], [True], [1.0], [1], [-1.0], [True, 1], [True, True], [1, True]):
+        x.copy_(torch.randn(x.shape))
+        assert torch.equal(cap.replay(scales=scales), by_kind_step(x, scales=scales)), scales
+    assert cap.stats()["misses"] == 6  # [1] came back
+
+
+def test_signed_zeros_are_keys_of_their_own() -> None:
+    @dg.region(host_args=("scale",))
+    def scaled(x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        return x * scale
+
+    x = torch.ones(4)
+    cap = dg.capture(
+        lambda x, *, scale: scaled(x, scale=scale) + -0.0,
+        x,
+        backend="cpu",
+        host_args={"scale": 0.0},
+    )
+    signs = [bool(torch.signbit(cap.replay(scale=scale))[0]) for scale in (-0.0, 0.0, -0.0)]
+    assert signs == [True, False, True]
+
+
 def test_recorded_keys_are_counted_as_hits_and_repeats() -> None:
     cap, x = captured(step, 2)
     for n in (2, 2, 3, 3, 2, 3):

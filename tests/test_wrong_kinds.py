@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.runners import HostSlot
 
 X = torch.ones(4)
 BE = dg.get_backend("cpu")
@@ -45,6 +46,58 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "variant": (lambda: _decode().run({"x": X[:2]}, variant="lora"), "variant is a mapping"),
     "inputs of a run": (lambda: _decode().run([X]), "mapping of slot names"),
     "config": (lambda: _decode(config=dg.DeviceGraphConfig()), "one phase"),
+    "host_args of a context": (
+        lambda: BE.capture_context(BE.make_graph(), host_args=3).__enter__(),
+        "host_args must be a mapping of names",
+    ),
+    "name of a host argument": (lambda: _capture(host_args={3: 3}), "strings as names, got 3"),
+    "host argument that the step lacks": (
+        lambda: _capture(host_args={"n": 3}),
+        "takes no keyword argument 'n'",
+    ),
+    "host_args of a runner": (lambda: _decode(host_args=["n"]), "host_args must be a mapping"),
+    "host_args of a run": (
+        lambda: _decode().run({"x": X[:2]}, host_args=["n"]),
+        "host_args of a run must be a mapping",
+    ),
+    "host_args of prove": (
+        lambda: _capture().prove(host_args={"n": 3}),
+        "a list with one mapping per set",
+    ),
+    "host argument of prove": (
+        lambda: _capture().prove(host_args=[{"n": 3}]),
+        "unknown host argument 'n'",
+    ),
+    "names of a mark": (lambda: dg.region(host_args=3)(lambda n: n), "names of parameters, got 3"),
+    "a name of a mark": (lambda: dg.no_graph(mutates=(3,))(print), "names of parameters"),
+    "rules of a mark": (lambda: dg.region(reduce=[max])(lambda n: n), "names to functions, got"),
+    "rule of a mark": (
+        lambda: dg.region(host_args="n", derive={"m": 3})(lambda n, m: n),
+        "names to functions",
+    ),
+    "function of a mark": (lambda: dg.no_graph(fake=3)(print), "fake of a mark must be a function"),
+    "backend of a runner": (
+        lambda: dg.DecodeRunner(len, [SLOT], backend=None, max_requests=2),
+        "named by a string, got None",
+    ),
+    "group of a runner": (lambda: _decode(group=3), "RankGroup or a process group"),
+    "variants of a runner": (lambda: _decode(variants=None), "variants is a list of mappings"),
+    "name in a variant": (lambda: _decode(variants=[{3: 4}]), "names must be strings"),
+    "variant of a decision": (lambda: _decode().can_run(2, variant=3), "variant is a mapping"),
+    "decision": (lambda: _decode().run({"x": X[:2]}, decision=3), "can_run or agree returned"),
+    "decision of a vote": (lambda: _decode().agree("yes"), "can_run or agree returned"),
+    "pad of a slot": (
+        lambda: dg.InputSlot("x", "tokens", torch.int64, pad=dg.Pad.fill("a")),
+        "pads with a number, got 'a'",
+    ),
+    "pad of a host slot": (lambda: HostSlot("tokens", pad=0), "needs pad=Pad.zero"),
+    "parser": (lambda: dg.add_cli_args(None), "expected an argparse parser, got None"),
+    "parsed arguments": (
+        lambda: dg.DeviceGraphConfig.from_args(["--disable-cuda-graph"]),
+        "expected parsed arguments",
+    ),
+    "phase of a configuration": (lambda: dg.DeviceGraphConfig(decode=3), "is one phase"),
+    "backend of a configuration": (lambda: dg.DeviceGraphConfig().for_backend(3), "by a string"),
 }
 
 
@@ -64,6 +117,12 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "budget": (lambda: BE.make_pool(budget_bytes=-1), "at least 0, got -1"),
     "cases": (lambda: _capture().prove(cases=1.5), "cases must be a whole number from 0, not 1.5"),
+    "compiler of another policy": (lambda: _capture(compiler="gcc"), "no compiler 'gcc'. Known"),
+    "kind of a compiler": (lambda: _capture(policy="piecewise", compiler=3), "no compiler 3"),
+    "width of a decision": (
+        lambda: _decode().can_run(2, variant={"width": 0}),
+        "width must be a positive int",
+    ),
     "cases of a runner": (lambda: _decode().prove(cases=-1), "from 0, not -1"),
 }
 

@@ -17,7 +17,7 @@ from devgraph.api.graph import DeviceGraph, GraphInfo
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import is_capturing
 from devgraph.api.modes import Modes
-from devgraph.api.policy import Job, Plan, UpdateBudget, get_policy
+from devgraph.api.policy import Job, Plan, UpdateBudget, check_compiler, get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
@@ -222,7 +222,7 @@ def capture(
             for libraries that set themselves up lazily). "piecewise" runs the compiled step, and
             once at least after it compiled.
         pool: graph memory to share with other captures; a new one if None.
-        compiler: what compiles the pieces of "piecewise".
+        compiler: what compiles the pieces of "piecewise"; the other policies have none.
         capture_error_mode: see ``Backend.capture_context``.
         before_break: called before the eager body of each break during a breakable capture, for
             example a barrier between ranks.
@@ -232,12 +232,12 @@ def capture(
     Raises:
         CaptureError: the step cannot be captured; nothing is left behind.
         InputError: an argument of this function is out of range; InputTypeError: of another kind.
+        HostArgumentError: ``host_args`` does not fit ``fn`` (a TypeError).
     """
     _require("fn", fn, callable(fn), "a callable")
     _require("kwargs", kwargs, kwargs is None or isinstance(kwargs, Mapping), "a mapping")
-    named = host_args is None or isinstance(host_args, Mapping)
-    _require("host_args", host_args, named, "a mapping of names to the values of capture")
-    twice = sorted(set(kwargs or ()) & set(host_args or ()))
+    spec = HostSpec(host_args, fn)
+    twice = sorted(set(kwargs or ()) & set(spec.declared))
     if twice:
         raise InputError(f"{', '.join(twice)}: given both in kwargs and in host_args")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
@@ -250,11 +250,11 @@ def capture(
         fn=fn,
         args=args,
         kwargs=dict(kwargs or {}),
-        spec=HostSpec(host_args, fn),
+        spec=spec,
         backend=device,
         pool=memory,
         capture_error_mode=device.check_capture_error_mode(capture_error_mode),
-        compiler=compiler,
+        compiler=check_compiler(compiler),
         before_break=before_break,
         budget=budget,
         after_warmup=after_warmup,

@@ -15,7 +15,7 @@ from typing import Any
 from devgraph.api.config_merge import Level, Source
 from devgraph.api.config_text import parse_mode, read_json, read_section
 from devgraph.api.config_values import PHASES, POLICIES, Setting, check
-from devgraph.api.errors import ConfigError
+from devgraph.api.errors import ConfigError, ConfigTypeError
 from devgraph.api.older_flags import OLDER_FLAGS, OlderFlag
 
 __all__ = ["add_cli_args", "sources_of"]
@@ -31,6 +31,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flags of its own, is safe. Broken values end the program through ``parser.error``; the meaning
     of all of them together is found by ``DeviceGraphConfig.from_args``.
     """
+    if not isinstance(parser, argparse._ActionsContainer):
+        raise ConfigTypeError(f"expected an argparse parser, got {parser!r}")
     taken = parser._option_string_actions
     pending: list[tuple[list[str], dict[str, Any]]] = []
 
@@ -134,6 +136,10 @@ def sources_of(
 
     With ``parser``, values that equal its defaults count as not given. Raises ``ConfigError``.
     """
+    if not hasattr(namespace, "__dict__") and not hasattr(namespace, "__slots__"):
+        raise ConfigTypeError(
+            f"expected parsed arguments, as parser.parse_args() returns them, got {namespace!r}"
+        )
     sources: list[Source] = []
     notes: list[str] = []
 

@@ -21,9 +21,9 @@ from devgraph.api.cli_args import sources_of
 from devgraph.api.config_merge import Level, Merged, Source, merge
 from devgraph.api.config_text import parse_mode, read_json, read_section
 from devgraph.api.config_values import DEFAULT_POLICY, KEYS, PHASES, Setting, check, unknown_name
-from devgraph.api.errors import ConfigError, did_you_mean
+from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 
-__all__ = ["DeviceGraphConfig", "DeviceGraphWarning", "Overlay", "PhaseConfig"]
+__all__ = ["DeviceGraphConfig", "DeviceGraphWarning", "Overlay", "PhaseConfig", "phase_config"]
 
 
 class DeviceGraphWarning(UserWarning):
@@ -128,6 +128,34 @@ _DEFAULTS: Mapping[str, Any] = {
 }
 
 
+def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: str) -> PhaseConfig:
+    """Return the configuration of a phase: given, by policy name, as a mapping, or the default."""
+    if isinstance(config, PhaseConfig):
+        return config
+    if config is None:
+        return PhaseConfig(policy=DEFAULT_POLICY[phase], explicit=frozenset())
+    if isinstance(config, str):
+        return PhaseConfig(policy=config)
+    if isinstance(config, Mapping):
+        for key in config:
+            if key not in KEYS:
+                raise unknown_name(phase, key, KEYS, what="key")
+        chosen = {"policy": DEFAULT_POLICY[phase], **config}
+        return PhaseConfig(**chosen, explicit=frozenset(config))
+    raise ConfigTypeError(
+        f"config of {phase} is one phase, such as DeviceGraphConfig().{phase}, a policy name or a "
+        f"mapping; got {type(config).__name__}"
+    )
+
+
+def _decode(config: PhaseConfig | str | Mapping[str, Any] | None) -> PhaseConfig:
+    return phase_config(config, "decode")
+
+
+def _prefill(config: PhaseConfig | str | Mapping[str, Any] | None) -> PhaseConfig:
+    return phase_config(config, "prefill")
+
+
 def _pairs(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     found = dict(values)
     for key in found:
@@ -150,6 +178,10 @@ class Overlay:
 
 
 def _sorted(overlays: Iterable[Overlay]) -> tuple[Overlay, ...]:
+    overlays = tuple(overlays) if isinstance(overlays, Iterable) else (overlays,)
+    for one in overlays:
+        if not isinstance(one, Overlay):
+            raise ConfigTypeError(f"overlays are Overlay objects, got {one!r}")
     found = sorted(overlays, key=lambda one: one.backend)
     names = [one.backend for one in found]
     for name in names:
@@ -172,8 +204,8 @@ class DeviceGraphConfig:
     and the text keeps apart what was chosen and what is default.
     """
 
-    decode: PhaseConfig = PhaseConfig(policy=DEFAULT_POLICY["decode"], explicit=frozenset())
-    prefill: PhaseConfig = PhaseConfig(policy=DEFAULT_POLICY["prefill"], explicit=frozenset())
+    decode: PhaseConfig = attrs.field(default=None, converter=_decode)
+    prefill: PhaseConfig = attrs.field(default=None, converter=_prefill)
     overlays: tuple[Overlay, ...] = attrs.field(default=(), converter=_sorted)
     """The parts for single backends, by name; apply them with ``for_backend``."""
 
@@ -306,6 +338,8 @@ class DeviceGraphConfig:
 
     def for_backend(self, name: str) -> DeviceGraphConfig:
         """Return what holds on one backend: its own part laid over the general part, per key."""
+        if not isinstance(name, str):
+            raise ConfigTypeError(f"a backend is named by a string, got {name!r}")
         overlay = next((one for one in self.overlays if one.backend == name), Overlay(backend=name))
         phases: dict[str, PhaseConfig] = {}
         origins = {one: origin for one, origin in self.origins.items() if one.backend is None}

@@ -388,7 +388,9 @@ class DeviceGraph(abc.ABC):
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
         """Return the key of these host values: every region's values, as one hashable tuple."""
-        key = tuple((name, value) for kwargs in host.values() for name, value in kwargs.items())
+        key = tuple(
+            (name, _exact(value)) for kwargs in host.values() for name, value in kwargs.items()
+        )
         try:
             hash(key)
         except TypeError:
@@ -521,6 +523,19 @@ class DeviceGraph(abc.ABC):
 
 def _nothing() -> None:
     """Launch nothing; stands in until a graph has a state."""
+
+
+def _exact(value: Any) -> Any:
+    """Return what stands for ``value`` in a key: 1, True and 1.0, or 0.0 and -0.0, are equal in
+    Python and are other host values, with which a region may do other work."""
+    kind = type(value)
+    if kind is int or kind is str:
+        return value
+    if kind is float:
+        return kind, value.hex()
+    if kind is tuple:
+        return value if {int}.issuperset(map(type, value)) else tuple(map(_exact, value))
+    return kind, value
 
 
 def _require_hashable(mark: Mark, name: str, value: object) -> None:

@@ -111,12 +111,15 @@ class HostSpec:
         declared: name to the value used at capture.
         fn: the captured callable; a default in its signature makes that argument optional
             at replay.
+
+    Raises:
+        HostArgumentError: ``declared`` is no mapping of names, or ``fn`` takes no such argument.
     """
 
     def __init__(
         self, declared: Mapping[str, Any] | None = None, fn: Callable[..., Any] | None = None
     ) -> None:
-        self.declared: dict[str, Any] = dict(declared or {})
+        self.declared: dict[str, Any] = declared_names(declared)
         self.defaults = _signature_defaults(fn, self.declared) if fn is not None else {}
         self.required = frozenset(self.declared) - frozenset(self.defaults)
 
@@ -154,11 +157,38 @@ class HostSpec:
         return out
 
 
+def declared_names(declared: object) -> dict[str, Any]:
+    """Return ``host_args`` as a new dict; None declares nothing.
+
+    Raises:
+        HostArgumentError: it is no mapping, or a name is no string.
+    """
+    if declared is None:
+        return {}
+    if not isinstance(declared, Mapping):
+        raise HostArgumentError(
+            f"host_args must be a mapping of names to the values of capture, got {declared!r}"
+        )
+    for name in declared:
+        if not isinstance(name, str):
+            raise HostArgumentError(f"host arguments have strings as names, got {name!r}")
+    return dict(declared)
+
+
 def _signature_defaults(fn: Callable[..., Any], names: Iterable[str]) -> dict[str, Any]:
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         return {}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        known = [name for name, p in parameters.items() if p.kind in by_name]
+        for name in names:
+            if name not in known:
+                raise HostArgumentError(
+                    f"{getattr(fn, '__qualname__', fn)} takes no keyword argument {name!r}, which "
+                    f"host_args declares. {did_you_mean(name, known)}"
+                )
     return {
         name: parameters[name].default
         for name in names

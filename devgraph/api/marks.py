@@ -280,8 +280,24 @@ def _require_callable(target: object, mark: str) -> None:
         )
 
 
-def _names(value: str | Iterable[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+def _names(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not all(isinstance(name, str) for name in names):
+        raise InputTypeError(f"{what} of a mark are names of parameters, got {value!r}")
+    return names
+
+
+def _require_rules(what: str, rules: object) -> None:
+    if rules is None:
+        return
+    if not isinstance(rules, Mapping) or not all(callable(rule) for rule in rules.values()):
+        raise InputTypeError(f"{what} of a mark is a mapping of names to functions, got {rules!r}")
+
+
+def _require_functions(**functions: object) -> None:
+    for what, function in functions.items():
+        if function is not None and not callable(function):
+            raise InputTypeError(f"{what} of a mark must be a function, got {function!r}")
 
 
 @overload
@@ -331,16 +347,20 @@ def region(
 
     Raises:
         HostArgumentError: a name is no parameter of the function.
+        InputTypeError: something else than names, or functions by name, was given.
     """
 
     def mark(target: Callable[..., Any]) -> Callable[..., Any]:
         _require_callable(target, "region")
+        _require_rules("derive", derive)
+        _require_rules("reduce", reduce)
+        _require_functions(context=context, fake=fake, capture_stub=capture_stub)
         return _wrap(
             Mark(
                 target,
                 kind="region",
-                host_args=_names(host_args),
-                mutates=_names(mutates),
+                host_args=_names("host_args", host_args),
+                mutates=_names("mutates", mutates),
                 derive=derive,
                 reduce=reduce,
                 context=context,
@@ -377,11 +397,12 @@ def no_graph(
 
     def mark(target: Callable[..., Any]) -> Callable[..., Any]:
         _require_callable(target, "no_graph")
+        _require_functions(fake=fake, capture_stub=capture_stub)
         return _wrap(
             Mark(
                 target,
                 kind="no_graph",
-                mutates=_names(mutates),
+                mutates=_names("mutates", mutates),
                 fake=fake,
                 capture_stub=capture_stub,
             )

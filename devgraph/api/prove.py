@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import InputError
+from devgraph.api.errors import InputError, InputTypeError
 
 if TYPE_CHECKING:
     from devgraph.api.capture import Captured
@@ -173,6 +173,15 @@ def require_cases(cases: object) -> None:
         raise InputError(f"cases must be a whole number from 0, not {cases!r}")
 
 
+def _require_sets(host_args: object) -> None:
+    listed = isinstance(host_args, Sequence) and all(isinstance(one, Mapping) for one in host_args)
+    if host_args is not None and not listed:
+        raise InputTypeError(
+            f"host_args of prove is a list with one mapping per set of values to try, such as "
+            f"[{{'kv_len': 777}}], got {host_args!r}"
+        )
+
+
 def prove(
     captured: Captured,
     job: Job,
@@ -184,11 +193,15 @@ def prove(
 ) -> Report:
     """Implement ``Captured.prove``."""
     require_cases(cases)
+    _require_sets(host_args)
+    sets = host_args if host_args is not None else [job.spec.declared]
+    for host in sets:
+        job.spec.fill(host)  # Refuses what is missing or unknown before anything runs.
     prover = _Prover(captured, job, rtol, atol)
     failures: list[Failure] = []
     count = 0
     try:
-        for host in host_args if host_args is not None else [job.spec.declared]:
+        for host in sets:
             for _ in range(cases):
                 failures.extend(prover.case(count, dict(host)))
                 count += 1

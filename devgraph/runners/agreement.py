@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from devgraph.api.errors import AgreementError, ConfigError
+from devgraph.api.errors import AgreementError, ConfigError, ConfigTypeError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -375,6 +375,11 @@ def ranks_of(group: Any) -> Solo:
         return Solo()
     if isinstance(group, Solo):
         return group
+    if not hasattr(group, "rank") or not hasattr(group, "size"):
+        raise ConfigTypeError(
+            f"group must be None, a devgraph.runners.RankGroup or a process group of "
+            f"torch.distributed, got {group!r}"
+        )
     return RankGroup.from_process_group(group)
 
 

@@ -152,7 +152,7 @@ class Runner(Stepping):
 
     # Life.
 
-    def invalidate(self, reason: str) -> None:
+    def invalidate(self, reason: str = "") -> None:
         """Close all graphs, because what they captured (weights, buffers) is no longer valid.
 
         Steps run eagerly until ``capture`` captures again; with ``capture="lazy"`` or

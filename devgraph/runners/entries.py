@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from devgraph.api.capture import Captured
@@ -175,9 +175,15 @@ def check_variants(
             in length. ``ConfigTypeError`` for no mapping. InputTypeError: it cannot be a key.
     """
     found: dict[Variant, Mapping[str, Any]] = {}
+    if isinstance(variants, str | Mapping) or not isinstance(variants, Iterable):
+        raise ConfigTypeError(
+            f"variants is a list of mappings such as [{{}}, {{'lora': True}}], got {variants!r}"
+        )
     for options in variants:
         if not isinstance(options, Mapping):
             raise ConfigTypeError(f"a variant is a mapping such as {{'lora': True}}: {options!r}")
+        if not all(isinstance(name, str) for name in options):
+            raise ConfigTypeError(f"variant {dict(options)}: names must be strings")
         width = options.get("width", 1)
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise ConfigError(f"variant {dict(options)}: width must be a positive int")

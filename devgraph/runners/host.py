@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from devgraph.api.errors import ConfigError, HostArgumentError, InputError, did_you_mean
-from devgraph.api.hostargs import HostSpec
+from devgraph.api.hostargs import HostSpec, declared_names
 from devgraph.runners.slots import HostSlot, Size
 
 __all__ = ["HostArgs"]
@@ -21,9 +21,9 @@ class HostArgs:
     """
 
     def __init__(self, declared: Mapping[str, Any] | None) -> None:
-        self.declared = dict(declared or {})
+        self.declared = declared_names(declared)
         for name in self.declared:
-            if not isinstance(name, str) or not name.isidentifier():
+            if not name.isidentifier():
                 raise ConfigError(f"host argument {name!r} must be a Python identifier")
         self._slots = {n: v for n, v in self.declared.items() if isinstance(v, HostSlot)}
         self._plain = HostSpec({n: v for n, v in self.declared.items() if n not in self._slots})
@@ -47,6 +47,8 @@ class HostArgs:
                 declared (a TypeError).
             InputError: a sequence has not one entry per row of ``real``.
         """
+        if given is not None and not isinstance(given, Mapping):
+            raise HostArgumentError(f"host_args of a run must be a mapping of names, got {given!r}")
         given = given or {}
         if not self.declared and not given:
             return {}

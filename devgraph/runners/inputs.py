@@ -121,11 +121,15 @@ class InputArena:
         self._checked_mapping(inputs)
         return [self._admit_one(slot, inputs[name], real) for name, slot in self.slots.items()]
 
-    def _checked_mapping(self, inputs: Any) -> Mapping[str, Any]:
+    def require_mapping(self, inputs: object) -> None:
+        """Raise InputTypeError unless ``inputs`` is a mapping."""
         if not isinstance(inputs, Mapping):
             raise InputTypeError(
                 f"inputs must be a mapping of slot names to tensors, got {type(inputs).__name__}"
             )
+
+    def _checked_mapping(self, inputs: Any) -> Mapping[str, Any]:
+        self.require_mapping(inputs)
         missing = [name for name in self.slots if name not in inputs]
         if missing:
             raise InputError(

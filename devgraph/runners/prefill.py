@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.config import PhaseConfig
+from devgraph.api.config import PhaseConfig, phase_config
 from devgraph.api.errors import ConfigError, InputError
 from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
@@ -17,7 +17,7 @@ from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets
 from devgraph.runners.decision import GraphKey, Reason, Variant
 from devgraph.runners.entries import Entry, canonical_variant, check_variants
-from devgraph.runners.settings import Options, RunnerOptions, phase_config
+from devgraph.runners.settings import Options, RunnerOptions
 from devgraph.runners.slots import (
     ROW_PER_REQUEST,
     ROW_PER_TOKEN,
@@ -114,7 +114,7 @@ class PrefillRunner(Runner):
             host_args=host_args,
             config=settings,
             options=Options.of("prefill", options),
-            backend=get_backend(backend) if isinstance(backend, str) else backend,
+            backend=backend if isinstance(backend, Backend) else get_backend(backend),
             pool=pool,
             group=group,
             buckets=buckets,

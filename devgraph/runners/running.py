@@ -129,7 +129,7 @@ class Stepping(abc.ABC):
             InputError: a number is negative (a ValueError). InputTypeError: it is no int.
         """
         self._require_open("decide")
-        options = variant or {}
+        options = _options_of(variant)
         count = None if tokens is None else whole("tokens", tokens)
         size = self._infer(whole("requests", requests), count, options)
         return self._decide(size.requests, size.tokens, options, longest)
@@ -179,6 +179,7 @@ class Stepping(abc.ABC):
             AgreementError: ranks want different variants, or one did not vote.
         """
         self._require_open("agree")
+        _require_decision(decision)
         return agree_on(decision, self._parts.ranks, self._parts.entries, self._name)
 
     # Running.
@@ -229,13 +230,17 @@ class Stepping(abc.ABC):
                     step = self._steps.get((requests, tokens, key, None))
                     if step is not None:
                         return self._run_graph(step, inputs, host_args, clone)
-                return self._run_decided(inputs, host_args, variant or {}, decision, longest, clone)
+                options = _options_of(variant)
+                return self._run_decided(inputs, host_args, options, decision, longest, clone)
             except Exception as error:
                 self._parts.backend.raise_if_lost(error)
                 raise
 
     def _measure(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
         requests = tokens = None
+        if type(inputs) is not dict:
+            self._require_open("run")
+            self._parts.arena.require_mapping(inputs)
         lead = self._token_lead
         try:
             if lead is not None:
@@ -262,6 +267,7 @@ class Stepping(abc.ABC):
         self._require_open("run")
         parts = self._parts
         parts.arena.buffers.check()
+        _require_decision(decision)
         if inputs is None:
             return self._run_without_requests(decision)
         measured = self._measure(inputs)
@@ -439,6 +445,22 @@ class Stepping(abc.ABC):
     @abc.abstractmethod
     def _round(self, entries: Sequence[Entry]) -> None:
         """Capture ``entries``."""
+
+
+def _options_of(variant: object) -> Mapping[str, Any]:
+    if variant is None:
+        return {}
+    if not isinstance(variant, Mapping):
+        raise InputTypeError(f"a variant is a mapping such as {{'lora': True}}, got {variant!r}")
+    width = variant.get("width", 1)
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise InputError(f"variant {dict(variant)}: width must be a positive int")
+    return variant
+
+
+def _require_decision(decision: object) -> None:
+    if decision is not None and not isinstance(decision, Decision):
+        raise InputTypeError(f"decision must be what can_run or agree returned, got {decision!r}")
 
 
 def _lead(slots: Mapping[str, InputSlot], *, by_requests: bool) -> tuple[str, int, int] | None:

@@ -9,12 +9,10 @@ from typing import Any, TypedDict
 import attrs
 import torch
 
-from devgraph.api.config import PhaseConfig
-from devgraph.api.config_values import DEFAULT_POLICY
-from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
+from devgraph.api.errors import ConfigError, did_you_mean
 from devgraph.runners.buckets import Phase
 
-__all__ = ["DEBUG_VARIABLE", "Options", "RunnerOptions", "phase_config"]
+__all__ = ["DEBUG_VARIABLE", "Options", "RunnerOptions"]
 
 DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
 """Environment variable that switches ``debug`` on where the engine does not say."""
@@ -78,23 +76,3 @@ class Options:
             text = os.environ.get(DEBUG_VARIABLE, "")
             options = attrs.evolve(options, debug=text.lower() not in ("", "0", "false", "no"))
         return options
-
-
-def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: Phase) -> PhaseConfig:
-    """Return the configuration of a phase: given, by policy name, as a mapping, or the default."""
-    if isinstance(config, PhaseConfig):
-        return config
-    if config is None:
-        return PhaseConfig(policy=DEFAULT_POLICY[phase], explicit=frozenset())
-    if isinstance(config, str):
-        return PhaseConfig(policy=config)
-    if isinstance(config, Mapping):
-        known = [field.name for field in attrs.fields(PhaseConfig)]
-        for key in config:
-            if key not in known:
-                raise ConfigError(f"unknown key {key!r}. {did_you_mean(str(key), known)}")
-        return PhaseConfig(**{"policy": DEFAULT_POLICY[phase], **config})
-    raise ConfigTypeError(
-        f"config of a runner is one phase, such as DeviceGraphConfig().{phase}, a policy name or a "
-        f"mapping; got {type(config).__name__}"
-    )

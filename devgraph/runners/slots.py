@@ -114,8 +114,8 @@ class Pad:
         return cls("value_of", source=source)
 
 
-def _dims(dims: Iterable[Dim]) -> tuple[Dim, ...]:
-    return tuple(dims)
+def _dims(dims: Iterable[Dim] | Dim) -> tuple[Dim, ...]:
+    return tuple(dims) if isinstance(dims, Iterable) and not isinstance(dims, str) else (dims,)
 
 
 @attrs.frozen
@@ -172,6 +172,11 @@ class InputSlot:
             )
         if self.pad.source is not None:
             self._check_source(self.pad.source)
+        elif not isinstance(self.pad.value, int | float):
+            raise ConfigTypeError(
+                f"input slot {self.name!r} pads with a number, got {self.pad.value!r}; "
+                f"Pad.value_of(tensor) pads with what a tensor holds"
+            )
         elif not _fits(self.pad.value, self.dtype):
             raise ConfigError(
                 f"input slot {self.name!r} is {self.dtype} and cannot hold its pad value "
@@ -233,6 +238,11 @@ class HostSlot:
         if self.dim not in _ROW_DIMS:
             raise ConfigError(
                 f"unknown dim {self.dim!r} of a host slot. {did_you_mean(str(self.dim), _ROW_DIMS)}"
+            )
+        if not isinstance(self.pad, Pad):
+            raise ConfigTypeError(
+                f"a host slot needs pad=Pad.zero(), Pad.fill(value), Pad.last() or Pad.ramp(step), "
+                f"got {self.pad!r}"
             )
         if self.pad.kind == "value_of":
             raise ConfigError("a host slot cannot pad with Pad.value_of: use Pad.fill(value)")

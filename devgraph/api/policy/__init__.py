@@ -18,9 +18,20 @@ from devgraph.api.marks import Mark
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 
-__all__ = ["POLICIES", "Job", "Plan", "Policy", "Segment", "UpdateBudget", "get_policy"]
+__all__ = [
+    "COMPILERS",
+    "POLICIES",
+    "Job",
+    "Plan",
+    "Policy",
+    "Segment",
+    "UpdateBudget",
+    "check_compiler",
+    "get_policy",
+]
 
 POLICIES = ("full", "breakable", "piecewise")
+COMPILERS = ("eager", "inductor")
 
 
 class Segment(Protocol):
@@ -126,3 +137,14 @@ def get_policy(name: str) -> Policy:
         )
     policy: Policy = importlib.import_module(module_name).POLICY
     return policy
+
+
+def check_compiler(name: str | None) -> str | None:
+    """Return ``name`` if it is a compiler of pieces, or None for the default.
+
+    Raises:
+        InputError: there is no such compiler, whatever the policy is (a ValueError).
+    """
+    if name is not None and name not in COMPILERS:
+        raise InputError(f"no compiler {name!r}. {did_you_mean(str(name), COMPILERS)}")
+    return name

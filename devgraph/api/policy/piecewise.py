@@ -41,19 +41,15 @@ from devgraph.api.errors import (
     DeviceGraphError,
     EmptyCaptureError,
     FrozenValueError,
-    InputError,
-    did_you_mean,
 )
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark, entered
 from devgraph.api.policy import Job, Plan, Policy
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 
-__all__ = ["COMPILERS", "POLICY"]
+__all__ = ["POLICY"]
 
 logger = logging.getLogger(__name__)
-
-COMPILERS = ("eager", "inductor")
 
 RECOMPILE_LIMIT = 2**20
 """The tracer gives a function up after 8 versions, but all runners of a process share one step
@@ -504,8 +500,6 @@ class _Piecewise(Policy):
                 f"'breakable'"
             )
         name = job.compiler or "eager"
-        if name not in COMPILERS:
-            raise InputError(f"no compiler {name!r}. {did_you_mean(name, COMPILERS)}")
         if name not in capabilities.compilers:
             raise CapabilityError(
                 f"backend {job.backend.name!r} cannot use compiler {name!r}; it has "
