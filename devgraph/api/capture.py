@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Captured:
         self._lock = job.pool.lock
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
         self._bound = [(t, t.data_ptr()) for t in _tensors((job.args, job.kwargs))]
+        self._held = list(_held_in((job.args, *job.kwargs.values())))
 
     @property
     def outputs(self) -> Any:
@@ -69,7 +70,7 @@ class Captured:
 
         Raises:
             HostArgumentError: host arguments are missing, unknown or ill-typed (a TypeError).
-            StateError: closed, in a forked process, or a bound tensor has moved.
+            StateError: closed, in a forked process, or a bound tensor has moved or was replaced.
             NestedCaptureError: inside a capture.
         """
         self._check()
@@ -102,6 +103,13 @@ class Captured:
                     f"from {address:#x} to {tensor.data_ptr():#x}: the graph would use the old "
                     f"memory. Write new data with copy_() instead of replacing its storage, or "
                     f"capture again."
+                )
+        for container, key, tensor in self._held:
+            if _entry(container, key) is not tensor:
+                raise StateError(
+                    f"entry {key!r} of a {type(container).__name__} among the bound arguments is "
+                    f"not the tensor of capture any more: the graph would use the old one. Write "
+                    f"new data into that tensor with copy_(), or capture again."
                 )
 
     @property
@@ -179,7 +187,7 @@ class Captured:
         with self._lock:
             self._plan.close()
         self._job = None
-        self._bound = []
+        self._bound, self._held = [], []
 
     def __enter__(self) -> Captured:
         return self
@@ -291,6 +299,23 @@ def _contents_kept(backend: Backend, tensors: Sequence[torch.Tensor]) -> Iterato
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _held_in(values: Iterable[Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Yield container, key and tensor for every tensor in a list or dict, which may change."""
+    for value in values:
+        if isinstance(value, list | dict):
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((value, k, held) for k, held in entries if isinstance(held, torch.Tensor))
+        if isinstance(value, list | tuple | dict):
+            yield from _held_in(value.values() if isinstance(value, dict) else value)
+
+
+def _entry(container: Any, key: Any) -> Any:
+    try:
+        return container[key]
+    except LookupError:
+        return None
 
 
 def _about(graph: DeviceGraph) -> list[str]:

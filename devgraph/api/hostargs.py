@@ -7,9 +7,10 @@ read it raises ``FrozenValueError`` with the line that did.
 
 from __future__ import annotations
 
+import enum
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from devgraph.api.errors import FrozenValueError, HostArgumentError, did_you_mean
@@ -46,6 +47,15 @@ class Tracked:
     def __repr__(self) -> str:
         return f"<tracked host argument {self._devgraph_name}>"
 
+    def __copy__(self) -> Tracked:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Tracked:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse(self._devgraph_name, "pickle")
+
     def __getattr__(self, attribute: str) -> NoReturn:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
@@ -62,7 +72,7 @@ class Tracked:
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
-        found = _first_tracked((*args, *(kwargs or {}).values()))
+        found = next(_tracked_in((*args, *(kwargs or {}).values())))
         _refuse(found, f"torch's {getattr(func, '__name__', func)}()")
 
     __hash__: Any
@@ -77,13 +87,13 @@ def _refuse(name: str, how: str) -> NoReturn:
     )
 
 
-def _first_tracked(values: Iterable[object]) -> str:
+def _tracked_in(values: Iterable[object]) -> Iterator[str]:
+    """Yield the names of the tracked values in ``values``, its lists and its tuples."""
     for value in values:
         if is_tracked(value):
-            return str(value._devgraph_name)  # type: ignore[attr-defined]
-        if isinstance(value, list | tuple):
-            return _first_tracked(value)
-    return "(nested)"
+            yield str(value._devgraph_name)  # type: ignore[attr-defined]
+        elif isinstance(value, list | tuple):
+            yield from _tracked_in(value)
 
 
 def _consuming(dunder: str) -> Callable[..., NoReturn]:
@@ -109,17 +119,21 @@ class HostSpec:
 
     Args:
         declared: name to the value used at capture.
-        fn: the captured callable; a default in its signature makes that argument optional
-            at replay.
+        fn: the captured callable; a default in its signature, other than None or an enum member,
+            makes that argument optional at replay.
 
     Raises:
-        HostArgumentError: ``declared`` is no mapping of names, or ``fn`` takes no such argument.
+        HostArgumentError: ``declared`` is no mapping of names, ``fn`` takes no such argument, or a
+            value of capture is None or an enum member: code compares these with ``is``, which
+            cannot be noticed, and the branch of capture would stay in the graph.
     """
 
     def __init__(
         self, declared: Mapping[str, Any] | None = None, fn: Callable[..., Any] | None = None
     ) -> None:
         self.declared: dict[str, Any] = declared_names(declared)
+        for name, value in self.declared.items():
+            _refuse_singleton(name, value)
         self.defaults = _signature_defaults(fn, self.declared) if fn is not None else {}
         self.required = frozenset(self.declared) - frozenset(self.defaults)
 
@@ -175,6 +189,19 @@ def declared_names(declared: object) -> dict[str, Any]:
     return dict(declared)
 
 
+def _is_singleton(value: object) -> bool:
+    return value is None or isinstance(value, enum.Enum)
+
+
+def _refuse_singleton(name: str, value: object) -> None:
+    if _is_singleton(value):
+        raise HostArgumentError(
+            f"host argument {name!r} is {value!r} at capture. Code asks for such a value with "
+            f"'is', which cannot be noticed, so the graph would keep its branch for ever. Pass a "
+            f"number, string or list, or capture each case for itself (a variant of a runner)."
+        )
+
+
 def _signature_defaults(fn: Callable[..., Any], names: Iterable[str]) -> dict[str, Any]:
     try:
         parameters = inspect.signature(fn).parameters
@@ -192,13 +219,15 @@ def _signature_defaults(fn: Callable[..., Any], names: Iterable[str]) -> dict[st
     return {
         name: parameters[name].default
         for name in names
-        if name in parameters and parameters[name].default is not inspect.Parameter.empty
+        if name in parameters
+        and parameters[name].default is not inspect.Parameter.empty
+        and not _is_singleton(parameters[name].default)
     }
 
 
 def _same_kind(name: str, captured: Any, value: Any) -> Any:
     kind = type(captured)
-    if kind is type(value) or captured is None:
+    if kind is type(value):
         return value
     if kind is int and not isinstance(value, bool):
         try:

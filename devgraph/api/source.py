@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
+from pathlib import Path
 from types import FrameType, TracebackType
 
 import attrs
@@ -68,4 +70,25 @@ def raising_line(error: BaseException) -> SourceLine | None:
 def _line(frame: FrameType, number: int) -> SourceLine:
     code = frame.f_code
     text = linecache.getline(code.co_filename, number).strip()
+    if code.co_filename.startswith("<eval_with_key>"):
+        traced = _traced_line(frame.f_locals.get("self"), text)
+        if traced is not None:
+            return traced
     return SourceLine(code.co_filename, number, code.co_name, text)
+
+
+def _traced_line(module: object, text: str) -> SourceLine | None:
+    """Return the user's line behind ``text``, a line that torch generated for a traced step."""
+    graph = getattr(module, "graph", None)
+    named = re.match(r"\w+", text)
+    if graph is None or named is None:
+        return None
+    torch_folder = Path(str(sys.modules["torch"].__file__)).parent
+    for node in graph.nodes:
+        if node.name == named.group():
+            stack = re.findall(r'File "(.+)", line (\d+), in (.+)', node.stack_trace or "")
+            for file, line, function in reversed(stack):
+                if not Path(file).is_relative_to(torch_folder):
+                    source = linecache.getline(file, int(line)).strip()
+                    return SourceLine(file, int(line), function, source)
+    return None

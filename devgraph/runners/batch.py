@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from devgraph.api.errors import CaptureError, did_you_mean
+from devgraph.api.errors import CaptureError, StateError, did_you_mean
 from devgraph.api.marks import is_capturing
 from devgraph.api.source import user_line
 from devgraph.runners.slots import Size
@@ -68,6 +68,9 @@ class Batch:
         tokens: rows of the ``"tokens"`` slots, padding included.
         width: tokens per request, or None.
         variant: the variant that this step belongs to.
+
+    A batch that ran eagerly is over with its step: whoever kept it (``self.batch = batch``) and
+    reads it in a later step gets a StateError.
     """
 
     host: HostValues
@@ -91,6 +94,14 @@ class Batch:
         self._size = size
         self._live = live
         self._live_names = live_names
+        self._over = False
+
+    def end(self) -> None:
+        """Forget the data of a step that ran eagerly and is over."""
+        for name in [name for name, held in vars(self).items() if isinstance(held, torch.Tensor)]:
+            delattr(self, name)
+        del self.host
+        self._over = True
 
     @property
     def requests(self) -> int:
@@ -119,6 +130,12 @@ class Batch:
         known = self.__dict__.get("_live_names", frozenset())
         if name in known:
             return self._of_run(name).tensors[name]
+        if self.__dict__.get("_over") and not name.startswith("_"):
+            raise StateError(
+                f"batch.{name} was read in a batch whose step ran eagerly and is over. A replay "
+                f"runs no Python of the step, so it stores no newer batch: hand the batch, or the "
+                f"tensor, to the marked function as an argument"
+            )
         raise AttributeError(f"the batch has no slot {name!r}. {did_you_mean(name, self._names())}")
 
     def _names(self) -> list[str]:

@@ -149,6 +149,12 @@ class DecodeRunner(Runner):
                     f"{dict(options)}); batches with mixed widths are prefill"
                 )
             requests = tokens // width
+        elif tokens is not None and 0 < tokens < requests:
+            raise InputError(
+                f"{requests} requests have only {tokens} tokens; every request of a decode batch "
+                f"has at least one. Give the slots of 'requests' and 'tokens' as many rows as the "
+                f"batch has"
+            )
         return Size(requests, requests * width if tokens is None else tokens)
 
     def _dummy_size(self, options: Mapping[str, Any]) -> Size:

@@ -7,6 +7,7 @@ tensor until then; afterwards every operation on it, or on a view taken from it,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,15 +18,43 @@ from devgraph.api.errors import StaleOutputError
 
 __all__ = ["LeaseClock", "LeasedTensor", "lease", "released"]
 
+logger = logging.getLogger(__name__)
+
 
 class LeaseClock:
-    """Counts the runs of one runner."""
+    """Counts the runs of one runner.
 
-    __slots__ = ("name", "now")
+    Attributes:
+        caller: the thread whose outputs the last run returned, without copying them.
+    """
+
+    __slots__ = ("_callers", "caller", "name", "now")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.now = 0
+        self.caller: int | None = None
+        self._callers: set[int] | None = set()
+
+    def called_by(self, thread: int) -> None:
+        """Note that another thread runs steps; say once that threads take turns at it.
+
+        A runner may be handed from one thread to the next. Threads that take turns overwrite each
+        other's outputs, which nobody sees in the numbers.
+        """
+        self.caller = thread
+        if self._callers is None:
+            return
+        if thread in self._callers:
+            self._callers = None
+            logger.warning(
+                "threads take turns at running %s without clone=True: each run overwrites the "
+                "outputs that another thread may still read. Pass clone=True, or debug=True to the "
+                "runner to find late reads",
+                self.name,
+            )
+        else:
+            self._callers.add(thread)
 
     def tick(self) -> None:
         """Expire every lease that was given out so far."""

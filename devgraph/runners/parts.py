@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
+import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.config import PhaseConfig
@@ -20,7 +22,7 @@ from devgraph.runners.settings import Options
 from devgraph.runners.slots import Size
 from devgraph.runners.stats import Counters
 
-__all__ = ["Parts", "StaticBatch"]
+__all__ = ["Parts", "StaticBatch", "eager_batch"]
 
 
 @attrs.frozen(kw_only=True)
@@ -88,3 +90,32 @@ def static_batch(
         live=parts.live,
         live_names=parts.run_slots,
     )
+
+
+@contextlib.contextmanager
+def eager_batch(
+    parts: Parts,
+    tensors: Mapping[str, torch.Tensor],
+    size: Size,
+    *,
+    host: Mapping[str, Any],
+    variant: Mapping[str, Any],
+) -> Iterator[Batch]:
+    """Lend a batch to a step that runs eagerly; it is over when the step is.
+
+    Slots of the run are read as in a graph: whatever batch a step kept, they are the current ones.
+    """
+    live = parts.live
+    live.size, live.tensors = size, {name: tensors[name] for name in parts.run_slots}
+    batch = Batch(
+        {name: tensor for name, tensor in tensors.items() if name not in parts.run_slots},
+        size,
+        host=host,
+        variant=variant,
+        live=live if parts.run_slots else None,
+        live_names=parts.run_slots,
+    )
+    try:
+        yield batch
+    finally:
+        batch.end()

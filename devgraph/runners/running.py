@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from devgraph.runners.batch import Batch
 from devgraph.runners.decision import Decision, Reason, Variant, refusal, update_reason
 from devgraph.runners.entries import Entry, canonical_variant
 from devgraph.runners.lease import LeaseClock, lease
-from devgraph.runners.parts import Parts, StaticBatch
+from devgraph.runners.parts import Parts, StaticBatch, eager_batch
 from devgraph.runners.slots import InputSlot, Size, whole
 from devgraph.runners.steps import GraphStep
 from devgraph.runners.voting import agree_on
@@ -223,6 +224,8 @@ class Stepping(abc.ABC):
                 f"{self._name} cannot run inside a capture; leave the capture first"
             )
         with self._lock:
+            if not clone and self._clock.caller != get_ident():
+                self._clock.called_by(get_ident())
             try:
                 if decision is None and not self._decide_always and inputs is not None:
                     requests, tokens = self._measure(inputs)
@@ -345,9 +348,9 @@ class Stepping(abc.ABC):
     ) -> Any:
         parts = self._parts
         host = parts.host.resolve(host_args, size, size)
-        batch = Batch(parts.arena.eager_views(inputs, size), size, host=host, variant=options)
+        views = parts.arena.eager_views(inputs, size)
         self._clock.now += 1
-        with torch.no_grad():
+        with torch.no_grad(), eager_batch(parts, views, size, host=host, variant=options) as batch:
             outputs = self._eager(batch)
         parts.counters.count(decision.reason)
         parts.counters.eager_tokens += size.tokens
@@ -432,8 +435,8 @@ class Stepping(abc.ABC):
         size = self._dummy_size(options)
         views = parts.arena.views(size)
         parts.arena.filler(views)()
-        batch = Batch(views, size, host=parts.host.at_capture(size), variant=options)
-        with torch.no_grad():
+        host = parts.host.at_capture(size)
+        with torch.no_grad(), eager_batch(parts, views, size, host=host, variant=options) as batch:
             self._eager(batch)
         parts.counters.count(decision.reason)
 

@@ -14,7 +14,7 @@ from devgraph.runners.batch import Batch
 from devgraph.runners.decision import GraphKey
 from devgraph.runners.entries import Entry
 from devgraph.runners.inputs import fill_with_pad
-from devgraph.runners.parts import Parts, static_batch
+from devgraph.runners.parts import Parts, eager_batch, static_batch
 from devgraph.runners.slots import InputSlot, Size
 
 __all__ = ["Hooks", "RunnerReport", "prove_runner"]
@@ -39,6 +39,8 @@ class RunnerReport:
         note = f"; not varied: {', '.join(self.fixed_slots)}" if self.fixed_slots else ""
         if self.ok:
             return f"{self.cases} batches: graphs equal eager{note}"
+        if not self.cases:
+            return "nothing was compared: no bucket is captured (see plan() for the reasons)"
         return "\n".join([f"{len(self.failures)} differences{note}:", *self.failures])
 
 
@@ -111,10 +113,10 @@ class _Proof:
         self._exact(f"{where}: padding filled with NaN", replayed, poisoned)
 
         begin()
-        batch = Batch(
-            parts.arena.eager_views(inputs, real), real, host=real_host, variant=entry.options
-        )
-        self._close(f"{where}: replay against eager", hooks.eager(batch), replayed)
+        views = parts.arena.eager_views(inputs, real)
+        with eager_batch(parts, views, real, host=real_host, variant=entry.options) as batch:
+            eager = hooks.eager(batch)
+        self._close(f"{where}: replay against eager", eager, replayed)
 
     def _data(self, slot: InputSlot, real: Size) -> torch.Tensor:
         shape = slot.shape(real)

@@ -1,0 +1,252 @@
+"""Mistakes of a newcomer: each ends in the right result, or in an error that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import logging
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+
+POLICIES = ("full", "breakable", "piecewise")
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+class Mode(enum.Enum):
+    CAUSAL = 1
+
+
+# Host arguments.
+
+
+@pytest.mark.parametrize("value", [None, Mode.CAUSAL], ids=["none", "enum"])
+def test_host_argument_that_code_compares_with_is_is_refused(value: Any):
+    with pytest.raises(dg.HostArgumentError, match="'is', which cannot be noticed"):
+        dg.capture(lambda x, *, n: x * 2, torch.ones(2), backend="cpu", host_args={"n": value})
+
+
+def test_default_that_code_compares_with_is_must_be_passed_to_each_replay():
+    @dg.region(host_args=("n",))
+    def scaled(x, *, n):
+        return x * n
+
+    def step(x, *, n=None):
+        return scaled(x, n=7 if n is None else n)
+
+    x = torch.ones(2)
+    with dg.capture(step, x, backend="cpu", host_args={"n": 2}) as captured:
+        with pytest.raises(dg.HostArgumentError, match="missing host arguments: n"):
+            captured.replay()
+        assert torch.equal(captured.replay(n=3), step(x, n=3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_argument_behind_a_tuple_is_named_where_torch_takes_it(policy: str):
+    def step(x, *, kv_len):
+        return x + torch.full((WIDTH,), kv_len)
+
+    with pytest.raises(dg.FrozenValueError, match="host argument 'kv_len' was consumed by torch's"):
+        dg.capture(step, torch.ones(WIDTH), backend="cpu", policy=policy, host_args={"kv_len": 3})
+
+
+def test_copy_of_a_tracked_value_is_still_tracked_and_pickling_one_is_refused():
+    @dg.region(host_args=("n",))
+    def scaled(x, *, n):
+        return x * n
+
+    def step(x, *, n):
+        return scaled(x, n=copy.deepcopy(copy.copy(n)))
+
+    x = torch.ones(2)
+    with dg.capture(step, x, backend="cpu", host_args={"n": 2}) as captured:
+        assert torch.equal(captured.replay(n=3), step(x, n=3))
+    with pytest.raises(dg.FrozenValueError, match="pickle"):
+        dg.capture(lambda x, *, n: pickle.dumps(n), x, backend="cpu", host_args={"n": 2})
+
+
+# Bound arguments.
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replaced_entry_of_a_bound_list_or_dict_is_refused(policy: str):
+    caches = [torch.randn(2, 2), torch.randn(2, 2)]
+    named = {"scale": torch.randn(2, 2)}
+
+    def step(caches, named):
+        return caches[0] @ caches[1] * named["scale"]
+
+    with dg.capture(step, caches, named, backend="cpu", policy=policy) as captured:
+        caches[1].normal_()
+        assert torch.equal(captured.replay(), step(caches, named))
+        kept, caches[1] = caches[1], torch.randn(2, 2)
+        with pytest.raises(dg.StateError, match=r"entry 1 of a list .* copy_\(\)"):
+            captured.replay()
+        caches[1] = kept
+        del named["scale"]
+        with pytest.raises(dg.StateError, match="entry 'scale' of a dict"):
+            captured.replay()
+
+
+# Policy piecewise.
+
+
+def test_host_read_in_a_compiled_piece_names_the_line_of_the_step():
+    def step(x):
+        return x * x.sum().item()  # the line
+
+    with pytest.raises(dg.HostReadError, match=r"test_mistakes.py:\d+ in step: .*# the line"):
+        dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
+
+
+def test_object_handed_to_a_mark_is_refused_under_piecewise_with_what_it_takes():
+    class Holder:
+        scale = torch.ones(2)
+
+    @dg.region(mutates=("out",))
+    def scaled(x, holder, out):
+        out.copy_(x * holder.scale)
+
+    def step(x):
+        out = torch.empty_like(x)
+        scaled(x, Holder(), out)
+        return out + 1
+
+    with pytest.raises(dg.CaptureError, match=r"takes tensors, plain values.* use policy='break"):
+        dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
+
+
+# Runners.
+
+
+def _decode(forward: Any, **options: Any) -> dg.DecodeRunner:
+    slots = [
+        dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero()),
+        dg.InputSlot("scale", ("requests",), torch.float32, pad=dg.Pad.fill(1.0)),
+    ]
+    return dg.DecodeRunner(forward, slots, backend="cpu", max_requests=4, **options)
+
+
+def _scaled(batch: Any) -> torch.Tensor:
+    return batch.x * batch.scale[:, None]
+
+
+def test_slots_that_disagree_about_the_batch_are_refused():
+    runner = _decode(_scaled)
+    runner.capture()
+    with pytest.raises(dg.InputError, match="4 requests have only 3 tokens"):
+        runner.run({"x": torch.ones(3, WIDTH), "scale": torch.ones(4)})
+    runner.close()
+
+
+def test_unknown_key_of_a_phase_lists_only_what_can_be_set():
+    with pytest.raises(dg.ConfigError, match="Did you mean 'policy'") as caught:
+        _decode(_scaled, config={"polcy": "full"})
+    assert "explicit" not in str(caught.value)
+
+
+def test_proof_of_a_runner_without_graphs_says_that_nothing_was_compared():
+    runner = _decode(_scaled, config="disabled")
+    runner.capture()
+    report = runner.prove()
+    assert not report.ok
+    assert "nothing was compared" in str(report)
+    runner.close()
+
+
+def _alternate(runner: dg.DecodeRunner, **options: Any) -> None:
+    batch = {"x": torch.ones(1, WIDTH), "scale": torch.ones(1)}
+    runner.run(batch, **options)
+    thread = threading.Thread(target=runner.run, args=(batch,), kwargs=options)
+    thread.start()
+    thread.join()
+    runner.run(batch, **options)
+    runner.run(batch, **options)
+
+
+@pytest.mark.parametrize(("options", "times"), [({}, 1), ({"clone": True}, 0)])
+def test_threads_that_take_turns_are_told_once_unless_they_copy(
+    options: dict[str, bool], times: int, caplog: pytest.LogCaptureFixture
+):
+    runner = _decode(_scaled)
+    runner.capture()
+    with caplog.at_level(logging.WARNING, logger="devgraph"):
+        _alternate(runner, **options)
+    assert sum("clone=True" in record.getMessage() for record in caplog.records) == times
+    runner.close()
+
+
+def _prefill(policy: str, body: Any) -> dg.PrefillRunner:
+    slots = [
+        dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero()),
+        dg.InputSlot("starts", ("requests+1",), torch.int64, pad=dg.Pad.last()),
+    ]
+    runner = dg.PrefillRunner(
+        body,
+        slots,
+        tail=lambda hidden, batch: hidden[batch.starts[1:] - 1],
+        config={"policy": policy, "buckets": [8, 16]},
+        backend="cpu",
+        max_tokens=16,
+        max_requests=3,
+    )
+    runner.capture()
+    return runner
+
+
+SHAPES = ((3, 2), (20, 20), (5, 2, 9), (1, 2), (1, 1, 1, 1, 1), (2, 7))
+"""Lengths of batches, of which two run eagerly: too many tokens, too many requests."""
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "disabled"])
+def test_batch_that_a_step_keeps_shows_the_requests_of_the_run_after_eager_ones(policy: str):
+    kept = {}
+
+    @dg.region(mutates=("out",))
+    def first_length(x, out):
+        out.copy_(x * kept["batch"].starts[1])
+
+    def body(batch):
+        kept["batch"] = batch
+        out = torch.empty_like(batch.x)
+        first_length(batch.x, out)
+        return out
+
+    runner = _prefill(policy, body)
+    for lengths in SHAPES:
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+        x = torch.randn(sum(lengths), WIDTH)
+        expected = (x * lengths[0])[starts[1:] - 1]
+        assert torch.equal(runner.run({"x": x, "starts": starts}), expected)
+    runner.close()
+
+
+def test_token_data_of_an_eager_step_that_is_over_is_refused():
+    kept = {}
+
+    @dg.region(mutates=("out",))
+    def doubled(x, out):
+        out.copy_(x + kept["batch"].x[: len(x)])
+
+    def body(batch):
+        kept["batch"] = batch
+        out = torch.empty_like(batch.x)
+        doubled(batch.x, out)
+        return out
+
+    runner = _prefill("breakable", body)
+    over = {"x": torch.ones(20, WIDTH), "starts": torch.tensor([0, 20])}
+    assert torch.equal(runner.run(over), torch.full((1, WIDTH), 2.0))
+    with pytest.raises(dg.StateError, match="hand the batch, or the tensor, to the marked"):
+        runner.run({"x": torch.ones(7, WIDTH), "starts": torch.tensor([0, 7])})
+    runner.close()
