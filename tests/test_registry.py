@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import re
 import sys
 from typing import Any
 
@@ -58,8 +59,9 @@ def test_factory_that_raises_anything_is_listed_and_passed_over(caplog: pytest.L
     dg.register("broken", broken)
     with caplog.at_level(logging.INFO, logger="devgraph"):
         assert dg.get_backend("auto") is dg.get_backend("cpu")
-    assert "auto: not broken: libvendor.so.7" in caplog.text
-    assert {i.name: i.reason for i in dg.backends()}["broken"].startswith("libvendor.so.7")
+    told = "backend 'broken' failed to start: OSError: libvendor.so.7"
+    assert f"auto: not broken: {told}" in caplog.text
+    assert {i.name: i.reason for i in dg.backends()}["broken"].startswith(told)
 
 
 def test_auto_passes_over_a_plugin_that_runs_on_the_host():
@@ -110,6 +112,53 @@ def test_entry_point_is_loaded_on_first_use_only(tmp_path: Any, monkeypatch: pyt
     assert backend.name == "late"
     assert dg.get_backend("late") is backend
     sys.modules.pop("late_vendor")
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        (
+            "no_such_vendor:make",
+            "cannot be loaded from 'no_such_vendor:make' of the package 'odd-ven",
+        ),
+        ("odd_vendor:nothing", "AttributeError: module 'odd_vendor' has no attribute 'nothing'"),
+        ("odd_vendor:number", "no function that returns a backend, but 3"),
+        ("odd_vendor:returns_number", "returned 3, which is no devgraph.api.backend.Backend"),
+        ("odd_vendor:raises", "failed to start: OSError: libodd.so.7"),
+    ],
+)
+def test_package_whose_backend_is_broken_is_named_and_hides_no_other(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, target: str, told: str
+):
+    (tmp_path / "odd_vendor.py").write_text(
+        "number = 3\n"
+        "def returns_number():\n    return number\n"
+        "def raises():\n    raise OSError('libodd.so.7')\n",
+        encoding="utf-8",
+    )
+    info = tmp_path / "odd_vendor-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-vendor\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[devgraph.backends]\nodd = {target}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    try:
+        with pytest.raises(dg.BackendUnavailableError, match=re.escape(told)):
+            dg.get_backend("odd")
+        listed = {info.name: info for info in dg.backends()}
+    finally:
+        sys.modules.pop("odd_vendor", None)
+    assert not listed["odd"].available and told in listed["odd"].reason
+    assert listed["cpu"].available
+
+
+def test_register_refuses_what_cannot_be_a_backend():
+    for name, factory in ((3, CpuBackend), ("mine", None)):
+        with pytest.raises(dg.InputTypeError, match="a name and a function that returns"):
+            dg.register(name, factory)
+    for name in ("", "auto"):
+        with pytest.raises(dg.InputError, match="no name for a backend"):
+            dg.register(name, CpuBackend)
 
 
 def test_registering_again_replaces_the_backend():

@@ -13,6 +13,8 @@ import attrs
 
 from devgraph.api.errors import (
     BackendUnavailableError,
+    DeviceGraphError,
+    InputError,
     InputTypeError,
     UnknownBackendError,
     did_you_mean,
@@ -69,7 +71,7 @@ class _Registry:
     def make(self, name: str) -> Backend:
         with self._lock:
             if name not in self._instances:
-                self._instances[name] = self._factory(name)()
+                self._instances[name] = _made(name, lambda: self._factory(name)())
             return self._instances[name]
 
     def _factory(self, name: str) -> Callable[[], Backend]:
@@ -79,8 +81,7 @@ class _Registry:
             return _load_built_in(name)
         for entry in _entry_points():
             if entry.name == name:
-                factory: Callable[[], Backend] = entry.load()
-                return factory
+                return _load_plugin(entry)
         raise UnknownBackendError(f"no backend {name!r}. {did_you_mean(name, self.names())}")
 
 
@@ -106,6 +107,45 @@ def _load_built_in(name: str) -> Callable[[], Backend]:
     return factory
 
 
+def _load_plugin(entry: importlib.metadata.EntryPoint) -> Callable[[], Backend]:
+    try:
+        factory: Callable[[], Backend] = entry.load()
+    except Exception as error:
+        raise BackendUnavailableError(
+            f"backend {entry.name!r} cannot be loaded from {entry.value!r}{_package(entry)}, which "
+            f"declares it: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(factory):
+        raise BackendUnavailableError(
+            f"backend {entry.name!r} is declared as {entry.value!r}{_package(entry)}, which is no "
+            f"backend class and no function that returns a backend, but {factory!r}"
+        )
+    return factory
+
+
+def _package(entry: importlib.metadata.EntryPoint) -> str:
+    return f" of the package {entry.dist.name!r}" if entry.dist else ""
+
+
+def _made(name: str, factory: Callable[[], Backend]) -> Backend:
+    try:
+        backend = factory()
+    except DeviceGraphError:
+        raise
+    except Exception as error:
+        raise BackendUnavailableError(
+            f"backend {name!r} failed to start: {type(error).__name__}: {error}"
+        ) from error
+    from devgraph.api.backend import Backend  # imports torch, which names and reasons do not need
+
+    if not isinstance(backend, Backend):
+        raise BackendUnavailableError(
+            f"what is registered as backend {name!r} returned {backend!r}, which is no "
+            f"devgraph.api.backend.Backend"
+        )
+    return backend
+
+
 _registry = _Registry()
 names = _registry.names
 
@@ -116,7 +156,17 @@ def register(name: str, factory: Callable[[], Backend]) -> None:
     Args:
         name: what users pass to ``get_backend`` and on the command line.
         factory: returns the backend or raises BackendUnavailableError with the way to fix it.
+
+    Raises:
+        InputError: the name cannot be a backend's. InputTypeError: an argument is of another kind.
     """
+    if not isinstance(name, str) or not callable(factory):
+        raise InputTypeError(
+            f"register takes a name and a function that returns a backend, got {name!r} and "
+            f"{factory!r}"
+        )
+    if not name or name == "auto":
+        raise InputError(f"{name!r} is no name for a backend: 'auto' stands for the best one")
     _registry.register(name, factory)
 
 
@@ -128,17 +178,17 @@ def backends() -> list[BackendInfo]:
 def _info(name: str) -> BackendInfo:
     try:
         backend = _registry.make(name)
+        return BackendInfo(
+            name=name,
+            available=True,
+            reason="",
+            device=backend.device_name,
+            version=backend.version,
+        )
     except Exception as error:
         logger.debug("backend %s is not available", name, exc_info=True)
         reason = str(error) or type(error).__name__
         return BackendInfo(name=name, available=False, reason=reason, device="", version="")
-    return BackendInfo(
-        name=name,
-        available=True,
-        reason="",
-        device=backend.device_name,
-        version=backend.version,
-    )
 
 
 def get_backend(name: str = "auto") -> Backend:

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 import attrs
 import torch
 
-from devgraph.api.errors import ConfigError, did_you_mean
+from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 from devgraph.runners.buckets import Phase
 
 __all__ = ["DEBUG_VARIABLE", "Options", "RunnerOptions"]
@@ -64,9 +64,21 @@ class Options:
     progress: bool | None = None
     """Show a progress bar during capture; None: on a terminal."""
 
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigTypeError(f"name of a runner must be a text, got {self.name!r}")
+        for key in ("strict", "debug", "idle_dummy", "progress"):
+            if getattr(self, key) is not None and not isinstance(getattr(self, key), bool):
+                raise ConfigTypeError(f"{key}: expected true or false, got {getattr(self, key)!r}")
+        if not isinstance(self.bound, Mapping):
+            raise ConfigTypeError(f"bound must be a mapping of names to tensors: {self.bound!r}")
+        for key in ("weights_epoch", "reset_state"):
+            if getattr(self, key) is not None and not callable(getattr(self, key)):
+                raise ConfigTypeError(f"{key} must be a function: {getattr(self, key)!r}")
+
     @classmethod
     def of(cls, phase: Phase, given: Mapping[str, Any]) -> Options:
-        """Check option names; an unknown one raises ``ConfigError`` that lists what exists."""
+        """Check options; an unknown name raises ``ConfigError`` that lists what exists."""
         known = [field.name for field in attrs.fields(cls)]
         for name in given:
             if name not in known:
