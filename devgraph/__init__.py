@@ -6,6 +6,7 @@ Names are bound on first use: importing devgraph imports no vendor package, not 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from devgraph.api import HOMES as _API_HOMES
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from devgraph.api.capture import capture as capture
     from devgraph.api.cli_args import add_cli_args as add_cli_args
     from devgraph.api.config import DeviceGraphConfig as DeviceGraphConfig
+    from devgraph.api.config import DeviceGraphWarning as DeviceGraphWarning
     from devgraph.api.config import PhaseConfig as PhaseConfig
     from devgraph.api.errors import *  # noqa: F403
     from devgraph.api.graph import DeviceGraph as DeviceGraph
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from devgraph.api.marks import is_capturing as is_capturing
     from devgraph.api.marks import no_graph as no_graph
     from devgraph.api.marks import region as region
+    from devgraph.api.policy.budget import UpdateBudget as UpdateBudget
     from devgraph.api.pool import Pool as Pool
     from devgraph.api.prove import Report as Report
     from devgraph.api.registry import BackendInfo as BackendInfo
@@ -35,10 +38,12 @@ if TYPE_CHECKING:
     from devgraph.api.registry import register as register
     from devgraph.runners import Decision as Decision
     from devgraph.runners import DecodeRunner as DecodeRunner
+    from devgraph.runners import HostSlot as HostSlot
     from devgraph.runners import InputSlot as InputSlot
     from devgraph.runners import OutputSlot as OutputSlot
     from devgraph.runners import Pad as Pad
     from devgraph.runners import PrefillRunner as PrefillRunner
+    from devgraph.runners import RankGroup as RankGroup
     from devgraph.runners import Reason as Reason
 
 __version__ = "0.1.0"
@@ -48,10 +53,12 @@ _HOMES = {
     "devgraph.runners": (
         "Decision",
         "DecodeRunner",
+        "HostSlot",
         "InputSlot",
         "OutputSlot",
         "Pad",
         "PrefillRunner",
+        "RankGroup",
         "Reason",
     ),
 }
@@ -63,7 +70,9 @@ __all__ = sorted([*_HOME_OF, "__version__"])
 def __getattr__(name: str) -> Any:
     module = _HOME_OF.get(name)
     if module is None:
-        raise AttributeError(f"module 'devgraph' has no attribute {name!r}")
+        # Given the module, a traceback suggests the nearest name.
+        text = f"module 'devgraph' has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

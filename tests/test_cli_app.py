@@ -33,6 +33,23 @@ def test_help_lists_every_command_and_imports_no_torch():
         assert f"\n    {name} " in done.stdout
 
 
+def test_help_of_a_command_and_a_typo_import_no_torch():
+    code = (
+        "import sys\n"
+        "from devgraph.__main__ import main\n"
+        f"for argv in [*([name, '--help'] for name in {COMMANDS}), ['plan', '--nonsense']]:\n"
+        "    try:\n"
+        "        main(argv)\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "False"
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_help_shows_its_options(name: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
@@ -54,7 +71,10 @@ def test_unusable_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as end:
         main(argv)
     assert end.value.code == 2
-    assert "usage: devgraph" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert line.startswith("devgraph: error: ")
+    assert line.endswith(" --help lists the options)\n")
+    assert line.count("\n") == 1
 
 
 def test_environment_is_left_as_it_was(

@@ -132,7 +132,7 @@ def test_from_json_refuses_wrong_kinds_with_the_path(text: str, place: str) -> N
         ('{"decode": "full"', 1, 18, "at its end"),
         ('{"decode": "full",\n "prefill" "full"}', 2, 12, "'\"full\"}'"),
         ("", 1, 1, "at its end"),
-        ("full", 1, 1, "'full'"),
+        ("fulll", 1, 1, "'fulll'"),
         ('{"decode": "full"}\n\n}', 3, 1, "'}'"),
     ],
 )
@@ -143,6 +143,11 @@ def test_broken_json_is_reported_with_line_and_column(
     with pytest.raises(ConfigError, match=f"line {line}, column {column}") as error:
         DeviceGraphConfig.from_json(text)
     assert rest in str(error.value)
+
+
+def test_text_that_is_only_a_policy_is_told_how_to_name_a_phase() -> None:
+    with pytest.raises(ConfigError, match=r"write '{\"decode\": \"full\"}'"):
+        DeviceGraphConfig.from_json("full")
 
 
 def test_older_policy_names_are_read_with_a_warning_that_names_the_new_one() -> None:

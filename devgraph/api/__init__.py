@@ -15,7 +15,7 @@ HOMES = {
     "devgraph.api.capabilities": ("Capabilities",),
     "devgraph.api.capture": ("Captured", "capture"),
     "devgraph.api.cli_args": ("add_cli_args",),
-    "devgraph.api.config": ("DeviceGraphConfig", "PhaseConfig"),
+    "devgraph.api.config": ("DeviceGraphConfig", "DeviceGraphWarning", "PhaseConfig"),
     "devgraph.api.errors": (
         "AgreementError",
         "BackendError",
@@ -47,6 +47,7 @@ HOMES = {
     ),
     "devgraph.api.graph": ("DeviceGraph", "GraphInfo", "GraphState"),
     "devgraph.api.marks": ("graph_break", "is_capturing", "no_graph", "region"),
+    "devgraph.api.policy.budget": ("UpdateBudget",),
     "devgraph.api.pool": ("Pool",),
     "devgraph.api.prove": ("Report",),
     "devgraph.api.registry": ("BackendInfo", "backends", "get_backend", "register"),

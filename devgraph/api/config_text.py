@@ -16,7 +16,15 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.config_values import KEYS, OLDER_POLICIES, PHASES, Setting, check, unknown_name
+from devgraph.api.config_values import (
+    KEYS,
+    OLDER_POLICIES,
+    PHASES,
+    POLICIES,
+    Setting,
+    check,
+    unknown_name,
+)
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 __all__ = ["SECTION", "Parsed", "parse_mode", "read_file", "read_json", "read_section"]
@@ -60,6 +68,12 @@ def read_json(text: str, source: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as error:
+        if text.strip() in POLICIES:
+            word = text.strip()
+            raise ConfigError(
+                f'{source}: {word!r} names no phase; write \'{{"decode": "{word}"}}\', or '
+                f"--decode-device-graph-mode {word}"
+            ) from error
         here = error.doc[error.pos :].split("\n", 1)[0][:24]
         at = f"at {here!r}" if here else "at its end"
         raise ConfigError(

@@ -10,11 +10,12 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from devgraph import __version__
 from devgraph.api.config import DeviceGraphWarning
 from devgraph.api.errors import DeviceGraphError
+from devgraph.cli.arguments import ADD
 
 __all__ = ["main"]
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         with _environment():
-            args = _parser(given).parse_args(given)  # imports torch, which takes seconds
+            args = _parser().parse_args(given)
             with _messages(getattr(args, "verbose", 0)):
                 return _run(args)
     except KeyboardInterrupt:
@@ -71,7 +72,9 @@ def _environment() -> Iterator[None]:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        code: int = args.run(args)
+        # Only what runs is imported, after its arguments are right: torch takes seconds.
+        command: Any = importlib.import_module(f"devgraph.cli.{args.command}")
+        code: int = command.run(args)
     except (DeviceGraphError, ImportError) as error:
         if getattr(args, "debug", False):
             raise
@@ -84,8 +87,16 @@ def _run(args: argparse.Namespace) -> int:
     return code
 
 
-def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line: the usage of a command is a screen of flags."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and leave."""
+        self.exit(ERROR, f"devgraph: error: {message} ({self.prog} --help lists the options)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = _Parser(add_help=False)
     common.add_argument(
         "--debug",
         action="store_true",
@@ -99,7 +110,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="show what is going on; twice for all of it",
     )
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="devgraph",
         description="One API for the device graphs of every vendor.",
         parents=[common],
@@ -108,10 +119,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name, text in _COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text, parents=[common])
-        if name in given:  # only what runs is imported: `devgraph --help` needs no torch
-            module: Any = importlib.import_module(f"devgraph.cli.{name}")
-            module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
+        ADD[name](sub)
     return parser
 
 

@@ -11,80 +11,27 @@ import torch
 
 from devgraph import __version__
 from devgraph.api.backend import Backend
-from devgraph.api.config_values import COMPILERS
-from devgraph.api.policy import POLICIES
 from devgraph.api.registry import get_backend
+from devgraph.cli.arguments import SIZES
 from devgraph.cli.contenders import Row, measure
-from devgraph.cli.dtypes import DTYPES, dtype_named
+from devgraph.cli.dtypes import dtype_named
 from devgraph.cli.tables import CommandError, print_json, print_table, ratio, say, time_text
 from devgraph.cli.workload import Shape
 from devgraph.runners.stats import format_bytes
 
-__all__ = ["add_arguments", "run"]
-
-_SIZES = {"layers": 8, "hidden": 256, "heads": 4, "vocabulary": 4096, "batch": 1, "window": 512}
-_MEANING = {
-    "layers": "decoder layers",
-    "hidden": "width of the model",
-    "heads": "attention heads",
-    "vocabulary": "rows of the embedding and of the logits",
-    "batch": "requests in the step",
-    "window": "rows of the key and value cache of each request",
-}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``bench``."""
-    parser.add_argument("--backend", default="auto", metavar="NAME", help="(default: auto)")
-    for name, size in _SIZES.items():
-        text = f"{_MEANING[name]} (default: {size})"
-        parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=text)
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="of weights and caches (default: float32)",
-    )
-    parser.add_argument(
-        "--kv-len", type=int, metavar="N", help="rows to attend over (default: half the window)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=50, metavar="N", help="steps a repeat (default: 50)"
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=5,
-        metavar="N",
-        help="repeats, of which the median counts (default: 5)",
-    )
-    parser.add_argument(
-        "--policy",
-        action="append",
-        choices=POLICIES,
-        help="only this policy; may be repeated (default: all)",
-    )
-    parser.add_argument(
-        "--compiler",
-        action="append",
-        choices=COMPILERS,
-        help="piecewise with this compiler only; may be repeated (default: all of the backend)",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", metavar="FILE", help="write a chart (needs matplotlib)")
+__all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
     """Time everything and print it; 1 when a policy fails or its outputs are not those of eager."""
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install 'devgraph[plot]'")
+        raise CommandError("--plot needs matplotlib: pip install matplotlib")
     for name in ("steps", "repeats"):
         if getattr(args, name) < 1:
             raise CommandError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.threads:
         torch.set_num_threads(args.threads)
-    shape = Shape(**{name: getattr(args, name) for name in _SIZES}, dtype=dtype_named(args.dtype))
+    shape = Shape(**{name: getattr(args, name) for name in SIZES}, dtype=dtype_named(args.dtype))
     kv_len = shape.window // 2 or 1 if args.kv_len is None else args.kv_len
     if not 1 <= kv_len <= shape.window:
         raise CommandError(f"--kv-len must be from 1 to the window of {shape.window}, got {kv_len}")

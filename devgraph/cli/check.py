@@ -13,19 +13,11 @@ import torch
 
 from devgraph.api.errors import CaptureError, did_you_mean
 from devgraph.api.registry import get_backend
+from devgraph.cli.arguments import KINDS
 from devgraph.cli.tables import CommandError, print_json, say
-from devgraph.cli.target import Target, add_target_arguments, find_target, user_code
+from devgraph.cli.target import Target, find_target, user_code
 
-__all__ = ["Finding", "add_arguments", "check_target", "run"]
-
-_KINDS = (
-    "host_sync",
-    "host_value",
-    "data_dependent_shape",
-    "rng",
-    "escaping_allocation",
-    "refused",
-)
+__all__ = ["Finding", "check_target", "run"]
 
 
 @runtime_checkable
@@ -62,25 +54,11 @@ class Finding:
         return {**attrs.asdict(self), "source": self.source}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``check``."""
-    add_target_arguments(parser)
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="KIND",
-        help=f"leave out findings of this kind; may be repeated: {', '.join(_KINDS)}",
-    )
-    parser.add_argument("--grad", action="store_true", help="run with autograd on")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def run(args: argparse.Namespace) -> int:
     """Print what was found; 1 if it is anything."""
     for kind in args.ignore:
-        if kind not in _KINDS:
-            raise CommandError(f"--ignore {kind}: no such kind. {did_you_mean(kind, _KINDS)}")
+        if kind not in KINDS:
+            raise CommandError(f"--ignore {kind}: no such kind. {did_you_mean(kind, KINDS)}")
     target = find_target(args)
     with torch.set_grad_enabled(args.grad), user_code(target.name):
         findings = [one for one in check_target(target) if one.kind not in args.ignore]

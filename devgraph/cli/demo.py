@@ -11,11 +11,11 @@ from pathlib import Path
 
 from devgraph.api.errors import InputError
 from devgraph.cli.generate import generate
-from devgraph.cli.generate_arguments import add_engine_arguments, check_engine_arguments
+from devgraph.cli.generate_arguments import check_engine_arguments
 from devgraph.cli.models import require_transformers
 from devgraph.cli.tables import CommandError, note, working
 
-__all__ = ["PROMPTS", "add_arguments", "fetch", "run"]
+__all__ = ["PROMPTS", "fetch", "run"]
 
 PROMPTS = (
     "The capital of France is",
@@ -23,22 +23,6 @@ PROMPTS = (
     "Once upon a time, there was a little robot who",
     "def fibonacci(n):",
 )
-
-CACHE = Path(".cache") / "demo"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``demo``: those of ``generate``, with the model given."""
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="instead of the demo's")
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        default=CACHE,
-        metavar="FOLDER",
-        help=f"where the model is kept (default: {CACHE})",
-    )
-    add_engine_arguments(parser)
-    parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
 
 
 def run(args: argparse.Namespace) -> int:

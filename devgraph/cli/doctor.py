@@ -19,7 +19,7 @@ from devgraph.cli.probes import Probe, probe_backend
 from devgraph.cli.tables import CommandError, print_json, print_table, say, working
 from devgraph.runners.stats import format_bytes
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["run"]
 
 # Distribution, what it is for, and how to get it.
 _PACKAGES = (
@@ -29,15 +29,23 @@ _PACKAGES = (
     (
         "cuda-bindings",
         "region update and node counts on NVIDIA GPUs",
-        "pip install 'devgraph[cuda]'",
+        "pip install 'cuda-bindings>=13'",
     ),
-    ("torch-npu", "Ascend NPUs", "pip install 'devgraph[npu]', and CANN from the vendor"),
-    ("transformers", "generate: models and tokenizers", "pip install 'devgraph[demo]'"),
-    ("gguf", "generate: models in GGUF files", "pip install 'devgraph[demo]'"),
-    ("accelerate", "generate: models in GGUF files", "pip install 'devgraph[demo]'"),
-    ("matplotlib", "bench --plot", "pip install 'devgraph[plot]'"),
-    ("PyYAML", "configuration and cluster files in YAML", "pip install 'devgraph[yaml]'"),
-    ("pytest", "the conformance suite", "pip install 'devgraph[test]'"),
+    (
+        "torch-npu",
+        "Ascend NPUs",
+        "pip install torch-npu (torch's version), and CANN from the vendor",
+    ),
+    ("transformers", "generate: models and tokenizers", "pip install transformers sentencepiece"),
+    ("gguf", "generate: models in GGUF files", "pip install gguf"),
+    ("accelerate", "generate: models in GGUF files", "pip install accelerate"),
+    ("matplotlib", "bench --plot", "pip install matplotlib"),
+    ("PyYAML", "configuration and cluster files in YAML", "pip install pyyaml"),
+    (
+        "pytest",
+        "the conformance suite",
+        "pip install pytest pytest-xdist pytest-timeout hypothesis",
+    ),
 )
 
 
@@ -66,18 +74,6 @@ class _Checked:
                 for probe in self.probes
             ],
         }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``doctor``."""
-    parser.add_argument(
-        "--backend",
-        action="append",
-        metavar="NAME",
-        help="probe this backend only (may be repeated; default: every available one)",
-    )
-    parser.add_argument("--no-probe", action="store_true", help="list only; capture nothing")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

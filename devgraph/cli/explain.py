@@ -13,13 +13,12 @@ import torch
 
 from devgraph.api.capture import Captured, capture
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.policy import POLICIES
 from devgraph.api.registry import get_backend
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text
-from devgraph.cli.target import Target, add_target_arguments, find_target, user_code
+from devgraph.cli.target import Target, find_target, user_code
 from devgraph.runners.stats import format_bytes
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["run"]
 
 _RUNS = 10
 
@@ -37,23 +36,6 @@ class _Part:
     bytes: int
     seconds: float
     """Median of a few replays, from launch until the device is done."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``explain``."""
-    add_target_arguments(parser)
-    parser.add_argument("--policy", default="full", choices=POLICIES, help="(default: full)")
-    parser.add_argument("--backend", default="auto", metavar="NAME", help="(default: auto)")
-    parser.add_argument("--compiler", help="compiler of the pieces under policy piecewise")
-    parser.add_argument("--grad", action="store_true", help="capture with autograd on")
-    parser.add_argument("--dot", metavar="FILE", help="write the segments as a Graphviz graph")
-    parser.add_argument(
-        "--chrome-trace",
-        metavar="FILE",
-        help="write one timed replay for chrome://tracing or ui.perfetto.dev",
-    )
-    parser.add_argument("--prove", action="store_true", help="also replay against eager")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,35 +16,16 @@ from devgraph.api.facts import EngineFacts
 from devgraph.api.registry import get_backend, names
 from devgraph.api.resolve import resolve
 from devgraph.cli.dtypes import dtype_named
-from devgraph.cli.generate_arguments import add_engine_arguments, check_engine_arguments
+from devgraph.cli.generate_arguments import check_engine_arguments
 from devgraph.cli.models import load_model, require_transformers
 from devgraph.cli.stream import OrderedText
 from devgraph.cli.tables import CommandError, print_json, working
 
 if TYPE_CHECKING:
     from devgraph.cli.generating import Task
-    from devgraph.runners.integrations.transformers import TokenEvent
+    from devgraph.runners.integrations.transformers import SamplingParams, TokenEvent
 
-__all__ = ["add_arguments", "generate", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``generate`` and those of the mode configuration."""
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="PATH",
-        help="a folder, a .gguf file, or a name that transformers can find",
-    )
-    parser.add_argument("--gguf-file", metavar="NAME", help="GGUF file inside the folder --model")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="a prompt; several run side by side"
-    )
-    source.add_argument(
-        "--prompts-file", metavar="FILE", help="a prompt a line ('-': standard input)"
-    )
-    add_engine_arguments(parser)
+__all__ = ["generate", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,22 +49,23 @@ def generate(
         few_buckets: capture few prefill buckets, unless ``args`` say which.
     """
     require_transformers()
+    backend = get_backend(args.backend)
+    asked = DeviceGraphConfig.from_args(args, backends=names())
     from devgraph.cli.generating import Setup, run_all
     from devgraph.cli.results import print_runs, report, same_tokens
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    backend = get_backend(args.backend)
-    asked = DeviceGraphConfig.from_args(args, backends=names())
     # The integration swaps parts of the model in and out around each step.
     facts = EngineFacts(traceable=False).on_backend(backend.name, backend.capabilities)
     resolution = resolve(asked, facts)
     dtype = None if args.dtype is None else dtype_named(args.dtype)
+    sampling = _sampling(args, len(prompts))  # may refuse; the model takes its time
     with working(f"loading {model}"):
         network, tokenizer = load_model(
             model, gguf_file=gguf_file, dtype=dtype, device=backend.device
         )
-    task = _task(args, prompts, tokenizer)
+    task = _task(args, prompts, sampling, tokenizer)
     runs = run_all(
         Setup(
             backend=backend,
@@ -99,7 +81,7 @@ def generate(
         repeats=args.repeats,
         compare=args.compare,
         plain=args.with_transformers,
-        on_event=None if args.json else _shown(prompts),
+        on_event=None if args.json else _shown(prompts, chat=args.chat),
     )
     if args.json:
         print_json(report(backend, resolution, network, prompts, runs))
@@ -108,9 +90,10 @@ def generate(
     return 1 if same_tokens(runs) is False else 0
 
 
-def _shown(prompts: Sequence[str]) -> Callable[[TokenEvent], None]:
+def _shown(prompts: Sequence[str], *, chat: bool) -> Callable[[TokenEvent], None]:
     """Return what prints the events of a new engine, which numbers its requests from 0."""
-    text = OrderedText([f"[{index + 1}] {prompt}" for index, prompt in enumerate(prompts)])
+    end = "\n" if chat else ""  # an answer, and no continuation of the prompt
+    text = OrderedText([f"[{index + 1}] {prompt}{end}" for index, prompt in enumerate(prompts)])
 
     def show(event: TokenEvent) -> None:
         text.add(event.request_id, event.text, last=event.finish_reason is not None)
@@ -136,22 +119,34 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _task(args: argparse.Namespace, prompts: Sequence[str], tokenizer: Any) -> Task:
-    from devgraph.cli.generating import Task
+def _sampling(args: argparse.Namespace, prompts: int) -> tuple[SamplingParams, ...]:
     from devgraph.runners.integrations.transformers import SamplingParams
 
     if args.temperature and args.seed is None:
         args.seed = secrets.randbelow(1 << 31)
-    seeds = [None if args.seed is None else args.seed + index for index in range(len(prompts))]
+    return tuple(
+        SamplingParams(
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=None if args.seed is None else args.seed + index,
+        )
+        for index in range(prompts)
+    )
+
+
+def _task(
+    args: argparse.Namespace,
+    prompts: Sequence[str],
+    sampling: tuple[SamplingParams, ...],
+    tokenizer: Any,
+) -> Task:
+    from devgraph.cli.generating import Task
+
     return Task(
         prompts=tuple(_ids(args, prompt, tokenizer) for prompt in prompts),
         max_new_tokens=args.max_new_tokens,
-        sampling=tuple(
-            SamplingParams(
-                temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=seed
-            )
-            for seed in seeds
-        ),
+        sampling=sampling,
         stop=tuple(args.stop),
     )
 

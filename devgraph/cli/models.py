@@ -18,7 +18,8 @@ def require_transformers() -> None:
     """Raise CommandError unless transformers is installed."""
     if importlib.util.find_spec("transformers") is None:
         raise CommandError(
-            "this needs transformers, which is not installed: pip install 'devgraph[demo]'"
+            "this needs transformers, which is not installed: pip install transformers accelerate "
+            "gguf sentencepiece"
         )
 
 

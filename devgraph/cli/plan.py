@@ -10,48 +10,17 @@ import attrs
 
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.cli_args import add_cli_args
 from devgraph.api.cluster import Cluster, plan_cluster
 from devgraph.api.config import DeviceGraphConfig
 from devgraph.api.facts import EngineFacts
 from devgraph.api.registry import backends, get_backend, names
 from devgraph.api.resolve import Resolution, resolve
-from devgraph.cli.dtypes import DTYPES, dtype_named
+from devgraph.cli.dtypes import dtype_named
 from devgraph.cli.estimate import Estimate, ModelSizes, estimate, ranges
 from devgraph.cli.tables import CommandError, print_json, print_table, say
 from devgraph.runners.stats import format_bytes
 
-__all__ = ["add_arguments", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``plan`` and those of the mode configuration."""
-    parser.add_argument("--backend", default="auto", help="plan for this backend (default: auto)")
-    parser.add_argument("--cluster", metavar="FILE", help="plan for every group of this cluster")
-    parser.add_argument(
-        "--max-requests", type=int, default=256, metavar="N", help="capacity (default: 256)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: 8192)"
-    )
-    parser.add_argument(
-        "--fact",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a fact about the engine, with a JSON value: --fact lora=true; may be repeated",
-    )
-    parser.add_argument(
-        "--model",
-        metavar="PATH",
-        help="estimate for this model; its configuration is read, its weights are not",
-    )
-    parser.add_argument("--gguf-file", metavar="NAME", help="GGUF file inside the folder --model")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="of the model (default: bfloat16)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    add_cli_args(parser)
+__all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**_data(resolution, estimates, backend), "mode": config.to_dict()})
         return 0
-    say(f"backend {backend.name} ({backend.device_name}), {_sizes_text(sizes)}")
+    say(f"backend {backend.name} ({backend.device_name}); {_sizes_text(sizes)}")
     _print_phases(f"phases on {backend.name}", [("", resolution, estimates)])
     _print_rules([("", resolution)])
     _print_warnings(estimates, backend.capabilities)
@@ -124,7 +93,7 @@ def _facts(given: list[str]) -> EngineFacts:
         if not equals:
             raise CommandError(f"--fact {text!r}: write NAME=VALUE, for example lora=true")
         try:
-            values[name] = json.loads(value)
+            values[name] = json.loads(value.lower() if value in ("True", "False") else value)
         except json.JSONDecodeError:
             values[name] = value  # a word without quotes: role=decode
     return EngineFacts.from_dict(values, path="--fact")
@@ -141,7 +110,7 @@ def _sizes(args: argparse.Namespace) -> ModelSizes | None:
 
 def _sizes_text(sizes: ModelSizes | None) -> str:
     if sizes is None:
-        return "no --model, so memory and the segments of breaks are not estimated"
+        return "memory, and graphs between breaks, are estimated with --model"
     return (
         f"model of {sizes.layers} layers, {sizes.hidden} wide, {sizes.vocabulary} tokens: graph "
         f"memory, graphs and streams are estimates"

@@ -19,7 +19,7 @@ from devgraph.api.errors import DeviceGraphError, did_you_mean
 from devgraph.api.source import raising_line
 from devgraph.cli.tables import CommandError
 
-__all__ = ["Target", "add_target_arguments", "find_target", "user_code"]
+__all__ = ["Target", "find_target", "user_code"]
 
 
 @attrs.frozen(kw_only=True)
@@ -31,29 +31,6 @@ class Target:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     host_args: dict[str, Any]
-
-
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the positional target, ``--inputs`` and ``--host-arg``."""
-    parser.add_argument(
-        "target",
-        metavar="MODULE:FUNCTION",
-        help="the function; MODULE is importable from here, or the path of a .py file",
-    )
-    parser.add_argument(
-        "--inputs",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the target's arguments: a tuple, a "
-        "dictionary of keywords, or a pair of both (default: the target takes none). MODULE may be "
-        "left out when it is the target's.",
-    )
-    parser.add_argument(
-        "--host-arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a host argument and its value at capture (a Python literal); may be repeated",
-    )
 
 
 def find_target(args: argparse.Namespace) -> Target:

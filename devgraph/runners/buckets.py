@@ -87,6 +87,7 @@ class Buckets(Sequence[int]):
 
     @property
     def maximum(self) -> int:
+        """The largest bucket."""
         return self._sizes[-1]
 
     def at_least(self, rows: int) -> Iterator[int]:

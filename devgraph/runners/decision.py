@@ -107,10 +107,12 @@ class Decision:
 
     @classmethod
     def graph(cls, key: GraphKey) -> Decision:
+        """Return the decision to replay the graph ``key``."""
         return cls(True, key.bucket, Reason.GRAPH, key)
 
     @classmethod
     def eager(cls, reason: Reason, key: GraphKey | None = None) -> Decision:
+        """Return the decision to run eagerly; ``key`` is the graph that could have served."""
         return cls(False, None, reason, key)
 
 

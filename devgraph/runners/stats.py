@@ -86,6 +86,7 @@ class RunnerStats:
 
     @property
     def eager_steps(self) -> int:
+        """Steps that ran eagerly, whatever the reason."""
         return sum(self.eager.values())
 
     @property

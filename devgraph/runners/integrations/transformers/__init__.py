@@ -16,9 +16,7 @@ from __future__ import annotations
 import importlib.util
 
 if importlib.util.find_spec("transformers") is None:
-    raise ImportError(
-        "this integration needs transformers; install it with pip install 'devgraph[demo]'"
-    )
+    raise ImportError("this integration needs transformers: pip install transformers sentencepiece")
 
 from devgraph.runners.integrations.transformers.cache import KVCache, LayerShape
 from devgraph.runners.integrations.transformers.engine import Engine

@@ -68,13 +68,14 @@ def _check_gguf(folder: Path, name: str) -> None:
     if folder.is_dir() and not (folder / name).is_file():
         found = sorted(p.name for p in folder.glob("*.gguf"))
         raise InputError(
-            f"{folder} has no {name}; GGUF files there: {', '.join(found) or '(none)'}"
+            f"there is no file {folder / name}; GGUF files in {folder.resolve()}: "
+            f"{', '.join(found) or '(none)'}"
         )
     missing = [p for p in ("gguf", "accelerate") if importlib.util.find_spec(p) is None]
     if missing:
         raise ImportError(
-            f"transformers needs {' and '.join(missing)} to load a GGUF file; install the demo "
-            f"extra: pip install 'devgraph[demo]'"
+            f"transformers needs {' and '.join(missing)} to load a GGUF file: pip install "
+            f"{' '.join(missing)}"
         )
 
 

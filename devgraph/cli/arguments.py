@@ -1,0 +1,214 @@
+"""The options of every command. Nothing here imports torch: help and typos answer at once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from devgraph.api.cli_args import add_cli_args
+from devgraph.api.config_values import COMPILERS, POLICIES
+from devgraph.cli.dtypes import DTYPES
+from devgraph.cli.generate_arguments import add_engine_arguments
+
+__all__ = ["ADD", "CACHE", "CAPTURES", "KINDS", "SIZES"]
+
+CAPTURES = tuple(policy for policy in POLICIES if policy != "disabled")
+"""The policies that capture something."""
+
+CACHE = Path(".cache") / "demo"
+"""Where ``demo`` keeps its model."""
+
+KINDS = (
+    "host_sync",
+    "host_value",
+    "data_dependent_shape",
+    "rng",
+    "escaping_allocation",
+    "refused",
+)
+"""Kinds of findings of ``check``."""
+
+SIZES = {"layers": 8, "hidden": 256, "heads": 4, "vocabulary": 4096, "batch": 1, "window": 512}
+_MEANING = {
+    "layers": "decoder layers",
+    "hidden": "width of the model",
+    "heads": "attention heads",
+    "vocabulary": "rows of the embedding and of the logits",
+    "batch": "requests in the step",
+    "window": "rows of the key and value cache of each request",
+}
+
+
+def _target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="the function; MODULE is importable from here, or the path of a .py file",
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the target's arguments: a tuple, a "
+        "dictionary of keywords, or a pair of both (default: the target takes none). MODULE may be "
+        "left out when it is the target's.",
+    )
+    parser.add_argument(
+        "--host-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a host argument and its value at capture (a Python literal); may be repeated",
+    )
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend",
+        action="append",
+        metavar="NAME",
+        help="probe this backend only (may be repeated; default: every available one)",
+    )
+    parser.add_argument("--no-probe", action="store_true", help="list only; capture nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", default="auto", help="plan for this backend (default: auto)")
+    parser.add_argument("--cluster", metavar="FILE", help="plan for every group of this cluster")
+    parser.add_argument(
+        "--max-requests", type=int, default=256, metavar="N", help="capacity (default: 256)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: 8192)"
+    )
+    parser.add_argument(
+        "--fact",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a fact about the engine, with a JSON value: --fact lora=true; may be repeated",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="estimate for this model; its configuration is read, its weights are not",
+    )
+    parser.add_argument("--gguf-file", metavar="NAME", help="GGUF file inside the folder --model")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of the model (default: bfloat16)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_cli_args(parser)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="a folder, a .gguf file, or a name that transformers can find",
+    )
+    parser.add_argument("--gguf-file", metavar="NAME", help="GGUF file inside the folder --model")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt; several run side by side"
+    )
+    source.add_argument(
+        "--prompts-file", metavar="FILE", help="a prompt a line ('-': standard input)"
+    )
+    add_engine_arguments(parser)
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="instead of the demo's")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=CACHE,
+        metavar="FOLDER",
+        help=f"where the model is kept (default: {CACHE})",
+    )
+    add_engine_arguments(parser)
+    parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="(default: auto)")
+    for name, size in SIZES.items():
+        text = f"{_MEANING[name]} (default: {size})"
+        parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=text)
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of weights and caches (default: float32)",
+    )
+    parser.add_argument(
+        "--kv-len", type=int, metavar="N", help="rows to attend over (default: half the window)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=50, metavar="N", help="steps a repeat (default: 50)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="repeats, of which the median counts (default: 5)",
+    )
+    parser.add_argument(
+        "--policy",
+        action="append",
+        choices=CAPTURES,
+        help="only this policy; may be repeated (default: all)",
+    )
+    parser.add_argument(
+        "--compiler",
+        action="append",
+        choices=COMPILERS,
+        help="piecewise with this compiler only; may be repeated (default: all of the backend)",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", metavar="FILE", help="write a chart (needs matplotlib)")
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KIND",
+        help=f"leave out findings of this kind; may be repeated: {', '.join(KINDS)}",
+    )
+    parser.add_argument("--grad", action="store_true", help="run with autograd on")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    _target(parser)
+    parser.add_argument("--policy", default="full", choices=CAPTURES, help="(default: full)")
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="(default: auto)")
+    parser.add_argument("--compiler", help="compiler of the pieces under policy piecewise")
+    parser.add_argument("--grad", action="store_true", help="capture with autograd on")
+    parser.add_argument("--dot", metavar="FILE", help="write the segments as a Graphviz graph")
+    parser.add_argument(
+        "--chrome-trace",
+        metavar="FILE",
+        help="write one timed replay for chrome://tracing or ui.perfetto.dev",
+    )
+    parser.add_argument("--prove", action="store_true", help="also replay against eager")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+ADD = {
+    "doctor": _doctor,
+    "plan": _plan,
+    "generate": _generate,
+    "demo": _demo,
+    "bench": _bench,
+    "check": _check,
+    "explain": _explain,
+}
+"""What adds the options of each command to its parser."""
