@@ -230,7 +230,7 @@ def test_staging_memory_grows_and_older_users_stay_right(devgraph_backend):
 @pytest.mark.parametrize("join", [False, True])
 def test_a_joined_copy_writes_what_separate_copies_write(devgraph_backend, join):
     arena = InputArena({slot.name: slot for slot in SLOTS}, Size(8, 8, 1), devgraph_backend)
-    plan = CopyPlan(arena, Size(5, 5, 1), Size(8, 8, 1), frozenset(), join=join)
+    plan = CopyPlan(arena, Size(5, 5, 1), Size(8, 8, 1), {}, join=join)
     inputs = batch_of(5, devgraph_backend.device)
     for buffer in arena.buffers.values():
         devgraph_backend.poison(buffer)

@@ -34,7 +34,7 @@ def loaded(slot, data, real, padded, run_slots=frozenset()):
     """Load ``data`` over poison and return the graph's view."""
     arena = arena_of(slot)
     arena.buffers[slot.name].fill_(99)
-    CopyPlan(arena, real, padded, run_slots).load({slot.name: data})
+    CopyPlan(arena, real, padded, arena.run_views(real, run_slots)).load({slot.name: data})
     return arena.views(padded)[slot.name]
 
 
@@ -73,7 +73,7 @@ def test_a_row_tensor_pads_each_row_and_is_read_at_each_run():
     row = torch.tensor([1.0, 2.0, 3.0])
     slot = InputSlot("x", ("tokens", 3), torch.float32, pad=Pad.value_of(row))
     arena = arena_of(slot)
-    plan = CopyPlan(arena, Size(1, 1, 1), Size(3, 3, 1), frozenset())
+    plan = CopyPlan(arena, Size(1, 1, 1), Size(3, 3, 1), {})
     plan.load({"x": torch.zeros(1, 3)})
     row.fill_(8)
     plan.load({"x": torch.zeros(1, 3)})
@@ -135,7 +135,7 @@ def test_mixed_slots_of_any_layout_arrive_whole(join, data):
         given_inputs[slot.name] = values
         arena.buffers[slot.name].fill_(99)
         expected[slot.name] = slow_pad(slot, values, padded)
-    CopyPlan(arena, real, padded, frozenset(), join=join).load(given_inputs)
+    CopyPlan(arena, real, padded, {}, join=join).load(given_inputs)
     for name, view in arena.views(padded).items():
         assert torch.equal(view, expected[name]), name
 
@@ -146,7 +146,7 @@ def test_slots_of_several_dtypes_share_one_copy_where_launches_cost(monkeypatch)
         InputSlot(f"s{i}", ("tokens", 2), dtype, pad=Pad.fill(i)) for i, dtype in enumerate(dtypes)
     ]
     arena = arena_of(*slots)
-    plan = CopyPlan(arena, Size(3, 3, 1), Size(5, 5, 1), frozenset(), join=True)
+    plan = CopyPlan(arena, Size(3, 3, 1), Size(5, 5, 1), {}, join=True)
     calls = []
     real = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *a: (calls.append(a), real(*a)))

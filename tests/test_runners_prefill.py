@@ -226,14 +226,26 @@ def test_a_full_graph_holds_a_fixed_number_of_request_slots_with_sentinels():
     assert runner.plan().buckets[0].requests == 6
 
 
-@pytest.mark.parametrize("policy", ["breakable", "full"])
-def test_more_requests_than_slots_run_eagerly(policy):
+def test_more_requests_than_a_full_graph_has_slots_run_eagerly():
     model = Model()
-    runner = prefill_of(model, config={"policy": policy}, max_requests=2)
+    runner = prefill_of(model, config={"policy": "full"}, max_requests=2)
     inputs = ragged([2, 1, 3])
     assert runner.can_run(3, 6).reason is Reason.OVER_MAX_REQUESTS
     torch.testing.assert_close(runner.run(inputs), model.expected([2, 1, 3], inputs["ids"]))
     assert runner.stats().eager == {"over_max_requests": 1}
+
+
+def test_any_number_of_requests_stays_on_a_graph_that_depends_on_tokens_only():
+    model = Model()
+    runner = prefill_of(model, config={"strict": True}, max_requests=2)
+    for lengths in ([2, 1, 3], [4, 2], [1] * 6, [1] * 7, [3], [2, 1, 3]):
+        inputs = ragged(lengths)
+        assert runner.can_run(len(lengths), sum(lengths)).ok
+        logits = runner.run(inputs)
+        torch.testing.assert_close(logits, model.expected(lengths, inputs["ids"]))
+    assert runner.stats().graph_steps == 6
+    assert runner.buffers["bases"].shape == (2,)
+    assert all(step.real.requests <= 2 for step in runner._steps.values())  # the others keep memory
 
 
 def test_the_configured_request_slots_bound_a_full_graph():

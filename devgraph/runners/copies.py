@@ -44,7 +44,8 @@ class CopyPlan:
         arena: where the data goes.
         real: the size of the caller's batch.
         padded: the size of the graph.
-        run_slots: slots that belong to the run and not to the graph: they keep the real size.
+        run_tensors: where the slots go that belong to the run and not to the graph, at the real
+            size.
         join: copy slots of different dtypes together where that pays; by default on devices, where
             a copy is a launch.
     """
@@ -54,14 +55,14 @@ class CopyPlan:
         arena: InputArena,
         real: Size,
         padded: Size,
-        run_slots: frozenset[str],
+        run_tensors: Mapping[str, torch.Tensor],
         *,
         join: bool | None = None,
     ) -> None:
         self._arena = arena
         self._real = real
         self._padded = padded
-        self._run_slots = run_slots
+        self._run_tensors = run_tensors
         self._device = arena.device
         self._start, self._stop = arena.buffers.start, arena.buffers.stop
         if join is None:
@@ -99,8 +100,9 @@ class CopyPlan:
     def _add_group(self, start: int, stop: int, joined: set[str]) -> None:
         heads, tails, pads = [], [], []
         for slot in self._order[start:stop]:
-            size = self._real if slot.name in self._run_slots else self._padded
-            view = self._arena.buffers.view(slot.name, slot.shape(size))
+            view = self._run_tensors.get(slot.name)
+            if view is None:
+                view = self._arena.buffers.view(slot.name, slot.shape(self._padded))
             head, tail = _split(view, slot, self._real)
             as_words = slot.name in joined
             heads.append(_words(head) if as_words else head)

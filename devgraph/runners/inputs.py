@@ -51,6 +51,25 @@ class InputArena:
             if names is None or name in names
         }
 
+    def holds(self, size: Size) -> bool:
+        """Whether the static buffers are large enough for a batch of ``size``."""
+        return size.requests <= self.largest.requests and size.tokens <= self.largest.tokens
+
+    def run_views(self, size: Size, names: frozenset[str]) -> dict[str, torch.Tensor]:
+        """Return tensors for the slots that belong to a run and not to its graph.
+
+        They are the static views, or, for more requests than those hold, tensors of their own: no
+        graph knows their addresses.
+        """
+        if self.holds(size):
+            return self.views(size, names)
+        with torch.inference_mode(False):
+            return {
+                name: torch.empty(slot.shape(size), dtype=slot.dtype, device=self.device)
+                for name, slot in self.slots.items()
+                if name in names
+            }
+
     def filler(self, views: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Return what puts pad values into every row of ``views``, as ``views()`` returned them.
 

@@ -40,9 +40,9 @@ class PrefillRunner(Runner):
     Under ``full`` one graph holds body and tail, with ``max_requests`` request slots; slots that
     no request uses hold their pad values (a length sentinel, ``Pad.last()`` for offsets). Under
     the other policies a graph holds the body only, which may depend on the number of tokens but
-    not on the number of requests: slots that count requests keep their real size and can be read
-    in regions, ``no_graph`` functions and the tail, through the batch. The tail runs eagerly after
-    the replay.
+    not on the number of requests, so that any number of them stays on it: slots that count requests
+    keep their real size and can be read in regions, ``no_graph`` functions and the tail, through
+    the batch. The tail runs eagerly after the replay.
 
     Args:
         body: receives a ``Batch``; returns tensors with a row per token (see ``hidden``).
@@ -56,7 +56,9 @@ class PrefillRunner(Runner):
         variants, host_args, config, backend, pool, group: as for ``DecodeRunner``; the default
             policy is ``breakable``.
         max_tokens: the most tokens of a step.
-        max_requests: the most requests of a step.
+        max_requests: the requests that static buffers hold. Under ``full`` a step of more runs
+            eagerly; under the other policies it stays on the graph, and only its slots that count
+            requests are allocated for it.
         **options: see ``Options``.
 
     Raises:
@@ -104,6 +106,7 @@ class PrefillRunner(Runner):
         declared = check_variants(variants, with_width=False)
         eager = body if tail is None else _joined(body, tail)
         self._max_requests = requests
+        self._request_slots = requests if whole_step else None
         super().__init__(
             slots=slots,
             step=eager if whole_step else body,
@@ -139,7 +142,7 @@ class PrefillRunner(Runner):
         return variant if variant in self._parts.entries.variants else Reason.UNKNOWN_VARIANT
 
     def _fits_requests(self, requests: int) -> bool:
-        return requests <= self._max_requests
+        return self._request_slots is None or requests <= self._request_slots
 
     def _size_of(self, requests: int, tokens: int, options: Mapping[str, Any]) -> Size:
         return Size(requests, tokens)

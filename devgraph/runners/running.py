@@ -295,10 +295,12 @@ class Stepping(abc.ABC):
 
     def _bind(self, key: Any, decision: Decision, size: Size) -> GraphStep:
         assert decision.key is not None
-        if len(self._steps) >= MAX_STEPS:
-            del self._steps[next(iter(self._steps))]
         entry = self._parts.entries[decision.key]
-        step = self._steps[key] = GraphStep(self._parts, entry, size, self._rows(size))
+        step = GraphStep(self._parts, entry, size, self._rows(size))
+        if self._parts.arena.holds(size):  # Any other step has memory of its own.
+            if len(self._steps) >= MAX_STEPS:
+                del self._steps[next(iter(self._steps))]
+            self._steps[key] = step
         return step
 
     def _run_graph(

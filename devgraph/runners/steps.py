@@ -46,14 +46,15 @@ class GraphStep:
         self.real = real
         self.padded = entry.size
         self.rows = rows
+        self.run_tensors: Mapping[str, torch.Tensor] = parts.arena.run_views(real, parts.run_slots)
         self.load: Callable[[Mapping[str, Any]], None] = CopyPlan(
-            parts.arena, real, entry.size, parts.run_slots
+            parts.arena, real, entry.size, self.run_tensors
         ).load
         self.replay: Callable[..., Any] = entry.captured.replay
         self.outputs: OutputViews = parts.store.views(entry.key.variant, entry.size, real)
-        self.tensors: Mapping[str, torch.Tensor] = parts.arena.views(real)
-        self.run_tensors: Mapping[str, torch.Tensor] = {
-            name: self.tensors[name] for name in parts.run_slots
+        self.tensors: Mapping[str, torch.Tensor] = {
+            **parts.arena.views(real, parts.graph_slots),
+            **self.run_tensors,
         }
 
     def enter(self, live: Live) -> None:
