@@ -250,3 +250,26 @@ def test_token_data_of_an_eager_step_that_is_over_is_refused():
     with pytest.raises(dg.StateError, match="hand the batch, or the tensor, to the marked"):
         runner.run({"x": torch.ones(7, WIDTH), "starts": torch.tensor([0, 7])})
     runner.close()
+
+
+# What an interactive session shows.
+
+
+def test_captures_and_runners_show_what_they_are():
+    captured = dg.capture(lambda x: x * 2, torch.ones(2), backend="cpu")
+    assert repr(captured) == "<Captured full on cpu: 1 segment>"
+    captured.close()
+    assert repr(captured) == "<Captured full on cpu: closed>"
+    runner = _decode(_scaled)
+    assert repr(runner) == "<DecodeRunner decode: disabled on cpu, 0 of 3 graphs>"
+    runner.capture()
+    assert repr(runner) == "<DecodeRunner decode: full on cpu, 3 of 3 graphs>"
+    runner.close()
+    assert repr(runner) == "<DecodeRunner decode: closed on cpu, 0 of 3 graphs>"
+
+
+def test_unknown_name_of_the_package_carries_what_a_traceback_suggests_from():
+    with pytest.raises(AttributeError) as caught:
+        _ = dg.DecodRunner
+    assert caught.value.obj is dg
+    assert caught.value.name == "DecodRunner"

@@ -135,7 +135,7 @@ def test_explain_names_slots_segments_reasons_and_counters():
         "x: torch.float32 (tokens, 3), in the graph, pad 0",
         "output (the tensor itself): torch.float32 (8, 3)",
         "bucket 4: captured",
-        "policy full on cpu: 1 segments",
+        "policy full on cpu: 1 segment\n",
         "eager: over_largest_bucket 1",
     ):
         assert part in text

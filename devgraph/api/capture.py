@@ -158,7 +158,8 @@ class Captured:
 
     def explain(self) -> str:
         """Return segments, regions and nodes as text."""
-        lines = [f"policy {self.policy} on {self.backend.name}: {len(self.segments)} segments"]
+        size = _counted(len(self.segments), "segment")
+        lines = [f"policy {self.policy} on {self.backend.name}: {size}"]
         for index, segment in enumerate(self.segments):
             if isinstance(segment, DeviceGraph):
                 first, *rest = _about(segment)
@@ -194,6 +195,10 @@ class Captured:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        what = "closed" if self._job is None else _counted(len(self.segments), "segment")
+        return f"<Captured {self.policy} on {self.backend.name}: {what}>"
 
     def __reduce__(self) -> Any:
         raise TypeError("a capture owns device resources and cannot be pickled or copied")

@@ -196,6 +196,12 @@ class Runner(Stepping):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        parts = self._parts
+        policy = "closed" if self._closed else self.effective_policy
+        graphs = f"{len(parts.entries.captured)} of {len(list(parts.entries))} graphs"
+        return f"<{type(self).__name__} {self._name}: {policy} on {parts.backend.name}, {graphs}>"
+
     def __reduce__(self) -> Any:
         raise TypeError("a runner owns graphs of its process and cannot be pickled or copied")
 
