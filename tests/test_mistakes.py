@@ -205,7 +205,7 @@ def _prefill(policy: str, body: Any) -> dg.PrefillRunner:
 
 
 SHAPES = ((3, 2), (20, 20), (5, 2, 9), (1, 2), (1, 1, 1, 1, 1), (2, 7))
-"""Lengths of batches, of which two run eagerly: too many tokens, too many requests."""
+"""Lengths of batches; (20, 20) has too many tokens for a graph, the ones too many requests."""
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "disabled"])
