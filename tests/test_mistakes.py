@@ -126,6 +126,29 @@ def test_object_handed_to_a_mark_is_refused_under_piecewise_with_what_it_takes()
         dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
 
 
+def test_marked_method_is_refused_under_piecewise_with_what_a_mark_takes():
+    class Layer:
+        scale = torch.ones(2)
+
+        @dg.region(mutates=("out",))
+        def scaled(self, x, out):
+            out.copy_(x * self.scale)
+
+    layer = Layer()
+
+    def step(x):
+        out = torch.empty_like(x)
+        layer.scaled(x, out)
+        return out + 1
+
+    with pytest.raises(dg.CaptureError, match=r"another object \(a method its own\)\. Mark a func"):
+        dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
+    x = torch.ones(2)
+    captured = dg.capture(step, x, backend="cpu", policy="breakable")
+    x.fill_(3.0)
+    assert captured.replay().tolist() == [4.0, 4.0]
+
+
 # Runners.
 
 

@@ -96,6 +96,8 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         "pads with a number, got 'a'",
     ),
     "pad of a host slot": (lambda: HostSlot("tokens", pad=0), "needs pad=Pad.zero"),
+    "budget of a pool": (lambda: BE.make_pool(budget_bytes="x"), "number of bytes, got 'x'"),
+    "specs of buffers": (lambda: dg.StaticBuffers({"x": 3}, device="cpu"), "specs are a mapping"),
     "parser": (lambda: dg.add_cli_args(None), "expected an argparse parser, got None"),
     "parsed arguments": (
         lambda: dg.DeviceGraphConfig.from_args(["--disable-cuda-graph"]),
@@ -122,6 +124,10 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "budget": (lambda: BE.make_pool(budget_bytes=-1), "at least 0, got -1"),
     "cases": (lambda: _capture().prove(cases=1.5), "cases must be a whole number from 0, not 1.5"),
+    "shape of a view": (
+        lambda: dg.StaticBuffers({"x": ((2,), torch.float32)}, device="cpu").view("x", (-1,)),
+        "cannot have the shape",
+    ),
     "compiler of another policy": (lambda: _capture(compiler="gcc"), "no compiler 'gcc'. Known"),
     "kind of a compiler": (lambda: _capture(policy="piecewise", compiler=3), "no compiler 3"),
     "width of a decision": (

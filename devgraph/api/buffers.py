@@ -33,7 +33,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         device: where the memory is.
 
     Raises:
-        InputError: a shape or dtype that cannot be allocated (a ValueError).
+        InputError: a shape or dtype that cannot be allocated (a ValueError); InputTypeError:
+            ``specs`` is something else.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     ) -> None:
         starts: dict[str, int] = {}
         total = 0
+        _require_specs(specs)
         for name, (shape, dtype) in specs.items():
             starts[name] = total
             total += -(-_nbytes(name, shape, dtype) // _ALIGNMENT) * _ALIGNMENT
@@ -77,12 +79,14 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         """Return a contiguous tensor of ``shape`` at the address of buffer ``name``.
 
         Raises:
-            InputError: no such buffer, or the shape has more elements than it.
+            InputError: no such buffer, or the shape is none or has more elements than it.
         """
         flat = self._flat.get(name)
         if flat is None:
             raise InputError(f"no buffer {name!r}. {did_you_mean(name, self._flat)}")
         count = math.prod(shape)
+        if count < 0:
+            raise InputError(f"buffer {name!r} cannot have the shape {tuple(shape)}")
         if count > flat.numel():
             raise InputError(
                 f"buffer {name!r} has {flat.numel()} elements and cannot hold the shape "
@@ -144,6 +148,23 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         named = ", ".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._full.items())
         return f"<StaticBuffers on {self.device}, {self.nbytes} bytes: {named}>"
+
+
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without the repetitions of expanded dimensions, which cannot be written."""
+    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if step == 0 and size > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def _require_specs(specs: object) -> None:
+    fits = isinstance(specs, Mapping) and all(
+        isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[0], Sequence)
+        for spec in specs.values()
+    )
+    if not fits:
+        raise InputTypeError(f"specs are a mapping of names to (shape, dtype), got {specs!r}")
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:

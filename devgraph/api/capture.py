@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api import process
 from devgraph.api.backend import Backend
+from devgraph.api.buffers import unexpanded
 from devgraph.api.errors import InputError, InputTypeError, NestedCaptureError, StateError
 from devgraph.api.graph import DeviceGraph, GraphInfo
 from devgraph.api.hostargs import HostSpec
@@ -291,7 +292,7 @@ def _require(what: str, value: object, fits: bool, wanted: str) -> None:
 def _contents_kept(backend: Backend, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Give the tensors and the random state their contents back afterwards, also on failure."""
     with torch.inference_mode():
-        saved = [(tensor, tensor.clone()) for tensor in tensors]
+        saved = [(tensor, tensor.clone()) for tensor in map(unexpanded, tensors)]
     rng = backend.get_rng_state()
     try:
         yield

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import attrs
 import torch
 
-from devgraph.api.errors import InputError, StateError
+from devgraph.api.errors import InputError, InputTypeError, StateError
 
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend
@@ -161,8 +161,13 @@ class Pool:
     """
 
     def __init__(self, backend: Backend, budget_bytes: int | None = None) -> None:
-        if budget_bytes is not None and budget_bytes < 0:
-            raise InputError(f"budget_bytes must be at least 0, got {budget_bytes}")
+        if budget_bytes is not None:
+            if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
+                raise InputTypeError(
+                    f"budget_bytes must be a number of bytes, got {budget_bytes!r}"
+                )
+            if budget_bytes < 0:
+                raise InputError(f"budget_bytes must be at least 0, got {budget_bytes}")
         self.backend = backend
         self.recordings = Recordings(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
         self.lock = backend.new_replay_lock()

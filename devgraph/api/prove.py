@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from devgraph.api.buffers import unexpanded
 from devgraph.api.errors import InputError, InputTypeError
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class _Prover:
             compare if captured.exact else functools.partial(compare_near, rtol=rtol, atol=atol)
         )
         self._bound = [
-            (path, leaf) for path, leaf in _named_tensors((job.args, job.kwargs), "argument ")
+            (path, unexpanded(leaf))
+            for path, leaf in _named_tensors((job.args, job.kwargs), "argument ")
         ]
         self._saved = [leaf.detach().clone() for _, leaf in self._bound]
         self._generator = torch.Generator().manual_seed(0)
@@ -155,7 +157,7 @@ class _Prover:
         for _, output in _named_tensors(self._captured.outputs, ""):
             if output.untyped_storage().data_ptr() not in owned:
                 with torch.inference_mode():
-                    self._job.backend.poison(output)
+                    self._job.backend.poison(unexpanded(output))
 
 
 def _named_tensors(tree: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:

@@ -523,11 +523,13 @@ def _raise_explained(error: Exception) -> NoReturn:
             f"which compiles nothing."
         ) from error
     reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-    if "args/kwargs to proxy" in reason:
+    # The second is what the tracer says of a marked method: it looks into the mark itself.
+    if "args/kwargs to proxy" in reason or "class `ContextVar`" in reason:
         raise CaptureError(
             f"under policy 'piecewise' a marked function takes tensors, plain values, and tuples, "
-            f"lists and dicts of them, and the call at {line} passes another object. Pass the "
-            f"tensors that it needs, or use policy='breakable', which takes any object."
+            f"lists and dicts of them, and the call at {line} passes another object (a method its "
+            f"own). Mark a function and pass the tensors that it needs, or use policy='breakable', "
+            f"which takes any object."
         ) from error
     raise CaptureError(
         f"policy 'piecewise' needs the whole step in one trace, and torch.compile cannot trace "

@@ -22,6 +22,20 @@ def test_prove_is_ok_for_a_right_capture(kit: Kit, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_bound_views_of_any_layout_are_read_where_they_lie(kit: Kit, policy: str) -> None:
+    base = kit.tensor(4, 4)
+    row = base[0]
+    views = [base.t(), base[::2, 1:], row.expand(3, 4), row[:, None].expand(4, 2), base[1, 2]]
+    captured = kit.capture(lambda *views: [view * 2 for view in views], *views, policy=policy)
+    kit.refill(base, 7)
+    got = captured.replay()
+    kit.backend.synchronize()
+    same(got, [view * 2 for view in views])
+    assert captured.prove(cases=2).ok
+    same(captured.replay(), [view * 2 for view in views])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_prove_finds_a_frozen_number_and_names_the_output(kit: Kit, policy: str) -> None:
     factor = [2.0]
 
