@@ -75,6 +75,24 @@ def test_copy_of_a_tracked_value_is_still_tracked_and_pickling_one_is_refused():
         dg.capture(lambda x, *, n: pickle.dumps(n), x, backend="cpu", host_args={"n": 2})
 
 
+def test_context_that_may_change_inside_is_refused_where_it_makes_a_key():
+    class Step:
+        scale = 2.0
+
+    current = Step()
+
+    @dg.region(context=lambda: current)
+    def scaled(x, *, context):
+        return x * context.scale
+
+    x = torch.ones(2)
+    with pytest.raises(dg.HostArgumentError, match=r"the context of .*scaled is a Step.*identity"):
+        dg.capture(scaled, x, backend="cpu")
+    with dg.capture(lambda x: scaled(x) + 1, x, backend="cpu", policy="breakable") as captured:
+        current.scale = 5.0
+        assert torch.equal(captured.replay(), x * 5 + 1)
+
+
 # Bound arguments.
 
 
@@ -249,6 +267,29 @@ def test_batch_that_a_step_keeps_shows_the_requests_of_the_run_after_eager_ones(
     for lengths in SHAPES:
         starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
         x = torch.randn(sum(lengths), WIDTH)
+        expected = (x * lengths[0])[starts[1:] - 1]
+        assert torch.equal(runner.run({"x": x, "starts": starts}), expected)
+    runner.close()
+
+
+@pytest.mark.parametrize("policy", ["breakable", "piecewise", "disabled"])
+def test_region_reads_what_the_engine_keeps_of_the_step_by_context(policy: str):
+    current = {"starts": torch.tensor([0, 1])}
+
+    @dg.region(mutates=("out",), context=lambda: current["starts"])
+    def first_length(x, out, *, context):
+        out.copy_(x * context[1])
+
+    def body(batch):
+        out = torch.empty_like(batch.x)
+        first_length(batch.x, out)
+        return out
+
+    runner = _prefill(policy, body)
+    for lengths in SHAPES:
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+        x = torch.randn(sum(lengths), WIDTH)
+        current["starts"] = starts
         expected = (x * lengths[0])[starts[1:] - 1]
         assert torch.equal(runner.run({"x": x, "starts": starts}), expected)
     runner.close()

@@ -388,15 +388,15 @@ class DeviceGraph(abc.ABC):
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
         """Return the key of these host values: every region's values, as one hashable tuple."""
-        key = tuple(
-            (name, _exact(value)) for kwargs in host.values() for name, value in kwargs.items()
-        )
         try:
+            key = tuple(
+                (name, _exact(value)) for kwargs in host.values() for name, value in kwargs.items()
+            )
             hash(key)
         except TypeError:
             for mark, kwargs in host.items():
                 for name, value in kwargs.items():
-                    _require_hashable(mark, name, value)
+                    _require_key(mark, name, value)
             raise
         return key
 
@@ -525,6 +525,9 @@ def _nothing() -> None:
     """Launch nothing; stands in until a graph has a state."""
 
 
+_BY_IDENTITY: Any = object.__hash__
+
+
 def _exact(value: Any) -> Any:
     """Return what stands for ``value`` in a key: 1, True and 1.0, or 0.0 and -0.0, are equal in
     Python and are other host values, with which a region may do other work."""
@@ -535,14 +538,18 @@ def _exact(value: Any) -> Any:
         return kind, value.hex()
     if kind is tuple:
         return value if {int}.issuperset(map(type, value)) else tuple(map(_exact, value))
+    if kind.__hash__ is _BY_IDENTITY and hasattr(value, "__dict__") and not callable(value):
+        raise TypeError("it is compared by identity, so that a change inside it goes unnoticed")
     return kind, value
 
 
-def _require_hashable(mark: Mark, name: str, value: object) -> None:
+def _require_key(mark: Mark, name: str, value: object) -> None:
     try:
-        hash(value)
+        hash(_exact(value))
     except TypeError as error:
+        what = "the context" if name == "context" else f"host argument {name!r}"
         raise HostArgumentError(
-            f"host argument {name!r} of {mark.name} is a {type(value).__name__}, which cannot be a "
-            f"key. Declare reduce={{{name!r}: tuple}} (or a coarser rule) on the mark."
+            f"{what} of {mark.name} is a {type(value).__name__}, which cannot be a key ({error}). "
+            f"Declare reduce={{{name!r}: tuple}} (or another function that returns numbers, "
+            f"strings or tuples of them) on the mark."
         ) from error

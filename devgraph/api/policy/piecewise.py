@@ -528,8 +528,8 @@ def _raise_explained(error: Exception) -> NoReturn:
         raise CaptureError(
             f"under policy 'piecewise' a marked function takes tensors, plain values, and tuples, "
             f"lists and dicts of them, and the call at {line} passes another object (a method its "
-            f"own). Mark a function and pass the tensors that it needs, or use policy='breakable', "
-            f"which takes any object."
+            f"own). Mark a function and pass the tensors that it needs, read the object with "
+            f"context= on the mark, or use policy='breakable', which takes any object."
         ) from error
     raise CaptureError(
         f"policy 'piecewise' needs the whole step in one trace, and torch.compile cannot trace "
