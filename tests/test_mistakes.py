@@ -182,6 +182,18 @@ def _scaled(batch: Any) -> torch.Tensor:
     return batch.x * batch.scale[:, None]
 
 
+@pytest.mark.parametrize("name", ["end", "over", "live"])
+def test_slot_may_have_any_name_that_is_not_reserved(name: str):
+    slot = dg.InputSlot(name, ("tokens",), torch.float32, pad=dg.Pad.zero())
+    runner = dg.DecodeRunner(
+        lambda batch: getattr(batch, name) * 2, [slot], backend="cpu", max_requests=2
+    )
+    runner.capture()
+    for rows in (2, 5):  # in a graph, and eagerly
+        assert torch.equal(runner.run({name: torch.ones(rows)}), torch.full((rows,), 2.0))
+    runner.close()
+
+
 def test_slots_that_disagree_about_the_batch_are_refused():
     runner = _decode(_scaled)
     runner.capture()
@@ -330,6 +342,11 @@ def test_captures_and_runners_show_what_they_are():
     assert repr(runner) == "<DecodeRunner decode: full on cpu, 3 of 3 graphs>"
     runner.close()
     assert repr(runner) == "<DecodeRunner decode: closed on cpu, 0 of 3 graphs>"
+
+
+def test_name_in_another_case_is_suggested():
+    with pytest.raises(dg.UnknownBackendError, match="Did you mean 'cpu'"):
+        dg.get_backend("CPU")
 
 
 def test_unknown_name_of_the_package_carries_what_a_traceback_suggests_from():

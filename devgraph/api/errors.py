@@ -179,6 +179,7 @@ class DeviceLost(DeviceGraphError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a sentence that lists ``known`` and, if one is near ``name``, suggests it."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    spelled = {one.lower(): one for one in names}
+    near = difflib.get_close_matches(name.lower(), spelled, n=1)
+    hint = f" Did you mean {spelled[near[0]]!r}?" if near else ""
     return f"Known: {', '.join(names) if names else '(none)'}.{hint}"

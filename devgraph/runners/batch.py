@@ -13,7 +13,7 @@ from devgraph.api.marks import is_capturing
 from devgraph.api.source import user_line
 from devgraph.runners.slots import Size
 
-__all__ = ["Batch", "HostValues", "Live"]
+__all__ = ["Batch", "HostValues", "Live", "end_batch"]
 
 
 class HostValues(Mapping[str, Any]):
@@ -96,13 +96,6 @@ class Batch:
         self._live_names = live_names
         self._over = False
 
-    def end(self) -> None:
-        """Forget the data of a step that ran eagerly and is over."""
-        for name in [name for name, held in vars(self).items() if isinstance(held, torch.Tensor)]:
-            delattr(self, name)
-        del self.host
-        self._over = True
-
     @property
     def requests(self) -> int:
         """Requests of this batch, padding included; of the current run where they are its own."""
@@ -144,3 +137,11 @@ class Batch:
 
     def __repr__(self) -> str:
         return f"<Batch of {self._size}: {', '.join(self._names())}>"
+
+
+def end_batch(batch: Batch) -> None:
+    """Make ``batch`` forget the data of its step, which ran eagerly and is over."""
+    for name in [name for name, held in vars(batch).items() if isinstance(held, torch.Tensor)]:
+        delattr(batch, name)
+    del batch.host
+    batch._over = True

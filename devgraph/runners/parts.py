@@ -13,7 +13,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.config import PhaseConfig
 from devgraph.api.pool import Pool
 from devgraph.runners.agreement import Solo
-from devgraph.runners.batch import Batch, Live
+from devgraph.runners.batch import Batch, Live, end_batch
 from devgraph.runners.entries import Entries, Entry
 from devgraph.runners.host import HostArgs
 from devgraph.runners.inputs import InputArena
@@ -118,4 +118,4 @@ def eager_batch(
     try:
         yield batch
     finally:
-        batch.end()
+        end_batch(batch)
