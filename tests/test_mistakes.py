@@ -127,6 +127,16 @@ def test_host_read_in_a_compiled_piece_names_the_line_of_the_step():
         dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
 
 
+def test_generator_in_a_traced_step_is_refused_with_the_line_of_the_call():
+    generator = torch.Generator()
+
+    def step(x):
+        return x + torch.randn(2, generator=generator)  # the line
+
+    with pytest.raises(dg.CaptureError, match="the call at .*# the line passes an object that no"):
+        dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
+
+
 def test_object_handed_to_a_mark_is_refused_under_piecewise_with_what_it_takes():
     class Holder:
         scale = torch.ones(2)
@@ -159,7 +169,7 @@ def test_marked_method_is_refused_under_piecewise_with_what_a_mark_takes():
         layer.scaled(x, out)
         return out + 1
 
-    with pytest.raises(dg.CaptureError, match=r"another object \(a method its own\)\. Mark a func"):
+    with pytest.raises(dg.CaptureError, match=r"A marked function \(no method\) takes tensors"):
         dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
     x = torch.ones(2)
     captured = dg.capture(step, x, backend="cpu", policy="breakable")

@@ -526,10 +526,10 @@ def _raise_explained(error: Exception) -> NoReturn:
     # The second is what the tracer says of a marked method: it looks into the mark itself.
     if "args/kwargs to proxy" in reason or "class `ContextVar`" in reason:
         raise CaptureError(
-            f"under policy 'piecewise' a marked function takes tensors, plain values, and tuples, "
-            f"lists and dicts of them, and the call at {line} passes another object (a method its "
-            f"own). Mark a function and pass the tensors that it needs, read the object with "
-            f"context= on the mark, or use policy='breakable', which takes any object."
+            f"policy 'piecewise' needs the whole step in one trace, and the call at {line} passes "
+            f"an object that no trace holds. A marked function (no method) takes tensors, plain "
+            f"values, and tuples, lists and dicts of them: pass it those, read the object with "
+            f"context= on its mark, or use policy='breakable', which takes any object."
         ) from error
     raise CaptureError(
         f"policy 'piecewise' needs the whole step in one trace, and torch.compile cannot trace "
