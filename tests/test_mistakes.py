@@ -7,6 +7,7 @@ import enum
 import logging
 import pickle
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -114,6 +115,18 @@ def test_replaced_entry_of_a_bound_list_or_dict_is_refused(policy: str):
         del named["scale"]
         with pytest.raises(dg.StateError, match="entry 'scale' of a dict"):
             captured.replay()
+
+
+def test_proof_without_bound_tensors_says_that_the_data_was_the_same():
+    batch = types.SimpleNamespace(x=torch.ones(2))
+    with dg.capture(lambda batch: batch.x * 2, batch, backend="cpu") as captured:
+        report = captured.prove()
+        assert report.varied == 0
+        assert "on the same data: no argument is a tensor" in str(report)
+    with dg.capture(lambda x: x * 2, batch.x, backend="cpu") as captured:
+        report = captured.prove()
+        assert report.varied == 1
+        assert str(report) == "3 replays equal eager bit for bit"
 
 
 # Policy piecewise.

@@ -43,8 +43,10 @@ class Report:
     cases: int
     """Replays that were compared."""
     failures: tuple[Failure, ...]
-    exact: bool = True
+    exact: bool
     """Whether bit for bit; else within tolerance, because a compiler chose other kernels."""
+    varied: int
+    """Bound tensors that held other data in each case. Tensors inside objects are not bound."""
 
     @property
     def ok(self) -> bool:
@@ -54,7 +56,8 @@ class Report:
     def __str__(self) -> str:
         if self.ok:
             how = "bit for bit" if self.exact else "within tolerance"
-            return f"{self.cases} replays equal eager {how}"
+            note = "" if self.varied else ", all on the same data: no argument is a tensor"
+            return f"{self.cases} replays equal eager {how}{note}"
         return "\n".join([f"{len(self.failures)} differences:", *map(str, self.failures)])
 
 
@@ -209,4 +212,6 @@ def prove(
                 count += 1
     finally:
         prover.restore(prover._saved)
-    return Report(cases=count, failures=tuple(failures), exact=captured.exact)
+    return Report(
+        cases=count, failures=tuple(failures), exact=captured.exact, varied=len(prover._bound)
+    )
