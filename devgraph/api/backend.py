@@ -200,8 +200,9 @@ class Backend(abc.ABC):
             )
         if self._captures_here and self._capturing:
             raise NestedCaptureError(
-                "a capture was started in the eager body of a break while the step around it is "
-                "being captured. Capture the inner callable before or after this one."
+                "a capture was started in a step that is being captured itself (in its warm-up, "
+                "or in the eager body of a break). Capture the inner callable before or after this "
+                "one."
             )
         self.require_alive()
         pool.check(self)
