@@ -42,6 +42,12 @@ def test_default_plan_has_the_default_policies_and_buckets(capsys: pytest.Captur
     assert data["rules"] == []
 
 
+def test_plan_of_the_defaults_asks_for_no_flag(capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "plan", "--backend", "cpu")
+    assert result.code == 0
+    assert result.out.endswith("everything is the default: no flag is needed\n")
+
+
 def test_flags_reach_the_plan_and_the_printed_mode_says_the_same(
     capsys: pytest.CaptureFixture[str],
 ):

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     _print_phases(f"phases on {backend.name}", [("", resolution, estimates)])
     _print_rules([("", resolution)])
     _print_warnings(estimates, backend.capabilities)
-    say(f"one flag for every node: --device-graph-mode '{config.to_json()}'")
+    say(_flag(config))
     return 0
 
 
@@ -82,8 +82,14 @@ def _run_cluster(
             f"not on this machine, so planned with the facts of the file and not with measured "
             f"capabilities: {', '.join(unknown)}"
         )
-    say(f"one flag for every node: --device-graph-mode '{config.to_json()}'")
+    say(_flag(config))
     return 0
+
+
+def _flag(config: DeviceGraphConfig) -> str:
+    if not config.to_dict():
+        return "everything is the default: no flag is needed"
+    return f"one flag for every node: --device-graph-mode '{config.to_json()}'"
 
 
 def _facts(given: list[str]) -> EngineFacts:
