@@ -468,6 +468,17 @@ def test_exhausted_memory_is_torchs_out_of_memory_error(driver: Driver) -> None:
     assert torch.empty(100 << 20, device="npu").numel() == 100 << 20
 
 
+def test_refused_allocation_is_tried_again_after_the_cache_was_given_back(driver: Driver) -> None:
+    torch.npu.empty_cache()
+    kept = torch.empty(30 << 20, device="npu", dtype=torch.int8)
+    del kept  # now in torch's cache
+    driver.set(fail_malloc_in=1)
+    with driver.counting() as moved:
+        assert torch.empty(50 << 20, device="npu", dtype=torch.int8).numel() == 50 << 20
+    assert driver.settings()["fail_malloc_in"] == 0
+    assert moved["mallocs"] == 1
+
+
 # What a test can see --------------------------------------------------------------------------
 
 
@@ -517,6 +528,43 @@ os._exit(0)
     )
     assert "missing: graph operator NLLLoss" in said
     assert "stub: aclCreateTensorDesc" in said
+
+
+def test_trace_and_log_tell_what_is_going_on(run_python: Any, driver: Driver) -> None:
+    said = run_python(
+        """
+import os
+os.dup2(1, 2)
+from tests.sim.ascend import activate
+activate()
+import torch
+torch.ones(4, device="npu") + 1
+torch.npu.synchronize()
+os._exit(0)
+""",
+        FAKEACL_TRACE="1",
+        FAKEACL_LOG_LEVEL="1",
+        ASCEND_GLOBAL_LOG_LEVEL="1",
+    )
+    assert "Adds" in said  # each task as it runs
+    assert "[acl 1] NPUQueue.cpp" in said
+    assert "[acl 0]" not in said
+
+
+def test_graph_destroyed_while_it_runs_is_counted(driver: Driver) -> None:
+    x = torch.zeros(2, device="npu")
+    graphs = [capture(lambda: x.add_(1)) for _ in range(2)]
+    driver.set(replay_delay_ms=100)
+    with driver.counting() as moved:
+        graphs[0].replay()
+        graphs[0].reset()
+        torch.npu.synchronize()
+        graphs[1].replay()
+        torch.npu.synchronize()
+        graphs[1].reset()
+    assert x.tolist() == [2, 2]
+    assert moved["graphs_destroyed"] == 2
+    assert moved["graphs_destroyed_in_flight"] == 1
 
 
 def test_environment_gives_devices_and_settings(run_python: Any, driver: Driver) -> None:

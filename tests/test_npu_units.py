@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,58 @@ def test_job_that_hangs_is_a_typed_error_within_the_timeout():
     assert not channel.quiet
     hold.set()
     channel.stop()
+
+
+class Replay:
+    """Regions whose replay is under way until somebody says otherwise."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def settled(self) -> bool:
+        return self.over
+
+
+def test_settling_waits_for_every_replay_and_returns_them():
+    channel, replays = UpdateChannel(Namespace(), 0, 5.0), [Replay(), Replay()]
+    for replay in replays:
+        channel.watch(replay)
+    replays[0].over = True
+    timer = threading.Timer(0.1, lambda: setattr(replays[1], "over", True))
+    timer.start()
+    assert set(channel.settle()) == set(replays)
+    assert replays[1].over
+    channel.unwatch(replays[0])
+    assert channel.watched() == [replays[1]]
+
+
+def test_watched_replays_may_change_while_another_thread_looks(switching_threads: None):
+    channel, replays, end = UpdateChannel(Namespace(), 0, 5.0), [Replay() for _ in range(200)], []
+
+    def launch() -> None:
+        while not end:
+            for replay in replays:
+                channel.watch(replay)
+            for replay in replays:
+                channel.unwatch(replay)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    try:
+        for _ in range(300):
+            channel.watched()
+    finally:
+        end.append(True)
+        thread.join()
+
+
+@pytest.fixture
+def switching_threads() -> Iterator[None]:
+    """Let threads interrupt each other all the time."""
+    old = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(old)
 
 
 def test_channel_whose_thread_ended_refuses_at_once():

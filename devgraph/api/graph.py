@@ -512,10 +512,11 @@ class DeviceGraph(abc.ABC):
         self.__reduce__()
 
     def __del__(self) -> None:
-        if getattr(self, "_state", GraphState.CLOSED) in (GraphState.CLOSED, GraphState.EMPTY):
-            return
-        with contextlib.suppress(Exception):
-            self.close()
+        try:
+            if self._state not in (GraphState.CLOSED, GraphState.EMPTY):
+                self.close()
+        except Exception:  # at the interpreter's end modules are gone, this one too
+            pass
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._state.value} on {self.backend.device}>"

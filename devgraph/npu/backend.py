@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +18,12 @@ from devgraph.api.pool import Pool
 from devgraph.api.torchlike import TorchBackend, TorchPool
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.budget import StreamBudget
+from devgraph.npu.burial import Burials
 from devgraph.npu.codes import UNJOINED, error_code, lost_reason
 from devgraph.npu.events import EventStore
 from devgraph.npu.graph import NpuGraph, NpuPool, dumped_nodes
 from devgraph.npu.host import AUTOLOAD, diagnose
+from devgraph.npu.regions import Regions
 from devgraph.npu.updates import UpdateChannel
 
 __all__ = ["NpuBackend", "make_backend"]
@@ -69,7 +70,7 @@ class NpuBackend(TorchBackend):
         )
 
     def _bind(self) -> None:
-        self._graves: list[Any] = []
+        self._burials = Burials(self)
         index = self._device.index
         self._capture_stream: Any = None
         self.budget = StreamBudget()
@@ -155,27 +156,27 @@ class NpuBackend(TorchBackend):
         """Take back one use of the pool's memory."""
         self.native_module._npu_releasePool(self._device.index, pool.handle)
 
-    def bury(self, *things: Any) -> None:
-        """Free ``things`` now or at the next moment when that is allowed.
+    def retire(self, pool: NpuPool, native: Any, regions: Regions | None) -> None:
+        """Destroy a captured graph now, or once its last replay is over."""
+        self._burials.retire(pool, native, regions)
+        self.free_buried()
 
-        Freeing a pool's memory waits for the device with the interpreter's lock held. A capture
-        forbids that, and a replay that waits for its update would never end.
-        """
-        self._graves.append(things)
+    def bury(self, *things: Any) -> None:
+        """Drop ``things``, which hold a pool's memory, now or when that is allowed."""
+        self._burials.bury(things)
         del things  # Freed below, while nothing can be launched.
         self.free_buried()
 
     def free_buried(self) -> None:
-        """Free what was buried, unless a capture is under way or a replay waits for the host."""
-        if not self._graves or self._captures_here or self.channel.on_thread():
+        """Free what was retired or buried and may go now; nothing while a capture is under way."""
+        if not self._burials or self._captures_here or self.channel.on_thread():
             return
         if not self._capture_lock.acquire(blocking=False):
             return
         try:
             if self.channel.order.acquire(blocking=False):
                 try:
-                    if self.channel.quiet:
-                        self._graves.clear()
+                    self._burials.free(may_wait=self.channel.quiet)
                 finally:
                     self.channel.order.release()
         finally:
@@ -183,6 +184,7 @@ class NpuBackend(TorchBackend):
 
     @contextlib.contextmanager
     def capturing(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        self.free_buried()  # Graphs that were closed hold streams which a capture may need.
         try:
             with super().capturing(pool, stream):
                 yield
@@ -206,21 +208,12 @@ class NpuBackend(TorchBackend):
             UpdateError: a replay waited longer than ``update_timeout`` for an event whose record
                 was lost. The device is free again and the graph is dirty.
         """
-        self._require_replays_end()
+        for regions in self.channel.settle():
+            self.channel.unwatch(regions)
+            if isinstance(regions.failure, UpdateError):
+                raise regions.failure
         super().synchronize()
         self.free_buried()
-
-    def _require_replays_end(self) -> None:
-        watched = self.channel.watched()
-        while watched:
-            for regions in watched[:]:
-                if regions.settled():
-                    watched.remove(regions)
-                    self.channel.unwatch(regions)
-                    if regions.failure is not None and isinstance(regions.failure, UpdateError):
-                        raise regions.failure
-            if watched:
-                time.sleep(0.0001)
 
     def bind_worker(self, index: int) -> None:
         super().bind_worker(index)

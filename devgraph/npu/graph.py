@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,14 +110,26 @@ class NpuPool(TorchPool):
         """Route the update thread's allocations to the region pool."""
         return self.routed_to_regions()
 
+    def fence(self) -> Callable[[], bool]:
+        """Return what tells, without waiting, whether every replay so far is over."""
+        if self._last_stream is None:
+            return lambda: True
+        event = self._torch.namespace.Event()
+        event.record(self._last_stream)
+        done: Callable[[], bool] = event.query
+        return done
+
     def __del__(self) -> None:
         take = self.__dict__.pop
-        # The last is freed first: the allocator empties a pool's memory with the pool's object
-        # only if nothing else uses it.
-        if "_memory" in self.__dict__:
-            self._torch.bury(
-                take("_stuck"), take("_memory"), take("_region_memory"), take("_keeper", None)
-            )
+        try:
+            if "_memory" in self.__dict__:  # else its making failed
+                # The last is freed first: the allocator empties a pool's memory with the pool's
+                # object only if nothing else uses it.
+                self._torch.bury(
+                    take("_stuck"), take("_memory"), take("_region_memory"), take("_keeper", None)
+                )
+        except Exception:  # at the interpreter's end modules are gone
+            pass
 
     def spoil(self, native: Any) -> None:
         """Take new memory for later captures: a refused begin left this handle half open."""
@@ -143,6 +155,7 @@ class NpuGraph(TorchGraph):
         self._capture_host: dict[Any, dict[str, Any]] = {}
         self._due: Mapping[Mark, dict[str, Any]] | None = None
         self._job: Job | None = None
+        self._told = False
         self._nodes: int | None = None
         self._dispatch_mode: Any = None
         self._calls: list[DispatchedCall] = []
@@ -170,7 +183,7 @@ class NpuGraph(TorchGraph):
             if means(error, NO_RESOURCE):
                 raise self._torch.budget.exhausted(error) from error
             raise
-        self._torch.budget.take(self)
+        self._torch.budget.take(self._native)
         if self.auto_dispatch:
             self._native.auto_dispatch_capture = True
             self._dispatch_mode = self._native.graph_dispatch_mode
@@ -193,7 +206,7 @@ class NpuGraph(TorchGraph):
             self._adopt(self._native.graph_dispatch_mode.graph_dispatch_records)
         if self._regions is not None:
             self._regions.applied = self._regions.planned = self._capture_host
-            self._launch = self._launch_and_signal  # type: ignore[method-assign]
+            del self.__dict__["_launch"]  # the native replay: a launch has to signal as well
         self._nodes = self._torch.count_nodes(self._native)
 
     def _adopt(self, records: Sequence[Any]) -> None:
@@ -216,9 +229,11 @@ class NpuGraph(TorchGraph):
         if group is not None:
             with contextlib.suppress(Exception):
                 self._torch.namespace.graph_task_group_end(group)
+        native = self._native
         super()._abort()
+        if native is not None:
+            self._torch.budget.give_back(native)
         self._drop_regions()
-        self._torch.budget.give_back(self)
 
     def _recover(self, native: Any) -> None:
         # This torch_npu stops routing allocations before it reports the failure; what stays is
@@ -305,7 +320,7 @@ class NpuGraph(TorchGraph):
         current = self._regions.planned
         self._due = None if recording.host is current else recording.host
 
-    def _launch_and_signal(self) -> None:
+    def _launch(self) -> None:
         regions = self._settled()
         regions.make_room()
         self._refuse_broken(regions)
@@ -336,14 +351,19 @@ class NpuGraph(TorchGraph):
                 self._torch.channel.finish(job, f"the last update of {self!r}")
             except BaseException:
                 self._state = GraphState.DIRTY
+                self._told = True
                 raise
         self._refuse_broken(regions)
         return regions
 
     def _refuse_broken(self, regions: Regions) -> None:
+        """Raise why the regions are broken, and from then on that the graph is dirty."""
         if regions.failure is not None:
             self._state = GraphState.DIRTY
-            self._torch.channel.unwatch(regions)  # The caller knows now.
+            self._torch.channel.unwatch(regions)
+            if self._told:
+                self.require_ready()
+            self._told = True
             raise regions.failure
 
     # Size and end.
@@ -352,26 +372,27 @@ class NpuGraph(TorchGraph):
         return self._nodes, 0
 
     def _free(self) -> None:
-        self._drop_regions()
-        super()._free()
+        native, self._native = self._native, None
+        self.__dict__.pop("_launch", None)
         self._nodes = None
-        self._torch.budget.give_back(self)
+        regions = self._drop_regions()
+        if native is not None:
+            self._torch.retire(self.pool, native, regions)
 
-    def _drop_regions(self) -> None:
+    def _drop_regions(self) -> Regions | None:
         regions, self._regions = self._regions, None
         self._calls = []
-        job, self._job, self._due = self._job, None, None
-        if regions is None:
-            return
-        channel = self._torch.channel
-        if job is not None and not channel.on_thread():
-            job.wait(channel.timeout)
-        self._torch.events.give_back(regions.events())
+        self._job = self._due = None
+        self._told = False
+        return regions
 
     def __del__(self) -> None:
-        if getattr(self, "_regions", None) is not None and self._torch.channel.on_thread():
-            self._torch.channel.bury_later(self)
-            return
+        try:
+            if self._regions is not None and self._torch.channel.on_thread():
+                self._torch.channel.bury_later(self)
+                return
+        except Exception:  # its making failed, or at the interpreter's end modules are gone
+            pass
         super().__del__()
 
 

@@ -58,7 +58,7 @@ class Regions:
         self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         # Two, because the one that a queued job waits for must not be recorded again meanwhile.
         self._done = (namespace.Event(), namespace.Event())
-        self._launches = 0
+        self._launches = self._signals = 0
         self._fenced = True
         self._times = [0.0, 0.0]
         self.applied: Host = {}
@@ -76,9 +76,13 @@ class Regions:
         self._hits.append(hit)
         self._groups.append(group)
 
-    def events(self) -> list[Any]:
-        """Return the events, if each of their records was consumed; else nothing."""
-        if not self._launches or self.failure is not None or not self.settled():
+    def free_events(self) -> list[Any]:
+        """Return the events that another graph may wait for, once the last replay is over.
+
+        None if a record may still be in them, and none of a graph that was never launched:
+        torch_npu refuses a second wait before the first one had its record.
+        """
+        if not self._launches or self._signals != self._launches or self.failure is not None:
             return []
         return [group.event for group in self._groups]
 
@@ -94,7 +98,9 @@ class Regions:
         """Queue the records that the next replay waits for, after an update to ``host``."""
         if host is not None:
             self.planned = host
-        return self._channel.submit(self._job(host, signal=True, take_back=False))
+        job = self._channel.submit(self._job(host, signal=True, take_back=False))
+        self._signals += 1
+        return job
 
     def launched(self, stream: Any) -> None:
         """Note that a replay was launched on ``stream``."""
@@ -126,12 +132,12 @@ class Regions:
     def _release(self) -> None:
         if self.failure is not None:
             return
-        logger.error("a replay waits for an event whose record was lost; recording all again")
+        logger.error("a replay waits too long for its update; recording its events again")
         self.failure = UpdateError(
-            f"a replay was still waiting for its update {self._channel.timeout:g} s after the "
-            f"update had been issued: the record of an event was lost. The device was released by "
-            f"recording all events again, and with them the graph lost count of its events: call "
-            f"reset() and capture again."
+            f"a replay waited longer than {self._channel.timeout:g} s for its update: the record "
+            f"of an event was lost, or the host code of a region does not return. The device was "
+            f"released by recording all events again, and with them the graph lost count of its "
+            f"events: call reset() and capture again."
         )
         for group in self._groups:  # not on the update stream: it may wait for this replay
             group.event.record(self._channel.rescue_stream)

@@ -13,6 +13,7 @@ every later launch of the process without a word.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
@@ -22,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from devgraph.api import process
 from devgraph.api.errors import UpdateError
 
 __all__ = ["Job", "UpdateChannel"]
@@ -89,6 +91,8 @@ class UpdateChannel:
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        # A set that changes while another thread looks at it would end the thread that looks.
+        self._watching = threading.RLock()
         self._unburied: list[Any] = []
         self._launching = False
         self._submitted = 0
@@ -117,9 +121,11 @@ class UpdateChannel:
                 self._launching = False
 
     def start(self) -> None:
-        """Start the thread and make the stream, once."""
+        """Start the thread and make the streams, once."""
         if self._thread is not None:
             return
+        # torch_npu waits for the device when the process ends, after the thread was ended.
+        atexit.register(_settle_at_exit, weakref.ref(self), process.identity.token)
         self.stream = self._namespace.SyncLaunchStream(self._index)
         self.rescue_stream = self._namespace.SyncLaunchStream(self._index)
         self._thread = threading.Thread(
@@ -179,15 +185,25 @@ class UpdateChannel:
 
     def watch(self, regions: Any) -> None:
         """Look from time to time whether the last replay of ``regions`` ends."""
-        self._watched.add(regions)
+        with self._watching:
+            self._watched.add(regions)
 
     def unwatch(self, regions: Any) -> None:
         """Stop looking: the last replay of ``regions`` has ended, or was given up."""
-        self._watched.discard(regions)
+        with self._watching:
+            self._watched.discard(regions)
 
     def watched(self) -> list[Any]:
         """Return the regions whose last replay may be under way."""
-        return list(self._watched)
+        with self._watching:
+            return list(self._watched)
+
+    def settle(self) -> list[Any]:
+        """Wait until every watched replay is done or was given up, and return their regions."""
+        waiting = watched = self.watched()
+        while waiting := [regions for regions in waiting if not regions.settled()]:
+            time.sleep(0.0001)
+        return watched
 
     def bury_later(self, graph: Any) -> None:
         """Close ``graph`` on another thread: closing takes locks that the thread must not take."""
@@ -216,6 +232,13 @@ class UpdateChannel:
             try:
                 return self._queue.get(timeout=_IDLE_SECONDS if self._watched else None)
             except queue.Empty:
-                for regions in list(self._watched):
+                for regions in self.watched():
                     if regions.settled():
-                        self._watched.discard(regions)
+                        self.unwatch(regions)
+
+
+def _settle_at_exit(known: weakref.ref[UpdateChannel], owner: object) -> None:
+    channel = known()
+    if channel is not None and process.identity.token is owner:
+        with contextlib.suppress(Exception):  # a lost device waits for nothing
+            channel.settle()

@@ -214,8 +214,3 @@ class _Builder:
         defined = set(re.findall(r" [TWVBD] (\w+)", symbols))
         names = {name.decode().removesuffix("GetWorkspaceSize") for name in named}
         return sorted(name for name in names if name not in defined)
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logger.info("%s", build())

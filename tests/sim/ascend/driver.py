@@ -35,9 +35,9 @@ class Driver:
 
         streams_created, streams_destroyed, hardware_streams (held now, by streams and graphs),
         events_created, events_destroyed, captures, captures_failed, captured_nodes, task_groups,
-        graphs_destroyed, replays, kernels (run, in graphs and outside), tasks (queued, updates
-        among them), task_updates and group_updates (done), value_waits, mallocs, device_bytes
-        (held now), device_errors.
+        graphs_destroyed, graphs_destroyed_in_flight (of them), replays, kernels (run, in graphs
+        and outside), tasks (queued, updates among them), task_updates and group_updates (done),
+        value_waits, mallocs, device_bytes (held now), device_errors.
         """
         return dict(json.loads(self._text(self._library.fakeacl_counters)))
 

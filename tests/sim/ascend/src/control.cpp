@@ -148,4 +148,10 @@ void fakeacl_recover() {
 }
 
 void fakeacl_report_line(const char* line) { report(line); }
+
+// Hold one of torch_npu's loggers for ever; `context` and `get` are its registry and its getter.
+void fakeacl_keep_logger(void* context, std::shared_ptr<void> (*get)(void*, const std::string&),
+                         const char* name) {
+  new std::shared_ptr<void>(get(context, name));
+}
 }

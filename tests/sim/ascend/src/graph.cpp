@@ -60,7 +60,10 @@ aclError aclmdlRIExecuteAsync(aclmdlRI handle, aclrtStream stream_handle) {
     }
   }
   int id = stream->id;
-  return enqueue(stream, Kind::model, "ExecuteModel", [model, id] { replay(*model, id); });
+  model->in_flight++;
+  // Counted down when the task goes away, whether it ran or the device failed before.
+  std::shared_ptr<Model> flight(model.get(), [model](Model* m) { m->in_flight--; });
+  return enqueue(stream, Kind::model, "ExecuteModel", [flight, id] { replay(*flight, id); });
 }
 
 aclError aclmdlRICaptureTaskGrpBegin(aclrtStream handle) {

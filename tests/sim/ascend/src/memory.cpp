@@ -2,6 +2,8 @@
 // touches freed memory fails by name instead of corrupting something.
 #include "sim.h"
 
+#include <sys/mman.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -22,6 +24,23 @@ const std::pair<const uintptr_t, Block>* find_block(const void* address) {
 }
 
 void* host_allocate(size_t bytes) { return aligned_alloc(512, (bytes + 1023) / 512 * 512); }
+
+// Large blocks are mapped, so that they are given back when they are freed: the heap would keep
+// them, and grow when they are freed in another order than they were taken.
+constexpr size_t mapped_from = 1 << 20;
+
+void* device_allocate(size_t bytes) {
+  if (bytes < mapped_from) return host_allocate(bytes);
+  void* out = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return out == MAP_FAILED ? nullptr : out;
+}
+
+void device_free(void* address, size_t bytes) {
+  if (bytes < mapped_from)
+    free(address);
+  else
+    munmap(address, bytes);
+}
 }  // namespace
 
 namespace sim {
@@ -46,7 +65,7 @@ static aclError allocate(void** out, size_t bytes) {
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION, "device memory: " + std::to_string(bytes) +
                                                     " bytes asked, " + std::to_string(dev.memory) +
                                                     " in use");
-  *out = host_allocate(bytes);
+  *out = device_allocate(bytes);
   if (!*out)
     return fail(ACL_ERROR_RT_MEMORY_ALLOCATION,
                 "the host has no memory left for the simulated device");
@@ -69,16 +88,18 @@ aclError aclrtMallocAlign32(void** out, size_t bytes, aclrtMemMallocPolicy) {
 
 aclError aclrtFree(void* address) {
   if (aclError error = unsafe_call("aclrtFree")) return error;
+  size_t bytes;
   {
     Lock lock(table_mutex);
     auto found = table.find((uintptr_t)address);
     if (found == table.end())
       return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtFree of an unknown address");
-    device(found->second.device).memory -= found->second.bytes;
-    count("device_bytes", -(int64_t)found->second.bytes);
+    bytes = found->second.bytes;
+    device(found->second.device).memory -= bytes;
+    count("device_bytes", -(int64_t)bytes);
     table.erase(found);
   }
-  free(address);
+  device_free(address, bytes);
   return 0;
 }
 

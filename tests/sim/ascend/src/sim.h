@@ -57,6 +57,7 @@ struct Model {
   int hardware_streams = 0;
   uint64_t replays = 0;
   int running = -1;  // the stream that is executing it now
+  std::atomic<int> in_flight = 0;  // replays queued or running
 };
 
 struct Task {

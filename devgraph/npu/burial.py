@@ -1,0 +1,97 @@
+"""What may be freed only later: graphs that still run, and memory whose freeing waits.
+
+Nobody documents what a device does to a graph that is destroyed while it runs, so a graph outlives
+its last replay. Freeing a pool's memory waits for the device with the interpreter's lock held: a
+capture forbids that, and a replay that waits for its update would never end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from devgraph.npu.backend import NpuBackend
+    from devgraph.npu.graph import NpuPool
+    from devgraph.npu.regions import Regions
+
+__all__ = ["Burials"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Retired:
+    """A captured graph that nobody uses any more. It keeps its pool, which must go last."""
+
+    def __init__(
+        self, backend: NpuBackend, pool: NpuPool, native: Any, regions: Regions | None
+    ) -> None:
+        self._backend, self._pool = backend, pool
+        self._native, self._regions = native, regions
+        self._is_done: Callable[[], bool] | None = None
+
+    def done(self) -> bool:
+        """Whether its last replay is over. Not to be asked in a capture."""
+        if self._is_done is None:
+            self._is_done = self._pool.fence()
+        return self._is_done()
+
+    def free(self) -> None:
+        """Destroy the graph, and give back its stream and its events."""
+        self._native.reset()
+        self._backend.budget.give_back(self._native)
+        if self._regions is not None:
+            self._backend.events.give_back(self._regions.free_events())
+
+
+class Burials:
+    """Graphs and memory of one backend that wait to be freed.
+
+    Args:
+        backend: whose locks tell when that is allowed.
+    """
+
+    def __init__(self, backend: NpuBackend) -> None:
+        self._backend = backend
+        # Filled by any thread at any time, emptied by one at a time.
+        self._graphs: deque[_Retired] = deque()
+        self._memory: list[Any] = []
+        self._freeing = False
+
+    def retire(self, pool: NpuPool, native: Any, regions: Regions | None) -> None:
+        """Destroy a captured graph once its last replay is over."""
+        self._graphs.append(_Retired(self._backend, pool, native, regions))
+
+    def bury(self, things: Any) -> None:
+        """Drop ``things``, which hold a pool's memory, when nothing waits for the host."""
+        self._memory.append(things)
+
+    def free(self, *, may_wait: bool) -> None:
+        """Free what may go now, in a moment when no capture is under way.
+
+        Args:
+            may_wait: whether no replay waits for the host, so that memory may be freed as well.
+        """
+        if self._freeing:
+            return  # Called by what is being freed; the caller below sees it.
+        self._freeing = True
+        try:
+            for _ in range(len(self._graphs)):
+                graph = self._graphs.popleft()
+                try:
+                    if graph.done():
+                        graph.free()
+                    else:
+                        self._graphs.append(graph)
+                except Exception:  # a lost device destroys nothing any more
+                    logger.warning("a graph could not be destroyed", exc_info=True)
+                del graph  # and with it perhaps a pool, which is buried then
+            if may_wait:
+                self._memory.clear()
+        finally:
+            self._freeing = False
+
+    def __bool__(self) -> bool:
+        return bool(self._graphs or self._memory)
