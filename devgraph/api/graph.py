@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
+import torch
 
 from devgraph.api import process
 from devgraph.api.errors import (
@@ -107,6 +108,8 @@ class DeviceGraph(abc.ABC):
         self.pool = pool
         self.hits: list[RegionHit] = []
         """The updatable regions in capture order."""
+        self.bound: tuple[torch.Tensor, ...] = ()
+        """Tensors of the caller, besides those that the capture touched, that regions may touch."""
         self._process = process.identity.token
         self._next_launch: list[Callable[[], None]] = [_nothing]
         self._state = GraphState.EMPTY
@@ -531,7 +534,7 @@ _BY_IDENTITY: Any = object.__hash__
 
 def _exact(value: Any) -> Any:
     """Return what stands for ``value`` in a key: 1, True and 1.0, or 0.0 and -0.0, are equal in
-    Python and are other host values, with which a region may do other work."""
+    Python and are other host values, with which a region may do other work. A tensor is none."""
     kind = type(value)
     if kind is int or kind is str:
         return value
@@ -539,6 +542,11 @@ def _exact(value: Any) -> Any:
         return kind, value.hex()
     if kind is tuple:
         return value if {int}.issuperset(map(type, value)) else tuple(map(_exact, value))
+    if isinstance(value, torch.Tensor):
+        raise TypeError(
+            "its data can change unnoticed; hand tensors to the region as ordinary arguments, or "
+            "make their data_ptr() the value"
+        )
     if kind.__hash__ is _BY_IDENTITY and hasattr(value, "__dict__") and not callable(value):
         raise TypeError("it is compared by identity, so that a change inside it goes unnoticed")
     return kind, value

@@ -15,6 +15,7 @@ from devgraph.api.errors import InputError, InputTypeError, StateError
 
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend
+    from devgraph.api.buffers import StaticBuffers
     from devgraph.api.graph import DeviceGraph
 
 __all__ = ["Pool", "Recording", "Recordings", "Shrinkable"]
@@ -174,6 +175,17 @@ class Pool:
         """Held while a replay of the pool is being launched or its memory changes hands."""
         self.epoch = 0
         """Changes whenever a graph of the pool stops being replayable."""
+        self._static: list[weakref.ref[StaticBuffers]] = []
+
+    def register(self, buffers: StaticBuffers) -> None:
+        """Let regions touch ``buffers``, and what is bound there, in every recording."""
+        self._static = [*(ref for ref in self._static if ref() is not None), weakref.ref(buffers)]
+
+    @property
+    def registered(self) -> list[torch.Tensor]:
+        """The tensors of registered static buffers, bound ones included."""
+        alive = [buffers for ref in self._static if (buffers := ref()) is not None]
+        return [tensor for b in alive for tensor in (*b.values(), *b.bound.values())]
 
     @property
     def bytes(self) -> int:

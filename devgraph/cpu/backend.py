@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
@@ -71,6 +72,7 @@ class CpuGraph(DeviceGraph):
         self._knowledge = backend.knowledge
         self._recorder: Recorder | None = None
         self._tape: Tape | None = None
+        self._touched: Mapping[int, torch.UntypedStorage] = {}
 
     @property
     def ops(self) -> list[Op]:
@@ -88,6 +90,7 @@ class CpuGraph(DeviceGraph):
         recorder = self._leave()
         assert recorder is not None
         self._tape = recorder.tape()
+        self._touched = recorder.touched if self.hits else {}
 
     def _abort(self) -> None:
         self._leave()
@@ -105,6 +108,7 @@ class CpuGraph(DeviceGraph):
 
     def _free(self) -> None:
         tape, self._tape = self._tape, None
+        self._touched = {}
         if tape is not None:
             tape.close()
 
@@ -125,7 +129,10 @@ class CpuGraph(DeviceGraph):
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> Recording:
         recorder = Recorder(
-            self.pool.regions, others=(self.pool.blocks,), knowledge=self._knowledge
+            self.pool.regions,
+            others=(self.pool.blocks,),
+            knowledge=self._knowledge,
+            bound=self._bound_addresses(host),
         )
         changes: dict[Span, tuple[Entry, ...]] = {}
         with recorder:
@@ -135,6 +142,14 @@ class CpuGraph(DeviceGraph):
                 check_topology(hit.note, span.entries)
                 changes[hit.note] = span.entries
         return CpuRecording(changes=changes)
+
+    def _bound_addresses(self, host: Mapping[Mark, dict[str, Any]]) -> set[int]:
+        """Return where memory begins that a recording for these host values may touch."""
+        tensors = [*self.bound, *self.pool.registered]
+        for hit in self.hits:
+            tensors.extend(hit.tensors)
+        keyed = {value for value in pytree.tree_leaves(list(host.values())) if type(value) is int}
+        return {*self._touched, *keyed, *(t.untyped_storage().data_ptr() for t in tensors)}
 
     def _apply(self, recording: Recording) -> None:
         assert self._tape is not None

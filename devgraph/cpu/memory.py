@@ -196,6 +196,12 @@ class BlockPool:
         block = self._live.get(storage.data_ptr())
         return block if block is not None and block.storage_id == storage._cdata else None
 
+    def covers(self, address: int) -> bool:
+        """Whether ``address`` lies in this pool's memory, be it used or free."""
+        with self._lock:
+            at = bisect.bisect_right(self._bases, address) - 1
+            return at >= 0 and address < self._slabs[at].end
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory that does not keep its block from reuse.
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch._ops import OpOverload
 
-from devgraph.api.errors import StateError
+from devgraph.api.errors import RegionError, StateError
+from devgraph.api.regions import describe
 from devgraph.api.source import user_line
 from devgraph.cpu import violations
 from devgraph.cpu.binding import Binder
@@ -67,6 +68,7 @@ class Recorder(Draft):
         pool: gives the memory of outputs.
         others: pools whose tensors may occur too; none of them is kept from reuse by the tape.
         knowledge: what earlier recordings learned; learned anew if None.
+        bound: addresses of the only memory outside the pools that may be touched; any if None.
         on_violation: called for everything that a device capture would refuse or freeze; the
             recording goes on with assumed values and cannot be replayed. Without it, what is
             refused raises.
@@ -82,9 +84,13 @@ class Recorder(Draft):
         *,
         others: Sequence[BlockPool] = (),
         knowledge: Knowledge | None = None,
+        bound: Collection[int] | None = None,
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
         super().__init__()
+        self.touched: dict[int, torch.UntypedStorage] = {}
+        """Memory outside the pools that the recording touches, by address."""
+        self._bound = bound
         self._pool = pool
         self._pools = (pool, *others)
         knowledge = knowledge or Knowledge()
@@ -328,9 +334,27 @@ class Recorder(Draft):
             alias = pool.alias(tensor)
             if alias is not tensor:
                 return alias
+        self._touch(tensor)
         if tensor.requires_grad or type(tensor) is not torch.Tensor:
             return tensor.detach()
         return tensor
+
+    def _touch(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self.touched or any(pool.covers(address) for pool in self._pools):
+            return
+        places = {address, tensor.data_ptr()}
+        if self._bound is not None and address and places.isdisjoint(self._bound):
+            label = "the recording" if self.open_span is None else self.open_span.label
+            raise RegionError(
+                f"{label} was run with new host arguments and touched a tensor that the capture "
+                f"did not ({describe(tensor)} at {tensor.data_ptr():#x}), at {user_line()}. Its "
+                f"address would stay in the recording when the tensor is replaced. Hand it to the "
+                f"step as an argument, copy its data into a tensor that is, or make its data_ptr() "
+                f"part of the key (context=)."
+            )
+        self.touched[address] = storage
 
     def _hold(self, value: Any) -> Any:
         # Replays run in inference mode, where aliases made in it need no version counting.

@@ -77,6 +77,7 @@ class Runner(Stepping):
         arena = InputArena(slots, largest, backend)
         for name, tensor in options.bound.items():
             arena.buffers.bind(name, tensor)
+        pool.register(arena.buffers)
         parts = Parts(
             backend=backend,
             pool=pool,

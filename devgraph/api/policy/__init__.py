@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import attrs
+import torch
+from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
 from devgraph.api.errors import CapabilityError, InputError, did_you_mean
@@ -64,6 +66,12 @@ class Job:
     """Called after each warm-up run."""
     phases: dict[str, float] = attrs.field(factory=dict)
     """Seconds by phase, filled while the capture is made."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The bound tensors."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def warmed_up(self) -> None:
         """Say that a warm-up run is done."""
