@@ -123,3 +123,8 @@ def test_buffers_cannot_be_pickled():
 
 def test_repr_names_every_buffer():
     assert "x (2,) torch.int32" in repr(make(x=((2,), torch.int32)))
+
+
+def test_buffers_that_do_not_fit_into_memory_are_a_resource_error_with_the_bytes():
+    with pytest.raises(dg.ResourceError, match=f"static buffers of {2**58} bytes do not fit"):
+        StaticBuffers({"x": ((2**58,), torch.uint8)}, device="cpu")

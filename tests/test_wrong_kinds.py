@@ -124,6 +124,10 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "budget": (lambda: BE.make_pool(budget_bytes=-1), "at least 0, got -1"),
     "cases": (lambda: _capture().prove(cases=1.5), "cases must be a whole number from 0, not 1.5"),
+    "capacity": (
+        lambda: dg.DecodeRunner(len, [SLOT], backend="cpu", max_requests=10**12),
+        "about 31250000000 decode buckets by default; name them",
+    ),
     "shape of a view": (
         lambda: dg.StaticBuffers({"x": ((2,), torch.float32)}, device="cpu").view("x", (-1,)),
         "cannot have the shape",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from devgraph.api.errors import InputError, InputTypeError, StateError, did_you_mean
+from devgraph.api.errors import InputError, InputTypeError, ResourceError, StateError, did_you_mean
 
 __all__ = ["StaticBuffers"]
 
@@ -35,6 +35,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     Raises:
         InputError: a shape or dtype that cannot be allocated (a ValueError); InputTypeError:
             ``specs`` is something else.
+        ResourceError: they do not fit into memory.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             total += -(-_nbytes(name, shape, dtype) // _ALIGNMENT) * _ALIGNMENT
         # Tensors made under inference mode could not be written outside it.
         with torch.inference_mode(False), torch.no_grad():
-            self._memory = torch.zeros(total, dtype=torch.uint8, device=device)
+            self._memory = _zeros(total, device)
             self._flat = {
                 name: self._memory[starts[name] : starts[name] + _nbytes(name, shape, dtype)].view(
                     dtype
@@ -156,6 +157,19 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
         if step == 0 and size > 1:
             tensor = tensor.narrow(axis, 0, 1)
     return tensor
+
+
+def _zeros(nbytes: int, device: torch.device | str) -> torch.Tensor:
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # the CPU allocator has no class of its own for it
+        if "alloc" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        what = str(error).partition("\n")[0]
+        raise ResourceError(
+            f"static buffers of {nbytes} bytes do not fit into memory on {device}; lower the "
+            f"largest batch ({what})"
+        ) from error
 
 
 def _require_specs(specs: object) -> None:

@@ -31,6 +31,9 @@ _RANGES: dict[Phase, tuple[tuple[int, int | None, int], ...]] = {
     ),
 }
 
+MOST_DEFAULTS = 8192
+"""Default buckets of a phase at most: those of 262,144 requests, or of 4,194,304 tokens."""
+
 
 def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buckets:
     """Return the default buckets of a phase up to ``maximum``, which is always the last one.
@@ -38,9 +41,19 @@ def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buck
     With ``multiple_of`` every size is rounded up to a multiple of it (tensor parallelism that
     scatters tokens needs this); the last bucket is then the smallest multiple that holds
     ``maximum``.
+
+    Raises:
+        ConfigError: they would be more graphs than anybody captures, of a size mistyped.
     """
     maximum = _count("the maximum", maximum)
     multiple_of = _count("multiple_of", multiple_of)
+    step = _RANGES[phase][-1][2]
+    if maximum > MOST_DEFAULTS * step:
+        raise ConfigError(
+            f"a capacity of {maximum} would have about {maximum // step} {phase} buckets by "
+            f"default; name them (buckets=[...]), or lower the capacity to at most "
+            f"{MOST_DEFAULTS * step}"
+        )
     sizes: set[int] = set()
     for first, last, step in _RANGES[phase]:
         stop = maximum if last is None else min(last, maximum)
