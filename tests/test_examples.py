@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
@@ -52,9 +52,11 @@ def test_quickstart_of_the_readme_runs(tmp_path: Path):
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which pip installed the third-party package, without any download."""
-    # Looked up and not imported: setuptools cannot be imported after the standard distutils.
+    # Not imported, nor is its module looked for: both replace a distutils that torch imported.
     for tool in ("pip", "setuptools"):
-        if importlib.util.find_spec(tool) is None:
+        try:
+            importlib.metadata.version(tool)
+        except importlib.metadata.PackageNotFoundError:
             pytest.skip(f"needs {tool} to build and install the package")
     source = tmp_path_factory.mktemp("source") / "thirdparty_backend"
     shutil.copytree(THIRD_PARTY, source, ignore=shutil.ignore_patterns("__pycache__"))

