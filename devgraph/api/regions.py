@@ -20,8 +20,8 @@ __all__ = ["RegionHit", "describe"]
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return dtype, shape and stride of ``tensor`` for a message."""
-    return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()}"
+    """Return dtype, shape, stride and device of ``tensor`` for a message."""
+    return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()} on {tensor.device}"
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -139,7 +139,7 @@ class RegionHit:
         """Run the body again with other host values, writing the same result addresses.
 
         Raises:
-            RegionError: the result has another structure, shape, dtype, stride or address.
+            RegionError: the result has another structure, shape, dtype, stride, device or address.
         """
         if Modes.current() == self.modes:
             self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
@@ -206,7 +206,7 @@ class RegionHit:
 
     def _runner_of_one(self, host: dict[str, Any], bridge: torch.Tensor) -> Callable[[], None]:
         fn, args, kwargs = self.mark.fn, self.args, self.kwargs
-        shape, stride, dtype = bridge.shape, bridge.stride(), bridge.dtype
+        shape, stride, dtype, device = bridge.shape, bridge.stride(), bridge.dtype, bridge.device
         copy = bridge.copy_
 
         def run_one() -> None:
@@ -216,6 +216,7 @@ class RegionHit:
                 or result.shape != shape
                 or result.dtype is not dtype
                 or result.stride() != stride
+                or result.device != device
             ):
                 self._refuse(result, describe(bridge))
             copy(result)

@@ -59,6 +59,7 @@ CHANGED: dict[str, Callable[[torch.Tensor], Any]] = {
     "shape": lambda x: (x * 2)[:1],
     "dtype": lambda x: (x * 2).to(torch.float16),
     "stride": lambda x: (x * 2).t(),
+    "device": lambda x: (x * 2).to("meta"),
     "structure": lambda x: (x * 2, x),
     "none": lambda x: None,
     "number": lambda x: 3.0,
