@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.npu.budget import StreamBudget
 from tests.sim.ascend import Driver
 from tests.test_npu_updates import step, wanted
 
@@ -98,15 +99,39 @@ def test_graph_that_ends_in_the_body_of_a_capture_waits_for_the_end_of_the_captu
     x = torch.ones(4).to("npu")
     captured = capture(backend, x)
     captured.replay(factor=3.0)
-    graph = backend.make_graph()
-    with driver.counting() as inside, backend.capture_context(graph):
+    backend.synchronize()
+    graph, destroyed = backend.make_graph(), driver.counter("graphs_destroyed")
+    with backend.capture_context(graph):
         captured.close()
+        time.sleep(0.05)
+        backend.free_buried()
+        assert driver.counter("graphs_destroyed") == destroyed
         y = x + 1
     graph.replay()
     backend.synchronize()
-    assert inside.get("graphs_destroyed_in_flight", 0) == 0
+    assert driver.counter("graphs_destroyed") == destroyed + 1
     assert graph.info().nodes == 1  # and no event of the closed one
     assert y.tolist() == [2.0] * 4
+
+
+def test_stream_of_a_closed_graph_is_there_for_the_next_capture(
+    driver: Driver, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "budget", StreamBudget(limit=1))
+    x = torch.ones(4).to("npu")
+    graph, following = backend.make_graph(), backend.make_graph()
+    with backend.capture_context(graph):
+        x + 1
+    driver.set(replay_delay_ms=100)
+    graph.replay()
+    graph.close()
+    with pytest.raises(dg.ResourceError, match="limit is 1"), backend.capture_context(following):
+        x + 2
+    torch.npu.synchronize()
+    with backend.capture_context(following):
+        y = x + 2
+    following.replay()
+    assert y.tolist() == [3.0] * 4
 
 
 def test_fifty_captures_and_closes_take_no_thread_stream_or_event(

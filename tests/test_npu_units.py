@@ -229,7 +229,7 @@ def test_watched_replays_may_change_while_another_thread_looks(switching_threads
     thread = threading.Thread(target=launch)
     thread.start()
     try:
-        for _ in range(300):
+        for _ in range(20_000):
             channel.watched()
     finally:
         end.append(True)
