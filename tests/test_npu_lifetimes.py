@@ -45,6 +45,35 @@ def capture(backend: Any, x: torch.Tensor, **options: Any) -> Any:
     return dg.capture(step, x, backend=backend, host_args={"factor": 2.0}, **options)
 
 
+# Memory -----------------------------------------------------------------------------------------
+
+
+def test_memory_goes_with_its_pool_after_dynamo_took_over_the_calls_of_frames(backend: Any) -> None:
+    """From its first trace on, Dynamo's evaluation keeps arguments alive until a call returns."""
+    x = torch.arange(8.0).to("npu")
+
+    def untraceable(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+    with pytest.raises(dg.CaptureError):
+        dg.capture(untraceable, x, backend=backend, policy="piecewise")
+    pool = backend.make_pool()
+    with capture(backend, x, pool=pool) as captured:
+        captured.replay(factor=3.0)
+        backend.synchronize()
+    del captured
+    backend.synchronize()
+    number = tuple(pool.handle)
+
+    def segments() -> int:
+        return sum(tuple(s["segment_pool_id"]) == number for s in torch.npu.memory_snapshot())
+
+    assert segments() > 0
+    del pool
+    gc.collect()
+    assert segments() == 0
+
+
 # Graphs -----------------------------------------------------------------------------------------
 
 

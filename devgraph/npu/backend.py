@@ -66,6 +66,7 @@ class NpuBackend(TorchBackend):
             capture_error_modes=("thread_local", "global", "relaxed"),
             concurrent_threads=True,
             node_counts=True,
+            piecewise=True,
             max_streams=self.budget.limit,
         )
 
@@ -162,9 +163,9 @@ class NpuBackend(TorchBackend):
         self.free_buried()
 
     def bury(self, *things: Any) -> None:
-        """Drop ``things``, which hold a pool's memory, now or when that is allowed."""
-        self._burials.bury(things)
-        del things  # Freed below, while nothing can be launched.
+        """Drop what the lists ``things`` hold of a pool's memory, now or when that is allowed."""
+        for one in things:
+            self._burials.bury(one)
         self.free_buried()
 
     def free_buried(self) -> None:

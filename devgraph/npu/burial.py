@@ -57,15 +57,16 @@ class Burials:
         self._backend = backend
         # Filled by any thread at any time, emptied by one at a time.
         self._graphs: deque[_Retired] = deque()
-        self._memory: list[Any] = []
+        self._memory: list[list[Any]] = []
         self._freeing = False
 
     def retire(self, pool: NpuPool, native: Any, regions: Regions | None) -> None:
         """Destroy a captured graph once its last replay is over."""
         self._graphs.append(_Retired(self._backend, pool, native, regions))
 
-    def bury(self, things: Any) -> None:
-        """Drop ``things``, which hold a pool's memory, when nothing waits for the host."""
+    def bury(self, things: list[Any]) -> None:
+        """Drop ``things``, which hold a pool's memory, from the end when nothing waits for the
+        host."""
         self._memory.append(things)
 
     def free(self, *, may_wait: bool) -> None:
@@ -88,8 +89,10 @@ class Burials:
                 except Exception:  # a lost device destroys nothing any more
                     logger.warning("a graph could not be destroyed", exc_info=True)
                 del graph  # and with it perhaps a pool, which is buried then
-            if may_wait:
-                self._memory.clear()
+            while may_wait and self._memory:
+                things = self._memory.pop()
+                while things:
+                    things.pop()
         finally:
             self._freeing = False
 

@@ -124,10 +124,10 @@ class NpuPool(TorchPool):
         try:
             if "_memory" in self.__dict__:  # else its making failed
                 # The last is freed first: the allocator empties a pool's memory with the pool's
-                # object only if nothing else uses it.
-                self._torch.bury(
-                    take("_stuck"), take("_memory"), take("_region_memory"), take("_keeper", None)
-                )
+                # object only if nothing else uses it. In a list, because a caller's frame may keep
+                # what it passes until the call is over, as under Dynamo.
+                keys = ("_stuck", "_memory", "_region_memory", "_keeper")
+                self._torch.bury([take(key, None) for key in keys])
         except Exception:  # at the interpreter's end modules are gone
             pass
 
