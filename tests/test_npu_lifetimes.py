@@ -16,7 +16,7 @@ import torch
 import devgraph as dg
 from devgraph.npu.budget import StreamBudget
 from tests.sim.ascend import Driver
-from tests.test_npu_updates import step, wanted
+from tests.test_npu_updates import picky_step, step, wanted
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
 pytestmark = [
@@ -200,20 +200,9 @@ def test_fifty_captures_and_closes_take_no_thread_stream_or_event(
 
 
 def test_error_of_an_update_is_raised_by_its_own_graph_only(driver: Driver, backend: Any) -> None:
-    @dg.region(host_args=("n",), mutates=("out",))
-    def picky(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
-        if n > 9:
-            raise ValueError(f"{n} is too many")
-        torch.mul(x, float(n), out=out)
-
-    def body(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        out = torch.empty_like(x)
-        picky(x, out, n=n)
-        return out + 1
-
     x, y = torch.ones(4).to("npu"), torch.arange(8.0).to("npu")
     options: dict[str, Any] = {"backend": backend, "host_args": {"n": 2}}
-    with dg.capture(body, x, **options) as failing, capture(backend, y) as other:
+    with dg.capture(picky_step, x, **options) as failing, capture(backend, y) as other:
         failing.replay(n=10)
         for factor in (3.0, 5.0):
             assert torch.equal(other.replay(factor=factor).cpu(), wanted(y, factor))

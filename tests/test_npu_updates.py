@@ -42,6 +42,19 @@ def wanted(x: torch.Tensor, factor: float) -> torch.Tensor:
     return x
 
 
+@dg.region(host_args=("n",), mutates=("out",))
+def picky(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
+    if n > 9:
+        raise ValueError(f"{n} is too many")
+    torch.mul(x, float(n), out=out)
+
+
+def picky_step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    out = torch.empty_like(x)
+    picky(x, out, n=n)
+    return out + 1
+
+
 @pytest.fixture
 def backend(driver: Driver) -> Iterator[Any]:
     """The backend, with what a test sets taken back and without graphs of other tests."""
@@ -240,19 +253,8 @@ def test_error_of_a_trusted_update_is_raised_by_the_next_call_of_the_graph(
 ) -> None:
     backend.try_new_values = False
 
-    @dg.region(host_args=("n",), mutates=("out",))
-    def picky(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
-        if n > 9:
-            raise ValueError(f"{n} is too many")
-        torch.mul(x, float(n), out=out)
-
-    def body(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        out = torch.empty_like(x)
-        picky(x, out, n=n)
-        return out + 1
-
     x = torch.ones(4).to("npu")
-    with dg.capture(body, x, backend=backend, host_args={"n": 2}) as captured:
+    with dg.capture(picky_step, x, backend=backend, host_args={"n": 2}) as captured:
         assert captured.replay(n=3).tolist() == [4.0] * 4
         captured.replay(n=10)
         with pytest.raises(ValueError, match="10 is too many"):

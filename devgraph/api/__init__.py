@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from devgraph.api.errors import __all__ as _errors
+
 HOMES = {
     "devgraph.api.backend": ("Backend",),
     "devgraph.api.buffers": ("StaticBuffers",),
@@ -16,35 +18,7 @@ HOMES = {
     "devgraph.api.capture": ("Captured", "capture"),
     "devgraph.api.cli_args": ("add_cli_args",),
     "devgraph.api.config": ("DeviceGraphConfig", "DeviceGraphWarning", "PhaseConfig"),
-    "devgraph.api.errors": (
-        "AgreementError",
-        "BackendError",
-        "BackendUnavailableError",
-        "CapabilityError",
-        "CaptureBusyError",
-        "CaptureError",
-        "ConfigError",
-        "ConfigTypeError",
-        "DeviceGraphError",
-        "DeviceLost",
-        "EmptyCaptureError",
-        "FrozenValueError",
-        "HostArgumentError",
-        "HostReadError",
-        "InputError",
-        "InputTypeError",
-        "NestedCaptureError",
-        "NotCapturableError",
-        "RegionError",
-        "ResourceError",
-        "StaleOutputError",
-        "StateError",
-        "UnjoinedStreamError",
-        "UnknownBackendError",
-        "UpdateError",
-        "UpdateTopologyError",
-        "UpdateUnsupportedError",
-    ),
+    "devgraph.api.errors": tuple(name for name in _errors if name != "did_you_mean"),
     "devgraph.api.graph": ("DeviceGraph", "GraphInfo", "GraphState"),
     "devgraph.api.marks": ("graph_break", "is_capturing", "no_graph", "region"),
     "devgraph.api.policy.budget": ("UpdateBudget",),

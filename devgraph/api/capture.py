@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from devgraph.api import process
 from devgraph.api.backend import Backend
@@ -49,7 +48,7 @@ class Captured:
         self._process = process.identity.token
         self._lock = job.pool.lock
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
-        self._bound = [(t, t.data_ptr()) for t in _tensors((job.args, job.kwargs))]
+        self._bound = [(t, t.data_ptr()) for t in job.tensors]
         self._held = list(_held_in((job.args, *job.kwargs.values())))
 
     @property
@@ -274,7 +273,7 @@ def capture(
         after_warmup=after_warmup,
     )
     started = time.perf_counter()
-    with device.capturing(memory), _contents_kept(device, _tensors((args, job.kwargs))):
+    with device.capturing(memory), _contents_kept(device, job.tensors):
         with job.phase("warm-up"):
             ready = chosen.warm_up(job, warmup)
             device.synchronize()
@@ -301,10 +300,6 @@ def _contents_kept(backend: Backend, tensors: Sequence[torch.Tensor]) -> Iterato
         with torch.inference_mode():  # inference tensors may only be written in this mode
             for tensor, content in saved:
                 tensor.copy_(content)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _held_in(values: Iterable[Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:

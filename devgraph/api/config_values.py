@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 
 __all__ = [
+    "CAPTURING_POLICIES",
     "COMPILERS",
     "DEFAULT_POLICY",
     "KEYS",
@@ -27,7 +28,8 @@ __all__ = [
 ]
 
 PHASES = ("decode", "prefill")
-POLICIES = ("full", "breakable", "piecewise", "disabled")
+CAPTURING_POLICIES = ("full", "breakable", "piecewise")
+POLICIES = (*CAPTURING_POLICIES, "disabled")
 DEFAULT_POLICY: Mapping[str, str] = {"decode": "full", "prefill": "breakable"}
 
 OLDER_POLICIES: Mapping[str, str] = {

@@ -6,14 +6,11 @@ import argparse
 from pathlib import Path
 
 from devgraph.api.cli_args import add_cli_args
-from devgraph.api.config_values import COMPILERS, POLICIES
+from devgraph.api.config_values import CAPTURING_POLICIES, COMPILERS
 from devgraph.cli.dtypes import DTYPES
 from devgraph.cli.generate_arguments import add_engine_arguments
 
-__all__ = ["ADD", "CACHE", "CAPTURES", "KINDS", "SIZES"]
-
-CAPTURES = tuple(policy for policy in POLICIES if policy != "disabled")
-"""The policies that capture something."""
+__all__ = ["ADD", "CACHE", "KINDS", "SIZES"]
 
 CACHE = Path(".cache") / "demo"
 """Where ``demo`` keeps its model."""
@@ -159,7 +156,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         action="append",
-        choices=CAPTURES,
+        choices=CAPTURING_POLICIES,
         help="only this policy; may be repeated (default: all)",
     )
     parser.add_argument(
@@ -188,7 +185,9 @@ def _check(parser: argparse.ArgumentParser) -> None:
 
 def _explain(parser: argparse.ArgumentParser) -> None:
     _target(parser)
-    parser.add_argument("--policy", default="full", choices=CAPTURES, help="(default: full)")
+    parser.add_argument(
+        "--policy", default="full", choices=CAPTURING_POLICIES, help="(default: full)"
+    )
     parser.add_argument("--backend", default="auto", metavar="NAME", help="(default: auto)")
     parser.add_argument("--compiler", help="compiler of the pieces under policy piecewise")
     parser.add_argument("--grad", action="store_true", help="capture with autograd on")

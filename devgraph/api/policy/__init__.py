@@ -14,26 +14,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
+from devgraph.api.config_values import CAPTURING_POLICIES, COMPILERS
 from devgraph.api.errors import CapabilityError, InputError, did_you_mean
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 
-__all__ = [
-    "COMPILERS",
-    "POLICIES",
-    "Job",
-    "Plan",
-    "Policy",
-    "Segment",
-    "UpdateBudget",
-    "check_compiler",
-    "get_policy",
-]
-
-POLICIES = ("full", "breakable", "piecewise")
-COMPILERS = ("eager", "inductor")
+__all__ = ["Job", "Plan", "Policy", "Segment", "UpdateBudget", "check_compiler", "get_policy"]
 
 
 class Segment(Protocol):
@@ -136,8 +124,8 @@ def get_policy(name: str) -> Policy:
         InputError: there is no such policy (a ValueError).
         CapabilityError: it is not part of this version.
     """
-    if name not in POLICIES:
-        raise InputError(f"no policy {name!r}. {did_you_mean(str(name), POLICIES)}")
+    if name not in CAPTURING_POLICIES:
+        raise InputError(f"no policy {name!r}. {did_you_mean(str(name), CAPTURING_POLICIES)}")
     module_name = f"{__name__}.{name}"
     if importlib.util.find_spec(module_name) is None:
         raise CapabilityError(
