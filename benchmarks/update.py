@@ -42,7 +42,7 @@ GOALS = {
     "host of 1,000 new lengths, full / breakable": dict.fromkeys(WORKS, 1.10),
     "first use of a length, ms": dict.fromkeys(WORKS, 4.0),
 }
-WALL_ROUNDS = 5
+WALL_ROUNDS = 8
 
 
 @attrs.define
@@ -185,11 +185,12 @@ def compare(
     turns = {made.name: itertools.cycle(lengths) for made in all_made}
     for made in all_made:
         host_seconds(made.call, turns[made.name], 10)
-    for _ in range(3):
+    # Step by step in turn: what disturbs the host for a while disturbs all of them.
+    for _ in range(steps):
         for made in all_made:
-            made.host += host_seconds(made.call, turns[made.name], -(-steps // 3))
-    for _ in range(WALL_ROUNDS):
-        for made in all_made:
+            made.host += host_seconds(made.call, turns[made.name], 1)
+    for number in range(WALL_ROUNDS):
+        for made in all_made[:: -1 if number % 2 else 1]:
             made.wall.append(wall_seconds(made.call, turns[made.name], steps))
     result = {
         made.name: {
@@ -216,11 +217,11 @@ def empty_bodies(model: Model, steps: int) -> dict[str, float]:
         pairs["meta"] = (meta, bare_launches(meta.native_graphs()), meta.graph.reset)
     turn = itertools.cycle(range(512, 3000))
     taken: dict[str, list[list[float]]] = {name: [[], []] for name in pairs}
-    for _ in range(5):
+    # Many short turns, as in ``compare``; the first calls of one only warm the caches.
+    for _ in range(20):
         for name, calls in pairs.items():
             for which, call in enumerate(calls[:2]):
-                host_seconds(call, turn, 3)
-                taken[name][which] += host_seconds(call, turn, steps)
+                taken[name][which] += host_seconds(call, turn, 3 + -(-steps // 5))[3:]
     result = {}
     for name, (whole, bare) in taken.items():
         result[f"{name}_us"] = statistics.median(whole) * 1e6

@@ -7,6 +7,9 @@ process of its own. They import vLLM at the same time, start one after the other
 capture time and memory are each one's own), stay, and then measure in turns, so that clocks and
 heat are the same for all. Weights are random and equal; prompts are equal.
 
+Engines that compile share one new folder of caches, those that do not share another: the first of
+each kind starts cold, the later ones do not say how long a start takes.
+
 modes: default and full_vllm (vLLM's own layer: its default and cudagraph_mode FULL), eager,
 devgraph (the same modes as default), breakable and full (DEVGRAPH_MODE, see docs/vllm.md).
 """
@@ -14,6 +17,7 @@ devgraph (the same modes as default), breakable and full (DEVGRAPH_MODE, see doc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -32,6 +36,7 @@ NEW_TOKENS = 128
 PROMPT = 32
 CHECKS = (7, 33, 100, 200, 300, 450)
 FACTS = ("start_s", "compile_s", "capture_s", "graph_gib")
+UNCOMPILED = ("eager", "breakable")
 JOBS = ("v2:default", "v2:devgraph", "v2:breakable", "v1:devgraph", "v1:default")
 
 QWEN3: dict[str, Any] = {
@@ -285,6 +290,8 @@ def child(model: str, job: str, folder: str, log: str) -> None:
     runner, mode = job.split(":")
     subject = Subject(model, runner, mode, folder)
     subject.load()
+    answers.write("true\n")
+    answers.flush()
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         result = getattr(subject, name)(*arguments)
@@ -295,7 +302,7 @@ def child(model: str, job: str, folder: str, log: str) -> None:
 class Job:
     """One child process and what it has answered."""
 
-    def __init__(self, model: str, name: str, out: Path) -> None:
+    def __init__(self, model: str, name: str, out: Path, cache: str) -> None:
         self.name = name
         self.result: dict[str, Any] = {"decode": {}, "prefill": {}}
         self.alive = True
@@ -305,8 +312,6 @@ class Job:
         label = name.replace(":", "_")
         environment = {**os.environ, **ENVIRONMENT}
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if name.startswith("v2") else "0"
-        # Everybody compiles for himself: a cache that another has filled is no cold start.
-        cache = tempfile.mkdtemp(prefix=f"vllm-{label}-")
         environment["VLLM_CACHE_ROOT"] = cache
         environment["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/inductor"
         environment["TRITON_CACHE_DIR"] = f"{cache}/triton"
@@ -323,17 +328,20 @@ class Job:
         """Return the answer to ``command``, or None if the process has ended."""
         if not self.alive:
             return None
-        assert self.process.stdin is not None and self.process.stdout is not None
-        try:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(command) + "\n")
             self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        return self.answer(command[0])
+
+    def answer(self, what: str) -> Any:
+        """Wait for the next answer; None if the process has ended instead."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line:
             self.alive = False
-            self.result["failed"] = command[0]
-            print(f"{self.name}: ended at {command[0]}; see its log", flush=True)
+            self.result["failed"] = what
+            print(f"{self.name}: ended at {what}; see its log", flush=True)
             return None
         return json.loads(line)
 
@@ -394,7 +402,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", default=JOBS, metavar="RUNNER:MODE")
     parser.add_argument("--model", default="0.6b", choices=sorted(MODELS))
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds in all")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="0 compares tokens only")
     parser.add_argument("--child")
     parser.add_argument("--folder")
     parser.add_argument("--log")
@@ -405,7 +413,13 @@ def main() -> None:
     began = time.monotonic()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    jobs = [Job(arguments.model, name, out) for name in arguments.jobs]
+    caches = {kind: tempfile.mkdtemp(prefix="vllm-") for kind in (True, False)}
+    jobs = [
+        Job(arguments.model, name, out, caches[name.split(":")[1] in UNCOMPILED])
+        for name in arguments.jobs
+    ]
+    for job in jobs:
+        job.answer("import")  # a start is measured without the imports of others beside it
 
     def late() -> bool:
         return time.monotonic() - began > arguments.deadline
@@ -424,7 +438,8 @@ def main() -> None:
         for job in started:
             if job.name == "v2:breakable":
                 job.result["tokens_padded_eager"] = job.ask("check_padded_eager")
-        measure(started, arguments.repeats, late, save)
+        if arguments.repeats:
+            measure(started, arguments.repeats, late, save)
         for job in started:
             job.result.update(job.ask("stats") or {})
         save()

@@ -26,16 +26,12 @@ class Memory(enum.IntEnum):
 
 
 ATTRIBUTES = SimpleNamespace(
-    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
-    CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION="preferred",
-    CU_LAUNCH_ATTRIBUTE_COOPERATIVE="cooperative",
+    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4,
+    CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION=11,
+    CU_LAUNCH_ATTRIBUTE_COOPERATIVE=2,
 )
 
 CONTEXT = 77
-
-
-def _dim(size: tuple[int, int, int]) -> Any:
-    return SimpleNamespace(**dict(zip("xyz", size, strict=True)))
 
 
 class Driver:
@@ -65,13 +61,14 @@ class Driver:
         self.nodes[node] = kind, params
         return node
 
-    def cuGraphKernelNodeGetAttribute(self, node: int, which: str) -> tuple[int, Any]:
+    def get_attribute(self, node: int, which: int, value: Any) -> int:
         launch = self.launch[node]
-        return 0, SimpleNamespace(
-            clusterDim=_dim(launch.get("cluster", (0, 0, 0))),
-            preferredClusterDim=_dim((0, 0, 0)),
-            cooperative=launch.get("cooperative", 0),
-        )
+        if which in launch.get("unknown", ()):
+            return 1
+        name = {4: "cluster", 11: "preferred", 2: "cooperative"}[which]
+        words = launch.get(name, ())
+        value[: len(words)] = words
+        return 0
 
     def cuPointerGetAttribute(self, which: str, address: int) -> tuple[int, int]:
         if address < 0:
@@ -152,7 +149,7 @@ def driver() -> Driver:
 
 @pytest.fixture
 def runtime(driver: Driver) -> Runtime:
-    return Runtime(Cudart(driver), driver)
+    return Runtime(Cudart(driver), driver, driver.get_attribute)
 
 
 def update(kind: str, node: int, params: Any = "params") -> Update:
@@ -182,8 +179,15 @@ def test_only_an_active_capture_counts_as_one(runtime: Runtime) -> None:
         ({"cluster": (2, 1, 1)}, {"cluster": (2, 1, 1)}, True),
         ({"cluster": (2, 1, 1)}, {"cluster": (4, 1, 1)}, False),
         ({"cluster": (1, 1, 1)}, {}, True),
-        ({"cooperative": 1}, {"cooperative": 1}, True),
+        ({"cooperative": (1,)}, {"cooperative": (1,)}, True),
         ({"cluster": (2, 1, 1)}, {}, False),
+        (
+            {"cluster": (2, 1, 1), "preferred": (4, 1, 1)},
+            {"cluster": (2, 1, 1), "preferred": (2, 1, 1)},
+            False,
+        ),
+        ({"unknown": (4,)}, {}, True),
+        ({"cluster": (2, 1, 1), "unknown": (11,)}, {"cluster": (2, 1, 1)}, False),
     ],
 )
 def test_same_kernel_launched_in_another_way_needs_a_new_executable(
@@ -198,7 +202,7 @@ def test_another_kernel_is_taken_unless_it_cooperates_or_clusters(
 ) -> None:
     fixed = fixed_of(runtime, "kernel", driver.kernel(40))
     assert is_exact(runtime, "kernel", fixed, driver.kernel(41))
-    assert not is_exact(runtime, "kernel", fixed, driver.kernel(41, cooperative=1))
+    assert not is_exact(runtime, "kernel", fixed, driver.kernel(41, cooperative=(1,)))
     assert not is_exact(runtime, "kernel", fixed, driver.kernel(41, cluster=(1, 2, 1)))
 
 

@@ -280,8 +280,10 @@ def test_streams_that_hold_unjoined_work_are_named_and_joined_ones_are_not(drive
     graph = driver.graph(*(kernel(i) for i in range(4)), edges=[(0, 1), (1, 3), (0, 2)])
     a, joined, loose, end = driver.nodes(graph)
     forks = {1: [end], 2: [loose], 3: [joined]}
-    found = SideStreams(Forks(driver, graph, forks), Stream, None).unjoined(1)
-    assert found == [2]
-    assert SideStreams(Forks(driver, graph, {1: [end]}), Stream, None).unjoined(1) == []
-    without_work = SideStreams(Forks(driver, graph, {1: [end], 3: [a]}), Stream, None)
-    assert without_work.unjoined(1) == [3], "a fork without work, when no other is found"
+
+    def unjoined(forks: dict[int, list[int]]) -> list[int]:
+        return SideStreams(Forks(driver, graph, forks), Stream, None).unjoined(1, (1, graph, [end]))
+
+    assert unjoined(forks) == [2]
+    assert unjoined({1: [end]}) == []
+    assert unjoined({1: [end], 3: [a]}) == [3], "a fork without work, when no other is found"

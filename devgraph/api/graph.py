@@ -279,6 +279,15 @@ class DeviceGraph(abc.ABC):
         """
         return self.launcher(), (), {}
 
+    def native_launcher(self) -> Callable[[], None]:
+        """Return the vendor's own replay of a graph without regions: none of the checks, locks and
+        orders of ``replay``.
+
+        For an engine that replays on one thread, stream and device, and lets go of the callable
+        when it closes the graph.
+        """
+        return self._launch
+
     def refuse(self, result: Any) -> NoReturn:
         """Raise the error that ``result`` of a bound launch stands for."""
         raise AssertionError(f"a launch returned {result!r}")

@@ -113,8 +113,10 @@ class NodeGraph(TorchGraph):
             self._find_region_nodes(runtime)
         stream = self._torch.current_stream_id()
         capture = runtime.capture_of(stream)
-        self._nodes = 0 if capture is None else runtime.count(capture[1])
-        unjoined = self._torch.side_streams.unjoined(stream)
+        self._nodes, unjoined = 0, []
+        if capture is not None:
+            self._nodes = runtime.count(capture[1])
+            unjoined = self._torch.side_streams.unjoined(stream, capture)
         try:
             super()._end()
         except UnjoinedStreamError as error:
@@ -157,6 +159,10 @@ class NodeGraph(TorchGraph):
         if self._own_launch is None or self.hits:
             return super().launcher()
         return self._own_launch
+
+    def native_launcher(self) -> Callable[[], None]:
+        replay: Callable[[], None] = self._native.replay
+        return replay
 
     def bound_launch(self) -> BoundCall:
         if not self._direct or self.hits:

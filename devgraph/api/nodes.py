@@ -13,7 +13,7 @@ import attrs
 
 from devgraph.api.errors import DeviceGraphError, UpdateError, UpdateTopologyError
 
-__all__ = ["NodeRuntime", "RuntimeCallError", "Template", "Update"]
+__all__ = ["Capture", "NodeRuntime", "RuntimeCallError", "Template", "Update"]
 
 UPDATABLE = ("kernel", "memcpy", "memset")
 """Kinds of nodes whose parameters can be replaced."""
@@ -43,13 +43,18 @@ class Update(NamedTuple):
     """Whether an existing executable takes them; else only a new one does."""
 
 
+Capture = tuple[int, int, list[int]]
+"""A capture in progress as one of its streams sees it: id, graph, and the nodes that the stream
+goes on from."""
+
+
 class NodeRuntime(Protocol):
     """A driver's graph calls. Handles are plain ints; a failed call raises ``RuntimeCallError``."""
 
     # Captures in progress.
 
-    def capture_of(self, stream: int) -> tuple[int, int, list[int]] | None:
-        """Return id, graph and last nodes of the capture that ``stream`` is part of, or None."""
+    def capture_of(self, stream: int) -> Capture | None:
+        """Return the capture that ``stream`` is part of, or None."""
 
     def is_capturing(self, stream: int) -> bool:
         """Whether ``stream`` is part of a capture."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from devgraph.api.nodes import NodeRuntime
+from devgraph.api.nodes import Capture, NodeRuntime
 
 __all__ = ["SideStreams", "name_streams"]
 
@@ -27,36 +27,29 @@ class SideStreams:
         self._device = device
         self._handles: tuple[int, ...] = ()
 
-    def unjoined(self, stream: int) -> list[int]:
+    def unjoined(self, stream: int, capture: Capture) -> list[int]:
         """Return the streams that forked from the capture on ``stream`` and hold work of it that
         ``stream`` does not wait for.
 
         A fork without work counts only if no other is found: the driver tells them apart, and
-        this is asked before it does.
+        this is asked before it does, because it knows no stream of a capture that it has ended.
+
+        Args:
+            capture: the runtime's ``capture_of(stream)``.
         """
-        capture = self._runtime.capture_of(stream)
-        if capture is None:
-            return []
-        forked = {
-            other: last
-            for other in self._known()
-            if other != stream and (last := self._last_nodes(other, capture[0])) is not None
-        }
+        capture_id, graph, joined = capture
+        is_capturing = self._runtime.is_capturing
+        forked = {}
+        for other in [s for s in self._known() if is_capturing(s) and s != stream]:
+            found = self._runtime.capture_of(other)
+            if found is not None and found[0] == capture_id:
+                forked[other] = found[2]
         if not forked:
             return []
-        _, graph, joined = capture
         followed = {source for source, _, _ in self._runtime.edges(graph)}
         ends = set(self._runtime.nodes(graph)) - followed - set(joined)
         loose = [other for other, last in forked.items() if ends.intersection(last)]
         return loose or list(forked)
-
-    def _last_nodes(self, stream: int, capture_id: int) -> list[int] | None:
-        if not self._runtime.is_capturing(stream):
-            return None
-        capture = self._runtime.capture_of(stream)
-        if capture is None or capture[0] != capture_id:
-            return None
-        return capture[2]
 
     def _known(self) -> tuple[int, ...]:
         if not self._handles:

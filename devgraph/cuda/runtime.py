@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-import attrs
-
-from devgraph.api.nodes import RuntimeCallError, Update
+from devgraph.api.nodes import Capture, RuntimeCallError, Update
 
 __all__ = ["Runtime"]
 
@@ -31,9 +31,10 @@ class Runtime:
     Args:
         cudart: the module ``cuda.bindings.runtime``.
         driver: the module ``cuda.bindings.driver``.
+        get_attribute: the driver's own ``cuGraphKernelNodeGetAttribute``.
     """
 
-    def __init__(self, cudart: Any, driver: Any) -> None:
+    def __init__(self, cudart: Any, driver: Any, get_attribute: Callable[..., int]) -> None:
         self._cudart = cudart
         self._driver = driver
         self._active = cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
@@ -55,8 +56,7 @@ class Runtime:
         }
         self._host_memory = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         self._any_memory = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        self._attributes = _Attributes.of(driver)
-        self._get_attribute = driver.cuGraphKernelNodeGetAttribute
+        self._attributes = _LaunchAttributes(driver.CUkernelNodeAttrID, get_attribute)
 
     @staticmethod
     def find() -> Runtime | None:
@@ -66,7 +66,10 @@ class Runtime:
         except ImportError:
             logger.info("cuda-python is not installed: no region update and no node counts")
             return None
-        return Runtime(runtime, driver)
+        library = ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        get_attribute = library.cuGraphKernelNodeGetAttribute
+        get_attribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        return Runtime(runtime, driver, get_attribute)
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a runtime function; return its result without the error code.
@@ -88,8 +91,8 @@ class Runtime:
 
     # Captures in progress.
 
-    def capture_of(self, stream: int) -> tuple[int, int, list[int]] | None:
-        """Return id, graph and last nodes of the capture that ``stream`` is part of, or None."""
+    def capture_of(self, stream: int) -> Capture | None:
+        """Return the capture that ``stream`` is part of, or None."""
         status, capture_id, graph, last, *_ = self.call("cudaStreamGetCaptureInfo", stream)
         if status != self._active:
             return None
@@ -164,7 +167,8 @@ class Runtime:
         """Return what an executable's node keeps for ever: of a kernel its function and launch
         attributes, of a copy the kinds of memory, of a fill the geometry."""
         if kind == _KERNEL:
-            return _function(params), self._cluster(node), self._cooperates(node)
+            attributes = self._attributes
+            return _function(params), attributes.cluster(node), attributes.cooperates(node)
         if kind == _MEMCPY:
             return int(params.srcMemoryType), int(params.dstMemoryType)
         return params.elementSize, params.width, params.height
@@ -184,8 +188,9 @@ class Runtime:
         if kind == _KERNEL:
             function, cluster, cooperates = fixed
             # Whether it cooperates belongs to the function, the size of clusters to the call.
-            exact = self._cluster(node) == cluster and (
-                _function(params) == function or self._cooperates(node) == cooperates
+            attributes = self._attributes
+            exact = attributes.cluster(node) == cluster and (
+                _function(params) == function or attributes.cooperates(node) == cooperates
             )
             return params, exact, False
         same = self.fixed(kind, node, params) == fixed
@@ -249,31 +254,6 @@ class Runtime:
         except RuntimeCallError:
             self.drive("cuGraphKernelNodeCopyAttributes", node, update.source)
             self.drive("cuGraphKernelNodeSetParams", node, update.params)
-
-    def _cluster(self, node: int) -> Any:
-        """Return the cluster sizes of a kernel's launch, None for no clusters."""
-        error, value = self._get_attribute(node, self._attributes.cluster)
-        if error:
-            return None
-        size = value.clusterDim
-        x, y, z = size.x, size.y, size.z
-        # Not set reads as zeros, one block per cluster is the same.
-        if x <= 1 and y <= 1 and z <= 1:
-            return None
-        return (x, y, z), self._preferred_cluster(node)
-
-    def _preferred_cluster(self, node: int) -> tuple[int, int, int] | None:
-        if self._attributes.preferred is None:
-            return None
-        error, value = self._get_attribute(node, self._attributes.preferred)
-        if error:
-            return None
-        size = value.preferredClusterDim
-        return size.x, size.y, size.z
-
-    def _cooperates(self, node: int) -> bool:
-        error, value = self._get_attribute(node, self._attributes.cooperative)
-        return not error and bool(value.cooperative)
 
     # Executables.
 
@@ -347,20 +327,37 @@ def _function(params: Any) -> int:
     return int(params.func) or int(params.kern)
 
 
-@attrs.frozen
-class _Attributes:
-    """The launch attributes of a kernel that an executable's node keeps for ever."""
+_AttributeWords = ctypes.c_uint32 * 16
+"""CUlaunchAttributeValue, a union of 64 bytes: a size is three words, a flag is one."""
 
-    cluster: Any
-    preferred: Any
-    """None where the driver does not know it."""
-    cooperative: Any
 
-    @classmethod
-    def of(cls, driver: Any) -> _Attributes:
-        known = driver.CUkernelNodeAttrID
-        return cls(
-            known.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-            getattr(known, "CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION", None),
-            known.CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
-        )
+class _LaunchAttributes:
+    """The launch attributes of a kernel that an executable's node keeps for ever.
+
+    Not read through cuda-python: it makes an object for each member of the union, which took 2.4 us
+    of a recording's 8 for each node (one H200 with cuda-bindings 13.0).
+    """
+
+    def __init__(self, known: Any, get: Callable[..., int]) -> None:
+        self._get = get
+        self._cluster = int(known.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+        self._cooperative = int(known.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
+        preferred = getattr(known, "CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION", None)
+        self._preferred = None if preferred is None else int(preferred)
+
+    def cluster(self, node: int) -> tuple[list[int], list[int] | None] | None:
+        """Return the sizes of clusters, asked for and preferred; None for no clusters."""
+        size = self._size(node, self._cluster)
+        # Not set reads as zeros, one block per cluster is the same.
+        if size is None or max(size) <= 1:
+            return None
+        return size, None if self._preferred is None else self._size(node, self._preferred)
+
+    def cooperates(self, node: int) -> bool:
+        """Whether the blocks of the launch may wait for each other."""
+        words = _AttributeWords()
+        return not self._get(node, self._cooperative, words) and bool(words[0])
+
+    def _size(self, node: int, which: int) -> list[int] | None:
+        words = _AttributeWords()
+        return None if self._get(node, which, words) else words[:3]

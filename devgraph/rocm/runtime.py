@@ -9,7 +9,7 @@ from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 from devgraph.api.errors import UpdateTopologyError
-from devgraph.api.nodes import RuntimeCallError, Update
+from devgraph.api.nodes import Capture, RuntimeCallError, Update
 from devgraph.rocm.layouts import (
     CAPTURE_ACTIVE,
     CAPTURE_NONE,
@@ -54,8 +54,8 @@ class Runtime:
 
     # Captures in progress.
 
-    def capture_of(self, stream: int) -> tuple[int, int, list[int]] | None:
-        """Return id, graph and last nodes of the capture that ``stream`` is part of, or None."""
+    def capture_of(self, stream: int) -> Capture | None:
+        """Return the capture that ``stream`` is part of, or None."""
         status, capture, graph = c_int(), c_ulonglong(), c_void_p()
         last, count = c_void_p(), c_size_t()
         self._library.call(

@@ -48,6 +48,18 @@ def test_replay_reads_the_data_of_now(kit: Kit) -> None:
         same(y, torch.relu(x @ w) + 1)
 
 
+def test_native_launcher_replays_the_same_before_and_after_other_replays(kit: Kit) -> None:
+    x, count = kit.tensor(4, 16), torch.zeros(1, device=kit.device)
+    graph, y = kit.record(lambda: (count.add_(1), torch.relu(x) * 3)[1], warm=False)
+    native = graph.native_launcher()
+    for seed, launch in enumerate((native, graph.replay, native, graph.native_launcher())):
+        kit.refill(x, seed)
+        launch()
+        kit.backend.synchronize()
+        same(y, torch.relu(x) * 3)
+    same(count, torch.full((1,), 4.0))
+
+
 def test_outputs_stay_at_their_addresses(kit: Kit) -> None:
     x = kit.tensor(8)
     captured = kit.capture(lambda x: (x + 1, {"double": x * 2}), x)

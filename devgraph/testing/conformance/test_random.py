@@ -29,6 +29,20 @@ DRAWS: list[Callable[[torch.Tensor], Any]] = [_dropout, _drawn, _in_place]
 
 
 @declares("rng")
+def test_native_launcher_draws_what_eager_steps_draw(kit: Kit) -> None:
+    x = kit.tensor(64)
+    graph, y = kit.record(lambda: _dropout(x))
+    native = graph.native_launcher()
+    state = kit.backend.get_rng_state()
+    eager = [_dropout(x) for _ in range(3)]
+    kit.backend.set_rng_state(state)
+    for want in eager:
+        native()
+        kit.backend.synchronize()
+        same(y, want)
+
+
+@declares("rng")
 @pytest.mark.parametrize("step", DRAWS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replays_draw_what_eager_steps_draw(

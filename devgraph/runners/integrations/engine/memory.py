@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -72,10 +71,13 @@ class GraphMemory:
         return sum(pool.bytes for pool in self._pools.values())
 
     def settle(self) -> None:
-        """Give freed memory back to the device before a large capture, so that what the engine
-        then measures is what the graphs take."""
+        """Give freed memory back to the device before a capture, so that what the engine then
+        measures is what the graphs take.
+
+        Garbage is the engine's to collect, once before all captures: a collection walks its whole
+        heap, which takes longer than a capture.
+        """
         self.backend.synchronize()
-        gc.collect()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Entry:
         graph: DeviceGraph | Captured,
         replay: Callable[[], Any],
         output: Any,
-        inputs: tuple[tuple[Hashable, int], ...],
+        inputs: list[int | None],
     ) -> None:
         self.graph = graph
         self.replay = replay
@@ -43,15 +43,12 @@ class Entry:
         self.graph.close()
 
 
-def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Hashable, int], ...]:
-    """Return the address of every tensor among the arguments, by position or name."""
-    found: list[tuple[Hashable, int]] = [
-        (index, arg.data_ptr()) for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)
+def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int | None]:
+    """Return the address of every argument in the order of the call, None where it is no tensor."""
+    return [
+        arg.data_ptr() if isinstance(arg, torch.Tensor) else None
+        for arg in (*args, *kwargs.values())
     ]
-    for name, arg in kwargs.items():
-        if isinstance(arg, torch.Tensor):
-            found.append((name, arg.data_ptr()))
-    return tuple(found)
 
 
 def capture_whole(
@@ -110,8 +107,9 @@ class Replayable:
 
 
 def launcher(graph: DeviceGraph) -> Callable[[], None]:
-    """Return what replays ``graph`` once; nothing for a graph without work."""
-    return _nothing if graph.info().nodes == 0 else graph.replay
+    """Return what replays ``graph`` once, as shortly as the engine's own layer does: an engine
+    replays on one thread and stream. Nothing for a graph without work."""
+    return _nothing if graph.info().nodes == 0 else graph.native_launcher()
 
 
 def capture_broken(

@@ -132,8 +132,8 @@ def _progress(items: list[Any], title: str, shown: bool) -> Any:
 
 @contextlib.contextmanager
 def _objects_frozen() -> Iterator[None]:
-    """Keep the collections between captures from walking the engine's whole heap."""
-    gc.collect()
+    """Keep the collections between captures from walking the engine's whole heap, which vLLM has
+    just done."""
     gc.freeze()
     try:
         yield

@@ -103,7 +103,7 @@ class _Graphs:
                 return output
 
             graph, output = capture_whole(pool, count, body, release=release)
-        entry = Entry(graph, launcher(graph), self._layer.weak(pool, output), ())
+        entry = Entry(graph, launcher(graph), self._layer.weak(pool, output), [])
         return entry, output
 
     def _moved(self, count: ModeCount, entry: Entry, descriptor: Any) -> None:
@@ -195,7 +195,7 @@ def graph_wrapper() -> Any:
                 first=not options.gc_disable,
                 release=options.weak_ref_output,
             )
-            entry.inputs = addresses(args, kwargs) if self._checked else ()
+            entry.inputs = addresses(args, kwargs) if self._checked else []
             self.concrete_cudagraph_entries[descriptor] = entry
             compilation_counter.num_cudagraph_captured += 1
             # The output itself: it keeps its memory while the next pieces are captured.
@@ -299,7 +299,7 @@ class BreakableStep(_Graphs):
         except BaseException:
             captured.close()
             raise
-        return Entry(captured, captured.replay, captured.outputs, ()), captured.outputs
+        return Entry(captured, captured.replay, captured.outputs, []), captured.outputs
 
 
 @functools.cache
