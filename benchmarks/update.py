@@ -42,7 +42,8 @@ GOALS = {
     "host of 1,000 new lengths, full / breakable": dict.fromkeys(WORKS, 1.10),
     "first use of a length, ms": dict.fromkeys(WORKS, 4.0),
 }
-WALL_ROUNDS = 8
+WALL_TURNS = 24
+"""Turns in which each contender runs a third of the steps in a row."""
 
 
 @attrs.define
@@ -189,9 +190,9 @@ def compare(
     for _ in range(steps):
         for made in all_made:
             made.host += host_seconds(made.call, turns[made.name], 1)
-    for number in range(WALL_ROUNDS):
+    for number in range(WALL_TURNS):
         for made in all_made[:: -1 if number % 2 else 1]:
-            made.wall.append(wall_seconds(made.call, turns[made.name], steps))
+            made.wall.append(wall_seconds(made.call, turns[made.name], -(-steps // 3)))
     result = {
         made.name: {
             "host_us": statistics.median(made.host) * 1e6,

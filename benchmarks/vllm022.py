@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
+import itertools
 import json
 import os
 import random
@@ -33,7 +35,10 @@ from typing import Any
 
 BATCHES = (1, 8, 64, 256)
 NEW_TOKENS = 128
+FIRST_STEPS = 12
+CAPTURES = 3
 PROMPT = 32
+PREFILLS = 12
 CHECKS = (7, 33, 100, 200, 300, 450)
 FACTS = ("start_s", "compile_s", "capture_s", "graph_gib")
 UNCOMPILED = ("eager", "breakable")
@@ -108,6 +113,7 @@ class Subject:
         self.facts: dict[str, Any] = {}
         self.timing = False
         self.host: list[float] = []
+        self.ends: list[float] = []
 
     def load(self) -> None:
         """Import what the engine needs; touches no device."""
@@ -174,6 +180,7 @@ class Subject:
         )
         self._fill_weights()
         self._watch_forward()
+        self._watch_steps()
         return self.facts
 
     def _fill_weights(self) -> None:
@@ -193,6 +200,28 @@ class Subject:
         elif self.mode != "eager":
             manager = self.runner.cudagraph_manager
             manager.run_fullgraph = self._timed(manager.run_fullgraph)
+
+    def _watch_steps(self) -> None:
+        step = self.llm.llm_engine.step
+
+        def run() -> Any:
+            result = step()
+            self.ends.append(time.perf_counter())
+            return result
+
+        self.llm.llm_engine.step = run
+
+    def capture_again(self) -> float:
+        """Free every graph and capture anew; return the seconds."""
+        from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+        CUDAGraphWrapper.clear_all_graphs()
+        if self.runner_name == "v2":
+            self.runner.cudagraph_manager.graphs.clear()
+        gc.collect()
+        with self.torch.inference_mode():
+            self.runner.capture_model()
+        return float(self.facts["capture_s"])
 
     def _timed(self, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -223,23 +252,29 @@ class Subject:
         return time.perf_counter() - started, outputs
 
     def decode(self, batch: int) -> dict[str, float]:
-        """One round of decoding: seconds for one token, for all, and host time of a forward."""
+        """One round of decoding: the median step, the mean step, and host time of a forward."""
         rng = random.Random(batch)
         prompts = [self.prompt(rng, PROMPT) for _ in range(batch)]
-        first = self.generate(prompts, 1)[0]
-        whole = self.generate(prompts, NEW_TOKENS)[0]
         self.host.clear()
+        self.ends.clear()
         self.timing = True
-        self.generate(prompts, 24)
+        self.generate(prompts, NEW_TOKENS)
         self.timing = False
-        host = statistics.median(self.host[4:]) * 1e6 if len(self.host) > 8 else float("nan")
-        return {"step_ms": (whole - first) / (NEW_TOKENS - 1) * 1e3, "host_us": host}
+        # The first steps are prefill, and warm the caches that the other engines used meanwhile.
+        ends, host = self.ends[FIRST_STEPS:], self.host[FIRST_STEPS:]
+        steps = [after - before for before, after in itertools.pairwise(ends)]
+        return {
+            "step_ms": statistics.median(steps) * 1e3,
+            "mean_step_ms": statistics.fmean(steps) * 1e3,
+            "host_us": statistics.median(host) * 1e6 if host else float("nan"),
+        }
 
     def prefill(self, length: int, batch: int) -> dict[str, float]:
         """One round of prefill alone."""
         rng = random.Random(length)
         prompts = [self.prompt(rng, length) for _ in range(batch)]
-        return {"ms": self.generate(prompts, 1)[0] * 1e3}
+        times = [self.generate(prompts, 1)[0] for _ in range(PREFILLS)]
+        return {"ms": statistics.median(times[2:]) * 1e3}
 
     def check(self) -> list[list[int]]:
         """Greedy tokens of each prompt on its own."""
@@ -346,6 +381,21 @@ class Job:
         return json.loads(line)
 
 
+def capture_in_turns(jobs: list[Job]) -> None:
+    """Let all jobs with graphs capture anew, in turns, and keep medians.
+
+    The first capture of a process also loads kernels, and is kept aside.
+    """
+    captured = [job for job in jobs if job.result.get("capture_s")]
+    seconds: dict[str, list[float]] = {job.name: [] for job in captured}
+    for _ in range(CAPTURES):
+        for job in captured:
+            seconds[job.name].append(job.ask("capture_again") or float("nan"))
+    for job in captured:
+        job.result["first_capture_s"] = job.result["capture_s"]
+        job.result["capture_s"] = statistics.median(seconds[job.name])
+
+
 def measure(
     jobs: list[Job], repeats: int, late: Callable[[], bool], save: Callable[[], None]
 ) -> None:
@@ -385,6 +435,9 @@ def report(jobs: list[Job]) -> str:
             parts.append(f"b{batch}={value['step_ms']:.3f}ms,{value['host_us']:.1f}us")
         for label, value in found["prefill"].items():
             parts.append(f"{label}={value['ms']:.2f}ms")
+        for name, count in ((found.get("devgraph") or {}).get("modes") or {}).items():
+            if count["captures"]:
+                parts.append(f"{name}_eager={json.dumps(count['eager'])}")
         for name, other in (("default", reference), ("padded_eager", padded)):
             if tokens and other:
                 equal = [a == b for a, b in zip(tokens, other, strict=True)]
@@ -432,8 +485,10 @@ def main() -> None:
         for job in members:
             if not late():
                 job.result.update(job.ask("start") or {})
-                job.result["tokens"] = job.ask("check")
-                save()
+        capture_in_turns(members)
+        for job in members:
+            job.result["tokens"] = job.ask("check")
+            save()
         started = [job for job in members if job.result.get("tokens")]
         for job in started:
             if job.name == "v2:breakable":
@@ -444,11 +499,12 @@ def main() -> None:
             job.result.update(job.ask("stats") or {})
         save()
         print(report(started), flush=True)
+        for job in members:
+            job.process.kill()  # the memory is for the next ones
+            job.process.wait()
 
     for runner in dict.fromkeys(job.name.split(":")[0] for job in jobs):
         group([job for job in jobs if job.name.startswith(runner + ":")])
-    for job in jobs:
-        job.process.kill()
 
 
 if __name__ == "__main__":

@@ -168,6 +168,22 @@ def test_moved_input_runs_eagerly_and_is_counted(engine: Engine) -> None:
     assert vllm.stats()["modes"]["breakable"]["eager"]["input_moved"] == 1
 
 
+def test_arguments_without_tensors_do_not_keep_a_step_from_its_graph(engine: Engine) -> None:
+    setup = Setup(engine)
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, **_: object) -> torch.Tensor:
+        return type(setup.model).forward(setup.model, input_ids, positions)
+
+    step = BreakableStep(forward, setup.config)
+    mode, descriptor = engine.Mode.PIECEWISE, engine.Descriptor(TOKENS)
+    with engine.step(setup.config, mode, descriptor, rows_of(4)):
+        step(**setup.inputs())
+        # The second runner passes what a model may take at a step and leaves it out at a capture.
+        again = dict(reversed(setup.fill().items()))
+        assert torch.equal(step(inputs_embeds=None, **again), setup.eager(4))
+    assert vllm.stats()["modes"]["breakable"]["replays"] == 1
+
+
 def test_model_whose_attention_is_no_op_is_refused(engine: Engine) -> None:
     setup = Setup(engine)
     step = BreakableStep(lambda input_ids, positions: positions * 2, setup.config)

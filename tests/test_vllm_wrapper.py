@@ -224,8 +224,10 @@ def test_moved_input_of_a_whole_step_runs_eagerly_and_is_counted(engine: Engine)
 def test_moved_input_is_refused_under_strict(engine: Engine) -> None:
     layer.reset_layer(layer.Layer(strict=True))
     wrapper, _ = wrapped(engine, "FULL")
+    x = torch.randn(2, WIDTH)
     with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
-        wrapper(torch.randn(2, WIDTH))
+        for _ in range(3):
+            wrapper(x)
         with pytest.raises(dg.StateError, match="lies elsewhere than at capture"):
             wrapper(torch.randn(2, WIDTH))
 

@@ -279,6 +279,11 @@ class DeviceGraph(abc.ABC):
         """
         return self.launcher(), (), {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether a capture with ``allow_empty`` recorded no device work."""
+        return self._size()[0] == 0
+
     def native_launcher(self) -> Callable[[], None]:
         """Return the vendor's own replay of a graph without regions: none of the checks, locks and
         orders of ``replay``.

@@ -199,7 +199,7 @@ class TorchGraph(DeviceGraph):
     def _end(self) -> None:
         self._open = False  # Never end twice: a second end of a failed capture can crash.
         try:
-            self._torch.end_native(self._native)
+            self._end_native()
         except Exception as error:
             if self._torch.is_unjoined(error):
                 raise UnjoinedStreamError(
@@ -211,6 +211,9 @@ class TorchGraph(DeviceGraph):
         self._ended = True
         self._finish()
         self._launch = self._native.replay  # type: ignore[method-assign]
+
+    def _end_native(self) -> None:
+        self._torch.end_native(self._native)
 
     def _make_native(self) -> Any:
         """Return a new, empty graph of the vendor, of the kind that this capture needs."""
@@ -406,8 +409,9 @@ class TorchBackend(Backend):
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
         assert isinstance(pool, TorchPool)
         current = self.namespace.current_stream(self._device)
-        default = self.namespace.default_stream(self._device)
-        side = pool.stream if stream is None or stream == default else stream
+        side = pool.stream
+        if stream is not None and stream != self.namespace.default_stream(self._device):
+            side = stream
         pool.forget_addresses()
         side.wait_stream(current)
         try:

@@ -170,7 +170,7 @@ class _BreakableScope:
         graph, self.graph = self.graph, None
         assert graph is not None
         graph.end(allow_empty=True)
-        if graph.info().nodes == 0:
+        if graph.is_empty:
             graph.close()
             return None
         self.segments.append(graph)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,10 @@ __all__ = ["Entry", "Replayable", "addresses", "capture_broken", "capture_whole"
 
 
 class Entry:
-    """One captured step: what replays it, its output, and the addresses of its inputs."""
+    """One captured step: what replays it, its output, and the addresses of its inputs.
+
+    ``inputs`` is None where they need no check, or no further one.
+    """
 
     __slots__ = ("graph", "inputs", "output", "replay")
 
@@ -30,7 +33,7 @@ class Entry:
         graph: DeviceGraph | Captured,
         replay: Callable[[], Any],
         output: Any,
-        inputs: list[int | None],
+        inputs: dict[Hashable, int] | None = None,
     ) -> None:
         self.graph = graph
         self.replay = replay
@@ -43,12 +46,15 @@ class Entry:
         self.graph.close()
 
 
-def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int | None]:
-    """Return the address of every argument in the order of the call, None where it is no tensor."""
-    return [
-        arg.data_ptr() if isinstance(arg, torch.Tensor) else None
-        for arg in (*args, *kwargs.values())
-    ]
+def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable, int]:
+    """Return the address of every tensor among the arguments, by position or name."""
+    found: dict[Hashable, int] = {
+        name: arg.data_ptr() for name, arg in kwargs.items() if isinstance(arg, torch.Tensor)
+    }
+    for index, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            found[index] = arg.data_ptr()
+    return found
 
 
 def capture_whole(
@@ -109,7 +115,7 @@ class Replayable:
 def launcher(graph: DeviceGraph) -> Callable[[], None]:
     """Return what replays ``graph`` once, as shortly as the engine's own layer does: an engine
     replays on one thread and stream. Nothing for a graph without work."""
-    return _nothing if graph.info().nodes == 0 else graph.native_launcher()
+    return _nothing if graph.is_empty else graph.native_launcher()
 
 
 def capture_broken(

@@ -103,10 +103,26 @@ class _Graphs:
                 return output
 
             graph, output = capture_whole(pool, count, body, release=release)
-        entry = Entry(graph, launcher(graph), self._layer.weak(pool, output), [])
+        entry = Entry(graph, launcher(graph), self._layer.weak(pool, output))
         return entry, output
 
-    def _moved(self, count: ModeCount, entry: Entry, descriptor: Any) -> None:
+    def _moved(
+        self,
+        count: ModeCount,
+        entry: Entry,
+        descriptor: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
+        """Whether an input lies elsewhere than at capture; counts it, and raises under strict.
+
+        An engine that passes its static buffers once goes on to: after the first replay only
+        ``strict`` and debugging look again, as the engine's own layer does.
+        """
+        if addresses(args, kwargs) == entry.inputs:
+            if not (self._layer.strict or self.is_debugging_mode):
+                entry.inputs = None
+            return False
         count.eager[EagerReason.INPUT_MOVED] += 1
         text = (
             f"an input of the step for {descriptor} lies elsewhere than at capture, and a graph "
@@ -116,6 +132,7 @@ class _Graphs:
             raise StateError(f"{text}. Keep inputs in static buffers, or unset strict.")
         if count.eager[EagerReason.INPUT_MOVED] == 1:
             logger.warning("%s: such steps run eagerly", text)
+        return True
 
 
 @functools.cache
@@ -173,8 +190,9 @@ def graph_wrapper() -> Any:
             entry = self.concrete_cudagraph_entries.get(context.batch_descriptor)
             if entry is None:
                 return self._capture(context.batch_descriptor, args, kwargs)
-            if self._checked and addresses(args, kwargs) != entry.inputs:
-                self._moved(self._count, entry, context.batch_descriptor)
+            if entry.inputs is not None and self._moved(
+                self._count, entry, context.batch_descriptor, args, kwargs
+            ):
                 return self.runnable(*args, **kwargs)
             get_offloader().sync_prev_onload()
             entry.replay()
@@ -195,7 +213,7 @@ def graph_wrapper() -> Any:
                 first=not options.gc_disable,
                 release=options.weak_ref_output,
             )
-            entry.inputs = addresses(args, kwargs) if self._checked else []
+            entry.inputs = addresses(args, kwargs) if self._checked else None
             self.concrete_cudagraph_entries[descriptor] = entry
             compilation_counter.num_cudagraph_captured += 1
             # The output itself: it keeps its memory while the next pieces are captured.
@@ -253,8 +271,9 @@ class BreakableStep(_Graphs):
         entry = self.concrete_cudagraph_entries.get(key)
         if entry is None:
             return self._capture(key, context, args, kwargs)
-        if addresses(args, kwargs) != entry.inputs:
-            self._moved(count, entry, context.batch_descriptor)
+        if entry.inputs is not None and self._moved(
+            count, entry, context.batch_descriptor, args, kwargs
+        ):
             return self.runnable(*args, **kwargs)
         self._offloader().sync_prev_onload()
         entry.replay()
@@ -299,7 +318,7 @@ class BreakableStep(_Graphs):
         except BaseException:
             captured.close()
             raise
-        return Entry(captured, captured.replay, captured.outputs, []), captured.outputs
+        return Entry(captured, captured.replay, captured.outputs), captured.outputs
 
 
 @functools.cache
