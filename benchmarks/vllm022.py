@@ -111,8 +111,9 @@ class Subject:
     def __init__(self, model: str, runner: str, mode: str, folder: str) -> None:
         self.model, self.runner_name, self.mode, self.folder = model, runner, mode, folder
         self.facts: dict[str, Any] = {}
-        self.timing = False
+        self.timing = ""
         self.host: list[float] = []
+        self.events: list[Any] = []
         self.ends: list[float] = []
 
     def load(self) -> None:
@@ -215,22 +216,34 @@ class Subject:
         """Free every graph and capture anew; return the seconds."""
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
-        CUDAGraphWrapper.clear_all_graphs()
+        # vLLM's own V2 runner cannot capture into a pool whose graphs have all gone: one stays.
+        kept = []
         if self.runner_name == "v2":
-            self.runner.cudagraph_manager.graphs.clear()
+            graphs = self.runner.cudagraph_manager.graphs
+            kept = list(graphs.values())[:1]
+            graphs.clear()
+        CUDAGraphWrapper.clear_all_graphs()
         gc.collect()
         with self.torch.inference_mode():
             self.runner.capture_model()
+        del kept
         return float(self.facts["capture_s"])
 
     def _timed(self, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self.timing:
-                return forward(*args, **kwargs)
-            started = time.perf_counter()
-            result = forward(*args, **kwargs)
-            self.host.append(time.perf_counter() - started)
-            return result
+            if self.timing == "host":
+                started = time.perf_counter()
+                result = forward(*args, **kwargs)
+                self.host.append(time.perf_counter() - started)
+                return result
+            if self.timing == "device":
+                before, after = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+                before.record()
+                result = forward(*args, **kwargs)
+                after.record()
+                self.events.append((before, after))
+                return result
+            return forward(*args, **kwargs)
 
         return run
 
@@ -252,21 +265,27 @@ class Subject:
         return time.perf_counter() - started, outputs
 
     def decode(self, batch: int) -> dict[str, float]:
-        """One round of decoding: the median step, the mean step, and host time of a forward."""
+        """One round of decoding: the median and the mean step, and a forward's time on the host
+        and on the device."""
         rng = random.Random(batch)
         prompts = [self.prompt(rng, PROMPT) for _ in range(batch)]
         self.host.clear()
         self.ends.clear()
-        self.timing = True
+        self.events.clear()
+        self.timing = "host"
         self.generate(prompts, NEW_TOKENS)
-        self.timing = False
         # The first steps are prefill, and warm the caches that the other engines used meanwhile.
         ends, host = self.ends[FIRST_STEPS:], self.host[FIRST_STEPS:]
         steps = [after - before for before, after in itertools.pairwise(ends)]
+        self.timing = "device"
+        self.generate(prompts, 3 * FIRST_STEPS)
+        self.timing = ""
+        device = [before.elapsed_time(after) for before, after in self.events[FIRST_STEPS:]]
         return {
             "step_ms": statistics.median(steps) * 1e3,
             "mean_step_ms": statistics.fmean(steps) * 1e3,
             "host_us": statistics.median(host) * 1e6 if host else float("nan"),
+            "device_ms": statistics.median(device) if device else float("nan"),
         }
 
     def prefill(self, length: int, batch: int) -> dict[str, float]:
@@ -432,7 +451,10 @@ def report(jobs: list[Job]) -> str:
         times = " ".join(f"{key}={found.get(key, 0):.3f}" for key in FACTS)
         parts = [f"{job.name} {times}"]
         for batch, value in found["decode"].items():
-            parts.append(f"b{batch}={value['step_ms']:.3f}ms,{value['host_us']:.1f}us")
+            parts.append(
+                f"b{batch}={value['step_ms']:.3f}ms,{value['host_us']:.1f}us,"
+                f"{value['device_ms']:.3f}ms"
+            )
         for label, value in found["prefill"].items():
             parts.append(f"{label}={value['ms']:.2f}ms")
         for name, count in ((found.get("devgraph") or {}).get("modes") or {}).items():
