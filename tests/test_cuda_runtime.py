@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from devgraph.api.nodes import RuntimeCallError, Update
+from devgraph.cuda.library import Library
 from devgraph.cuda.runtime import Runtime
 
 
@@ -32,6 +34,7 @@ ATTRIBUTES = SimpleNamespace(
 )
 
 CONTEXT = 77
+GRAPH = 2**46 + 5
 
 
 class Driver:
@@ -45,6 +48,7 @@ class Driver:
     def __init__(self) -> None:
         self.nodes: dict[int, tuple[Kind, Any]] = {}
         self.launch: dict[int, dict[str, Any]] = {}
+        self.edges: list[tuple[int, int, bytes]] = []
         self.pinned: set[int] = set()
         self.context = CONTEXT
         self.calls: list[tuple[Any, ...]] = []
@@ -60,15 +64,6 @@ class Driver:
         node = len(self.nodes)
         self.nodes[node] = kind, params
         return node
-
-    def get_attribute(self, node: int, which: int, value: Any) -> int:
-        launch = self.launch[node]
-        if which in launch.get("unknown", ()):
-            return 1
-        name = {4: "cluster", 11: "preferred", 2: "cooperative"}[which]
-        words = launch.get(name, ())
-        value[: len(words)] = words
-        return 0
 
     def cuPointerGetAttribute(self, which: str, address: int) -> tuple[int, int]:
         if address < 0:
@@ -114,6 +109,39 @@ class Driver:
         return 0, self.nodes[node][0]
 
 
+GET_EDGES = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 5)
+GET_ATTRIBUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+
+
+def library(driver: Driver) -> Library:
+    """The two calls of the driver's library, as C functions."""
+
+    def get_edges(graph: int, sources: int, targets: int, kinds: int, count: int) -> int:
+        if graph != GRAPH:
+            return 1
+        ctypes.c_size_t.from_address(count).value = len(driver.edges)
+        for column, where in enumerate((sources, targets)):
+            if where:
+                words = (ctypes.c_void_p * len(driver.edges)).from_address(where)
+                words[:] = [edge[column] for edge in driver.edges]
+        if kinds:
+            data = b"".join(edge[2] for edge in driver.edges)
+            ctypes.memmove(kinds, data, len(data))
+        return 0
+
+    def get_attribute(node: int, which: int, value: int) -> int:
+        launch = driver.launch[node or 0]
+        if which in launch.get("unknown", ()):
+            return 1
+        name = {4: "cluster", 11: "preferred", 2: "cooperative"}[which]
+        ctypes.memset(value, 0, 64)
+        words = launch.get(name, ())
+        (ctypes.c_uint32 * len(words)).from_address(value)[:] = words
+        return 0
+
+    return Library(GET_EDGES(get_edges), GET_ATTRIBUTE(get_attribute))
+
+
 class Cudart:
     """What it calls of ``cuda.bindings.runtime``."""
 
@@ -149,7 +177,7 @@ def driver() -> Driver:
 
 @pytest.fixture
 def runtime(driver: Driver) -> Runtime:
-    return Runtime(Cudart(driver), driver, driver.get_attribute)
+    return Runtime(Cudart(driver), driver, library(driver))
 
 
 def update(kind: str, node: int, params: Any = "params") -> Update:
@@ -164,6 +192,18 @@ def test_failed_call_raises_with_the_name_and_the_code(runtime: Runtime) -> None
     assert runtime.count(5) == 3
     with pytest.raises(RuntimeCallError, match="cudaGraphGetNodes"):
         runtime.count(0)
+
+
+def test_edges_have_their_nodes_and_their_kind(driver: Driver, runtime: Runtime) -> None:
+    assert runtime.edges(GRAPH) == []
+    # From port, to port and type: the second edge lets its target start early (programmatic).
+    driver.edges = [(2**47 + 1, 2**47 + 2, bytes(8)), (2**47 + 2, 7, b"\1\0\1" + bytes(5))]
+    found = runtime.edges(GRAPH)
+    assert [edge[:2] for edge in found] == [(2**47 + 1, 2**47 + 2), (2**47 + 2, 7)]
+    assert found[0][2] == 0
+    assert found[1][2] == int.from_bytes(b"\1\0\1", "little")
+    with pytest.raises(RuntimeCallError, match=r"cuGraphGetEdges failed \(1\)"):
+        runtime.edges(GRAPH + 1)
 
 
 def test_only_an_active_capture_counts_as_one(runtime: Runtime) -> None:

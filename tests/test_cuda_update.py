@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -16,6 +17,9 @@ from devgraph.api import nodegraph
 from devgraph.api.nodes import RuntimeCallError
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.cuda.runtime import Runtime
+
+ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
+"""Whether what the driver reports free is not also what other workers take and give back."""
 
 __all__ = ["backend"]
 
@@ -563,7 +567,8 @@ def test_ten_thousand_replays_over_two_hundred_keys_are_right_and_flat(be: Any) 
             free.append(torch.cuda.mem_get_info()[0])
             assert recordings.bytes <= recordings.budget_bytes
     assert int(bad) == 0
-    assert max(free[2:]) - min(free[2:]) <= 8 * 2**20, free
+    if ALONE:
+        assert max(free[2:]) - min(free[2:]) <= 8 * 2**20, free
     counts = cap.stats()
     assert (counts["copies"], counts["broken_over_copy_budget"]) == (0, 0)
     assert 2 <= graph.info().recordings < len(keys)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from devgraph.api.nodes import Capture, RuntimeCallError, Update
+from devgraph.cuda.library import Library
 
 __all__ = ["Runtime"]
 
@@ -31,10 +30,10 @@ class Runtime:
     Args:
         cudart: the module ``cuda.bindings.runtime``.
         driver: the module ``cuda.bindings.driver``.
-        get_attribute: the driver's own ``cuGraphKernelNodeGetAttribute``.
+        library: the calls that do not go through them.
     """
 
-    def __init__(self, cudart: Any, driver: Any, get_attribute: Callable[..., int]) -> None:
+    def __init__(self, cudart: Any, driver: Any, library: Library) -> None:
         self._cudart = cudart
         self._driver = driver
         self._active = cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
@@ -56,7 +55,8 @@ class Runtime:
         }
         self._host_memory = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         self._any_memory = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        self._attributes = _LaunchAttributes(driver.CUkernelNodeAttrID, get_attribute)
+        self._attributes = _LaunchAttributes(driver.CUkernelNodeAttrID, library)
+        self._library = library
 
     @staticmethod
     def find() -> Runtime | None:
@@ -66,10 +66,7 @@ class Runtime:
         except ImportError:
             logger.info("cuda-python is not installed: no region update and no node counts")
             return None
-        library = ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        get_attribute = library.cuGraphKernelNodeGetAttribute
-        get_attribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
-        return Runtime(runtime, driver, get_attribute)
+        return Runtime(runtime, driver, Library.find())
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a runtime function; return its result without the error code.
@@ -129,15 +126,8 @@ class Runtime:
         return [int(node) for node in self.call("cudaGraphGetNodes", graph, count)[0]]
 
     def edges(self, graph: int) -> list[tuple[int, int, Any]]:
-        """Return every edge as (from, to, (type, from port, to port))."""
-        count = int(self.call("cudaGraphGetEdges", graph, 0)[-1])
-        if not count:
-            return []
-        sources, targets, data, _ = self.call("cudaGraphGetEdges", graph, count)
-        return [
-            (int(source), int(target), (int(kind.type), int(kind.from_port), int(kind.to_port)))
-            for source, target, kind in zip(sources, targets, data, strict=True)
-        ]
+        """Return every edge as (from, to, kind)."""
+        return self._library.edges(graph)
 
     def destroy(self, graph: int) -> None:
         """Free a graph."""
@@ -327,19 +317,11 @@ def _function(params: Any) -> int:
     return int(params.func) or int(params.kern)
 
 
-_AttributeWords = ctypes.c_uint32 * 16
-"""CUlaunchAttributeValue, a union of 64 bytes: a size is three words, a flag is one."""
-
-
 class _LaunchAttributes:
-    """The launch attributes of a kernel that an executable's node keeps for ever.
+    """The launch attributes of a kernel that an executable's node keeps for ever."""
 
-    Not read through cuda-python: it makes an object for each member of the union, which took 2.4 us
-    of a recording's 8 for each node (one H200 with cuda-bindings 13.0).
-    """
-
-    def __init__(self, known: Any, get: Callable[..., int]) -> None:
-        self._get = get
+    def __init__(self, known: Any, library: Library) -> None:
+        self._read = library.attribute
         self._cluster = int(known.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
         self._cooperative = int(known.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
         preferred = getattr(known, "CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION", None)
@@ -347,17 +329,13 @@ class _LaunchAttributes:
 
     def cluster(self, node: int) -> tuple[list[int], list[int] | None] | None:
         """Return the sizes of clusters, asked for and preferred; None for no clusters."""
-        size = self._size(node, self._cluster)
+        size = self._read(node, self._cluster)
         # Not set reads as zeros, one block per cluster is the same.
         if size is None or max(size) <= 1:
             return None
-        return size, None if self._preferred is None else self._size(node, self._preferred)
+        return size, None if self._preferred is None else self._read(node, self._preferred)
 
     def cooperates(self, node: int) -> bool:
         """Whether the blocks of the launch may wait for each other."""
-        words = _AttributeWords()
-        return not self._get(node, self._cooperative, words) and bool(words[0])
-
-    def _size(self, node: int, which: int) -> list[int] | None:
-        words = _AttributeWords()
-        return None if self._get(node, which, words) else words[:3]
+        words = self._read(node, self._cooperative)
+        return words is not None and bool(words[0])

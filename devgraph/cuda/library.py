@@ -1,0 +1,69 @@
+"""Calls of the driver's library that do not go through cuda-python."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+from devgraph.api.nodes import RuntimeCallError
+
+__all__ = ["Library"]
+
+_Value = ctypes.c_uint32 * 32
+"""CUlaunchAttributeValue, a union of 64 bytes, with room for a larger one."""
+
+
+class Library:
+    """Two calls that cuda-python makes wrongly or slowly.
+
+    The edge data that its ``cudaGraphGetEdges`` returns lies in memory which it has freed
+    (NVIDIA/cuda-python issue 1804; mended in May 2026). For a launch attribute it makes an object
+    for each member of the union, which took 2.4 us of a recording's 8 for each node (one H200).
+
+    Args:
+        get_edges: the driver's ``cuGraphGetEdges_v2``.
+        get_attribute: the driver's ``cuGraphKernelNodeGetAttribute``.
+    """
+
+    def __init__(self, get_edges: Callable[..., int], get_attribute: Callable[..., int]) -> None:
+        self._get_edges = get_edges
+        self._get_attribute = get_attribute
+
+    @classmethod
+    def find(cls) -> Library:
+        """Return the library that the process uses already."""
+        library = ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        pointer = ctypes.c_void_p
+        get_edges = library.cuGraphGetEdges_v2
+        get_edges.argtypes = [pointer] * 5
+        get_attribute = library.cuGraphKernelNodeGetAttribute
+        get_attribute.argtypes = [pointer, ctypes.c_int, pointer]
+        return cls(get_edges, get_attribute)
+
+    def edges(self, graph: int) -> list[tuple[int, int, int]]:
+        """Return every edge as (from, to, kind); a kind is the bytes of CUgraphEdgeData as one
+        number, 0 for a plain dependency.
+
+        Raises:
+            RuntimeCallError: the call failed.
+        """
+        count = ctypes.c_size_t()
+        self._check(self._get_edges(graph, None, None, None, ctypes.byref(count)))
+        if not count.value:
+            return []
+        columns = [(ctypes.c_uint64 * count.value)() for _ in range(3)]
+        self._check(self._get_edges(graph, *columns, ctypes.byref(count)))
+        sources, targets, kinds = columns
+        return list(zip(sources, targets, kinds, strict=True))
+
+    def attribute(self, node: int, which: int) -> list[int] | None:
+        """Return the first three words of a kernel's launch attribute: a size, or a flag and what
+        follows it; None if the driver does not know the attribute."""
+        value = _Value()
+        return None if self._get_attribute(node, which, value) else value[:3]
+
+    @staticmethod
+    def _check(error: int) -> None:
+        if error:
+            raise RuntimeCallError(f"cuGraphGetEdges failed ({error})", error)
