@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,6 +193,20 @@ def driver() -> Driver:
 @pytest.fixture
 def runtime(driver: Driver) -> Runtime:
     return Runtime(Cudart(driver), driver, library(driver))
+
+
+def test_driver_without_the_calls_leaves_the_backend_without_updates(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bindings = SimpleNamespace(driver=SimpleNamespace(), runtime=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+
+    def missing() -> Library:
+        raise AttributeError("undefined symbol: cuStreamGetCaptureInfo_v3")
+
+    monkeypatch.setattr(Library, "find", missing)
+    assert Runtime.find() is None
+    assert "upgrade the driver (undefined symbol: cuStreamGetCaptureInfo_v3)" in caplog.text
 
 
 def update(kind: str, node: int, params: Any = "params") -> Update:

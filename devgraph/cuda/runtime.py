@@ -60,13 +60,19 @@ class Runtime:
 
     @staticmethod
     def find() -> Runtime | None:
-        """Return the runtime, or None if cuda-python is not installed (``devgraph[cuda]``)."""
+        """Return the runtime; None if cuda-python is not installed (``devgraph[cuda]``) or the
+        driver is older than CUDA 12.3."""
         try:
             from cuda.bindings import driver, runtime
         except ImportError:
             logger.info("cuda-python is not installed: no region update and no node counts")
             return None
-        return Runtime(runtime, driver, Library.find())
+        try:
+            library = Library.find()
+        except (OSError, AttributeError) as error:
+            logger.warning("no region update and no node counts: upgrade the driver (%s)", error)
+            return None
+        return Runtime(runtime, driver, library)
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a runtime function; return its result without the error code.
