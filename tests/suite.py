@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["Result", "plugin_options", "run_suite"]
+__all__ = ["Result", "plugin_options", "printed_by", "run_suite"]
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 240
@@ -39,6 +39,14 @@ def environment(**changes: str) -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **changes}
+
+
+def printed_by(code: str) -> str:
+    """Run ``code`` in an interpreter of its own and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout
 
 
 def run_suite(*options: str, cwd: Path, **variables: str) -> Result:

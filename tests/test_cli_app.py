@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_programs import run_cli, write_steps
+from suite import printed_by
 
 import devgraph as dg
 from devgraph.cli.app import main
@@ -25,12 +26,10 @@ def test_help_lists_every_command_and_imports_no_torch():
         "except SystemExit as end:\n"
         "    print('code', end.code, 'torch' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.splitlines()[-1] == "code 0 False"
+    out = printed_by(code)
+    assert out.splitlines()[-1] == "code 0 False"
     for name in COMMANDS:
-        assert f"\n    {name} " in done.stdout
+        assert f"\n    {name} " in out
 
 
 def test_help_of_a_command_and_a_typo_import_no_torch():
@@ -44,10 +43,7 @@ def test_help_of_a_command_and_a_typo_import_no_torch():
         "        pass\n"
         "print('torch' in sys.modules)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout.splitlines()[-1] == "False"
+    assert printed_by(code).splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -6,14 +6,13 @@ import argparse
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from suite import printed_by
 
 import devgraph as dg
 
@@ -41,10 +40,7 @@ def test_importing_devgraph_loads_no_vendor_module_and_no_torch():
         "others = {'torch', 'torch_npu', 'cuda', 'transformers', 'rich'} & set(sys.modules)\n"
         "print(rooms, sorted(others))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout == "[] []\n"
+    assert printed_by(code) == "[] []\n"
 
 
 def test_using_one_backend_loads_no_other_room():
@@ -54,10 +50,7 @@ def test_using_one_backend_loads_no_other_room():
         "print([m for m in ('torch_npu', 'devgraph.cuda', 'devgraph.npu', 'devgraph.rocm')\n"
         "       if m in sys.modules])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert done.stdout == "[]\n"
+    assert printed_by(code) == "[]\n"
 
 
 def test_graph_is_made_captured_replayed_updated_and_closed():

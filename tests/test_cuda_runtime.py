@@ -50,8 +50,6 @@ class Driver:
         self.nodes: dict[int, tuple[Kind, Any]] = {}
         self.launch: dict[int, dict[str, Any]] = {}
         self.edges: list[tuple[int, int, bytes]] = []
-        self.captures: dict[int, tuple[int, int, int, list[int]]] = {}
-        self.arrays: dict[int, Any] = {}
         self.pinned: set[int] = set()
         self.context = CONTEXT
         self.calls: list[tuple[Any, ...]] = []
@@ -112,24 +110,12 @@ class Driver:
         return 0, self.nodes[node][0]
 
 
-GET_CAPTURE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 7)
 GET_EDGES = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 5)
 GET_ATTRIBUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
 def library(driver: Driver) -> Library:
     """The calls of the driver's library, as C functions."""
-
-    def get_capture(stream: int, *where: int) -> int:
-        if stream not in driver.captures:
-            return 1
-        status, number, graph, nodes = driver.captures[stream]
-        last = driver.arrays[stream] = (ctypes.c_void_p * len(nodes))(*nodes)
-        found = (status, number, graph, ctypes.addressof(last) if nodes else 0, 0, len(nodes))
-        kinds = (ctypes.c_int, *[ctypes.c_uint64] * 5)
-        for kind, address, value in zip(kinds, where, found, strict=True):
-            kind.from_address(address).value = value
-        return 0
 
     def get_edges(graph: int, sources: int, targets: int, kinds: int, count: int) -> int:
         if graph != GRAPH:
@@ -154,7 +140,7 @@ def library(driver: Driver) -> Library:
         (ctypes.c_uint32 * len(words)).from_address(value)[:] = words
         return 0
 
-    return Library(GET_CAPTURE(get_capture), GET_EDGES(get_edges), GET_ATTRIBUTE(get_attribute))
+    return Library(GET_EDGES(get_edges), GET_ATTRIBUTE(get_attribute))
 
 
 class Cudart:
@@ -202,11 +188,11 @@ def test_driver_without_the_calls_leaves_the_backend_without_updates(
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
 
     def missing() -> Library:
-        raise AttributeError("undefined symbol: cuStreamGetCaptureInfo_v3")
+        raise AttributeError("undefined symbol: cuGraphGetEdges_v2")
 
     monkeypatch.setattr(Library, "find", missing)
     assert Runtime.find() is None
-    assert "upgrade the driver (undefined symbol: cuStreamGetCaptureInfo_v3)" in caplog.text
+    assert "upgrade the driver (undefined symbol: cuGraphGetEdges_v2)" in caplog.text
 
 
 def update(kind: str, node: int, params: Any = "params") -> Update:
@@ -233,21 +219,6 @@ def test_edges_have_their_nodes_and_their_kind(driver: Driver, runtime: Runtime)
     assert found[1][2] == int.from_bytes(b"\1\0\1", "little")
     with pytest.raises(RuntimeCallError, match=r"cuGraphGetEdges failed \(1\)"):
         runtime.edges(GRAPH + 1)
-
-
-def test_capture_of_a_stream_has_its_graph_and_last_nodes(driver: Driver, runtime: Runtime) -> None:
-    nodes = [2**47 + 8, 2**47 + 16]
-    driver.captures = {
-        8: (1, 41, GRAPH, nodes),
-        9: (1, 42, GRAPH, []),
-        10: (0, 0, 0, []),
-        11: (2, 43, GRAPH, nodes),  # invalidated
-    }
-    found = [runtime.capture_of(stream) for stream in (8, 9, 10, 11)]
-    assert found == [(41, GRAPH, nodes), (42, GRAPH, []), None, None]
-    with pytest.raises(RuntimeCallError, match=r"cuStreamGetCaptureInfo failed \(1\)") as caught:
-        runtime.capture_of(12)
-    assert caught.value.error_code == 1
 
 
 def test_only_an_active_capture_counts_as_one(runtime: Runtime) -> None:

@@ -284,6 +284,14 @@ SHAPES = ((3, 2), (20, 20), (5, 2, 9), (1, 2), (1, 1, 1, 1, 1), (2, 7))
 """Lengths of batches; (20, 20) has too many tokens for a graph, the ones too many requests."""
 
 
+def _first_length_cases():
+    """Yield inputs of batches, and their rows times the length of the first request."""
+    for lengths in SHAPES:
+        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+        x = torch.randn(sum(lengths), WIDTH)
+        yield x, starts, (x * lengths[0])[starts[1:] - 1]
+
+
 @pytest.mark.parametrize("policy", [*POLICIES, "disabled"])
 def test_batch_that_a_step_keeps_shows_the_requests_of_the_run_after_eager_ones(policy: str):
     kept = {}
@@ -299,10 +307,7 @@ def test_batch_that_a_step_keeps_shows_the_requests_of_the_run_after_eager_ones(
         return out
 
     runner = _prefill(policy, body)
-    for lengths in SHAPES:
-        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-        x = torch.randn(sum(lengths), WIDTH)
-        expected = (x * lengths[0])[starts[1:] - 1]
+    for x, starts, expected in _first_length_cases():
         assert torch.equal(runner.run({"x": x, "starts": starts}), expected)
     runner.close()
 
@@ -321,11 +326,8 @@ def test_region_reads_what_the_engine_keeps_of_the_step_by_context(policy: str):
         return out
 
     runner = _prefill(policy, body)
-    for lengths in SHAPES:
-        starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-        x = torch.randn(sum(lengths), WIDTH)
+    for x, starts, expected in _first_length_cases():
         current["starts"] = starts
-        expected = (x * lengths[0])[starts[1:] - 1]
         assert torch.equal(runner.run({"x": x, "starts": starts}), expected)
     runner.close()
 

@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from suite import printed_by
 from torch import nn
 
 import devgraph as dg
@@ -733,7 +734,4 @@ def test_importing_devgraph_and_the_other_policies_loads_no_compiler():
         "get_policy('full'), get_policy('breakable')\n"
         "print(json.dumps('devgraph.api.policy.piecewise' in sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
-    assert json.loads(done.stdout) is False
+    assert json.loads(printed_by(code)) is False

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import InputError, InputTypeError, ResourceError, StateError, did_you_mean
 
@@ -149,6 +150,11 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         named = ", ".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._full.items())
         return f"<StaticBuffers on {self.device}, {self.nbytes} bytes: {named}>"
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return every tensor in nested tuples, lists and dicts, in their order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:

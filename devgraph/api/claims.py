@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from devgraph.api.buffers import tensors_in
 from devgraph.api.capturing import plain_host_values
 from devgraph.api.errors import CaptureError, RegionError
 from devgraph.api.hostargs import HostSpec
@@ -117,10 +118,8 @@ def _versions(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ver
     return {
         name: [
             (leaf.untyped_storage().data_ptr(), leaf._version)
-            for leaf in pytree.tree_leaves(value)
-            if isinstance(leaf, torch.Tensor)
-            and leaf.layout is torch.strided
-            and not leaf.is_inference()
+            for leaf in tensors_in(value)
+            if leaf.layout is torch.strided and not leaf.is_inference()
         ]
         for name, value in bound.items()
     }

@@ -340,8 +340,7 @@ class DeviceGraph(abc.ABC):
         """
         try:
             self._end()
-            nodes, _ = self._size()
-            if nodes == 0 and not allow_empty:
+            if self.is_empty and not allow_empty:
                 raise EmptyCaptureError(
                     "the capture recorded no device work. Run the step on this backend's device "
                     f"({self.backend.device}) and inside the with block."

@@ -125,12 +125,6 @@ class NodeGraph(TorchGraph):
             raise UnjoinedStreamError(name_streams(unjoined)) from error
         self._launch = self._first_launch  # type: ignore[method-assign]
 
-    def _end_native(self) -> None:
-        if self._nodes:
-            self._native.capture_end()  # without what silences torch's warning of an empty graph
-        else:
-            super()._end_native()
-
     def _finish(self) -> None:
         runtime = self._torch.runtime
         if runtime is None or not self._nodes:

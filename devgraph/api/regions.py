@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
+from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import RegionError
 from devgraph.api.marks import Mark
 from devgraph.api.modes import Modes
@@ -108,8 +109,8 @@ class RegionHit:
         leaves, self._spec = pytree.tree_flatten(result)
         owned = {
             leaf.untyped_storage().data_ptr()
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+            for leaf in tensors_in((args, kwargs))
+            if leaf.layout is torch.strided
         }
         out = []
         for leaf in leaves:
@@ -226,5 +227,4 @@ class RegionHit:
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
         """Every tensor among the arguments."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return tensors_in((self.args, self.kwargs))

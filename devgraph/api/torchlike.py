@@ -199,7 +199,7 @@ class TorchGraph(DeviceGraph):
     def _end(self) -> None:
         self._open = False  # Never end twice: a second end of a failed capture can crash.
         try:
-            self._end_native()
+            self._torch.end_native(self._native)
         except Exception as error:
             if self._torch.is_unjoined(error):
                 raise UnjoinedStreamError(
@@ -211,9 +211,6 @@ class TorchGraph(DeviceGraph):
         self._ended = True
         self._finish()
         self._launch = self._native.replay  # type: ignore[method-assign]
-
-    def _end_native(self) -> None:
-        self._torch.end_native(self._native)
 
     def _make_native(self) -> Any:
         """Return a new, empty graph of the vendor, of the kind that this capture needs."""
@@ -359,8 +356,12 @@ class TorchBackend(Backend):
             self.namespace.synchronize(self._device)
 
     def fence(self) -> Callable[[], bool]:
+        return self.fence_of(self.namespace.current_stream(self._device))
+
+    def fence_of(self, stream: Any) -> Callable[[], bool]:
+        """Return what tells, without waiting, whether the work of ``stream`` so far is done."""
         event = self.namespace.Event()
-        event.record(self.namespace.current_stream(self._device))
+        event.record(stream)
         done: Callable[[], bool] = event.query
         return done
 

@@ -6,38 +6,27 @@ import ctypes
 import os
 from collections.abc import Callable
 
-from devgraph.api.nodes import Capture, RuntimeCallError
+from devgraph.api.nodes import RuntimeCallError
 
 __all__ = ["Library"]
-
-_ACTIVE = 1
-"""CU_STREAM_CAPTURE_STATUS_ACTIVE."""
 
 _Value = ctypes.c_uint32 * 32
 """CUlaunchAttributeValue, a union of 64 bytes, with room for a larger one."""
 
 
 class Library:
-    """Calls that cuda-python makes wrongly or slowly.
+    """Two calls that cuda-python makes wrongly or slowly.
 
-    The edge data that its ``cudaGraphGetEdges`` and ``cudaStreamGetCaptureInfo`` return lies in
-    memory which it has freed or never owned (NVIDIA/cuda-python issue 1804; mended in May 2026).
-    For a launch attribute it makes an object for each member of the union, which took 2.4 us of a
-    recording's 8 for each node (one H200).
+    The edge data that its ``cudaGraphGetEdges`` returns lies in memory which it has freed
+    (NVIDIA/cuda-python issue 1804; mended in May 2026). For a launch attribute it makes an object
+    for each member of the union, which took 2.4 us of a recording's 8 for each node (one H200).
 
     Args:
-        get_capture: the driver's ``cuStreamGetCaptureInfo_v3``.
-        get_edges: its ``cuGraphGetEdges_v2``.
+        get_edges: the driver's ``cuGraphGetEdges_v2``.
         get_attribute: its ``cuGraphKernelNodeGetAttribute``.
     """
 
-    def __init__(
-        self,
-        get_capture: Callable[..., int],
-        get_edges: Callable[..., int],
-        get_attribute: Callable[..., int],
-    ) -> None:
-        self._get_capture = get_capture
+    def __init__(self, get_edges: Callable[..., int], get_attribute: Callable[..., int]) -> None:
         self._get_edges = get_edges
         self._get_attribute = get_attribute
 
@@ -46,30 +35,11 @@ class Library:
         """Return the library that the process uses already."""
         library = ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
         pointer = ctypes.c_void_p
-        get_capture = library.cuStreamGetCaptureInfo_v3
-        get_capture.argtypes = [pointer] * 7
         get_edges = library.cuGraphGetEdges_v2
         get_edges.argtypes = [pointer] * 5
         get_attribute = library.cuGraphKernelNodeGetAttribute
         get_attribute.argtypes = [pointer, ctypes.c_int, pointer]
-        return cls(get_capture, get_edges, get_attribute)
-
-    def capture_of(self, stream: int) -> Capture | None:
-        """Return the capture that ``stream`` is part of, or None.
-
-        Raises:
-            RuntimeCallError: the call failed.
-        """
-        status, number = ctypes.c_int(), ctypes.c_uint64()
-        graph, last, edges = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-        count = ctypes.c_size_t()
-        outputs = map(ctypes.byref, (status, number, graph, last, edges, count))
-        self._check("cuStreamGetCaptureInfo", self._get_capture(stream, *outputs))
-        if status.value != _ACTIVE:
-            return None
-        # The array is the driver's until the next call with this stream.
-        nodes = (ctypes.c_uint64 * count.value).from_address(last.value) if last.value else ()
-        return number.value, graph.value or 0, list(nodes)
+        return cls(get_edges, get_attribute)
 
     def edges(self, graph: int) -> list[tuple[int, int, int]]:
         """Return every edge as (from, to, kind); a kind is the bytes of CUgraphEdgeData as one
@@ -79,11 +49,11 @@ class Library:
             RuntimeCallError: the call failed.
         """
         count = ctypes.c_size_t()
-        self._check("cuGraphGetEdges", self._get_edges(graph, *[None] * 3, ctypes.byref(count)))
+        self._check(self._get_edges(graph, None, None, None, ctypes.byref(count)))
         if not count.value:
             return []
         columns = [(ctypes.c_uint64 * count.value)() for _ in range(3)]
-        self._check("cuGraphGetEdges", self._get_edges(graph, *columns, ctypes.byref(count)))
+        self._check(self._get_edges(graph, *columns, ctypes.byref(count)))
         sources, targets, kinds = columns
         return list(zip(sources, targets, kinds, strict=True))
 
@@ -94,6 +64,6 @@ class Library:
         return None if self._get_attribute(node, which, value) else value[:3]
 
     @staticmethod
-    def _check(name: str, error: int) -> None:
+    def _check(error: int) -> None:
         if error:
-            raise RuntimeCallError(f"{name} failed ({error})", error)
+            raise RuntimeCallError(f"cuGraphGetEdges failed ({error})", error)

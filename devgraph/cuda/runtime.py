@@ -96,7 +96,10 @@ class Runtime:
 
     def capture_of(self, stream: int) -> Capture | None:
         """Return the capture that ``stream`` is part of, or None."""
-        return self._library.capture_of(stream)
+        status, capture_id, graph, last, *_ = self.call("cudaStreamGetCaptureInfo", stream)
+        if status != self._active:
+            return None
+        return int(capture_id), int(graph), [int(node) for node in last or ()]
 
     def is_capturing(self, stream: int) -> bool:
         """Whether ``stream`` is part of a capture."""

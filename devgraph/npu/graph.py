@@ -114,10 +114,7 @@ class NpuPool(TorchPool):
         """Return what tells, without waiting, whether every replay so far is over."""
         if self._last_stream is None:
             return lambda: True
-        event = self._torch.namespace.Event()
-        event.record(self._last_stream)
-        done: Callable[[], bool] = event.query
-        return done
+        return self._torch.fence_of(self._last_stream)
 
     def __del__(self) -> None:
         take = self.__dict__.pop

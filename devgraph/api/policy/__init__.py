@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
+from devgraph.api.buffers import tensors_in
 from devgraph.api.config_values import CAPTURING_POLICIES, COMPILERS
 from devgraph.api.errors import CapabilityError, InputError, did_you_mean
 from devgraph.api.hostargs import HostSpec
@@ -58,8 +58,7 @@ class Job:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The bound tensors."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return tuple(tensors_in((self.args, self.kwargs)))
 
     def warmed_up(self) -> None:
         """Say that a warm-up run is done."""
