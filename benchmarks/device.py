@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -94,10 +93,13 @@ def main() -> int:
     parser.add_argument("--devices", nargs="+", default=[], help="numbers; default: as they are")
     parser.add_argument("--only", nargs="+", default=[], choices=[step.name for step in STEPS])
     args = parser.parse_args()
-    backend: Any = dg.get_backend(args.backend)
+    backend = dg.get_backend(args.backend)
+    steps = steps_for(backend.name, args.only)
+    if not steps:
+        parser.error(f"no step of {', '.join(args.only)} is made for backend {backend.name}")
     args.out.mkdir(parents=True, exist_ok=True)
     waiting: queue.SimpleQueue[Step] = queue.SimpleQueue()
-    for step in steps_for(backend.name, args.only):
+    for step in steps:
         waiting.put(step)
     print(f"{backend.name} on {backend.device_name}", flush=True)
     codes: dict[str, int] = {}

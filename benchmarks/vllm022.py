@@ -509,8 +509,9 @@ def main() -> None:
                 job.result.update(job.ask("start") or {})
         capture_in_turns(members)
         for job in members:
-            job.result["tokens"] = job.ask("check")
-            save()
+            if "start_s" in job.result:
+                job.result["tokens"] = job.ask("check")
+                save()
         started = [job for job in members if job.result.get("tokens")]
         for job in started:
             if job.name == "v2:breakable":

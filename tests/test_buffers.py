@@ -48,6 +48,12 @@ def test_a_view_that_is_too_large_is_refused():
         make(x=((4,), torch.float32)).view("x", (5,))
 
 
+@pytest.mark.parametrize("shape", [(-1,), (-1, -2)])
+def test_a_view_of_negative_size_is_refused(shape):
+    with pytest.raises(dg.InputError, match="'x' cannot have the shape"):
+        make(x=((4,), torch.float32)).view("x", shape)
+
+
 def test_an_unknown_buffer_is_refused_with_the_nearest_name():
     with pytest.raises(dg.InputError, match="Did you mean 'slot_mapping'"):
         make(slot_mapping=((4,), torch.float32)).view("slot_maping", (1,))

@@ -31,6 +31,16 @@ def test_steps_name_what_exists(device: Any) -> None:
     ]  # fmt: skip
 
 
+def test_only_steps_of_another_backend_are_an_error_and_no_success(
+    device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    argv = ["device.py", str(tmp_path), "--backend", "cpu", "--only", "soak"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as end:
+        device.main()
+    assert end.value.code == 2
+
+
 @pytest.mark.parametrize("devices", [[], ["--devices", "0", "1"]])
 def test_failures_and_late_steps_leave_the_others_and_their_output(
     device: Any,

@@ -104,7 +104,8 @@ def test_graph_that_ends_with_an_update_outstanding_outlives_its_replay(
     assert driver.report()[reported:] == []
 
 
-def test_graph_without_regions_outlives_its_replay(driver: Driver, backend: Any) -> None:
+@pytest.mark.parametrize("how", ["replay", "native_launcher"])
+def test_graph_without_regions_outlives_its_replay(driver: Driver, backend: Any, how: str) -> None:
     x, pool = torch.ones(4).to("npu"), backend.make_pool()
     graph, other = backend.make_graph(pool), backend.make_graph(pool)
     with backend.capture_context(graph):
@@ -113,7 +114,8 @@ def test_graph_without_regions_outlives_its_replay(driver: Driver, backend: Any)
         x + 1
     driver.set(replay_delay_ms=int(SLOW * 1000))
     with driver.counting() as moved:
-        graph.replay()
+        launch = graph.replay if how == "replay" else graph.native_launcher()
+        launch()
         graph.close()
         other.close()  # Its pool is in use, though it never ran.
         backend.synchronize()

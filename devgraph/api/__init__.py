@@ -18,7 +18,7 @@ HOMES = {
     "devgraph.api.capture": ("Captured", "capture"),
     "devgraph.api.cli_args": ("add_cli_args",),
     "devgraph.api.config": ("DeviceGraphConfig", "DeviceGraphWarning", "PhaseConfig"),
-    "devgraph.api.errors": tuple(name for name in _errors if name != "did_you_mean"),
+    "devgraph.api.errors": tuple(_errors),
     "devgraph.api.graph": ("DeviceGraph", "GraphInfo", "GraphState"),
     "devgraph.api.marks": ("graph_break", "is_capturing", "no_graph", "region"),
     "devgraph.api.policy.budget": ("UpdateBudget",),

@@ -86,9 +86,9 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         flat = self._flat.get(name)
         if flat is None:
             raise InputError(f"no buffer {name!r}. {did_you_mean(name, self._flat)}")
-        count = math.prod(shape)
-        if count < 0:
+        if any(n < 0 for n in shape):
             raise InputError(f"buffer {name!r} cannot have the shape {tuple(shape)}")
+        count = math.prod(shape)
         if count > flat.numel():
             raise InputError(
                 f"buffer {name!r} has {flat.numel()} elements and cannot hold the shape "

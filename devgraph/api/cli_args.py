@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from devgraph.api.config_merge import Level, Source
-from devgraph.api.config_text import parse_mode, read_json, read_section
+from devgraph.api.config_text import parse_mode, read_mode, read_section
 from devgraph.api.config_values import PHASES, POLICIES, Setting, check
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from devgraph.api.older_flags import OLDER_FLAGS, OlderFlag
@@ -44,7 +44,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     add(
         _MODE,
         metavar="JSON",
-        type=_checked(_MODE, lambda text: parse_mode(read_json(text, _MODE), _MODE)),
+        type=_checked(_MODE, lambda text: parse_mode(read_mode(text, _MODE), _MODE)),
         help='policy per phase, for example \'{"decode": "full", "prefill": "breakable"}\'',
     )
     add(
@@ -175,7 +175,7 @@ def sources_of(
                 notes.extend(parsed.notes)
     mode = given(_MODE)
     if mode is not None:
-        parsed = parse_mode(read_json(mode, _MODE) if isinstance(mode, str) else mode, _MODE)
+        parsed = parse_mode(read_mode(mode, _MODE) if isinstance(mode, str) else mode, _MODE)
         sources.append(_source(Level.JSON, _MODE, parsed.settings))
         notes.extend(parsed.notes)
     return sources, notes

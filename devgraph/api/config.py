@@ -19,7 +19,7 @@ import attrs
 
 from devgraph.api.cli_args import sources_of
 from devgraph.api.config_merge import Level, Merged, Source, merge
-from devgraph.api.config_text import parse_mode, read_json, read_section
+from devgraph.api.config_text import parse_mode, read_mode, read_section
 from devgraph.api.config_values import DEFAULT_POLICY, KEYS, PHASES, Setting, check, unknown_name
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 
@@ -235,7 +235,7 @@ class DeviceGraphConfig:
         warned about. ``source`` names the text in messages. Raises ``ConfigError`` with the
         position in broken text or the JSON path of what does not exist, and the nearest name.
         """
-        return cls._from_document(read_json(text, source), Level.JSON, source, backends)
+        return cls._from_document(read_mode(text, source), Level.JSON, source, backends)
 
     @classmethod
     def from_dict(

@@ -27,7 +27,15 @@ from devgraph.api.config_values import (
 )
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
-__all__ = ["SECTION", "Parsed", "parse_mode", "read_file", "read_json", "read_section"]
+__all__ = [
+    "SECTION",
+    "Parsed",
+    "parse_mode",
+    "read_file",
+    "read_json",
+    "read_mode",
+    "read_section",
+]
 
 SECTION = "device_graph"
 """The name of the section that holds a mode configuration in a larger file."""
@@ -68,18 +76,23 @@ def read_json(text: str, source: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as error:
-        if text.strip() in POLICIES:
-            word = text.strip()
-            raise ConfigError(
-                f'{source}: {word!r} names no phase; write \'{{"decode": "{word}"}}\', or '
-                f"--decode-device-graph-mode {word}"
-            ) from error
         here = error.doc[error.pos :].split("\n", 1)[0][:24]
         at = f"at {here!r}" if here else "at its end"
         raise ConfigError(
             f"{source}: broken JSON in line {error.lineno}, column {error.colno} ({at}): "
             f"{error.msg}. Expected, for example, {_EXAMPLE}"
         ) from error
+
+
+def read_mode(text: str, source: str) -> object:
+    """Return the document of ``--device-graph-mode``; else like ``read_json``."""
+    word = text.strip() if isinstance(text, str) else ""
+    if word in POLICIES:
+        raise ConfigError(
+            f'{source}: {word!r} names no phase; write \'{{"decode": "{word}"}}\', or '
+            f"--decode-device-graph-mode {word}"
+        )
+    return read_json(text, source)
 
 
 def read_file(path: str | os.PathLike[str]) -> object:

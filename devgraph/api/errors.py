@@ -64,7 +64,6 @@ __all__ = [
     "UpdateError",
     "UpdateTopologyError",
     "UpdateUnsupportedError",
-    "did_you_mean",
 ]
 
 

@@ -358,7 +358,7 @@ class DeviceGraph(abc.ABC):
             self._abort()
         except Exception:
             logger.exception("cleaning up after a failed capture failed as well")
-        self.hits = []
+        self.hits, self.bound = [], ()
         self._key = None
         self.pool.recordings.drop(self)
         self._state = GraphState.EMPTY
@@ -492,7 +492,7 @@ class DeviceGraph(abc.ABC):
             self.pool.recordings.drop(self)
             self._free()
             self.pool.epoch += 1
-            self.hits = []
+            self.hits, self.bound = [], ()
             self._host = {}
             self._key = None
 

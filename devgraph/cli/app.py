@@ -15,21 +15,11 @@ from typing import Any, NoReturn
 from devgraph import __version__
 from devgraph.api.config import DeviceGraphWarning
 from devgraph.api.errors import DeviceGraphError
-from devgraph.cli.arguments import ADD
+from devgraph.cli.arguments import COMMANDS
 
 __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
-
-_COMMANDS = {
-    "doctor": "show devices, backends and what capture can do here",
-    "plan": "show what a mode configuration comes to on this machine or in a cluster",
-    "generate": "generate text with a language model on device graphs, and compare with eager",
-    "demo": "generate with a small real model, downloaded on first use",
-    "bench": "time eager and every policy on the same work",
-    "check": "list what a device capture of a function would refuse or freeze",
-    "explain": "capture a function and show its segments, regions, nodes and memory",
-}
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
@@ -90,6 +80,13 @@ def _run(args: argparse.Namespace) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line: the usage of a command is a screen of flags."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what is left over here: the program's parser knows no command's options."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         """Print the line and leave."""
         self.exit(ERROR, f"devgraph: error: {message} ({self.prog} --help lists the options)\n")
@@ -117,9 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"devgraph {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, text in _COMMANDS.items():
+    for name, (text, add_arguments) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text, parents=[common])
-        ADD[name](sub)
+        add_arguments(sub)
     return parser
 
 

@@ -10,7 +10,7 @@ from devgraph.api.config_values import CAPTURING_POLICIES, COMPILERS
 from devgraph.cli.dtypes import DTYPES
 from devgraph.cli.generate_arguments import add_engine_arguments
 
-__all__ = ["ADD", "CACHE", "KINDS", "SIZES"]
+__all__ = ["CACHE", "COMMANDS", "KINDS", "SIZES"]
 
 CACHE = Path(".cache") / "demo"
 """Where ``demo`` keeps its model."""
@@ -201,13 +201,19 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-ADD = {
-    "doctor": _doctor,
-    "plan": _plan,
-    "generate": _generate,
-    "demo": _demo,
-    "bench": _bench,
-    "check": _check,
-    "explain": _explain,
+COMMANDS = {
+    "doctor": ("show devices, backends and what capture can do here", _doctor),
+    "plan": ("show what a mode configuration comes to on this machine or in a cluster", _plan),
+    "generate": (
+        "generate text with a language model on device graphs, and compare with eager",
+        _generate,
+    ),
+    "demo": ("generate with a small real model, downloaded on first use", _demo),
+    "bench": ("time eager and every policy on the same work", _bench),
+    "check": ("list what a device capture of a function would refuse or freeze", _check),
+    "explain": (
+        "capture a function and show its segments, regions, nodes and memory",
+        _explain,
+    ),
 }
-"""What adds the options of each command to its parser."""
+"""What each command does, and what adds its options to its parser."""

@@ -162,10 +162,9 @@ class NpuBackend(TorchBackend):
         self._burials.retire(pool, native, regions)
         self.free_buried()
 
-    def bury(self, *things: Any) -> None:
-        """Drop what the lists ``things`` hold of a pool's memory, now or when that is allowed."""
-        for one in things:
-            self._burials.bury(one)
+    def bury_memory(self, owners: list[Any]) -> None:
+        """Drop ``owners`` of a pool's memory, the last one first, now or when that is allowed."""
+        self._burials.bury(owners)
         self.free_buried()
 
     def free_buried(self) -> None:

@@ -124,7 +124,7 @@ class NpuPool(TorchPool):
                 # object only if nothing else uses it. In a list, because a caller's frame may keep
                 # what it passes until the call is over, as under Dynamo.
                 keys = ("_stuck", "_memory", "_region_memory", "_keeper")
-                self._torch.bury([take(key, None) for key in keys])
+                self._torch.bury_memory([take(key, None) for key in keys])
         except Exception:  # at the interpreter's end modules are gone
             pass
 
@@ -316,6 +316,15 @@ class NpuGraph(TorchGraph):
         assert self._regions is not None
         current = self._regions.planned
         self._due = None if recording.host is current else recording.host
+
+    def native_launcher(self) -> Callable[[], None]:
+        order, replay = self.pool.order, super().native_launcher()
+
+        def launch() -> None:
+            order()  # A closed graph outlives its last replay, and this tells on which stream.
+            replay()
+
+        return launch
 
     def _launch(self) -> None:
         regions = self._settled()

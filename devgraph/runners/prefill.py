@@ -106,7 +106,6 @@ class PrefillRunner(Runner):
         declared = check_variants(variants, with_width=False)
         eager = body if tail is None else _joined(body, tail)
         self._max_requests = requests
-        self._request_slots = requests if whole_step else None
         super().__init__(
             slots=slots,
             step=eager if whole_step else body,
@@ -142,7 +141,7 @@ class PrefillRunner(Runner):
         return variant if variant in self._parts.entries.variants else Reason.UNKNOWN_VARIANT
 
     def _fits_requests(self, requests: int) -> bool:
-        return self._request_slots is None or requests <= self._request_slots
+        return self._parts.config.policy != "full" or requests <= self._max_requests
 
     def _size_of(self, requests: int, tokens: int, options: Mapping[str, Any]) -> Size:
         return Size(requests, tokens)

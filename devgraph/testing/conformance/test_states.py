@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -387,6 +388,19 @@ def test_interpreter_exits_silently_with_graphs_in_flight(
     if done.returncode == 77:
         pytest.skip("this backend is registered in this process only")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_closed_capture_lets_go_of_the_bound_tensors(kit: Kit, policy: str) -> None:
+    x = kit.tensor(4)
+    bound = weakref.ref(x)
+    captured = kit.capture(lambda x: x + 1, x, policy=policy)
+    captured.replay()
+    kit.backend.synchronize()
+    captured.close()
+    del x
+    gc.collect()
+    assert bound() is None
 
 
 def test_pool_outlives_its_last_graph(kit: Kit, pool: dg.Pool) -> None:
