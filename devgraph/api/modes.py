@@ -1,8 +1,9 @@
-"""The autograd modes of a capture, restored wherever its Python code runs again."""
+"""The modes of torch at a capture, restored wherever its Python code runs again."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,14 +20,40 @@ class Modes(NamedTuple):
 
     grad: bool
     inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    """Device type and dtype of each autocast that is on."""
 
     @staticmethod
     def current() -> Modes:
         """Return the modes of this thread."""
-        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Run the block under these modes."""
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            now, then = dict(_autocast()), dict(self.autocast)
+            for kind in {**now, **then} if now != then else ():
+                dtype = then.get(kind)
+                cached = torch.is_autocast_cache_enabled()
+                on = dtype is not None
+                stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
             yield
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in _device_types()
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+@functools.cache
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)

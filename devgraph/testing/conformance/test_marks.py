@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -242,3 +243,29 @@ def test_hook_runs_before_each_break_of_a_breakable_capture(kit: Kit, policy: st
     assert len(calls) == 2
     captured.replay()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("around", ["region", "capture"])
+def test_region_runs_again_under_the_autocast_of_capture(
+    kit: Kit, policy: str, around: str
+) -> None:
+    x, w = kit.tensor(4, 16), kit.tensor(16, 16, seed=1)
+    autocast = functools.partial(torch.autocast, kit.device.type, torch.bfloat16)
+
+    @dg.region(fake=lambda x, w: torch.empty_like(x))
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).float()
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        with autocast(enabled=around == "region"):
+            return product(x * 2, w) + 1
+
+    with autocast(enabled=around == "capture"):
+        captured = kit.capture(step, x, w, policy=policy)
+    for seed in (5, 6):
+        kit.refill(x, seed)
+        with autocast(enabled=around == "capture"):
+            got, want = captured.replay(), step(x, w)
+        kit.backend.synchronize()
+        same(got, want)
