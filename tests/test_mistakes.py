@@ -379,3 +379,23 @@ def test_unknown_name_of_the_package_carries_what_a_traceback_suggests_from():
         _ = dg.DecodRunner
     assert caught.value.obj is dg
     assert caught.value.name == "DecodRunner"
+
+
+@pytest.mark.parametrize("kind", [int, torch.Tensor])
+def test_type_of_a_host_argument_is_not_asked_for_outside_a_region_under_piecewise(kind: type):
+    @dg.region(host_args=("kv_len",))
+    def scaled(x, *, kv_len):
+        return x * kv_len
+
+    def step(x, *, kv_len):
+        if isinstance(kv_len, kind):
+            x = x + 1
+        return scaled(x, kv_len=kv_len)
+
+    x = torch.randn(4)
+    with pytest.raises(dg.FrozenValueError, match=r"isinstance\(\).*test_mistakes.py.*'kv_len'"):
+        dg.capture(
+            step, x, policy="piecewise", backend="cpu", compiler="eager", host_args={"kv_len": 2}
+        )
+    with dg.capture(step, x, policy="breakable", backend="cpu", host_args={"kv_len": 2}) as cap:
+        assert torch.equal(cap.replay(kv_len=5), step(x, kv_len=5))

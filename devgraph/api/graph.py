@@ -139,6 +139,10 @@ class DeviceGraph(abc.ABC):
     def _launch(self) -> None:
         """Replay once on the current stream."""
 
+    def _native_launch(self) -> Callable[[], None]:
+        """Return the shortest call that launches once on the current stream."""
+        return self._launch
+
     @abc.abstractmethod
     def _free(self) -> None:
         """Drop everything captured."""
@@ -285,13 +289,17 @@ class DeviceGraph(abc.ABC):
         return self._size()[0] == 0
 
     def native_launcher(self) -> Callable[[], None]:
-        """Return the vendor's own replay of a graph without regions: none of the checks, locks and
-        orders of ``replay``.
+        """Return the vendor's own replay, without the checks, locks and orders of ``replay``; for a
+        graph with regions ``replay`` itself.
 
         For an engine that replays on one thread, stream and device, and lets go of the callable
         when it closes the graph.
+
+        Raises:
+            StateError: the graph is not ready.
         """
-        return self._launch
+        self.require_ready()
+        return self.replay if self.hits else self._native_launch()
 
     def refuse(self, result: Any) -> NoReturn:
         """Raise the error that ``result`` of a bound launch stands for."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import enum
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from devgraph.api.errors import FrozenValueError, HostArgumentError, did_you_mean
-from devgraph.api.source import user_line
+from devgraph.api.source import SourceLine, is_machinery, user_line
 
 __all__ = ["HostSpec", "Tracked", "is_tracked"]
 
@@ -111,7 +112,23 @@ del _name
 
 def is_tracked(value: object) -> bool:
     """Whether ``value`` is a tracked stand-in (``isinstance`` sees the type it stands for)."""
-    return type(value) is Tracked
+    return issubclass(type(value), Tracked)
+
+
+class _Watched(Tracked):
+    """A tracked value that notes where user code asks for its type."""
+
+    __slots__ = ("_devgraph_asked",)
+
+    def __init__(self, name: str, value: Any, asked: dict[str, SourceLine]) -> None:
+        super().__init__(name, value)
+        object.__setattr__(self, "_devgraph_asked", asked)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        if not is_machinery(sys._getframe(1)):
+            self._devgraph_asked.setdefault(self._devgraph_name, user_line())
+        return type(self._devgraph_value)
 
 
 class HostSpec:
@@ -140,6 +157,11 @@ class HostSpec:
     def tracked(self) -> dict[str, Tracked]:
         """Return one stand-in per declared argument, for the body that is being captured."""
         return {name: Tracked(name, value) for name, value in self.declared.items()}
+
+    def watched(self, asked: dict[str, SourceLine]) -> dict[str, Tracked]:
+        """Return ``tracked`` stand-ins that note in ``asked`` where user code asks for the type of
+        one, as isinstance() does."""
+        return {name: _Watched(name, value, asked) for name, value in self.declared.items()}
 
     def fill(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a value for every declared argument, from ``given`` and the defaults.

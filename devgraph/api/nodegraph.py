@@ -160,7 +160,7 @@ class NodeGraph(TorchGraph):
             return super().launcher()
         return self._own_launch
 
-    def native_launcher(self) -> Callable[[], None]:
+    def _native_launch(self) -> Callable[[], None]:
         replay: Callable[[], None] = self._native.replay
         return replay
 

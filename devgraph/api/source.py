@@ -40,7 +40,8 @@ class SourceLine:
         return f"{self.file}:{self.line} in {self.function}{tail}"
 
 
-def _is_machinery(frame: FrameType) -> bool:
+def is_machinery(frame: FrameType) -> bool:
+    """Whether ``frame`` runs code of torch, of devgraph's own rooms, or of their helpers."""
     module = frame.f_globals.get("__name__", "")
     return any(module == name or module.startswith(name + ".") for name in _MACHINERY)
 
@@ -49,7 +50,7 @@ def user_line() -> SourceLine:
     """Return the innermost line of the calling stack outside torch and devgraph's own rooms."""
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
-    while frame is not None and _is_machinery(frame):
+    while frame is not None and is_machinery(frame):
         outermost, frame = frame, frame.f_back
     found = frame or outermost
     assert found is not None
@@ -61,7 +62,7 @@ def raising_line(error: BaseException) -> SourceLine | None:
     step: TracebackType | None = error.__traceback__
     found = None
     while step is not None:
-        if not _is_machinery(step.tb_frame):
+        if not is_machinery(step.tb_frame):
             found = _line(step.tb_frame, step.tb_lineno)
         step = step.tb_next
     return found

@@ -317,8 +317,8 @@ class NpuGraph(TorchGraph):
         current = self._regions.planned
         self._due = None if recording.host is current else recording.host
 
-    def native_launcher(self) -> Callable[[], None]:
-        order, replay = self.pool.order, super().native_launcher()
+    def _native_launch(self) -> Callable[[], None]:
+        order, replay = self.pool.order, super()._native_launch()
 
         def launch() -> None:
             order()  # A closed graph outlives its last replay, and this tells on which stream.

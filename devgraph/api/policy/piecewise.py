@@ -46,6 +46,7 @@ from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark, entered
 from devgraph.api.policy import Job, Plan, Policy
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
+from devgraph.api.source import SourceLine
 
 __all__ = ["POLICY"]
 
@@ -415,8 +416,16 @@ class _CompiledStep:
     def _check(self) -> None:
         """Run the step eagerly with tracked host arguments; compare what its marks claim."""
         job = self._job
+        asked: dict[str, SourceLine] = {}
         with entered(Checking(job.spec)):
-            job.fn(*job.args, **job.kwargs, **job.spec.tracked())
+            job.fn(*job.args, **job.kwargs, **job.spec.watched(asked))
+        for name, line in asked.items():
+            raise FrozenValueError(
+                f"policy 'piecewise' traces the step with a tensor for host argument {name!r}, "
+                f"which isinstance() takes for another type, at {line}: another branch would stay "
+                f"in the graph. Move the line into a function marked "
+                f"@dg.region(host_args=({name!r},)), or decide it before the step."
+            )
         job.warmed_up()
 
     def capture(self) -> Plan:

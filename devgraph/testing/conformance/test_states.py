@@ -271,6 +271,17 @@ def _in_child(work: Callable[[], object]) -> str:
     return told
 
 
+def test_native_launcher_is_for_ready_graphs(kit: Kit) -> None:
+    x = kit.tensor(4)
+    graph = kit.backend.make_graph()
+    with pytest.raises(dg.StateError, match="capture into it first"):
+        graph.native_launcher()
+    graph, _ = kit.record(lambda: x + 1)
+    graph.close()
+    with pytest.raises(dg.StateError, match="closed"):
+        graph.native_launcher()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("call", ["replay", "update", "reset"])
 def test_forked_child_is_refused_and_the_parent_goes_on(kit: Kit, call: str) -> None:
