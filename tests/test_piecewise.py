@@ -418,6 +418,86 @@ def test_tensor_that_only_the_capture_reads_lives_as_long_as_it(bench):
     assert alive() is None
 
 
+# Modes.
+
+
+def all_inference(x):
+    return normalise_on_host(double(torch.sin(x)) + 1) * 2
+
+
+def inference_inside(x):
+    x = x.cos()
+    with torch.inference_mode():
+        y = double(x + 1)
+        with torch.autocast(x.device.type, dtype=torch.bfloat16), torch.no_grad():
+            y = double(y @ y.T).float()
+        with torch.inference_mode():
+            y = normalise_on_host(y.sin())
+        y = y - 1
+    z = double(y)
+    with torch.no_grad(), torch.inference_mode():
+        z = double(z)
+    return z + y
+
+
+@pytest.mark.parametrize("run", [torch.inference_mode()(all_inference), inference_inside])
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_inference_mode_around_marks_replays_as_eager_at_every_size(bench, run, compiler):
+    for rows in (6, 4):
+        with bench.capture(run, bench.randn(rows, WIDTH), compiler=compiler) as capture:
+            bench.check(capture, run, near=compiler == "inductor")
+            if compiler == "eager":
+                assert capture.replay().is_inference() == (run is not inference_inside)
+
+
+def test_mark_sees_the_mode_of_its_call_also_in_a_piecewise_capture(bench):
+    seen = []
+
+    @dg.no_graph(fake=torch.empty_like)
+    def look(x):
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return x * 2
+
+    def run(x):
+        x = look(x + 1)
+        with torch.inference_mode():
+            x = look(look(x - 1) + 1)
+        return look(x + 1) * 3
+
+    x = bench.randn(4, WIDTH)
+    capture = bench.capture(run, x)
+    seen.clear()
+    capture.replay()
+    assert seen == [(False, False), (True, False), (True, False), (False, False)]
+    with torch.no_grad():
+        assert torch.equal(capture.outputs, run(x))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("raises_at", [1, 2, 3, 4])  # warm-up, check, warm-up, capture
+def test_modes_are_those_of_before_when_a_mark_raises_inside_a_block(bench, mode, raises_at):
+    torch._dynamo.reset()
+    runs = []
+
+    @dg.no_graph(fake=torch.empty_like)
+    def body(x):
+        runs.append(1)
+        if len(runs) == raises_at:
+            raise KeyError("of the mark")
+        return x * 2
+
+    def run(x):
+        with mode(), mode():
+            x = body(x + 1)
+        return x * 3
+
+    with pytest.raises(KeyError, match="of the mark") as caught:
+        dg.capture(run, bench.randn(4, WIDTH), policy="piecewise", backend=bench.backend)
+    assert caught.value.__traceback__ is not None  # It holds the frames, and what they hold.
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
 # Refusals.
 
 
@@ -488,6 +568,21 @@ def test_failed_compilation_leaves_nothing_and_the_next_capture_works(bench, ste
         bench.of_rows(broken, 4)
     with bench.of_rows(step, 4) as capture:
         assert capture.prove().ok
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_failed_compilation_names_another_compiler_only_where_there_is_one(
+    bench, step, monkeypatch, compiler
+):
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no split")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("devgraph.api.policy.piecewise.split_module", fail)
+    with pytest.raises(dg.CaptureError, match="no split") as caught:
+        bench.of_rows(step, 4, compiler=compiler)
+    assert ("compiler='eager'" in str(caught.value)) == (compiler == "inductor")
+    assert "policy='breakable'" in str(caught.value)
 
 
 WRONG = {

@@ -29,6 +29,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import _config as shape_config
 from torch.fx.passes.split_module import split_module
@@ -77,6 +78,8 @@ class _Activation:
     entered_at: float = 0.0
     compiled: _Build | None = None
     """What was compiled for this step; None while older code serves it."""
+    modes: list[Any] = attrs.field(factory=list)
+    """The guards of the ``inference_mode`` blocks that are open, outermost first."""
 
 
 _activation: ContextVar[_Activation | None] = ContextVar("devgraph_piecewise", default=None)
@@ -154,7 +157,9 @@ class _Compiler:
         build = _Build(self.name, activation.wrap)
         for name, piece in list(split.named_children()):
             assert isinstance(piece, GraphModule)
-            if not any(_is_cut(node) for node in piece.graph.nodes):
+            if any(_is_cut(node) for node in piece.graph.nodes):
+                _hold_modes(piece)
+            else:
                 setattr(split, name, _Piece(build.piece(piece)))
         activation.compiled = build
         return _Entry(split.forward, build.pieces)
@@ -216,7 +221,68 @@ def _split(graph: GraphModule) -> GraphModule:
     for node in parts:
         if node.target is _host_value:
             parts[node] = parts[next(iter(node.users))]
+    _cut_inference_mode(graph, parts)
     return split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+
+
+def _cut_inference_mode(graph: GraphModule, parts: dict[Node, int]) -> None:
+    """End each ``inference_mode`` block where its part ends, and begin it again in the next one.
+
+    ``split_module`` does that for autocast and for grad modes, and would hand the guard of this
+    mode, which no compiler takes, from piece to piece.
+    """
+    blocks: dict[Node, Node] = {}  # by the node that began it in the trace: the one of this part
+    before: Node | None = None
+    for node in list(parts):
+        if before is not None and parts[node] != parts[before]:
+            with graph.graph.inserting_before(node):
+                for block in reversed(blocks.values()):
+                    parts[graph.graph.call_function(_exit_inference_mode, (block,))] = parts[before]
+                for begun in blocks:
+                    again = graph.graph.call_function(_enter_inference_mode, begun.args)
+                    blocks[begun] = again
+                    parts[again] = parts[node]
+        if node.target is _enter_inference_mode:
+            blocks[node] = node
+        elif node.target is _exit_inference_mode:
+            node.args = (blocks.pop(cast(Node, node.args[0])),)
+        before = node
+
+
+def _begin_inference_mode(mode: bool) -> Any:
+    guard = _enter_inference_mode(mode)  # type: ignore[no-untyped-call]
+    _active().modes.append(guard)
+    return guard
+
+
+def _end_inference_mode(guard: Any) -> None:
+    _active().modes.remove(guard)
+    _exit_inference_mode(guard)  # type: ignore[no-untyped-call]
+
+
+def _hold_modes(piece: GraphModule) -> None:
+    """Let the activation hold what ``piece`` opens: an exception leaves it without closing it."""
+    own = {
+        _enter_inference_mode: _begin_inference_mode,
+        _exit_inference_mode: _end_inference_mode,
+    }
+    for node in piece.graph.nodes:
+        if node.op == "call_function" and node.target in own:
+            node.target = own[node.target]
+    piece.recompile()
+
+
+@contextlib.contextmanager
+def _modes_kept(activation: _Activation) -> Iterator[None]:
+    """Close after an exception what the traced code had opened: it holds no ``finally``."""
+    grad = torch.is_grad_enabled()
+    try:
+        yield
+    except BaseException:
+        while activation.modes:
+            _exit_inference_mode(activation.modes.pop())  # type: ignore[no-untyped-call]
+        torch.set_grad_enabled(grad)
+        raise
 
 
 class _Build:
@@ -247,6 +313,7 @@ class _Build:
         if key in self._known:
             self.shared += 1
         elif self._compiler == "eager":
+            _hold_modes(piece)
             self._known[key] = piece.forward
         else:
             self._known[key] = self._with_inductor(piece, examples)
@@ -294,10 +361,11 @@ class _Entry:
         activation.entered_at = time.perf_counter()
         activation.entry = self
         if activation.job is None:
-            with entered(None):
+            with _modes_kept(activation), entered(None):
                 return self._forward(*inputs)
         job = attrs.evolve(activation.job, fn=self._captured, args=inputs, kwargs={})
-        activation.plan = plan = capture_segments(job)
+        with _modes_kept(activation):
+            activation.plan = plan = capture_segments(job)
         # The tracer may drop the code, and a step what it had made for one call only.
         plan.held = (self, inputs)
         return plan.outputs
@@ -401,7 +469,7 @@ class _CompiledStep:
         if failure is not None:
             # Run eagerly, the step may show its own exception, or a line that reads a host value.
             self._check()
-            _raise_explained(failure)
+            _raise_explained(failure, self._job.compiler or "eager")
         job.warmed_up()
         if activation.entry is None:
             raise EmptyCaptureError(
@@ -517,7 +585,7 @@ class _Piecewise(Policy):
         return self._compilers.setdefault((name, type(job.backend)), _Compiler(name))
 
 
-def _raise_explained(error: Exception) -> NoReturn:
+def _raise_explained(error: Exception, compiler: str) -> NoReturn:
     """Raise the error for a step that could not be compiled: its line, and what to do."""
     inner: BaseException | None = error
     while inner is not None:
@@ -526,10 +594,10 @@ def _raise_explained(error: Exception) -> NoReturn:
         inner = inner.__cause__ or inner.__context__
     line = _user_line(error)
     if line is None:
+        plain = "" if compiler == "eager" else "compiler='eager' if the pieces' one failed, or "
         raise CaptureError(
             f"torch.compile could not compile the step for policy 'piecewise': {error}\n"
-            f"Use compiler='eager' if the compiler of the pieces failed, or policy='breakable', "
-            f"which compiles nothing."
+            f"Use {plain}policy='breakable', which compiles nothing."
         ) from error
     reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
     # The second is what the tracer says of a marked method: it looks into the mark itself.
