@@ -639,6 +639,43 @@ def test_result_of_a_mark_that_only_claims_to_mutate_is_refused(bench):
         bench.capture(run, bench.randn(4, WIDTH))
 
 
+def test_numbers_and_bools_among_the_results_of_a_mark_reach_the_step(bench):
+    @dg.region
+    def body(x):
+        return x + 1, [x * 2, None], 3, 1.5, True
+
+    def run(x):
+        more, (twice, nothing), whole, part, flag = body(x - 1)
+        assert nothing is None
+        return more * whole + twice * part if flag else x
+
+    with bench.capture(run, bench.randn(4, WIDTH)) as capture:
+        bench.check(capture, run)
+
+
+RETURNED = {
+    "text": (lambda x: (x + 1, "a"), r"an object of type str as element \[1\] of its result\."),
+    "rows": (
+        lambda x: (x, [x, x.shape[0]]),
+        r"a number that depends on a size as element \[1\]\[1\]",
+    ),
+    "dtype": (lambda x: [x, x.dtype], r"an object of type dtype as element \[1\] of its result\."),
+    "shape": (lambda x: (x.shape, x), r"an object of type Size as element \[0\] of its result\."),
+    "dict": (lambda x: (x, {"a": x}), r"an object of type dict as element \[1\] of its result\."),
+    "number": (lambda x: 3, r"an object of type int\."),
+    "size": (lambda x: x.numel(), r"a number that depends on a size\."),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_result_that_no_trace_holds_is_refused_and_its_element_named(bench, name):
+    body, said = RETURNED[name]
+    body.__qualname__ = "body"
+    marked = dg.region(body)
+    with pytest.raises(dg.CaptureError, match=f"^body returned {said}"):
+        bench.capture(lambda x: (marked(x - 1), x + 1), bench.randn(4, WIDTH))
+
+
 def test_write_that_the_mark_does_not_tell_of_is_refused(bench):
     @dg.region(mutates=("out",))
     def body(x, out, state):

@@ -105,11 +105,13 @@ class _Tracing:
         host = mark.host_kwargs({name: declared.get(name) for name in given})
         with entered(None):
             result = described(mark, args, kwargs, host)
-        if isinstance(result, int | float | str) or not _is_traceable(result):
+        refused = _untraceable(result)
+        if refused is not None:
             raise CaptureError(
-                f"{mark.name} returned a {type(result).__name__}. Under policy 'piecewise' a "
-                f"marked function returns a tensor, None, or a tuple or list of such and of plain "
-                f"values; return one of these, or use policy='breakable'."
+                f"{mark.name} returned {refused}. Under policy 'piecewise' a marked function "
+                f"returns a tensor, None, or a tuple or list of tensors, None, and numbers and "
+                f"bools that do not depend on sizes. Take the rest from its arguments after the "
+                f"call, or use policy='breakable'."
             )
         return result
 
@@ -117,10 +119,18 @@ class _Tracing:
         """Do nothing: the split finds the call."""
 
 
-def _is_traceable(result: Any) -> bool:
+def _untraceable(result: Any, index: str = "") -> str | None:
+    """Return what in ``result`` of a mark no trace holds, and where; None if it holds all."""
     if type(result) in (tuple, list):
-        return all(map(_is_traceable, result))
-    return result is None or isinstance(result, torch.Tensor | int | float | str)
+        found = (_untraceable(item, f"{index}[{at}]") for at, item in enumerate(result))
+        return next(filter(None, found), None)
+    number = isinstance(result, bool | int | float)  # A trace holds one only inside a tuple.
+    if result is None or isinstance(result, torch.Tensor) or (number and index):
+        return None
+    kind = f"an object of type {type(result).__qualname__}"
+    if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
+        kind = "a number that depends on a size"
+    return f"{kind} as element {index} of its result" if index else kind
 
 
 def _mark_of(node: Node) -> Mark | None:
