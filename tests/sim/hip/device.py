@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from ctypes import c_int64
@@ -302,9 +303,17 @@ class Recorder(TorchDispatchMode):
         results, outputs = self._results(func, args, kwargs)
 
         mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
+        # A kernel does not depend on the autocast of whoever launches it.
+        autocast = functools.partial(
+            torch.autocast,
+            "cpu",
+            torch.get_autocast_dtype("cpu"),
+            enabled=torch.is_autocast_enabled("cpu"),
+            cache_enabled=False,
+        )
 
         def call() -> None:
-            with mode():
+            with mode(), autocast():
                 got = pytree.tree_leaves(func(*args, **kwargs))
                 for output, value in zip(outputs, got, strict=True):
                     if output is not None:
