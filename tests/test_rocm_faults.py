@@ -15,6 +15,7 @@ import devgraph as dg
 from devgraph.api import nodegraph
 from devgraph.api.nodes import RuntimeCallError
 from devgraph.rocm.graph import LEAK_BUDGET_BYTES, LEAKED_BYTES_PER_NODE
+from devgraph.rocm.guard import HostReadGuard
 
 HIP_52 = 50221153
 HIP_72 = 70226015
@@ -243,16 +244,36 @@ def test_executable_that_is_refused_is_done_without():
 # Unsafe calls.
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.sum().item(),
-        lambda x: torch.nonzero(x),
-        lambda x: bool((x > 0).any()),
-        lambda x: torch.equal(x, x),
-    ],
-    ids=["item", "nonzero", "bool", "equal"],
-)
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "nonzero": torch.nonzero,
+    "bool": lambda x: bool((x > 0).any()),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "mask": lambda x: x[x > 0],
+    "mask of rows": lambda x: x[x[:, 0] > 0].sum(),
+    "mask of columns": lambda x: x[:, x[0] > 0],
+    "mask of bytes": lambda x: x[(x > 0).byte()],
+    "assignment under a mask": lambda x: x.index_put_((x > 0,), x[0, 0]),
+    "assignment under a mask elsewhere": lambda x: x.index_put((x > 0,), x[0, 0]),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long() + 1, dim=0),
+    "bincount": lambda x: torch.bincount((x[:, 0] > 0).long()),
+    "histc": lambda x: torch.histc(x, 4),
+    "unique": torch.unique,
+    "old unique": torch._unique,
+    "unique rows": lambda x: torch.unique(x, dim=0),
+    "unique neighbours": torch.unique_consecutive,
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "where": lambda x: torch.where(x > 0),
+    "one_hot": lambda x: torch.nn.functional.one_hot((x > 0).long()),
+    "errors of linalg": lambda x: torch.linalg.inv(x[:, :4]),
+    "sparse": lambda x: x.to_sparse(),
+    "host": lambda x: x.to("cpu", torch.float64),
+}
+READING = pytest.mark.parametrize("read", READS.values(), ids=READS)
+
+
+@READING
 @pytest.mark.parametrize("inside", ["body", "region"])
 def test_host_read_that_the_runtime_lets_pass_is_refused_with_its_line(
     inside: str, read: Callable[[torch.Tensor], Any]
@@ -278,6 +299,57 @@ def test_host_read_that_the_runtime_lets_pass_is_refused_with_its_line(
             body(noise(), n=2)
         assert graph.state == "empty"
         assert_usable(be)
+
+
+@READING
+def test_host_read_under_inference_mode_is_refused(read: Callable[[torch.Tensor], Any]):
+    """Operations that torch makes of others reach a dispatch mode whole there."""
+    with torch.inference_mode(), on_fake(version=HIP_72, quiet=1) as be:
+        x, graph = noise(), be.make_graph()
+        with pytest.raises(dg.HostReadError), be.capture_context(graph):
+            read(x)
+        assert graph.state == "empty"
+
+
+NO_READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "numbers as indices": lambda x: x[(x[:, 0] > 0).long()],
+    "list as index": lambda x: x[[0, 2]],
+    "assignment at numbers": lambda x: x.clone().index_put_(((x[:, 0] > 0).long(),), x[0]),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 0.0),
+    "where of two": lambda x: torch.where(x > 0, x, -x),
+    "repeat_interleave of a known size": lambda x: torch.repeat_interleave(
+        x, torch.full((4,), 2) + (x[:, 0] > 99), dim=0, output_size=8
+    ),
+    "repeat_interleave by a number": lambda x: torch.repeat_interleave(x, 2, dim=0),
+    "histc with bounds": lambda x: torch.histc(x, 4, -1.0, 1.0),
+    "linear": lambda x: torch.nn.functional.linear(x, x),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("fn", NO_READS.values(), ids=NO_READS)
+def test_operation_that_reads_nothing_on_the_host_is_captured(
+    fn: Callable[[torch.Tensor], torch.Tensor], inference: bool
+):
+    with torch.inference_mode(inference), on_fake(version=HIP_72, quiet=1) as be:
+        x = noise()
+        with dg.capture(fn, x, backend=be) as cap:
+            check(cap, fn, x)
+
+
+def test_value_of_the_host_under_one_mask_is_a_fill_and_no_read():
+    """As torch does it: ``x[x > 0] = 1.0``, whose value stays on the host."""
+    x = noise()
+    want = x.masked_fill(x > 0, 1.0)
+    guard = HostReadGuard(lambda tensor: tensor.dim() > 0)
+    guard.on = True
+    with guard:
+        x[x > 0] = 1.0
+        with pytest.raises(dg.HostReadError):
+            x.index_put_((x > 0,), torch.tensor(1.0), accumulate=True)
+        with pytest.raises(dg.HostReadError):
+            x.index_put_((x > 0,), torch.ones(1))
+    assert torch.equal(x, want)
 
 
 def test_eager_body_of_a_break_may_read_on_the_host():

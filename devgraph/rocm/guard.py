@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,18 +17,25 @@ __all__ = ["HostReadGuard"]
 
 _READS = frozenset(
     {
+        "_linalg_check_errors",
         "_local_scalar_dense",
+        "_to_sparse",
+        "_unique",
+        "_unique2",
+        "allclose",
+        "bincount",
         "equal",
-        "is_nonzero",
-        "item",
         "masked_select",
         "nonzero",
         "unique_consecutive",
         "unique_dim",
-        "_unique2",
+        "unique_dim_consecutive",
     }
 )
 """Operations whose result, or the shape of it, comes from data on the device."""
+
+_INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+"""Operations whose second argument is a list of indices, of which masks are counted on the host."""
 
 
 class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -64,6 +72,9 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.on and _is_composed(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if self.on and self._reads_host(func, args, kwargs):
             raise HostReadError(
                 f"{func} reads device data on the host inside a capture, at {user_line()}. A "
@@ -75,8 +86,14 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _reads_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         name = func.overloadpacket.__name__
         if name in _READS:
-            leaves = pytree.tree_leaves(args)
-            return any(isinstance(x, torch.Tensor) and self._is_device(x) for x in leaves)
+            return self._any_on_device(args)
+        if name in _INDEXED:
+            return self._counts_mask(args)
+        if name == "repeat_interleave":
+            return kwargs.get("output_size") is None and self._any_on_device(args)
+        if name == "histc":
+            low, high = (*args[2:4], 0, 0)[:2]  # equal ones stand for the bounds of the data
+            return low == high and self._any_on_device(args)
         if name == "copy_":
             waits = not (kwargs.get("non_blocking", False) or args[2:] == (True,))
             return waits and self._is_device(args[1]) and not self._is_device(args[0])
@@ -90,3 +107,31 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 and self._is_device(args[0])
             )
         return False
+
+    def _any_on_device(self, args: tuple[Any, ...]) -> bool:
+        leaves = pytree.tree_leaves(args)
+        return any(isinstance(x, torch.Tensor) and self._is_device(x) for x in leaves)
+
+    def _counts_mask(self, args: tuple[Any, ...]) -> bool:
+        """Whether an index on the device is a mask, the number of whose hits the host must know.
+
+        torch writes one value of the host under one mask as a fill, which needs no such number.
+        """
+        indices = [x for x in args[1] if x is not None]
+        masks = [x for x in indices if x.dtype in (torch.bool, torch.uint8) and self._is_device(x)]
+        if len(args) < 3 or len(indices) > 1:
+            return bool(masks)
+        value, accumulate = args[2], args[3:4] == (True,)
+        fills = value.numel() == 1 and not self._is_device(value) and not accumulate
+        return bool(masks) and not fills
+
+
+def _is_composed(func: Any) -> bool:
+    """Whether an operation is only calls of others, which the guard would not see by themselves.
+
+    Under inference mode such operations arrive whole. ROCm builds call their dispatch key CUDA.
+    """
+    composite, device = DispatchKey.CompositeImplicitAutograd, DispatchKey.CUDA
+    return func.has_kernel_for_dispatch_key(composite) and not func.has_kernel_for_dispatch_key(
+        device
+    )
