@@ -23,6 +23,7 @@ import pytest
 import torch
 from suite import printed_by
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import devgraph as dg
 from devgraph.runners import RankGroup
@@ -418,6 +419,96 @@ def test_tensor_that_only_the_capture_reads_lives_as_long_as_it(bench):
     assert alive() is None
 
 
+# Tensors by closure.
+
+
+def with_marked_module(linear, state):
+    return dg.region(linear)
+
+
+def with_parameters_by_closure(linear, state):
+    @dg.region
+    def body(x):
+        return nn.functional.linear(x, linear.weight, state) * 2
+
+    return body
+
+
+def with_fake_over_parameters(linear, state):
+    @dg.region(fake=lambda x: linear(x))
+    def body(x):
+        return linear(x) + state
+
+    return body
+
+
+def with_state_returned(linear, state):
+    @dg.region
+    def body(x):
+        return state.copy_(linear(x).sum(0))
+
+    return body
+
+
+CLOSURES = [
+    with_marked_module,
+    with_parameters_by_closure,
+    with_fake_over_parameters,
+    with_state_returned,
+]
+
+
+@pytest.mark.parametrize("make", CLOSURES)
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_region_over_tensors_by_closure_needs_no_fake_and_equals_eager(bench, make, compiler):
+    torch._dynamo.reset()
+    linear = nn.Linear(WIDTH, WIDTH).to(bench.device)
+    marked = make(linear, bench.randn(WIDTH))
+
+    def run(x):
+        return marked(torch.sin(x)) * 3
+
+    for rows in (4, 6):
+        with bench.capture(run, bench.randn(rows, WIDTH), compiler=compiler) as capture:
+            bench.check(capture, run, near=compiler == "inductor")
+            with torch.no_grad():
+                linear.weight.normal_()
+            bench.check(capture, run, near=compiler == "inductor")
+
+
+def test_tracing_a_region_leaves_what_it_writes_by_closure_alone(bench):
+    torch._dynamo.reset()
+    state = torch.zeros(WIDTH, device=bench.device)
+    runs = []
+
+    @dg.region
+    def body(x):
+        if not isinstance(x, FakeTensor):
+            runs.append(1)
+        state.add_(1)
+        return x + state
+
+    def run(x):
+        return body(x + 1) * 2
+
+    with bench.capture(run, bench.randn(4, WIDTH)) as capture:
+        capture.replay()
+    assert runs
+    assert torch.equal(state, torch.full_like(state, len(runs)))
+
+
+@pytest.mark.parametrize("policy", ["breakable", "piecewise"])
+def test_marked_function_of_torch_runs_between_graphs(bench, policy):
+    silu = dg.region(nn.functional.silu)
+
+    def run(x):
+        return silu(x + 1) * 2
+
+    with bench.capture(run, bench.randn(4, WIDTH), policy=policy) as capture:
+        bench.check(capture, run)
+        assert [repr(s) for s in capture.segments][1:2] == ["<eager silu>"]
+
+
 # Modes.
 
 
@@ -700,6 +791,18 @@ def test_region_that_cannot_run_without_data_asks_for_fake(bench):
 
     with pytest.raises(dg.CaptureError, match=r"body .*fake="):
         bench.capture(lambda x: body(x) + 1, bench.randn(4, WIDTH))
+
+
+def test_fake_that_does_not_take_the_host_argument_is_refused_with_the_name_of_the_mark(bench):
+    @dg.region(host_args="kv_len", fake=torch.empty_like)
+    def body(x, *, kv_len):
+        return x * kv_len
+
+    def run(x, *, kv_len):
+        return body(x + 1, kv_len=kv_len)
+
+    with pytest.raises(dg.CaptureError, match=r"body .* raised TypeError: .*\(kv_len\)"):
+        bench.of_rows(run, 4)
 
 
 def test_step_without_tensor_work_is_refused(bench):

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.buffers import tensors_in
 from devgraph.api.capturing import plain_host_values
@@ -26,20 +27,58 @@ def described(
     mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
 ) -> Any:
     """Return what a marked function returns for arguments that are fake tensors."""
-    if mark.fake is not None:
-        return mark.fake(*args, **kwargs, **host)
-    if mark.mutates:
+    if mark.fake is None and mark.mutates:
         return None  # the usual shape of a region; the check refuses any other result
+    claim = mark.fn if mark.fake is None else mark.fake
     try:
-        return mark.fn(*args, **kwargs, **host)
+        with _Closed() as closed:
+            return pytree.tree_map(closed.stand_in, claim(*args, **kwargs, **host))
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "no message")
+        reason = f"{type(error).__name__}: {reason}"
+        if mark.fake is not None:
+            raise CaptureError(
+                f"policy 'piecewise' must know what {mark.name} returns without running it, and "
+                f"the fake= of its mark raised {reason}. fake= takes what the function takes, "
+                f"host arguments ({', '.join(host) or 'none'}) too, on tensors without data."
+            ) from error
         raise CaptureError(
             f"policy 'piecewise' must know what {mark.name} returns without running it, and its "
-            f"body does not run without data ({type(error).__name__}: {reason}). Give its mark "
-            f"fake=, a function of the same arguments that returns empty tensors of the result's "
-            f"shape."
+            f"body does not run without data ({reason}). Give its mark fake=, a function of the "
+            f"same arguments that returns empty tensors of the result's shape."
         ) from error
+
+
+class _Closed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Puts a fake tensor in the place of every real one, which the block reaches by closure.
+
+    The mode of fake tensors can be told to take real ones, and then writes some of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map(self.stand_in, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def stand_in(self, leaf: Any) -> Any:
+        """Return ``leaf``, or the tensor without data of its layout where it is a real tensor."""
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        if id(leaf) not in self._known:
+            made = torch.empty_strided(
+                leaf.shape,
+                leaf.stride(),
+                dtype=leaf.dtype,
+                device=leaf.device,
+                requires_grad=leaf.requires_grad,
+            )
+            self._known[id(leaf)] = (leaf, made)  # The first holds the identity.
+        return self._known[id(leaf)][1]
 
 
 _Versions = dict[str, list[tuple[int, int]]]

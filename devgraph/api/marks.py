@@ -267,6 +267,9 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
     # Tracers tell functions apart by their code: with one code for all marks they would take a step
     # over one region for the same step over another.
     marked.__code__ = marked.__code__.replace(co_name=mark.name)  # type: ignore[attr-defined]
+    # And code generated from a trace would call what torch's own module has under that name.
+    if marked.__module__.partition(".")[0] == "torch":
+        marked.__module__ = __name__
     marked.__devgraph_mark__ = mark  # type: ignore[attr-defined]
     _marked.add(marked)
     return marked
