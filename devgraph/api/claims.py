@@ -32,7 +32,7 @@ def described(
     claim = mark.fn if mark.fake is None else mark.fake
     try:
         with _Closed() as closed:
-            return pytree.tree_map(closed.stand_in, claim(*args, **kwargs, **host))
+            return closed.stand_in(claim(*args, **kwargs, **host))
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "no message")
         reason = f"{type(error).__name__}: {reason}"
@@ -62,11 +62,16 @@ class _Closed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map(self.stand_in, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(self._leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def stand_in(self, leaf: Any) -> Any:
-        """Return ``leaf``, or the tensor without data of its layout where it is a real tensor."""
+    def stand_in(self, result: Any) -> Any:
+        """Return ``result`` with tensors without data for the real ones among it."""
+        if type(result) in (tuple, list):  # A mark returns no other trees; a torch.Size is none.
+            return type(result)(map(self.stand_in, result))
+        return self._leaf(result)
+
+    def _leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         if id(leaf) not in self._known:
