@@ -397,6 +397,29 @@ def test_synchronisation_that_the_runtime_lets_pass_leaves_the_graph_right():
         assert not be.capabilities.concurrent_threads
 
 
+def test_threads_beside_a_capture_work_where_the_runtime_reports_unsafe_calls():
+    with on_fake(version=HIP_714, quiet=0) as be:
+        x, other = noise(), noise()
+        seen: list[torch.Tensor] = []
+        with captured(be, step, other) as cap:
+            check(cap, step, other, n=3)  # to record it would wait for the capture below
+
+            def work() -> None:
+                seen.extend([cap.replay(n=3).clone(), step(other, n=3)])
+
+            graph = be.make_graph()
+            with be.capture_context(graph, host_args={"n": 2}):
+                out = step(x, n=2)
+                thread = threading.Thread(target=work, daemon=True)
+                thread.start()
+                thread.join(20)
+            assert len(seen) == 2
+            assert torch.equal(*seen)
+        x.copy_(noise())
+        graph.replay()
+        assert torch.equal(out, step(x, n=2))
+
+
 # Captures that cannot be ended.
 
 

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from ctypes import c_int64
 from typing import Any, ClassVar
@@ -169,7 +170,7 @@ class Device:
         self._streams = [_Stream(self, fake.stream()) for _ in range(32)]
         self._next = itertools.cycle(self._streams)
         self._default = _Stream(self, 0)
-        self.current = self._default
+        self._here = threading.local()
         self.capturing: dict[int, _Graph] = {}
         self.default_generators = [_Generator()]
         self.CUDAGraph = lambda keep_graph=False: _Graph(self, keep_graph)
@@ -181,6 +182,12 @@ class Device:
         """What copies and fills address must not go back to the allocator."""
         self._kernels: dict[Any, int] = {}
         self._numbers = itertools.count(1)
+
+    @property
+    def current(self) -> _Stream:
+        """The current stream of the calling thread."""
+        stream: _Stream = getattr(self._here, "stream", self._default)
+        return stream
 
     def kernel(self, func: Any) -> int:
         """Return the kernel that stands for a torch operation."""
@@ -214,11 +221,11 @@ class Device:
 
     @contextlib.contextmanager
     def stream(self, stream: _Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before, self._here.stream = self.current, stream
         try:
             yield
         finally:
-            self.current = before
+            self._here.stream = before
 
     def is_current_stream_capturing(self) -> bool:
         status = ctypes.c_int()
