@@ -810,6 +810,34 @@ def test_step_without_tensor_work_is_refused(bench):
         bench.capture(lambda: None)
 
 
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+ALREADY = {
+    "function": lambda module: torch.compile(lambda x: module(x), backend="eager"),
+    "module": lambda module: torch.compile(module, backend="eager"),
+    "method": lambda module: torch.compile(module, backend="eager").forward,
+    "in place": compiled_in_place,
+}
+
+
+@pytest.mark.parametrize("kind", ALREADY)
+def test_step_that_is_compiled_already_is_refused_with_what_to_pass(bench, kind):
+    class Doubling(nn.Module):
+        def forward(self, x):
+            return double(torch.sin(x)) + 1
+
+    module = Doubling()
+    x = bench.randn(4, WIDTH)
+    with pytest.raises(dg.CaptureError, match=r"compiled already.* function or module itself"):
+        bench.capture(ALREADY[kind](module), x)
+    if kind != "in place":
+        with bench.capture(module, x) as capture:
+            bench.check(capture, module)
+
+
 def test_disabled_tracer_is_named(bench, step, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     with pytest.raises(dg.CaptureError, match="TORCHDYNAMO_DISABLE"):

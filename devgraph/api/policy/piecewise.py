@@ -569,6 +569,7 @@ class _Piecewise(Policy):
     def warm_up(self, job: Job, runs: int) -> Job:
         with job.phase("activate"):
             compiler = self._compiler(job)
+            _refuse_compiled(job.fn)
             _allow_marks()
             step = _CompiledStep(job, compiler)
         for _ in range(max(runs, 1)):
@@ -593,6 +594,18 @@ class _Piecewise(Policy):
                 f"{', '.join(capabilities.compilers)}"
             )
         return self._compilers.setdefault((name, type(job.backend)), _Compiler(name))
+
+
+def _refuse_compiled(step: Callable[..., Any]) -> None:
+    """Raise CaptureError for what torch.compile returned: its own trace runs into the marks."""
+    wrapped = getattr(step, "_torchdynamo_orig_callable", None) is not None
+    disabled = getattr(step, "_torchdynamo_disable", False)
+    in_place = isinstance(step, torch.nn.Module) and step._compiled_call_impl is not None
+    if (wrapped and not disabled) or in_place:
+        raise CaptureError(
+            "the step is compiled already, by torch.compile. Pass the function or module itself: "
+            "under policy 'piecewise' devgraph compiles it, in pieces, with compiler=."
+        )
 
 
 def _raise_explained(error: Exception, compiler: str) -> NoReturn:
