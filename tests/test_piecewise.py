@@ -745,15 +745,15 @@ def test_numbers_and_bools_among_the_results_of_a_mark_reach_the_step(bench):
 
 
 RETURNED = {
-    "text": (lambda x: (x + 1, "a"), r"an object of type str as element \[1\] of its result\."),
+    "text": (lambda x: (x + 1, "a"), r"a str as element \[1\] of its result\."),
     "rows": (
         lambda x: (x, [x, x.shape[0]]),
         r"a number that depends on a size as element \[1\]\[1\]",
     ),
-    "dtype": (lambda x: [x, x.dtype], r"an object of type dtype as element \[1\] of its result\."),
-    "shape": (lambda x: (x.shape, x), r"an object of type Size as element \[0\] of its result\."),
-    "dict": (lambda x: (x, {"a": x}), r"an object of type dict as element \[1\] of its result\."),
-    "number": (lambda x: 3, r"an object of type int\."),
+    "dtype": (lambda x: [x, x.dtype], r"a dtype as element \[1\] of its result\."),
+    "shape": (lambda x: (x.shape, x), r"a Size as element \[0\] of its result\."),
+    "dict": (lambda x: (x, {"a": x}), r"a dict as element \[1\] of its result\."),
+    "number": (lambda x: 3, r"a int\."),
     "size": (lambda x: x.numel(), r"a number that depends on a size\."),
 }
 

@@ -127,7 +127,7 @@ def _untraceable(result: Any, index: str = "") -> str | None:
     number = isinstance(result, bool | int | float)  # A trace holds one only inside a tuple.
     if result is None or isinstance(result, torch.Tensor) or (number and index):
         return None
-    kind = f"an object of type {type(result).__qualname__}"
+    kind = f"a {type(result).__qualname__}"
     if isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
         kind = "a number that depends on a size"
     return f"{kind} as element {index} of its result" if index else kind
