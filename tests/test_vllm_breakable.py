@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import types
 from collections.abc import Iterator
@@ -298,6 +299,22 @@ def test_capturing_again_drops_the_segments_of_before(
     assert setup.model.forward is before
     found = vllm.stats()["modes"]["breakable"]
     assert (found["captures"], found["graphs"]) == (4, 2)
+
+
+def test_capturing_again_leaves_the_heap_that_the_engine_has_frozen(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=False)
+    setup.capture()
+    assert gc.get_freeze_count() == 0
+    setup.manager.graphs.clear()
+    gc.freeze()  # as vLLM does when an engine has started
+    try:
+        before = gc.get_freeze_count()
+        setup.capture()
+        assert gc.get_freeze_count() > 0.9 * before > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_manager_counts_why_a_step_has_no_graph(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from devgraph.api.errors import AgreementError, InputError, ResourceError
 from devgraph.api.policy import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.runners.agreement import PeerFailed
+from devgraph.runners.collector import collector_at_rest
 from devgraph.runners.decision import Reason
 from devgraph.runners.entries import Entries, Entry
 from devgraph.runners.parts import Parts, StaticBatch
@@ -57,7 +56,7 @@ class Round:
         done: list[Entry] = []
         name = parts.options.name
         with (
-            _collector_at_rest(sweep=len(self._entries) > 1),
+            collector_at_rest(sweep=len(self._entries) > 1),
             torch.no_grad(),
             progress_bar(f"{name}: capturing", len(self._entries), parts.options.progress) as step,
         ):
@@ -307,28 +306,3 @@ def check_ranks(parts: Parts, capture_mode: str) -> None:
             f"capture={capture_mode!r} lets a rank capture alone, and this runner has a group of "
             f"{parts.ranks.size} ranks; use capture='eager'"
         )
-
-
-@contextlib.contextmanager
-def _collector_at_rest(*, sweep: bool) -> Iterator[None]:
-    """Keep the garbage collector from running meanwhile; a collection may unload kernels.
-
-    What the program had frozen or disabled stays so.
-
-    Args:
-        sweep: collect young objects first, so that the memory of what was just dropped is free.
-            A full collection takes longer than the captures of a small model.
-    """
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-    if sweep:
-        gc.collect(1)
-    if not frozen:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
-        if enabled:
-            gc.enable()

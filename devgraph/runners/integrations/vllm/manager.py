@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from devgraph.runners.collector import heap_frozen
 from devgraph.runners.integrations.engine.ledger import EagerReason
 from devgraph.runners.integrations.engine.table import Replayable, capture_whole
 from devgraph.runners.integrations.vllm.layer import current_layer
@@ -46,7 +45,8 @@ def _capturing_manager() -> Any:
             progress_bar_desc: str = "Capturing graphs",
         ) -> dict[Any, Any]:
             states = {}
-            with graph_capture(device=self.device), _objects_frozen():
+            # Collections between captures need not walk the heap that vLLM has just collected.
+            with graph_capture(device=self.device), heap_frozen():
                 # Pieces first: they have the larger activations, whose memory whole steps reuse.
                 for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
                     descriptors = self._capture_descs.get(mode, [])
@@ -128,14 +128,3 @@ def _progress(items: list[Any], title: str, shown: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(items, desc=title)
-
-
-@contextlib.contextmanager
-def _objects_frozen() -> Iterator[None]:
-    """Keep the collections between captures from walking the engine's whole heap, which vLLM has
-    just done."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
