@@ -235,25 +235,26 @@ def empty_bodies(model: Model, steps: int) -> dict[str, float]:
 def new_lengths(model: Model, count: int) -> dict[str, Any]:
     """Host time of a trace in which every length is new, recording and captures included.
 
-    Both policies run the trace from the same caches as an eager run, whose outputs are the truth.
+    Step by step in turn, as in ``compare``: an eager step, whose output is the truth, then both
+    policies. All write the same rows to the caches, so that each finds them as the others did.
     """
     order = torch.randperm(1200, generator=torch.Generator().manual_seed(2))
     trace = [512 + 2 * int(i) for i in order[:count]]
-    saved = model.save_caches()
-    expected = [model.step(model.x, attend, kv_len=length).clone() for length in trace]
-    result: dict[str, Any] = {"steps": len(trace)}
-    for policy in ("breakable", "full"):
-        cap = captured(model, policy, attend_region)
-        model.load_caches(saved)
-        seconds, wrong = 0.0, []
-        for length, want in zip(trace, expected, strict=True):
+    policies = {policy: captured(model, policy, attend_region) for policy in ("breakable", "full")}
+    seconds = dict.fromkeys(policies, 0.0)
+    wrong: dict[str, list[int]] = {policy: [] for policy in policies}
+    for number, length in enumerate(trace):
+        want = model.step(model.x, attend, kv_len=length).clone()
+        for policy in list(policies)[:: -1 if number % 2 else 1]:
             torch.cuda.synchronize()
             started = time.perf_counter()
-            got = cap.replay(kv_len=length)
-            seconds += time.perf_counter() - started
+            got = policies[policy].replay(kv_len=length)
+            seconds[policy] += time.perf_counter() - started
             if not torch.equal(got, want):
-                wrong.append(length)
-        result[f"{policy}_ms"], result[f"{policy}_wrong"] = seconds * 1e3, wrong
+                wrong[policy].append(length)
+    result: dict[str, Any] = {"steps": len(trace)}
+    for policy, cap in policies.items():
+        result[f"{policy}_ms"], result[f"{policy}_wrong"] = seconds[policy] * 1e3, wrong[policy]
         result[f"{policy}_counts"] = cap.stats()
         cap.close()
     return result

@@ -136,12 +136,3 @@ class Model:
             x = x + out @ proj
             x = x + F.silu(F.rms_norm(x, (work.width,)) @ up) @ down
         return x
-
-    def save_caches(self) -> list[torch.Tensor]:
-        """Return copies of all caches."""
-        return [cache.clone() for cache in (*self.keys, *self.values)]
-
-    def load_caches(self, saved: list[torch.Tensor]) -> None:
-        """Put the caches back."""
-        for cache, content in zip((*self.keys, *self.values), saved, strict=True):
-            cache.copy_(content)
