@@ -255,8 +255,8 @@ class Forks:
     def __init__(self, driver: Driver, graph: int, last: dict[int, list[int]]) -> None:
         self._driver, self._graph, self._last = driver, graph, last
 
-    def is_capturing(self, stream: int) -> bool:
-        return stream in self._last
+    def capturing(self, streams: Sequence[int]) -> list[int]:
+        return [stream for stream in streams if stream in self._last]
 
     def capture_of(self, stream: int) -> tuple[int, int, list[int]] | None:
         return (1, self._graph, self._last[stream]) if stream in self._last else None

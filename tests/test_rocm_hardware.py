@@ -51,7 +51,7 @@ def test_library_that_torch_mapped_is_the_one_that_is_called(be: Any):
     x = randn(8)
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
-        assert be.runtime.is_capturing(stream.cuda_stream)
+        assert be.runtime.capturing([stream.cuda_stream])
         x.add_(1)
         graph.capture_end()
     assert be.runtime.count(graph.raw_cuda_graph()) == 1

@@ -56,8 +56,8 @@ class NodeRuntime(Protocol):
     def capture_of(self, stream: int) -> Capture | None:
         """Return the capture that ``stream`` is part of, or None."""
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether ``stream`` is part of a capture."""
+    def capturing(self, streams: Sequence[int]) -> list[int]:
+        """Return those of ``streams`` that are part of a capture."""
 
     def begin_capture(self, stream: int) -> None:
         """Begin a thread-local capture on ``stream`` that torch does not know of."""

@@ -38,10 +38,9 @@ class SideStreams:
             capture: the runtime's ``capture_of(stream)``.
         """
         capture_id, graph, joined = capture
-        is_capturing = self._runtime.is_capturing
         forked = {}
-        for other in [s for s in self._known() if is_capturing(s) and s != stream]:
-            found = self._runtime.capture_of(other)
+        for other in self._runtime.capturing(self._known()):
+            found = self._runtime.capture_of(other) if other != stream else None
             if found is not None and found[0] == capture_id:
                 forked[other] = found[2]
         if not forked:

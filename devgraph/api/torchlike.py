@@ -130,9 +130,8 @@ class TorchPool(Pool):
         bare = torch._C._construct_storage_from_data_pointer(
             storage.data_ptr(), tensor.device, storage.nbytes()
         )
-        with torch.no_grad():
-            empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            return empty.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def owns(self, address: int) -> bool:
         """Whether a device address lies in this pool's graph memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from devgraph.api.nodes import RuntimeCallError
 
@@ -13,22 +13,33 @@ __all__ = ["Library"]
 _Value = ctypes.c_uint32 * 32
 """CUlaunchAttributeValue, a union of 64 bytes, with room for a larger one."""
 
+_CAPTURE_ACTIVE = 1
+"""CU_STREAM_CAPTURE_STATUS_ACTIVE"""
+
 
 class Library:
-    """Two calls that cuda-python makes wrongly or slowly.
+    """Calls that cuda-python makes wrongly or slowly.
 
     The edge data that its ``cudaGraphGetEdges`` returns lies in memory which it has freed
     (NVIDIA/cuda-python issue 1804; mended in May 2026). For a launch attribute it makes an object
     for each member of the union, which took 2.4 us of a recording's 8 for each node (one H200).
+    Whether a stream captures is asked of every stream at the end of every capture.
 
     Args:
         get_edges: the driver's ``cuGraphGetEdges_v2``.
         get_attribute: its ``cuGraphKernelNodeGetAttribute``.
+        is_capturing: its ``cuStreamIsCapturing``.
     """
 
-    def __init__(self, get_edges: Callable[..., int], get_attribute: Callable[..., int]) -> None:
+    def __init__(
+        self,
+        get_edges: Callable[..., int],
+        get_attribute: Callable[..., int],
+        is_capturing: Callable[..., int],
+    ) -> None:
         self._get_edges = get_edges
         self._get_attribute = get_attribute
+        self._is_capturing = is_capturing
 
     @classmethod
     def find(cls) -> Library:
@@ -39,7 +50,16 @@ class Library:
         get_edges.argtypes = [pointer] * 5
         get_attribute = library.cuGraphKernelNodeGetAttribute
         get_attribute.argtypes = [pointer, ctypes.c_int, pointer]
-        return cls(get_edges, get_attribute)
+        is_capturing = library.cuStreamIsCapturing
+        is_capturing.argtypes = [pointer, pointer]
+        return cls(get_edges, get_attribute, is_capturing)
+
+    def capturing(self, streams: Sequence[int]) -> list[int]:
+        """Return those of ``streams`` that are part of an active capture; one that the driver does
+        not answer for is not."""
+        ask, status = self._is_capturing, ctypes.c_int()
+        where = ctypes.byref(status)
+        return [s for s in streams if not ask(s, where) and status.value == _CAPTURE_ACTIVE]
 
     def edges(self, graph: int) -> list[tuple[int, int, int]]:
         """Return every edge as (from, to, kind); a kind is the bytes of CUgraphEdgeData as one

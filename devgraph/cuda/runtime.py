@@ -37,7 +37,6 @@ class Runtime:
         self._cudart = cudart
         self._driver = driver
         self._active = cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
-        self._is_capturing = cudart.cudaStreamIsCapturing
         self._get_nodes = cudart.cudaGraphGetNodes
         flags = cudart.cudaGraphInstantiateFlags
         # torch's own flags: another set would run other priorities and keep graph allocations.
@@ -101,10 +100,9 @@ class Runtime:
             return None
         return int(capture_id), int(graph), [int(node) for node in last or ()]
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether ``stream`` is part of a capture."""
-        # Asked of every stream at the end of every capture: an error reads as None here.
-        return bool(self._is_capturing(stream)[1] == self._active)
+    def capturing(self, streams: Sequence[int]) -> list[int]:
+        """Return those of ``streams`` that are part of a capture."""
+        return self._library.capturing(streams)
 
     def begin_capture(self, stream: int) -> None:
         """Begin a thread-local capture on ``stream`` that torch does not know of."""

@@ -181,7 +181,7 @@ class RocmBackend(NodeBackend):
         for _ in range(_MOST_STREAMS):
             stream = self.namespace.Stream(self._device)
             handle = stream.cuda_stream
-            if handle not in self.retired and not self.runtime.is_capturing(handle):
+            if handle not in self.retired and not self.runtime.capturing([handle]):
                 return stream
         raise BackendUnavailableError(
             "every stream that torch hands out was left capturing by a failed capture; start a "

@@ -72,9 +72,9 @@ class Runtime:
         self._library.call("hipStreamIsCapturing", stream, status)
         return status.value
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether ``stream`` is part of a capture."""
-        return self.status(stream) != CAPTURE_NONE
+    def capturing(self, streams: Sequence[int]) -> list[int]:
+        """Return those of ``streams`` that are part of a capture, an invalidated one included."""
+        return [stream for stream in streams if self.status(stream) != CAPTURE_NONE]
 
     def begin_capture(self, stream: int) -> None:
         """Begin a thread-local capture on ``stream`` that torch does not know of."""
