@@ -36,7 +36,7 @@ from typing import Any
 BATCHES = (1, 8, 64, 256)
 NEW_TOKENS = 128
 FIRST_STEPS = 12
-CAPTURES = 3
+CAPTURES = 7
 PROMPT = 32
 PREFILLS = 12
 CHECKS = (7, 33, 100, 200, 300, 450)
@@ -406,13 +406,13 @@ def capture_in_turns(jobs: list[Job]) -> None:
     The first capture of a process also loads kernels, and is kept aside.
     """
     captured = [job for job in jobs if job.result.get("capture_s")]
-    seconds: dict[str, list[float]] = {job.name: [] for job in captured}
-    for _ in range(CAPTURES):
-        for job in captured:
-            seconds[job.name].append(job.ask("capture_again") or float("nan"))
     for job in captured:
-        job.result["first_capture_s"] = job.result["capture_s"]
-        job.result["capture_s"] = statistics.median(seconds[job.name])
+        job.result["first_capture_s"], job.result["captures_s"] = job.result["capture_s"], []
+    for number in range(CAPTURES):
+        for job in captured[:: -1 if number % 2 else 1]:
+            job.result["captures_s"].append(job.ask("capture_again") or float("nan"))
+    for job in captured:
+        job.result["capture_s"] = statistics.median(job.result["captures_s"])
 
 
 def measure(
