@@ -73,7 +73,10 @@ def host_seconds(call: Callable[[int], Any], lengths: Iterator[int], steps: int)
 
 
 def wall_seconds(call: Callable[[int], Any], lengths: Iterator[int], steps: int) -> float:
-    """Time ``steps`` calls in a row; return seconds per call."""
+    """Time ``steps`` calls in a row, after a few that warm the caches for this contender; return
+    seconds per call."""
+    for _ in range(3):
+        call(next(lengths))
     torch.cuda.synchronize()
     started = time.perf_counter()
     for _ in range(steps):
@@ -274,7 +277,7 @@ def first_use(model: Model, count: int, backend: str = "cuda") -> dict[str, floa
     def call(length: int) -> None:
         cap.replay(kv_len=length)
 
-    lengths = list(range(520, 520 + 8 * count, 8))
+    lengths = list(range(520, 520 + 2 * count, 2))
     host_seconds(call, iter(lengths), 3)  # the replays that load kernels
     resident = resident_bytes()
     new = host_seconds(call, iter(lengths[3:]), count - 3)
@@ -285,7 +288,7 @@ def first_use(model: Model, count: int, backend: str = "cuda") -> dict[str, floa
     update = host_seconds(call, itertools.cycle(lengths[4:8]), 40)
     recordings.budget_bytes = budget
     free, charged = torch.cuda.mem_get_info()[0], recordings.bytes
-    fresh = lengths[8:]
+    fresh = lengths[8:40]  # as many executables as the budget has room for
     build = host_seconds(call, iter(fresh), len(fresh))
     torch.cuda.synchronize()
     result = {
@@ -328,7 +331,7 @@ def measure(name: str, steps: int, trace: int) -> dict[str, Any]:
     result: dict[str, Any] = {"real": compare(model, work, steps)}
     result["empty"] = empty_bodies(model, steps)
     result["trace"] = new_lengths(model, trace)
-    result["first"] = first_use(model, 40)
+    result["first"] = first_use(model, 400)
     result["ratios"] = ratios(result)
     del model
     gc.collect()

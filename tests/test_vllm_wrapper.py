@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -161,6 +162,97 @@ def test_wrappers_of_one_handle_share_a_pool(engine: Engine) -> None:
         for entry in wrapper.concrete_cudagraph_entries.values()
     }
     assert len(pools) == 1
+
+
+class Entered:
+    """Counts the pools for which the backend gets ready to capture, and those left again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pools: list[Any] = []
+        self.left: list[Any] = []
+        backend = layer.current_layer().memory.backend
+        real = backend.capturing
+
+        @contextlib.contextmanager
+        def capturing(pool: Any, stream: Any = None) -> Iterator[None]:
+            self.pools.append(pool)
+            try:
+                with real(pool, stream):
+                    yield
+            finally:
+                self.left.append(pool)
+
+        monkeypatch.setattr(backend, "capturing", capturing)
+
+
+def test_pieces_of_one_step_share_what_is_around_a_capture(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = [wrapped(engine, step=Step(factor=n + 2.0))[0] for n in range(3)]
+    config, x = pieces[0].vllm_config, torch.randn(2, WIDTH)
+    entered = Entered(monkeypatch)
+
+    def step() -> torch.Tensor:
+        out = x
+        with engine.step(config, engine.Mode.PIECEWISE, engine.Descriptor(2)):
+            for piece in pieces:
+                out = piece(out)
+        return out
+
+    with layer.current_layer().one_step():
+        step()
+        assert (len(entered.pools), len(entered.left)) == (1, 0)
+    assert len(entered.left) == 1
+    for _ in range(2):
+        x.copy_(torch.randn(2, WIDTH))
+        want = x
+        for n in range(3):
+            want = (want * (n + 2.0) + 1).relu()
+        assert torch.equal(step(), want)
+    pieces[0].clear_graphs()
+    step()
+    assert len(entered.pools) == 2, "outside of such a block each capture gets ready by itself"
+
+
+def test_pieces_of_another_pool_in_the_same_step_are_captured_there(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = wrapped(engine)
+    second, _ = wrapped(engine)
+    second.graph_pool = "another"
+    entered = Entered(monkeypatch)
+    x = torch.randn(2, WIDTH)
+    with (
+        layer.current_layer().one_step(),
+        engine.step(first.vllm_config, engine.Mode.PIECEWISE, engine.Descriptor(2)),
+    ):
+        second(first(x))
+    memory = layer.current_layer().memory
+    assert entered.pools == [memory.pool(first.graph_pool), memory.pool("another")]
+    assert entered.left == entered.pools
+
+
+def test_failed_piece_of_a_step_leaves_nothing_open(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, _ = wrapped(engine)
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no kernel")
+
+    bad = engine.Wrapper(fail, good.vllm_config, engine.Mode.PIECEWISE)
+    x = torch.randn(2, WIDTH)
+    step = engine.step(good.vllm_config, engine.Mode.PIECEWISE, engine.Descriptor(2))
+    entered = Entered(monkeypatch)
+    with pytest.raises(ValueError, match="no kernel"), layer.current_layer().one_step(), step:
+        bad(good(x))
+    assert len(entered.pools) == len(entered.left) == 1
+    assert not bad.concrete_cudagraph_entries
+    other, _ = wrapped(engine)
+    with engine.step(good.vllm_config, engine.Mode.PIECEWISE, engine.Descriptor(2)):
+        other(x)
+        assert torch.equal(other(x), (x * 2 + 1).relu())
+    assert len(entered.pools) == len(entered.left) == 2
 
 
 @pytest.mark.parametrize("release", [True, False])

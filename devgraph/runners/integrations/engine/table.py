@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -58,7 +59,12 @@ def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable
 
 
 def capture_whole(
-    pool: Pool, count: ModeCount, body: Callable[[], Any], *, release: bool
+    pool: Pool,
+    count: ModeCount,
+    body: Callable[[], Any],
+    *,
+    release: bool,
+    within: AbstractContextManager[None] | None = None,
 ) -> tuple[DeviceGraph, Any]:
     """Capture ``body`` into one graph; return it and the body's result.
 
@@ -68,11 +74,12 @@ def capture_whole(
     Args:
         release: let the result's memory go before the capture ends, so that later captures take
             it: for results that only the step's caller reads.
+        within: what the recording is made in; ``pool.backend.capturing(pool)`` by default.
     """
     started = time.perf_counter()
     backend = pool.backend
     graph = backend.make_graph(pool)
-    with backend.capturing(pool):
+    with within or backend.capturing(pool):
         graph.begin(backend.check_capture_error_mode("thread_local"))
         try:
             with entered(GraphScope(graph, HostSpec())):

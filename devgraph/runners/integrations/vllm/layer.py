@@ -27,6 +27,8 @@ class Layer:
         self.strict = strict
         self.ledger = Ledger()
         self.memory = GraphMemory(_device_type, backend)
+        self._step: contextlib.ExitStack | None = None
+        self._held: Pool | None = None
 
     def default_handle(self) -> Hashable:
         """Return the platform's handle of graph memory; one of our own where it has none."""
@@ -36,6 +38,28 @@ class Layer:
             return ("devgraph", "default")
         handle: Hashable = current_platform.get_global_graph_pool()
         return handle
+
+    @contextlib.contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Capture the pieces of a step: what the first capture of the block needs around it (the
+        device's lock, the stream to capture on) stays for the others and for what runs between
+        them, because a step has many pieces and each is small."""
+        with contextlib.ExitStack() as step:
+            self._step = step
+            try:
+                yield
+            finally:
+                self._step = self._held = None
+
+    def within(self, pool: Pool) -> contextlib.AbstractContextManager[None]:
+        """Return what a recording into ``pool`` is made in."""
+        if self._step is None:
+            return pool.backend.capturing(pool)
+        if self._held is not pool:
+            self._step.close()
+            self._step.enter_context(pool.backend.capturing(pool))
+            self._held = pool
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def capturing(self, pool: Pool, *, settle: bool) -> Iterator[Callable[[], None]]:

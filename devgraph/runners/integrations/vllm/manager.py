@@ -61,7 +61,8 @@ def _capturing_manager() -> Any:
             forward, state = create(desc)
             forward(CUDAGraphMode.NONE)  # warm-up
             if mode == CUDAGraphMode.PIECEWISE:
-                forward(CUDAGraphMode.PIECEWISE)
+                with self._layer.one_step():
+                    forward(CUDAGraphMode.PIECEWISE)
                 return state
             # Attention state anew: some attention backends set it up lazily, and that belongs
             # into the graph.

@@ -102,7 +102,8 @@ class _Graphs:
                 join()
                 return output
 
-            graph, output = capture_whole(pool, count, body, release=release)
+            within = self._layer.within(pool)
+            graph, output = capture_whole(pool, count, body, release=release, within=within)
         entry = Entry(graph, launcher(graph), self._layer.weak(pool, output))
         return entry, output
 
