@@ -399,3 +399,71 @@ def test_type_of_a_host_argument_is_not_asked_for_outside_a_region_under_piecewi
         )
     with dg.capture(step, x, policy="breakable", backend="cpu", host_args={"kv_len": 2}) as cap:
         assert torch.equal(cap.replay(kv_len=5), step(x, kv_len=5))
+
+
+# Marks where a graph cannot run them again.
+
+
+@dg.region(host_args=("n",))
+def scaled_rows(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """A region that returns a new tensor."""
+    return x * n
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+def test_region_inside_a_transform_is_refused_by_name(policy: str, transform: str):
+    def vmap(x, *, n):
+        return torch.vmap(lambda row: scaled_rows(row, n=n))(x)
+
+    def grad(x, *, n):
+        return torch.func.grad(lambda y: scaled_rows(y, n=n).sum())(x)
+
+    step = {"vmap": vmap, "grad": grad}[transform]
+    with pytest.raises(
+        dg.CaptureError,
+        match=rf"scaled_rows was called inside a transform .* in <lambda>.*{transform}",
+    ):
+        dg.capture(step, torch.ones(3, 4), policy=policy, backend="cpu", host_args={"n": 2})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_transform_inside_a_region_is_right(policy: str):
+    @dg.region(host_args=("n",))
+    def rows(x, *, n):
+        return torch.vmap(lambda row: row * n + row.sum())(x)
+
+    def step(x, *, n):
+        return rows(x, n=n) + 1
+
+    x = torch.randn(3, 4)
+    with dg.capture(step, x, policy=policy, backend="cpu", host_args={"n": 2}) as captured:
+        x.copy_(torch.randn(3, 4))
+        assert torch.equal(captured.replay(n=5), step(x, n=5))
+
+
+def test_region_that_reads_a_value_is_asked_for_a_description_of_its_result_under_piecewise():
+    @dg.region(host_args=("n",))
+    def read(x, *, n):
+        return x * n * x.sum().item()
+
+    def step(x, *, n):
+        return read(x, n=n) + 1
+
+    x = torch.randn(3, 4)
+    options = {"policy": "piecewise", "backend": "cpu", "host_args": {"n": 2}}
+    with pytest.raises(
+        dg.CaptureError, match=r"read returns .*reads device data.* Give its mark fake="
+    ):
+        dg.capture(step, x, **options)
+
+    @dg.region(host_args=("n",), fake=lambda x, *, n: torch.empty_like(x))
+    def told(x, *, n):
+        return x * n * x.sum().item()
+
+    def other(x, *, n):
+        return told(x, n=n) + 1
+
+    with dg.capture(other, x, **options) as captured:
+        x.copy_(torch.randn(3, 4))
+        assert torch.equal(captured.replay(n=5), other(x, n=5))

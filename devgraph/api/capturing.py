@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from devgraph.api.errors import FrozenValueError
+import torch
+
+from devgraph.api.buffers import tensors_in
+from devgraph.api.errors import CaptureError, FrozenValueError
 from devgraph.api.hostargs import HostSpec, is_tracked
 from devgraph.api.marks import Absorbed, Mark, entered, refuse_no_graph
 from devgraph.api.source import user_line
@@ -13,7 +16,7 @@ from devgraph.api.source import user_line
 if TYPE_CHECKING:
     from devgraph.api.graph import DeviceGraph
 
-__all__ = ["GraphScope", "plain_host_values"]
+__all__ = ["GraphScope", "plain_host_values", "refuse_transformed"]
 
 
 def plain_host_values(
@@ -52,6 +55,16 @@ def plain_host_values(
     }
 
 
+def refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise CaptureError for tensors of a torch.func transform, which have no memory to replay."""
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))):
+        raise CaptureError(
+            f"{mark.name} was called inside a transform of torch.func (vmap, grad, ...), at "
+            f"{user_line()}, and cannot run there again. Call it outside of the transform, or "
+            f"apply the transform inside the marked function."
+        )
+
+
 class GraphScope:
     """Everything goes into one graph; dynamic regions are remembered so that they can be updated.
 
@@ -85,6 +98,7 @@ class GraphScope:
         with entered(Absorbed(mark, self._policy)):
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
+            refuse_transformed(mark, args, kwargs)
             args, kwargs, given = mark.split(args, kwargs)
             values = plain_host_values(mark, given, self._spec, accept_equal=self._accept_equal)
             return self._graph.capture_region(mark, args, kwargs, self._host_kwargs(mark, values))

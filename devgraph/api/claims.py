@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.buffers import tensors_in
-from devgraph.api.capturing import plain_host_values
-from devgraph.api.errors import CaptureError, RegionError
+from devgraph.api.capturing import plain_host_values, refuse_transformed
+from devgraph.api.errors import CaptureError, HostReadError, RegionError
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark, entered
 from devgraph.api.regions import describe
@@ -62,6 +62,9 @@ class _Closed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # A tracer's mode would hand out a symbol, which nothing in the step accounts for.
+            raise HostReadError("it reads device data on the host")
         args, kwargs = pytree.tree_map(self._leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -101,6 +104,7 @@ class Checking:
         self._host: dict[Mark, dict[str, Any]] = {}
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_transformed(mark, args, kwargs)
         args, kwargs, given = mark.split(args, kwargs)
         plain = plain_host_values(mark, given, self._spec)
         first = mark not in self._host
