@@ -213,7 +213,7 @@ class Subject:
         self.llm.llm_engine.step = run
 
     def capture_again(self) -> float:
-        """Free every graph and capture anew; return the seconds."""
+        """Free the graphs and capture anew; return the seconds."""
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
         # vLLM's own V2 runner cannot capture into a pool whose graphs have all gone: one stays.
@@ -400,8 +400,8 @@ class Job:
         return json.loads(line)
 
 
-def capture_in_turns(jobs: list[Job]) -> None:
-    """Let all jobs with graphs capture anew, in turns, and keep medians.
+def capture_in_turns(jobs: list[Job], late: Callable[[], bool]) -> None:
+    """Let all jobs with graphs capture anew, in turns until it is late, and keep medians.
 
     The first capture of a process also loads kernels, and is kept aside.
     """
@@ -409,6 +409,8 @@ def capture_in_turns(jobs: list[Job]) -> None:
     for job in captured:
         job.result["first_capture_s"], job.result["captures_s"] = job.result["capture_s"], []
     for number in range(CAPTURES):
+        if number and late():
+            break
         for job in captured[:: -1 if number % 2 else 1]:
             job.result["captures_s"].append(job.ask("capture_again") or float("nan"))
     for job in captured:
@@ -507,7 +509,7 @@ def main() -> None:
         for job in members:
             if not late():
                 job.result.update(job.ask("start") or {})
-        capture_in_turns(members)
+        capture_in_turns(members, late)
         for job in members:
             if "start_s" in job.result:
                 job.result["tokens"] = job.ask("check")

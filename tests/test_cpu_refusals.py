@@ -294,6 +294,24 @@ def test_check_reports_a_consumed_host_argument() -> None:
     assert FrozenValueError.__name__ not in found.text
 
 
+def test_check_refuses_what_no_policy_can_run_again_inside_a_transform() -> None:
+    @region(host_args=("n",))
+    def dynamic(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * n
+
+    @region
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return torch.vmap(lambda row: dynamic(row, n=n))(x)
+
+    x = torch.randn(3, 4)
+    with pytest.raises(CaptureError, match="dynamic was called inside a transform"):
+        violations_of(step, x, host_args={"n": 2})
+    assert violations_of(torch.vmap(plain), x) == []
+
+
 def test_check_raises_errors_that_no_violation_explains() -> None:
     with pytest.raises(ZeroDivisionError):
         violations_of(lambda x: 1 // 0, X)

@@ -427,6 +427,17 @@ def test_region_inside_a_transform_is_refused_by_name(policy: str, transform: st
         dg.capture(step, torch.ones(3, 4), policy=policy, backend="cpu", host_args={"n": 2})
 
 
+def test_region_without_host_values_may_lie_inside_a_transform_in_one_graph():
+    @dg.region
+    def doubled(x):
+        return x * 2
+
+    x = torch.randn(3, 4)
+    with dg.capture(torch.vmap(doubled), x, policy="full", backend="cpu") as captured:
+        x.copy_(torch.randn(3, 4))
+        assert torch.equal(captured.replay(), x * 2)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_transform_inside_a_region_is_right(policy: str):
     @dg.region(host_args=("n",))

@@ -232,6 +232,30 @@ def test_pieces_of_another_pool_in_the_same_step_are_captured_there(
     assert entered.left == entered.pools
 
 
+def test_pool_that_cannot_be_captured_into_leaves_none_held(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = layer.current_layer().memory
+    first, second = memory.pool("first"), memory.pool("second")
+    entered = Entered(monkeypatch)
+    working = memory.backend.capturing
+
+    def busy(pool: Any, stream: Any = None) -> Any:
+        if pool is second:
+            raise dg.CaptureBusyError("another thread captures")
+        return working(pool, stream)
+
+    monkeypatch.setattr(memory.backend, "capturing", busy)
+    within = layer.current_layer().within
+    with layer.current_layer().one_step():
+        within(first)
+        with pytest.raises(dg.CaptureBusyError):
+            within(second)
+        assert entered.left == [first]
+        within(first)
+    assert entered.pools == entered.left == [first, first]
+
+
 def test_failed_piece_of_a_step_leaves_nothing_open(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

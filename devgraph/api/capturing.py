@@ -16,21 +16,37 @@ from devgraph.api.source import user_line
 if TYPE_CHECKING:
     from devgraph.api.graph import DeviceGraph
 
-__all__ = ["GraphScope", "plain_host_values", "refuse_transformed"]
+__all__ = ["GraphScope", "captured_call"]
 
 
-def plain_host_values(
-    mark: Mark, host: dict[str, Any], spec: HostSpec, *, accept_equal: bool = False
-) -> dict[str, Any]:
-    """Return the values of capture for a mark's host arguments, all of them checked as tracked.
+def captured_call(
+    mark: Mark,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: HostSpec,
+    *,
+    accept_equal: bool = False,
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """Return the arguments of a call that can run again later: ``args`` and ``kwargs`` without
+    host arguments, and the plain values of capture of those.
 
     Args:
         accept_equal: also take a plain value equal to the declared one. A raw
             ``capture_context`` runs the user's code inline, with the values it has at hand.
 
     Raises:
+        CaptureError: it is called inside a transform of torch.func.
         FrozenValueError: a value is not tracked (or derived, or of another name).
     """
+    _refuse_transformed(mark, args, kwargs)
+    args, kwargs, host = mark.split(args, kwargs)
+    return args, kwargs, _plain_host_values(mark, host, spec, accept_equal)
+
+
+def _plain_host_values(
+    mark: Mark, host: dict[str, Any], spec: HostSpec, accept_equal: bool
+) -> dict[str, Any]:
+    """Return the values of capture for a mark's host arguments, all of them checked as tracked."""
     for name, value in mark.tracked_names(host).items():
         declared = name in spec.declared
         if declared and accept_equal and value == spec.declared[name]:
@@ -55,7 +71,7 @@ def plain_host_values(
     }
 
 
-def refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise CaptureError for tensors of a torch.func transform, which have no memory to replay."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))):
         raise CaptureError(
@@ -72,7 +88,7 @@ class GraphScope:
         graph: the graph that is being captured.
         spec: the declared host arguments.
         policy: the name used in messages.
-        accept_equal: see ``plain_host_values``.
+        accept_equal: see ``captured_call``.
         host: host keyword arguments by mark that are known already; others are resolved from the
             values of capture.
     """
@@ -98,9 +114,9 @@ class GraphScope:
         with entered(Absorbed(mark, self._policy)):
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
-            refuse_transformed(mark, args, kwargs)
-            args, kwargs, given = mark.split(args, kwargs)
-            values = plain_host_values(mark, given, self._spec, accept_equal=self._accept_equal)
+            args, kwargs, values = captured_call(
+                mark, args, kwargs, self._spec, accept_equal=self._accept_equal
+            )
             return self._graph.capture_region(mark, args, kwargs, self._host_kwargs(mark, values))
 
     def graph_break(self) -> None:

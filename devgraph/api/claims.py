@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.buffers import tensors_in
-from devgraph.api.capturing import plain_host_values, refuse_transformed
+from devgraph.api.capturing import captured_call
 from devgraph.api.errors import CaptureError, HostReadError, RegionError
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark, entered
@@ -104,9 +104,7 @@ class Checking:
         self._host: dict[Mark, dict[str, Any]] = {}
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        refuse_transformed(mark, args, kwargs)
-        args, kwargs, given = mark.split(args, kwargs)
-        plain = plain_host_values(mark, given, self._spec)
+        args, kwargs, plain = captured_call(mark, args, kwargs, self._spec)
         first = mark not in self._host
         if first:
             self._host[mark] = mark.host_kwargs(plain)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.capturing import plain_host_values
+from devgraph.api.capturing import captured_call
 from devgraph.api.errors import FrozenValueError
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark, entered
@@ -94,8 +94,9 @@ class _Scope:
         self.muted = False
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs, given = mark.split(args, kwargs)
-        values = plain_host_values(mark, given, self._spec)
+        values: dict[str, Any] = {}
+        if mark.dynamic:  # Others may lie anywhere in one graph.
+            args, kwargs, values = captured_call(mark, args, kwargs, self._spec)
         outer, self.muted = self.muted, self.muted or mark.kind == "no_graph"
         try:
             return mark.fn(*args, **kwargs, **mark.host_kwargs(values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from devgraph.api.capturing import plain_host_values, refuse_transformed
+from devgraph.api.capturing import captured_call
 from devgraph.api.errors import EmptyCaptureError, StateError
 from devgraph.api.graph import BoundCall, DeviceGraph
 from devgraph.api.marks import Mark, entered
@@ -197,9 +197,7 @@ class _BreakableScope:
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         job = self._job
-        refuse_transformed(mark, args, kwargs)
-        args, kwargs, given = mark.split(args, kwargs)
-        plain = plain_host_values(mark, given, job.spec)
+        args, kwargs, plain = captured_call(mark, args, kwargs, job.spec)
         if mark not in self.host:
             self.host[mark] = mark.host_kwargs(plain)
         host = self.host[mark]

@@ -56,6 +56,7 @@ class Layer:
         if self._step is None:
             return pool.backend.capturing(pool)
         if self._held is not pool:
+            self._held = None
             self._step.close()
             self._step.enter_context(pool.backend.capturing(pool))
             self._held = pool
