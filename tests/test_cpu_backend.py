@@ -287,3 +287,25 @@ def test_check_lists_violations_of_a_step(backend: CpuBackend) -> None:
 
     found = backend.check(step, (torch.randn(4),), kwargs={"scale": 0.5})
     assert {v.kind for v in found} == {"data_dependent_shape", "host_sync"}
+
+
+@pytest.mark.parametrize("runs_before", [0, 1, 2])
+def test_autocast_caches_as_before_when_a_body_between_graphs_raises(
+    backend: CpuBackend, runs_before: int
+) -> None:
+    runs: list[int] = []
+
+    @region
+    def body(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        if len(runs) > runs_before:
+            raise KeyError("of the body")
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return body(x + 1) * 3
+
+    with pytest.raises(KeyError):
+        capture(step, torch.randn(4), policy="breakable", backend=backend, warmup=2)
+    assert torch.is_autocast_cache_enabled()

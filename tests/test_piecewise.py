@@ -5,6 +5,7 @@ These tests use the backend that is chosen with ``--devgraph-backend``.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -564,11 +565,17 @@ def test_mark_sees_the_mode_of_its_call_also_in_a_piecewise_capture(bench):
         assert torch.equal(capture.outputs, run(x))
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "autocast"])
 @pytest.mark.parametrize("raises_at", [1, 2, 3, 4])  # warm-up, check, warm-up, capture
 def test_modes_are_those_of_before_when_a_mark_raises_inside_a_block(bench, mode, raises_at):
     torch._dynamo.reset()
     runs = []
+    x = bench.randn(4, WIDTH)
+    enter = {
+        "inference_mode": torch.inference_mode,
+        "no_grad": torch.no_grad,
+        "autocast": functools.partial(torch.autocast, x.device.type, torch.bfloat16),
+    }[mode]
 
     @dg.no_graph(fake=torch.empty_like)
     def body(x):
@@ -578,13 +585,16 @@ def test_modes_are_those_of_before_when_a_mark_raises_inside_a_block(bench, mode
         return x * 2
 
     def run(x):
-        with mode(), mode():
+        with enter(), enter():
             x = body(x + 1)
         return x * 3
 
     with pytest.raises(KeyError, match="of the mark") as caught:
-        dg.capture(run, bench.randn(4, WIDTH), policy="piecewise", backend=bench.backend)
+        dg.capture(run, x, policy="piecewise", backend=bench.backend)
     assert caught.value.__traceback__ is not None  # It holds the frames, and what they hold.
+    # Blocks that are open by torch's count: while there are any, it keeps weights that it has cast.
+    assert (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()) == (1, 0)
+    assert not torch.is_autocast_enabled(x.device.type) and torch.is_autocast_cache_enabled()
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
 

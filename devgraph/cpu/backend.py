@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -190,6 +191,16 @@ class CpuBackend(Backend):
         if not isinstance(pool, CpuPool):
             raise StateError(f"{type(pool).__name__} is no pool of backend {self.name!r}")
         return CpuGraph(self, pool)
+
+    @contextlib.contextmanager
+    def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        # A recording switches autocast's cache off. A block of the step that begins in one and is
+        # left by an exception between two puts that back.
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
 
     def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
         from devgraph.cpu.compiled import CompiledPiece  # registers an operation with torch

@@ -29,6 +29,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import _config as shape_config
@@ -79,7 +80,7 @@ class _Activation:
     compiled: _Build | None = None
     """What was compiled for this step; None while older code serves it."""
     modes: list[Any] = attrs.field(factory=list)
-    """The guards of the ``inference_mode`` blocks that are open, outermost first."""
+    """The guards of the inference and autocast modes that are open, outermost first."""
 
 
 _activation: ContextVar[_Activation | None] = ContextVar("devgraph_piecewise", default=None)
@@ -259,26 +260,36 @@ def _cut_inference_mode(graph: GraphModule, parts: dict[Node, int]) -> None:
         before = node
 
 
-def _begin_inference_mode(mode: bool) -> Any:
-    guard = _enter_inference_mode(mode)  # type: ignore[no-untyped-call]
-    _active().modes.append(guard)
-    return guard
+def _held(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``enter`` of a mode, which the activation holds until ``_let_go``."""
+
+    def begin(*args: Any) -> Any:
+        guard = enter(*args)
+        _active().modes.append(guard)
+        return guard
+
+    return begin
 
 
-def _end_inference_mode(guard: Any) -> None:
+def _let_go(guard: Any) -> None:
     _active().modes.remove(guard)
-    _exit_inference_mode(guard)  # type: ignore[no-untyped-call]
+    guard.__exit__(None, None, None)
+
+
+_HELD = {
+    _enter_inference_mode: _held(_enter_inference_mode),
+    _exit_inference_mode: _let_go,
+    _enter_autocast: _held(_enter_autocast),
+    _exit_autocast: _let_go,
+}
+"""What stands for each function with which a trace opens or closes a mode that has a guard."""
 
 
 def _hold_modes(piece: GraphModule) -> None:
     """Let the activation hold what ``piece`` opens: an exception leaves it without closing it."""
-    own = {
-        _enter_inference_mode: _begin_inference_mode,
-        _exit_inference_mode: _end_inference_mode,
-    }
     for node in piece.graph.nodes:
-        if node.op == "call_function" and node.target in own:
-            node.target = own[node.target]
+        if node.op == "call_function":
+            node.target = _HELD.get(node.target, node.target)
     piece.recompile()
 
 
@@ -290,7 +301,7 @@ def _modes_kept(activation: _Activation) -> Iterator[None]:
         yield
     except BaseException:
         while activation.modes:
-            _exit_inference_mode(activation.modes.pop())  # type: ignore[no-untyped-call]
+            activation.modes.pop().__exit__(None, None, None)
         torch.set_grad_enabled(grad)
         raise
 
@@ -370,11 +381,11 @@ class _Entry:
         activation = _active()
         activation.entered_at = time.perf_counter()
         activation.entry = self
-        if activation.job is None:
-            with _modes_kept(activation), entered(None):
-                return self._forward(*inputs)
-        job = attrs.evolve(activation.job, fn=self._captured, args=inputs, kwargs={})
         with _modes_kept(activation):
+            if activation.job is None:
+                with entered(None):
+                    return self._forward(*inputs)
+            job = attrs.evolve(activation.job, fn=self._captured, args=inputs, kwargs={})
             activation.plan = plan = capture_segments(job)
         # The tracer may drop the code, and a step what it had made for one call only.
         plan.held = (self, inputs)
@@ -441,6 +452,7 @@ class _CompiledStep:
 
     def __init__(self, job: Job, compiler: _Compiler) -> None:
         self._job = job
+        self._compiler = compiler
         self.activation = _Activation(
             spec=job.spec,
             live=job.spec.declared,
@@ -479,7 +491,7 @@ class _CompiledStep:
         if failure is not None:
             # Run eagerly, the step may show its own exception, or a line that reads a host value.
             self._check()
-            _raise_explained(failure, self._job.compiler or "eager")
+            _raise_explained(failure, self._compiler.name)
         job.warmed_up()
         if activation.entry is None:
             raise EmptyCaptureError(
@@ -617,10 +629,10 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
         inner = inner.__cause__ or inner.__context__
     line = _user_line(error)
     if line is None:
-        plain = "" if compiler == "eager" else "compiler='eager' if the pieces' one failed, or "
+        cure = "" if compiler == "eager" else "compiler='eager' if the pieces' one failed, or "
         raise CaptureError(
             f"torch.compile could not compile the step for policy 'piecewise': {error}\n"
-            f"Use {plain}policy='breakable', which compiles nothing."
+            f"Use {cure}policy='breakable', which compiles nothing."
         ) from error
     reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
     # The second is what the tracer says of a marked method: it looks into the mark itself.
