@@ -479,7 +479,9 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", default=JOBS, metavar="RUNNER:MODE")
     parser.add_argument("--model", default="0.6b", choices=sorted(MODELS))
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds in all")
-    parser.add_argument("--repeats", type=int, default=3, help="0 compares tokens only")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="0 captures and compares tokens only"
+    )
     parser.add_argument("--child")
     parser.add_argument("--folder")
     parser.add_argument("--log")

@@ -85,7 +85,8 @@ def read_json(text: str, source: str) -> object:
 
 
 def read_mode(text: str, source: str) -> object:
-    """Return the document of ``--device-graph-mode``; else like ``read_json``."""
+    """Return the document of ``--device-graph-mode`` as ``read_json`` does; a policy alone is
+    refused with how to write it."""
     word = text.strip() if isinstance(text, str) else ""
     if word in POLICIES:
         raise ConfigError(

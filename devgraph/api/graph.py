@@ -284,13 +284,14 @@ class DeviceGraph(abc.ABC):
         return self.launcher(), (), {}
 
     @property
-    def is_empty(self) -> bool:
-        """Whether a capture with ``allow_empty`` recorded no device work."""
+    def recorded_nothing(self) -> bool:
+        """Whether the capture is known to have recorded no device work."""
         return self._size()[0] == 0
 
     def native_launcher(self) -> Callable[[], None]:
-        """Return the vendor's own replay, without the checks, locks and orders of ``replay``; for a
-        graph with regions ``replay`` itself.
+        """Return the vendor's own replay, without the checks and locks of ``replay``, and without
+        its order between streams where the vendor needs none; for a graph with regions ``replay``
+        itself.
 
         For an engine that replays on one thread, stream and device, and lets go of the callable
         when it closes the graph.
@@ -348,7 +349,7 @@ class DeviceGraph(abc.ABC):
         """
         try:
             self._end()
-            if self.is_empty and not allow_empty:
+            if self.recorded_nothing and not allow_empty:
                 raise EmptyCaptureError(
                     "the capture recorded no device work. Run the step on this backend's device "
                     f"({self.backend.device}) and inside the with block."

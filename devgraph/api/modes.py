@@ -31,13 +31,20 @@ class Modes(NamedTuple):
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Run the block under these modes."""
+        same = _autocast() == self.autocast
+        with (
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            contextlib.nullcontext() if same else self._autocast_restored(),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _autocast_restored(self) -> Iterator[None]:
+        then, cached = dict(self.autocast), torch.is_autocast_cache_enabled()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            now, then = dict(_autocast()), dict(self.autocast)
-            for kind in {**now, **then} if now != then else ():
+            for kind in {**dict(_autocast()), **then}:
                 dtype = then.get(kind)
-                cached = torch.is_autocast_cache_enabled()
                 on = dtype is not None
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
             yield

@@ -35,8 +35,8 @@ _USES_WITH_ROOM = 2
 once tends to come back, and the executable saves the update at each return."""
 
 _USES_WHEN_FULL = 16
-"""... and at this use when another key has to give up its own: making one costs about as much host
-time as this many updates (docs/benchmarks.md), so the exchange pays from here on."""
+"""... and at this use when another key has to give up its own: making one costs the host time of
+some 12 updates (docs/benchmarks.md), so that from here on the exchange has paid."""
 
 
 @attrs.frozen

@@ -83,7 +83,7 @@ class RegionHit:
         self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs)
         self.index = index
         self.modes = Modes.current()
-        """The autograd modes of the call; later runs see the same."""
+        """The modes of the call; later runs see the same."""
         self.note: Any = None
         """The vendor's own note: node set, tape span, task-group handle."""
         self._leaves: list[Any] = []
@@ -182,7 +182,7 @@ class RegionHit:
     def bound_run(self, host: dict[str, Any]) -> BoundCall:
         """Return ``run`` as a call that is bound to the live ``host``.
 
-        What it returns goes to ``refuse`` unless it is None. Ask for it under the autograd modes
+        What it returns goes to ``refuse`` unless it is None. Ask for it under the modes of torch
         that replays will run in.
         """
         if Modes.current() == self.modes:

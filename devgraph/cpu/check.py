@@ -8,9 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
+from devgraph.api.buffers import tensors_in
 from devgraph.api.capturing import captured_call
 from devgraph.api.errors import FrozenValueError
 from devgraph.api.hostargs import HostSpec
@@ -69,8 +67,7 @@ def check(
             raise
         logger.info("the check ended early", exc_info=True)
     else:
-        leaves = pytree.tree_leaves(outputs)
-        for violation in recorder.escaping([x for x in leaves if isinstance(x, torch.Tensor)]):
+        for violation in recorder.escaping(tensors_in(outputs)):
             note(violation)
     return list(found.values())
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import torch
 
 from devgraph.api.errors import UpdateError, UpdateTopologyError
+from devgraph.api.modes import Modes
 from devgraph.api.regions import RegionHit
 from devgraph.npu.codes import OTHER_KERNELS, means
 from devgraph.npu.dispatched import DispatchedCall
@@ -55,7 +55,7 @@ class Regions:
         self._memory = memory
         self._groups: list[Group] = []
         self._hits: list[RegionHit | DispatchedCall] = []
-        self._modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        self._modes = Modes.current()
         # Two, because the one that a queued job waits for must not be recorded again meanwhile.
         self._done = (namespace.Event(), namespace.Event())
         self._launches = self._signals = 0
@@ -155,7 +155,8 @@ class Regions:
             if host is None:
                 self._run(None, signal=signal, take_back=False)
                 return
-            with self._restored_modes(), self._memory():
+            # This thread has modes of its own; region code must see those of the capture.
+            with self._modes.restored(), self._memory():
                 self._run(host, signal=signal, take_back=take_back)
 
         return work
@@ -211,13 +212,6 @@ class Regions:
             logger.exception("taking back a refused update failed")
             error.__context__ = why
             self.failure = error
-
-    @contextlib.contextmanager
-    def _restored_modes(self) -> Iterator[None]:
-        # A new thread has its own; region code must see those of the capture.
-        grad, inference = self._modes
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            yield
 
     @property
     def hits(self) -> Sequence[RegionHit | DispatchedCall]:

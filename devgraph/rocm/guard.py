@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import HostReadError
 from devgraph.api.source import user_line
 
@@ -109,8 +109,7 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def _any_on_device(self, args: tuple[Any, ...]) -> bool:
-        leaves = pytree.tree_leaves(args)
-        return any(isinstance(x, torch.Tensor) and self._is_device(x) for x in leaves)
+        return any(map(self._is_device, tensors_in(args)))
 
     def _counts_mask(self, args: tuple[Any, ...]) -> bool:
         """Whether an index on the device is a mask, the number of whose hits the host must know.

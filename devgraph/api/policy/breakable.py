@@ -41,7 +41,7 @@ class EagerSegment:
         self._held().run(self._host)
 
     def bound_launch(self) -> BoundCall:
-        """Return ``replay`` as a call for the autograd modes of this moment; what it returns goes
+        """Return ``replay`` as a call for the modes of torch at this moment; what it returns goes
         to ``refuse`` unless it is None."""
         return self._held().bound_run(self._host)
 
@@ -170,7 +170,7 @@ class _BreakableScope:
         graph, self.graph = self.graph, None
         assert graph is not None
         graph.end(allow_empty=True)
-        if graph.is_empty:
+        if graph.recorded_nothing:
             graph.close()
             return None
         self.segments.append(graph)

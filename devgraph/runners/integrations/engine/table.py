@@ -122,7 +122,7 @@ class Replayable:
 def launcher(graph: DeviceGraph) -> Callable[[], None]:
     """Return what replays ``graph`` once, as shortly as the engine's own layer does: an engine
     replays on one thread and stream. Nothing for a graph without work."""
-    return _nothing if graph.is_empty else graph.native_launcher()
+    return _nothing if graph.recorded_nothing else graph.native_launcher()
 
 
 def capture_broken(
