@@ -478,3 +478,119 @@ def test_region_that_reads_a_value_is_asked_for_a_description_of_its_result_unde
     with dg.capture(other, x, **options) as captured:
         x.copy_(torch.randn(3, 4))
         assert torch.equal(captured.replay(n=5), other(x, n=5))
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "message"),
+    [
+        ("full", dg.CaptureError, "fast raised NotImplementedError"),
+        ("breakable", dg.CaptureError, "fast raised NotImplementedError"),
+        ("piecewise", NotImplementedError, "too small"),  # no trace holds the step's except
+    ],
+)
+def test_step_that_catches_what_a_region_raises_is_refused(
+    policy: str, kind: type[Exception], message: str
+):
+    @dg.region(host_args=("n",), fake=lambda y, *, n: torch.empty_like(y))
+    def fast(y, *, n):
+        raise NotImplementedError("too small")
+
+    def step(x, n):
+        y = x + 1
+        try:
+            y = fast(y, n=n)
+        except NotImplementedError:
+            y = y * 7
+        return y + 1
+
+    x = torch.ones(2)
+    with pytest.raises(kind, match=message):
+        dg.capture(step, x, policy=policy, backend="cpu", host_args={"n": 2})
+    with dg.capture(lambda x: x + 1, x, policy=policy, backend="cpu") as captured:
+        assert torch.equal(captured.replay(), x + 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_positional_arguments_before_a_host_argument_by_keyword_all_arrive(policy: str):
+    @dg.region(host_args=("n",), derive={"half": lambda n: n // 2})
+    def total(x, *rest, n, half):
+        return x * n + sum(rest) + half
+
+    def step(x, *, n):
+        return total(x, 1.0, 10.0, n=n) + 1
+
+    x = torch.randn(2)
+    with dg.capture(step, x, policy=policy, backend="cpu", host_args={"n": 4}) as captured:
+        want = x * 6 + 11.0 + 3 + 1
+        assert torch.equal(captured.replay(n=6), want)
+        assert torch.equal(step(x, n=6), want)
+
+
+def test_host_argument_by_position_before_nameless_ones_is_refused():
+    @dg.region(host_args=("n",))
+    def total(x, n, *rest):
+        return x * n + sum(rest)
+
+    @dg.region(host_args=("n",))
+    def scaled(x, n, y, /):
+        return x * n + y
+
+    x = torch.randn(2)
+    for step in (lambda x, n: total(x, n, 1.0), lambda x, n: scaled(x, n, x)):
+        with pytest.raises(dg.HostArgumentError, match="'n' by position.*keyword"):
+            dg.capture(step, x, backend="cpu", host_args={"n": 4})
+
+
+def test_what_can_be_marked_needs_parameters_and_no_module():
+    with pytest.raises(dg.InputTypeError, match="Mark a function of your own"):
+        dg.region(torch.relu)
+    names: dict[str, Any] = {}
+    exec("def f(x):\n    return x * 2", names)
+    assert torch.equal(dg.region(names["f"])(torch.ones(2)), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_trainable_region_is_captured_and_proven_under_an_outer_autocast(policy: str):
+    linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    @dg.region
+    def project(x):
+        return linear(x)
+
+    def step(x):
+        return project(x * 2) + 1
+
+    x = torch.randn(4, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        captured = dg.capture(step, x, policy=policy, backend="cpu")
+        x.copy_(torch.randn(4, WIDTH))
+        assert torch.equal(captured.replay(), step(x))
+        with torch.no_grad():
+            linear.weight.fill_(1.0)
+            torch.clear_autocast_cache()
+        assert torch.equal(captured.replay(), step(x))
+    assert captured.prove().ok
+    captured.close()
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_torch_works_on_after_a_region_raised_in_an_inference_block(policy: str):
+    runs = []
+
+    @dg.region
+    def body(x):
+        runs.append(1)
+        if len(runs) == 2:
+            raise MemoryError("out of memory")
+        return x * 2
+
+    def step(x):
+        with torch.inference_mode():
+            return body(x + 1) + 1
+
+    x = torch.randn(3)
+    with pytest.raises(MemoryError):
+        dg.capture(step, x, policy=policy, backend="cpu", warmup=1)
+    assert torch.equal(x + 1, x.clone().add_(1))
+    with dg.capture(step, x, policy=policy, backend="cpu") as captured:
+        assert torch.equal(captured.replay(), step(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm_engine import ENGINES, WIDTH, Engine, Step, engine_of
 
 import devgraph as dg
 from devgraph.runners.integrations import vllm
+from devgraph.runners.integrations.engine import table
 from devgraph.runners.integrations.vllm import layer
 
 
@@ -230,6 +232,45 @@ def test_pieces_of_another_pool_in_the_same_step_are_captured_there(
     memory = layer.current_layer().memory
     assert entered.pools == [memory.pool(first.graph_pool), memory.pool("another")]
     assert entered.left == entered.pools
+
+
+def test_thread_beside_a_step_and_a_capture_inside_a_piece_get_ready_by_themselves(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer, _ = wrapped(engine)
+    inner, _ = wrapped(engine)
+    pool = layer.current_layer().memory.pool(outer.graph_pool)
+    entered = Entered(monkeypatch)
+    within = layer.current_layer().within
+    seen: list[bool] = []
+    with layer.current_layer().one_step():
+        thread = threading.Thread(
+            target=lambda: seen.append(isinstance(within(pool), contextlib.nullcontext))
+        )
+        thread.start()
+        thread.join()
+        assert seen == [False]
+        outer.runnable = lambda x: inner(x)
+        with (
+            engine.step(outer.vllm_config, engine.Mode.PIECEWISE, engine.Descriptor(2)),
+            pytest.raises(dg.NestedCaptureError),
+        ):
+            outer(torch.randn(2, WIDTH))
+    assert len(entered.left) == len(entered.pools)
+
+
+def test_closed_whole_step_says_so(engine: Engine) -> None:
+    wrapper, _ = wrapped(engine, "FULL")
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        wrapper(torch.randn(2, WIDTH))
+    (entry,) = wrapper.concrete_cudagraph_entries.values()
+    kept = table.Replayable(entry.graph, layer.current_layer().ledger.of("full"))
+    kept.replay()
+    kept.reset()
+    entry.close()
+    for replay in (kept.replay, entry.replay):
+        with pytest.raises(dg.StateError, match="closed"):
+            replay()
 
 
 def test_pool_that_cannot_be_captured_into_leaves_none_held(

@@ -27,6 +27,7 @@ from devgraph.api.errors import (
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.hostargs import HostSpec, Tracked
 from devgraph.api.marks import entered, is_capturing
+from devgraph.api.modes import autocast_uncached
 from devgraph.api.pool import Pool
 from devgraph.api.source import raising_line
 
@@ -211,7 +212,7 @@ class Backend(abc.ABC):
         with self._locked(pool.lock), self.quiet():
             self._capturing = True
             try:
-                with self.side_stream(pool, stream):
+                with autocast_uncached(), self.side_stream(pool, stream):
                     yield
             except Exception as error:
                 self.raise_if_lost(error)

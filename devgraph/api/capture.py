@@ -44,7 +44,8 @@ class Captured:
         self._exact = policy != "piecewise" or job.compiler in (None, "eager")
         self._plan = plan
         self._spec = job.spec
-        self._modes = Modes.current()
+        self.modes = Modes.current()
+        """The modes of torch at the capture."""
         self._process = process.identity.token
         self._lock = job.pool.lock
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
@@ -79,8 +80,8 @@ class Captured:
         with self._lock:
             if plan.marks:
                 plan.bind({mark: mark.host_kwargs(values) for mark in plan.marks})
-            if self._broken and Modes.current() != self._modes:
-                with self._modes.restored():
+            if self._broken and Modes.current() != self.modes:
+                with self.modes.restored():
                     plan.run()
             else:
                 plan.run()

@@ -16,7 +16,7 @@ from devgraph.api.source import user_line
 if TYPE_CHECKING:
     from devgraph.api.graph import DeviceGraph
 
-__all__ = ["GraphScope", "captured_call"]
+__all__ = ["GraphScope", "captured_call", "swallowed"]
 
 
 def captured_call(
@@ -41,6 +41,15 @@ def captured_call(
     _refuse_transformed(mark, args, kwargs)
     args, kwargs, host = mark.split(args, kwargs)
     return args, kwargs, _plain_host_values(mark, host, spec, accept_equal)
+
+
+def swallowed(mark: Mark, error: BaseException) -> CaptureError:
+    """Return the error for a step that goes on after ``error`` of a marked function."""
+    return CaptureError(
+        f"{mark.name} raised {type(error).__name__} ({error}), and the step caught that and went "
+        f"on, which a graph cannot. Decide before the call which function runs, or catch it inside "
+        f"of the marked function."
+    )
 
 
 def _plain_host_values(
@@ -117,7 +126,13 @@ class GraphScope:
             args, kwargs, values = captured_call(
                 mark, args, kwargs, self._spec, accept_equal=self._accept_equal
             )
-            return self._graph.capture_region(mark, args, kwargs, self._host_kwargs(mark, values))
+            host = self._host_kwargs(mark, values)
+            try:
+                return self._graph.capture_region(mark, args, kwargs, host)
+            except Exception as error:
+                if self._graph.spoiled is None:
+                    self._graph.spoiled = swallowed(mark, error)
+                raise
 
     def graph_break(self) -> None:
         """Do nothing: one graph has no breaks."""

@@ -18,6 +18,7 @@ from devgraph.api.capturing import captured_call
 from devgraph.api.errors import CaptureError, HostReadError, RegionError
 from devgraph.api.hostargs import HostSpec
 from devgraph.api.marks import Mark, entered
+from devgraph.api.modes import autocast_uncached
 from devgraph.api.regions import describe
 
 __all__ = ["Checking", "described"]
@@ -31,7 +32,7 @@ def described(
         return None  # the usual shape of a region; the check refuses any other result
     claim = mark.fn if mark.fake is None else mark.fake
     try:
-        with _Closed() as closed:
+        with autocast_uncached(), _Closed() as closed:
             return closed.stand_in(claim(*args, **kwargs, **host))
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "no message")

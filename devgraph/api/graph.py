@@ -29,6 +29,7 @@ import torch
 
 from devgraph.api import process
 from devgraph.api.errors import (
+    CaptureError,
     EmptyCaptureError,
     HostArgumentError,
     NestedCaptureError,
@@ -110,6 +111,8 @@ class DeviceGraph(abc.ABC):
         """The updatable regions in capture order."""
         self.bound: tuple[torch.Tensor, ...] = ()
         """Tensors of the caller, besides those that the capture touched, that regions may touch."""
+        self.spoiled: CaptureError | None = None
+        """Why the capture under way cannot become a graph, though its body goes on."""
         self._process = process.identity.token
         self._next_launch: list[Callable[[], None]] = [_nothing]
         self._state = GraphState.EMPTY
@@ -334,6 +337,7 @@ class DeviceGraph(abc.ABC):
         self._spec = spec or HostSpec()
         self._values = dict(self._spec.declared)
         self._host = {}
+        self.spoiled = None
         self._capture_seconds = -time.perf_counter()
         self._begin(mode)
         self._state = GraphState.CAPTURING
@@ -348,6 +352,7 @@ class DeviceGraph(abc.ABC):
             EmptyCaptureError: nothing was recorded.
         """
         try:
+            self._refuse_spoiled()
             self._end()
             if self.recorded_nothing and not allow_empty:
                 raise EmptyCaptureError(
@@ -376,6 +381,7 @@ class DeviceGraph(abc.ABC):
         self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
     ) -> Any:
         """Capture one call of an updatable region and return its result."""
+        self._refuse_spoiled()
         hit = RegionHit(self.pool, mark, args, kwargs, len(self.hits))
         self._host[mark] = host
         self._region_begin(hit)
@@ -515,6 +521,10 @@ class DeviceGraph(abc.ABC):
                 f"cannot {call} in a forked process: device graphs belong to the process that "
                 f"captured them. Start workers with 'spawn' and capture there."
             )
+
+    def _refuse_spoiled(self) -> None:
+        if self.spoiled is not None:
+            raise self.spoiled
 
     def _refuse_state(self, call: str) -> NoReturn:
         raise StateError(

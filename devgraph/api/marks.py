@@ -93,7 +93,12 @@ class Mark:
         self.context = context
         self.fake = fake
         self.capture_stub = capture_stub
-        self.signature = inspect.signature(fn)
+        self.signature = _signature(fn)
+        self._positional = [
+            p
+            for p in self.signature.parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         self._derive_inputs = {
             name: tuple(inspect.signature(rule).parameters) for name, rule in self.derive.items()
         }
@@ -177,11 +182,17 @@ class Mark:
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         # Arguments behind a positional host argument must become keywords, or they would shift.
         rest = {k: v for k, v in kwargs.items() if k not in host}
-        names = list(self.signature.parameters)
-        cut = next((i for i, n in enumerate(names[: len(args)]) if n in host), len(args))
-        for name, value in zip(names[cut:], args[cut:], strict=False):
-            if name not in host:
-                rest[name] = value
+        named = self._positional[: len(args)]
+        cut = next((i for i, p in enumerate(named) if p.name in host), len(args))
+        behind = named[cut:]
+        if (len(args) > len(named) and behind) or any(p.kind is p.POSITIONAL_ONLY for p in behind):
+            raise HostArgumentError(
+                f"{self.name} was given its host argument {named[cut].name!r} by position, before "
+                f"arguments that have no name. Make it a keyword argument, behind them."
+            )
+        rest.update(
+            (p.name, a) for p, a in zip(behind, args[cut:], strict=True) if p.name not in host
+        )
         return args[:cut], rest, host
 
     def call_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,11 +279,21 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
     # over one region for the same step over another.
     marked.__code__ = marked.__code__.replace(co_name=mark.name)  # type: ignore[attr-defined]
     # And code generated from a trace would call what torch's own module has under that name.
-    if marked.__module__.partition(".")[0] == "torch":
+    if (marked.__module__ or "").partition(".")[0] == "torch":
         marked.__module__ = __name__
     marked.__devgraph_mark__ = mark  # type: ignore[attr-defined]
     _marked.add(marked)
     return marked
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except ValueError as error:
+        raise InputTypeError(
+            f"a mark needs the names of the parameters, which Python cannot tell of {fn!r}. Mark a "
+            f"function of your own that calls it."
+        ) from error
 
 
 def _require_callable(target: object, mark: str) -> None:

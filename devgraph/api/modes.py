@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Modes"]
+__all__ = ["Modes", "autocast_uncached"]
 
 
 class Modes(NamedTuple):
@@ -48,6 +48,22 @@ class Modes(NamedTuple):
                 on = dtype is not None
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
             yield
+
+
+@contextlib.contextmanager
+def autocast_uncached() -> Iterator[None]:
+    """Let autocast remember no cast in the block, and forget those that it has.
+
+    A cast that is made in a capture lies in the graph's memory and would be used after it; one
+    that was made before would not be part of the graph, which then reads memory that is freed.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:

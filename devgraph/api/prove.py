@@ -138,7 +138,8 @@ class _Prover:
             randomize(leaf, self._generator)
         inputs = [leaf.detach().clone() for _, leaf in self._bound]
         rng = backend.get_rng_state()
-        result = self._job.fn(*self._job.args, **self._job.kwargs, **host)
+        with self._captured.modes.restored():
+            result = self._job.fn(*self._job.args, **self._job.kwargs, **host)
         expected = [(n, t.detach().clone()) for n, t in self._results(result)]
         self.restore(inputs)
         self._poison_outputs()

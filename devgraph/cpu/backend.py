@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
@@ -158,6 +159,10 @@ class CpuGraph(DeviceGraph):
         self._tape.replace(recording.changes)
 
 
+class _LastMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Does nothing."""
+
+
 class CpuBackend(Backend):
     """Device graphs on the CPU, for development, tests and machines without a device."""
 
@@ -194,13 +199,15 @@ class CpuBackend(Backend):
 
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
-        # A recording switches autocast's cache off. A block of the step that begins in one and is
-        # left by an exception between two puts that back.
-        cached = torch.is_autocast_cache_enabled()
         try:
             yield
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+        except BaseException:
+            # An inference_mode block that begins in a recording and is left by an exception
+            # between two puts back what the recording had switched on in torch's dispatcher. The
+            # last mode to go switches it off.
+            with _LastMode():  # type: ignore[no-untyped-call]
+                pass
+            raise
 
     def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
         from devgraph.cpu.compiled import CompiledPiece  # registers an operation with torch

@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from devgraph.api.errors import RegionError, StateError
+from devgraph.api.modes import autocast_uncached
 from devgraph.api.regions import describe
 from devgraph.api.source import user_line
 from devgraph.cpu import violations
@@ -108,12 +109,7 @@ class Recorder(Draft):
         if self._modes is not None:
             raise StateError("this recorder is already recording")
         self._modes = stack = contextlib.ExitStack()
-        # A cast that autocast remembers would be a pool tensor outliving the capture, and would
-        # not be recorded where it is used again.
-        cached = torch.is_autocast_cache_enabled()
-        stack.callback(torch.set_autocast_cache_enabled, cached)
-        torch.set_autocast_cache_enabled(False)
-        torch.clear_autocast_cache()
+        stack.enter_context(autocast_uncached())
         self._autocast = torch.is_autocast_enabled("cpu")
         self._holds = [pool.hold() for pool in self._pools]
         self._dispatching = Dispatching(self)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from devgraph.api.capturing import captured_call
-from devgraph.api.errors import EmptyCaptureError, StateError
+from devgraph.api.capturing import captured_call, swallowed
+from devgraph.api.errors import CaptureError, EmptyCaptureError, StateError
 from devgraph.api.graph import BoundCall, DeviceGraph
 from devgraph.api.marks import Mark, entered
 from devgraph.api.policy import Job, Policy
@@ -159,6 +159,7 @@ class _BreakableScope:
         self.segments: list[Any] = []
         self.host = {mark: dict(values) for mark, values in host.items()}
         self.graph: DeviceGraph | None = None
+        self._spoiled: CaptureError | None = None
 
     def open(self) -> None:
         graph = self._job.backend.make_graph(self._job.pool)
@@ -167,6 +168,8 @@ class _BreakableScope:
 
     def finish_segment(self) -> DeviceGraph | None:
         """End the current graph; keep it unless it is empty."""
+        if self._spoiled is not None:
+            raise self._spoiled
         graph, self.graph = self.graph, None
         assert graph is not None
         graph.end(allow_empty=True)
@@ -196,6 +199,14 @@ class _BreakableScope:
         self.open()
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._call(mark, args, kwargs)
+        except Exception as error:
+            if self._spoiled is None:
+                self._spoiled = swallowed(mark, error)
+            raise
+
+    def _call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         job = self._job
         args, kwargs, plain = captured_call(mark, args, kwargs, job.spec)
         if mark not in self.host:

@@ -44,6 +44,7 @@ class Entry:
     def close(self) -> None:
         """Free the graph; its output must not be read any more."""
         self.output = None
+        self.replay = self.graph.replay  # which says that it is closed
         self.graph.close()
 
 
@@ -116,6 +117,7 @@ class Replayable:
 
     def reset(self) -> None:
         """Free the graph."""
+        self._launch = self.graph.replay  # which says that it is closed
         self.graph.close()
 
 

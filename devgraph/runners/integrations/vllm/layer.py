@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import attrs
+
+from devgraph.api.marks import is_capturing
 from devgraph.api.pool import Pool
 from devgraph.runners.integrations.engine.ledger import Ledger
 from devgraph.runners.integrations.engine.memory import GraphMemory, weak
 
 __all__ = ["Layer", "current_layer", "reset_layer"]
+
+
+@attrs.define
+class _Step:
+    """A step whose pieces are being captured, and the pool that the device is held for."""
+
+    around: contextlib.ExitStack
+    thread: int = attrs.field(factory=threading.get_ident)
+    held: Pool | None = None
 
 
 class Layer:
@@ -27,8 +40,7 @@ class Layer:
         self.strict = strict
         self.ledger = Ledger()
         self.memory = GraphMemory(_device_type, backend)
-        self._step: contextlib.ExitStack | None = None
-        self._held: Pool | None = None
+        self._step: _Step | None = None
 
     def default_handle(self) -> Hashable:
         """Return the platform's handle of graph memory; one of our own where it has none."""
@@ -44,22 +56,23 @@ class Layer:
         """Capture the pieces of a step: what the first capture of the block needs around it (the
         device's lock, the stream to capture on) stays for the others and for what runs between
         them, because a step has many pieces and each is small."""
-        with contextlib.ExitStack() as step:
-            self._step = step
+        with contextlib.ExitStack() as around:
+            self._step = _Step(around)
             try:
                 yield
             finally:
-                self._step = self._held = None
+                self._step = None
 
     def within(self, pool: Pool) -> contextlib.AbstractContextManager[None]:
         """Return what a recording into ``pool`` is made in."""
-        if self._step is None:
+        step = self._step
+        if step is None or step.thread != threading.get_ident() or is_capturing():
             return pool.backend.capturing(pool)
-        if self._held is not pool:
-            self._held = None
-            self._step.close()
-            self._step.enter_context(pool.backend.capturing(pool))
-            self._held = pool
+        if step.held is not pool:
+            step.held = None
+            step.around.close()
+            step.around.enter_context(pool.backend.capturing(pool))
+            step.held = pool
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
