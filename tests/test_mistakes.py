@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import logging
+import numbers
 import pickle
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -381,14 +384,36 @@ def test_unknown_name_of_the_package_carries_what_a_traceback_suggests_from():
     assert caught.value.name == "DecodRunner"
 
 
-@pytest.mark.parametrize("kind", [int, torch.Tensor])
-def test_type_of_a_host_argument_is_not_asked_for_outside_a_region_under_piecewise(kind: type):
+@functools.singledispatch
+def is_number(value: object) -> bool:
+    """Ask for the type by dispatch."""
+    return False
+
+
+@is_number.register
+def _(value: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda n: isinstance(n, int),
+        lambda n: isinstance(n, torch.Tensor),
+        lambda n: isinstance(n, numbers.Number),
+        torch.is_tensor,
+        is_number,
+    ],
+)
+def test_type_of_a_host_argument_is_not_asked_for_outside_a_region_under_piecewise(
+    ask: Callable[[Any], bool],
+):
     @dg.region(host_args=("kv_len",))
     def scaled(x, *, kv_len):
         return x * kv_len
 
     def step(x, *, kv_len):
-        if isinstance(kv_len, kind):
+        if ask(kv_len):
             x = x + 1
         return scaled(x, kv_len=kv_len)
 

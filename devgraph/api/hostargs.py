@@ -12,6 +12,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NoReturn
 
 from devgraph.api.errors import FrozenValueError, HostArgumentError, did_you_mean
@@ -115,6 +116,11 @@ def is_tracked(value: object) -> bool:
     return issubclass(type(value), Tracked)
 
 
+_PREDICATES = frozenset({"abc", "functools", "torch"})
+"""Modules that ask for a type on behalf of their caller: numbers.Number, singledispatch, and
+torch.is_tensor."""
+
+
 class _Watched(Tracked):
     """A tracked value that notes where user code asks for its type."""
 
@@ -126,7 +132,10 @@ class _Watched(Tracked):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        if not is_machinery(sys._getframe(1)):
+        asking: FrameType | None = sys._getframe(1)
+        while asking is not None and asking.f_globals.get("__name__") in _PREDICATES:
+            asking = asking.f_back
+        if asking is not None and not is_machinery(asking):
             self._devgraph_asked.setdefault(self._devgraph_name, user_line())
         return type(self._devgraph_value)
 

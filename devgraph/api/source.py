@@ -13,6 +13,7 @@ import attrs
 # Frames of these packages are machinery, not the code whose author can act on the message.
 _MACHINERY = (
     "torch",
+    "abc",
     "contextlib",
     "functools",
     "importlib",
