@@ -112,6 +112,7 @@ class Driver:
 
 GET_EDGES = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 5)
 IS_CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+GET_CAPTURE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 7)
 GET_ATTRIBUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
@@ -148,13 +149,31 @@ def library(driver: Driver) -> Library:
         ctypes.c_int.from_address(status).value = stream or 0
         return 0
 
-    return Library(GET_EDGES(get_edges), GET_ATTRIBUTE(get_attribute), IS_CAPTURING(is_capturing))
+    last = (ctypes.c_void_p * 2)(2**47 + 1, 7)  # the driver's own memory
+
+    def get_capture(
+        stream: int | None, status: int, capture: int, graph: int, nodes: int, _: int, count: int
+    ) -> int:
+        if error := is_capturing(stream, status):
+            return error
+        if stream == 1:
+            ctypes.c_uint64.from_address(capture).value = 2**63 + 3
+            ctypes.c_void_p.from_address(graph).value = GRAPH
+            ctypes.c_void_p.from_address(nodes).value = ctypes.addressof(last)
+            ctypes.c_size_t.from_address(count).value = 2
+        return 0
+
+    return Library(
+        GET_EDGES(get_edges),
+        GET_ATTRIBUTE(get_attribute),
+        IS_CAPTURING(is_capturing),
+        GET_CAPTURE(get_capture),
+    )
 
 
 class Cudart:
     """What it calls of ``cuda.bindings.runtime``."""
 
-    cudaStreamCaptureStatus = SimpleNamespace(cudaStreamCaptureStatusActive=1)
     cudaGraphInstantiateFlags = SimpleNamespace(
         cudaGraphInstantiateFlagAutoFreeOnLaunch=1, cudaGraphInstantiateFlagUseNodePriority=8
     )
@@ -228,6 +247,10 @@ def test_edges_have_their_nodes_and_their_kind(driver: Driver, runtime: Runtime)
 
 def test_only_an_active_capture_counts_as_one(runtime: Runtime) -> None:
     assert runtime.capturing((0, 1, 2, 3, 1)) == [1, 1]
+    assert runtime.capture_of(1) == (2**63 + 3, GRAPH, [2**47 + 1, 7])
+    assert runtime.capture_of(0) is runtime.capture_of(2) is None
+    with pytest.raises(RuntimeCallError, match=r"cuStreamGetCaptureInfo failed \(1\)"):
+        runtime.capture_of(3)
     assert runtime.capturing((1, 3)) == [1], "an error does not read as what was asked before"
 
 

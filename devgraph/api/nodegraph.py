@@ -96,8 +96,15 @@ class NodeGraph(TorchGraph):
         super().begin(mode, spec=spec)
 
     def _begin(self, mode: str) -> None:
-        self._stream = self._torch.namespace.current_stream(self._torch.device)
+        if self._updatable:
+            self._stream = self._torch.namespace.current_stream(self._torch.device)
         super()._begin(mode)
+
+    def _end_native(self) -> None:
+        if self._nodes:
+            self._native.capture_end()  # there is nothing that torch could warn of
+        else:
+            super()._end_native()
 
     def _make_native(self) -> Any:
         if not self._updatable:

@@ -198,7 +198,7 @@ class TorchGraph(DeviceGraph):
     def _end(self) -> None:
         self._open = False  # Never end twice: a second end of a failed capture can crash.
         try:
-            self._torch.end_native(self._native)
+            self._end_native()
         except Exception as error:
             if self._torch.is_unjoined(error):
                 raise UnjoinedStreamError(
@@ -210,6 +210,9 @@ class TorchGraph(DeviceGraph):
         self._ended = True
         self._finish()
         self._launch = self._native.replay  # type: ignore[method-assign]
+
+    def _end_native(self) -> None:
+        self._torch.end_native(self._native)
 
     def _make_native(self) -> Any:
         """Return a new, empty graph of the vendor, of the kind that this capture needs."""

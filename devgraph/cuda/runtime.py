@@ -36,7 +36,6 @@ class Runtime:
     def __init__(self, cudart: Any, driver: Any, library: Library) -> None:
         self._cudart = cudart
         self._driver = driver
-        self._active = cudart.cudaStreamCaptureStatus.cudaStreamCaptureStatusActive
         self._get_nodes = cudart.cudaGraphGetNodes
         flags = cudart.cudaGraphInstantiateFlags
         # torch's own flags: another set would run other priorities and keep graph allocations.
@@ -95,10 +94,7 @@ class Runtime:
 
     def capture_of(self, stream: int) -> Capture | None:
         """Return the capture that ``stream`` is part of, or None."""
-        status, capture_id, graph, last, *_ = self.call("cudaStreamGetCaptureInfo", stream)
-        if status != self._active:
-            return None
-        return int(capture_id), int(graph), [int(node) for node in last or ()]
+        return self._library.capture_of(stream)
 
     def capturing(self, streams: Sequence[int]) -> list[int]:
         """Return those of ``streams`` that are part of a capture."""
