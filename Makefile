@@ -3,14 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NEWEST := .venv-newest
+OLDEST_TORCH := 2.11
 STAMP := $(VENV)/.installed
 NPU := .cache/torch-npu
 PYTEST_ARGS ?=
 JOBS ?= auto
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-all test-npu test-newest lint bench format clean
+.PHONY: help demo test test-all test-npu test-newest test-oldest lint bench format clean
 
 help:
 	@echo "make demo      generate text with a real model on the CPU reference"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-all  the same with the slow tests"
 	@echo "make test-npu  the Ascend part of it, on torch-npu over a simulated driver (needs g++)"
 	@echo "make test-newest  the CPU core on the newest torch, in a virtual environment of its own"
+	@echo "make test-oldest  the same on the oldest torch that devgraph takes"
 	@echo "make lint      ruff, mypy --strict, import rules"
 	@echo "make bench     the benchmarks of this machine's backends"
 
@@ -51,15 +52,18 @@ test-npu: $(STAMP)
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=$(CURDIR):$(CURDIR)/$(NPU) $(BIN)/python -m pytest \
 		-n $(JOBS) -m npu -p tests.sim.ascend.activated $(NPU_ARGS) $(NPU_TESTS) $(PYTEST_ARGS)
 
-$(NEWEST)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --quiet --upgrade pip
-	$(NEWEST)/bin/python -m pip install --quiet --upgrade torch -e ".[test]"
+.venv-newest/.installed: TORCH := torch
+.venv-oldest/.installed: TORCH := torch==$(OLDEST_TORCH).*
+.venv-newest/.installed .venv-oldest/.installed: .venv-%/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --upgrade pip
+	.venv-$*/bin/python -m pip install --quiet --upgrade "$(TORCH)" -e ".[test]"
 	touch $@
 
-test-newest: $(NEWEST)/.installed
-	$(NEWEST)/bin/python -m pytest --pyargs devgraph.testing.conformance -n $(JOBS) -m "not slow" \
+test-newest test-oldest: test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest --pyargs devgraph.testing.conformance -n $(JOBS) -m "not slow" \
 		--devgraph-backend cpu $(PYTEST_ARGS)
+	.venv-$*/bin/python -m pytest tests/test_piecewise.py -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -75,4 +79,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) $(NEWEST) build dist .mypy_cache .ruff_cache .pytest_cache .cache
+	rm -rf $(VENV) .venv-newest .venv-oldest build dist .mypy_cache .ruff_cache .pytest_cache .cache

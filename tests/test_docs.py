@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,11 @@ def test_code_of_a_document_runs_from_top_to_bottom(
         monkeypatch.setattr(_registry, kept, dict(getattr(_registry, kept)))
     for number, text in enumerate(_blocks(path, "yaml")):
         Path("cluster.yaml" if number == 0 else f"{number}.yaml").write_text(text)
-    space: dict[str, Any] = {"__name__": "document", **CONTEXT.get(path.name, {})}
+    # Older tracers import the module of a function that they trace.
+    document = types.ModuleType("document")
+    monkeypatch.setitem(sys.modules, "document", document)
+    space: dict[str, Any] = vars(document)
+    space.update(CONTEXT.get(path.name, {}))
     for number, block in enumerate(_blocks(path, "python")):
         code = compile(block, f"{path.name} block {number}", "exec", dont_inherit=True)
         exec(code, space)

@@ -170,6 +170,7 @@ def test_object_handed_to_a_mark_is_refused_under_piecewise_with_what_it_takes()
         dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # torch 2.11
 def test_marked_method_is_refused_under_piecewise_with_what_a_mark_takes():
     class Layer:
         scale = torch.ones(2)

@@ -542,27 +542,54 @@ def test_inference_mode_around_marks_replays_as_eager_at_every_size(bench, run, 
                 assert capture.replay().is_inference() == (run is not inference_inside)
 
 
-def test_mark_sees_the_mode_of_its_call_also_in_a_piecewise_capture(bench):
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_mark_sees_the_modes_of_its_call_also_in_a_piecewise_capture(bench, compiler, grad):
     seen = []
+    device = bench.randn(1, 1).device.type
+
+    def modes():
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled(), autocast
 
     @dg.no_graph(fake=torch.empty_like)
     def look(x):
-        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        seen.append(modes())
         return x * 2
+
+    half, short = (torch.autocast(device, dtype) for dtype in (torch.float16, torch.bfloat16))
 
     def run(x):
         x = look(x + 1)
         with torch.inference_mode():
             x = look(look(x - 1) + 1)
+            with short, torch.enable_grad():
+                x = look(x + 1)
+                with torch.inference_mode(False), half:
+                    x = look(x + 1)
+                x = look(x + 1)
+        x = look(x + 1) * 3
+        with short:
+            x = look(x)
+            with torch.no_grad(), torch.inference_mode():
+                x = look(x + 1)
+            x = look(x + 1)
         return look(x + 1) * 3
 
-    x = bench.randn(4, WIDTH)
-    capture = bench.capture(run, x)
-    seen.clear()
-    capture.replay()
-    assert seen == [(False, False), (True, False), (True, False), (False, False)]
-    with torch.no_grad():
-        assert torch.equal(capture.outputs, run(x))
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        before = modes()
+        x = bench.randn(4, WIDTH)
+        expected = run(x)
+        wanted = seen.copy()
+        capture = dg.capture(run, x, policy="piecewise", backend=bench.backend, compiler=compiler)
+        assert modes() == before
+        seen.clear()
+        capture.replay()
+        assert modes() == before
+    assert seen == wanted
+    assert torch.allclose(capture.outputs, expected)
+    capture.close()
 
 
 @pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "autocast"])
@@ -596,6 +623,44 @@ def test_modes_are_those_of_before_when_a_mark_raises_inside_a_block(bench, mode
     assert (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()) == (1, 0)
     assert not torch.is_autocast_enabled(x.device.type) and torch.is_autocast_cache_enabled()
     assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "autocast"])
+def test_modes_are_those_of_before_when_a_compiler_fails_inside_a_block(bench, mode, monkeypatch):
+    enter = {
+        "inference_mode": torch.inference_mode,
+        "no_grad": torch.no_grad,
+        "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16),
+    }[mode]
+    compiled = []
+
+    def fail(piece, examples, **_):
+        """Go through the piece, as compilers do, up to the operation that no compiler knows."""
+
+        class Tracer(torch.fx.Interpreter):
+            def call_method(self, target, args, kwargs):
+                if target == "sin":
+                    assert not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+                    compiled.append(target)
+                    raise NotImplementedError("sin")
+                return super().call_method(target, args, kwargs)
+
+        return Tracer(piece).run(*examples)
+
+    monkeypatch.setattr("devgraph.api.policy.piecewise.compile_fx", fail)
+
+    def run(x):
+        with enter(), enter():
+            return (x + 1).sin()
+
+    with pytest.raises(dg.CaptureError, match="sin"):
+        dg.capture(
+            run, bench.randn(4, WIDTH), policy="piecewise", backend="cpu", compiler="inductor"
+        )
+    assert compiled == ["sin"]
+    assert (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()) == (1, 0)
+    assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
 
 

@@ -166,7 +166,8 @@ def test_fused_kernel_serves_both_phases_on_the_cpu() -> None:
     # Same head size for keys and values: what every family but the exotic has.
     keys, values = layer.keys_by_slot, layer.values_by_slot[..., :KEY_DIM]
     out = torch.empty(1, 40, HEADS, KEY_DIM)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as seen:
         decode_bounded(
             query[:, :, :2], keys, values, mask, out[:, :2], SCALE, None, None, kv_len=64, kv_from=0
         )

@@ -232,32 +232,80 @@ def _split(graph: GraphModule) -> GraphModule:
     for node in parts:
         if node.target is _host_value:
             parts[node] = parts[next(iter(node.users))]
-    _cut_inference_mode(graph, parts)
+    _cut_modes(graph, parts)
     return split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
 
 
-def _cut_inference_mode(graph: GraphModule, parts: dict[Node, int]) -> None:
-    """End each ``inference_mode`` block where its part ends, and begin it again in the next one.
+_EXITS: dict[Any, Callable[..., Any]] = {
+    _enter_inference_mode: _exit_inference_mode,
+    _enter_autocast: _exit_autocast,
+}
+"""What closes the block of a mode, by what opens it."""
 
-    ``split_module`` does that for autocast and for grad modes, and would hand the guard of this
-    mode, which no compiler takes, from piece to piece.
+
+@attrs.define
+class _Block:
+    """A block of a mode that is open where the walk through a trace is."""
+
+    entered: Node
+    """What opened it in this part."""
+    grad: bool
+    """Whether gradients were on before it."""
+
+
+def _cut_modes(graph: GraphModule, parts: dict[Node, int]) -> None:
+    """Close the modes that are open where a part ends, the inner ones first, and open them again
+    where the next one begins: parts run on their own, and each leaves the modes as they were.
+
+    ``split_module`` cuts autocast and grad modes alone and in another order, whereas the end of
+    ``inference_mode`` restores all modes of its beginning.
     """
-    blocks: dict[Node, Node] = {}  # by the node that began it in the trace: the one of this part
+    # ``switched`` is what the trace set gradients to last, which split_module sets in later parts.
+    outside = grad = switched = torch.is_grad_enabled()
+    blocks: dict[Node, _Block] = {}  # by the node that opened it in the trace
+
+    def add(part: int, target: Any, *args: Any) -> Node:
+        node = graph.graph.call_function(target, args)
+        parts[node] = part
+        return node
+
+    def switch(part: int, wanted: bool, *found: bool) -> None:
+        nonlocal switched
+        if any(now != wanted for now in found):
+            add(part, torch._C._set_grad_enabled, wanted)
+            switched = wanted
+
     before: Node | None = None
     for node in list(parts):
         if before is not None and parts[node] != parts[before]:
             with graph.graph.inserting_before(node):
-                for block in reversed(blocks.values()):
-                    parts[graph.graph.call_function(_exit_inference_mode, (block,))] = parts[before]
-                for begun in blocks:
-                    again = graph.graph.call_function(_enter_inference_mode, begun.args)
-                    blocks[begun] = again
-                    parts[again] = parts[node]
-        if node.target is _enter_inference_mode:
-            blocks[node] = node
-        elif node.target is _exit_inference_mode:
-            node.args = (blocks.pop(cast(Node, node.args[0])),)
+                now = grad
+                for begun, block in reversed(blocks.items()):
+                    add(parts[before], _EXITS[begun.target], block.entered)
+                    now = block.grad if begun.target is _enter_inference_mode else now
+                switch(parts[before], outside, now, switched)
+                now = outside
+                for begun, block in blocks.items():
+                    switch(parts[node], block.grad, now)
+                    block.entered = add(parts[node], begun.target, *begun.args)
+                    now = _grad_inside(begun, block.grad)
+                switch(parts[node], grad, now)
+        if node.target in _EXITS:
+            blocks[node] = _Block(node, grad)
+            grad = _grad_inside(node, grad)
+        elif node.target in _EXITS.values():
+            begun = cast(Node, node.args[0])
+            block = blocks.pop(begun)
+            node.args = (block.entered,)
+            grad = block.grad if begun.target is _enter_inference_mode else grad
+        elif node.target is torch._C._set_grad_enabled:
+            grad = switched = cast(bool, node.args[0])
         before = node
+
+
+def _grad_inside(begun: Node, grad: bool) -> bool:
+    """Return whether gradients are on at the beginning of a block."""
+    return not begun.args[0] if begun.target is _enter_inference_mode else grad
 
 
 def _held(enter: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,6 +341,21 @@ def _hold_modes(piece: GraphModule) -> None:
     piece.recompile()
 
 
+def _without_inference_mode(piece: GraphModule) -> None:
+    """Leave of ``inference_mode`` in ``piece`` what it does to gradients: compiled code makes plain
+    tensors under it as well, and the compilers of torch 2.11 fail on views inside it."""
+    graph = piece.graph
+    for node in list(graph.nodes):
+        if node.target is _enter_inference_mode:
+            with graph.inserting_before(node):
+                before = graph.call_function(torch.is_grad_enabled)
+                graph.call_function(torch._C._set_grad_enabled, (not node.args[0],))
+            node.replace_all_uses_with(before)
+            graph.erase_node(node)
+        elif node.target is _exit_inference_mode:
+            node.target = torch._C._set_grad_enabled
+
+
 @contextlib.contextmanager
 def _modes_kept(activation: _Activation) -> Iterator[None]:
     """Close after an exception what the traced code had opened: it holds no ``finally``."""
@@ -304,6 +367,33 @@ def _modes_kept(activation: _Activation) -> Iterator[None]:
             activation.modes.pop().__exit__(None, None, None)
         torch.set_grad_enabled(grad)
         raise
+
+
+@contextlib.contextmanager
+def _modes_of_compiling_kept(piece: GraphModule) -> Iterator[None]:
+    """Undo after an exception the modes that a compiler had opened while it went through ``piece``
+    (it caches code by the functions that open them, so that ``_HELD`` cannot stand for those)."""
+    entered = piece.graph.find_nodes(op="call_function", target=_enter_autocast)
+    kinds = {cast(str, node.args[0]) for node in entered}
+    before = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+    cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        try:
+            yield
+        except BaseException:
+            for kind, on, dtype in before:
+                torch.set_autocast_enabled(kind, on)
+                torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_cache_enabled(cached)
+            while _autocast_depth() > depth:
+                torch.autocast_decrement_nesting()
+            raise
+
+
+def _autocast_depth() -> int:
+    """Return how many autocast blocks are open; while one is, torch keeps what it has cast."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 class _Build:
@@ -345,9 +435,11 @@ class _Build:
         single = not isinstance(output.args[0], tuple | list)
         if single:  # Inductor compiles graphs that return a tuple
             output.args = ((output.args[0],),)
-            piece.recompile()
+        _without_inference_mode(piece)
+        piece.recompile()
         hits = _cache_hits()
-        compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
+        with _modes_of_compiling_kept(piece):
+            compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
         self.cached += _cache_hits() > hits
         run = self._wrap(cast(Callable[..., Any], compiled), piece)
         return (lambda *args: run(*args)[0]) if single else run
@@ -636,7 +728,7 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
         ) from error
     reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
     # The second is what the tracer says of a marked method: it looks into the mark itself.
-    if "args/kwargs to proxy" in reason or "class `ContextVar`" in reason:
+    if "args/kwargs to proxy" in reason or "ContextVar" in reason:
         raise CaptureError(
             f"policy 'piecewise' needs the whole step in one trace, and the call at {line} passes "
             f"an object that no trace holds. A marked function (no method) takes tensors, plain "
