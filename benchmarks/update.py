@@ -8,8 +8,10 @@ meta         the public package breakable-cuda-graphs (``pip install breakable-c
 breakable    dg.capture(policy="breakable")
 full+update  dg.capture(policy="full") with a recording for every length
 
-Host time is one call on an idle device, wall time is a call in a row of them; medians. Every
-length of every contender must equal eager bit for bit. Needs a CUDA device and cuda-python.
+Host time is one call on an idle device, wall time is a call in a row of them; medians. Contenders
+take turns, and a ratio is the median of the ratios of one turn: a host with other guests is slower
+for seconds at a time, for all of them. Every length of every contender must equal eager bit for
+bit. Needs a CUDA device and cuda-python.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ GOALS = {
     "host of 1,000 new lengths, full / breakable": dict.fromkeys(WORKS, 1.10),
     "first use of a length, ms": dict.fromkeys(WORKS, 4.0),
 }
-WALL_TURNS = 24
-"""Turns in which each contender runs a third of the steps in a row."""
+WALL_TURNS = 40
+"""Turns in which each contender runs a fifth of the steps in a row."""
+EMPTY_TURNS = 40
+"""The same for breaks that do nothing, where each turn compares a replay with its bare launches."""
 
 
 @attrs.define
@@ -83,6 +87,11 @@ def wall_seconds(call: Callable[[int], Any], lengths: Iterator[int], steps: int)
         call(next(lengths))
     torch.cuda.synchronize()
     return (time.perf_counter() - started) / steps
+
+
+def of_turns(times: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median of what ``times`` are of ``others``, turn by turn."""
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 class MetaBreakable:
@@ -195,7 +204,7 @@ def compare(
             made.host += host_seconds(made.call, turns[made.name], 1)
     for number in range(WALL_TURNS):
         for made in all_made[:: -1 if number % 2 else 1]:
-            made.wall.append(wall_seconds(made.call, turns[made.name], -(-steps // 3)))
+            made.wall.append(wall_seconds(made.call, turns[made.name], -(-steps // 5)))
     result = {
         made.name: {
             "host_us": statistics.median(made.host) * 1e6,
@@ -206,6 +215,10 @@ def compare(
         for made in all_made
     }
     for made in all_made:
+        if "meta" in result:
+            meta = all_made[0]
+            result[made.name]["host_to_meta"] = of_turns(made.host, meta.host)
+            result[made.name]["wall_to_meta"] = of_turns(made.wall, meta.wall)
         made.close()
     return result
 
@@ -220,16 +233,20 @@ def empty_bodies(model: Model, steps: int) -> dict[str, float]:
         meta = MetaBreakable(model, nothing)
         pairs["meta"] = (meta, bare_launches(meta.native_graphs()), meta.graph.reset)
     turn = itertools.cycle(range(512, 3000))
-    taken: dict[str, list[list[float]]] = {name: [[], []] for name in pairs}
-    # Many short turns, as in ``compare``; the first calls of one only warm the caches.
-    for _ in range(20):
-        for name, calls in pairs.items():
-            for which, call in enumerate(calls[:2]):
-                taken[name][which] += host_seconds(call, turn, 3 + -(-steps // 5))[3:]
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
+    for number in range(EMPTY_TURNS):
+        for name in list(pairs)[:: -1 if number % 2 else 1]:
+            # The first calls of a turn only warm the caches.
+            whole, bare = (
+                statistics.median(host_seconds(call, turn, 3 + -(-steps // 5))[3:])
+                for call in pairs[name][:2]
+            )
+            turns[name].append((whole, bare))
     result = {}
-    for name, (whole, bare) in taken.items():
-        result[f"{name}_us"] = statistics.median(whole) * 1e6
-        result[f"{name}_bare_us"] = statistics.median(bare) * 1e6
+    for name, taken in turns.items():
+        result[f"{name}_us"] = statistics.median(whole for whole, _ in taken) * 1e6
+        result[f"{name}_bare_us"] = statistics.median(bare for _, bare in taken) * 1e6
+        result[f"{name}_above_us"] = statistics.median(a - b for a, b in taken) * 1e6
     for *_, close in pairs.values():
         close()
     return result
@@ -312,12 +329,9 @@ def ratios(result: dict[str, Any]) -> dict[str, float]:
     if "meta" in real:
         for what in ("host", "wall"):
             for name in ("full+update", "breakable"):
-                out[f"{what}, {name} / meta"] = (
-                    real[name][f"{what}_us"] / real["meta"][f"{what}_us"]
-                )
-        ours = empty["breakable_us"] - empty["breakable_bare_us"]
-        theirs = empty["meta_us"] - empty["meta_bare_us"]
-        out["host above bare launches, breakable / meta, empty bodies"] = ours / theirs
+                out[f"{what}, {name} / meta"] = real[name][f"{what}_to_meta"]
+        above = empty["breakable_above_us"] / empty["meta_above_us"]
+        out["host above bare launches, breakable / meta, empty bodies"] = above
     trace = result["trace"]
     out["host of 1,000 new lengths, full / breakable"] = trace["full_ms"] / trace["breakable_ms"]
     out["first use of a length, ms"] = result["first"]["new_ms"]

@@ -54,10 +54,12 @@ class Driver:
         self.context = CONTEXT
         self.calls: list[tuple[Any, ...]] = []
         self.refuse = 0
-        self._setter_calls = 0
+        self.captured = 0
+        self.set_calls = 0
 
-    def kernel(self, function: int, **launch: Any) -> int:
-        node = self.node(Kind.CU_GRAPH_NODE_TYPE_KERNEL, SimpleNamespace(func=function, kern=0))
+    def kernel(self, function: int, kernel: int = 0, **launch: Any) -> int:
+        params = (function, *range(100, 106), kernel, CONTEXT)
+        node = self.node(Kind.CU_GRAPH_NODE_TYPE_KERNEL, params)
         self.launch[node] = launch
         return node
 
@@ -74,31 +76,31 @@ class Driver:
     def cuCtxGetCurrent(self) -> tuple[int, int]:
         return 0, self.context
 
-    def CUgraphExec(self, init_value: int) -> int:
-        return init_value
-
-    def _set(self, kind: str, *args: Any) -> tuple[int]:
-        self._setter_calls += 1
-        if self._setter_calls == self.refuse:
+    def set(self, kind: str, *args: Any) -> tuple[int]:
+        self.set_calls += 1
+        if self.set_calls == self.refuse:
             return (1,)
         self.calls.append((kind, *args))
         return (0,)
 
-    def cuGraphExecKernelNodeSetParams(self, *args: Any) -> tuple[int]:
-        return self._set("kernel", *args)
-
     def cuGraphExecMemcpyNodeSetParams(self, *args: Any) -> tuple[int]:
-        return self._set("memcpy", *args)
+        return self.set("memcpy", *args)
 
     def cuGraphExecMemsetNodeSetParams(self, *args: Any) -> tuple[int]:
-        return self._set("memset", *args)
+        return self.set("memset", *args)
+
+    def cuGraphMemcpyNodeSetParams(self, *args: Any) -> tuple[int]:
+        return self.set("set memcpy", *args)
+
+    def cuGraphMemsetNodeSetParams(self, *args: Any) -> tuple[int]:
+        return self.set("set memset", *args)
+
+    def cuGraphKernelNodeCopyAttributes(self, target: int, source: int) -> tuple[int]:
+        return self.set("copy attributes", target, source)
 
     def _params(self, kind: Kind, node: int) -> tuple[int, Any]:
         found, params = self.nodes[node]
         return (0, params) if found is kind else (1, None)
-
-    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[int, Any]:
-        return self._params(Kind.CU_GRAPH_NODE_TYPE_KERNEL, node)
 
     def cuGraphMemcpyNodeGetParams(self, node: int) -> tuple[int, Any]:
         return self._params(Kind.CU_GRAPH_NODE_TYPE_MEMCPY, node)
@@ -110,15 +112,18 @@ class Driver:
         return 0, self.nodes[node][0]
 
 
-GET_EDGES = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 5)
-IS_CAPTURING = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-GET_CAPTURE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 7)
-GET_ATTRIBUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+def c_function(*arguments: Any) -> Any:
+    """Return the decorator for what C calls with ``arguments``."""
+    return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
+
+
+POINTER = ctypes.c_void_p
 
 
 def library(driver: Driver) -> Library:
     """The calls of the driver's library, as C functions."""
 
+    @c_function(*[POINTER] * 5)
     def get_edges(graph: int, sources: int, targets: int, kinds: int, count: int) -> int:
         if graph != GRAPH:
             return 1
@@ -132,6 +137,7 @@ def library(driver: Driver) -> Library:
             ctypes.memmove(kinds, data, len(data))
         return 0
 
+    @c_function(POINTER, ctypes.c_int, POINTER)
     def get_attribute(node: int, which: int, value: int) -> int:
         launch = driver.launch[node or 0]
         if which in launch.get("unknown", ()):
@@ -142,7 +148,7 @@ def library(driver: Driver) -> Library:
         (ctypes.c_uint32 * len(words)).from_address(value)[:] = words
         return 0
 
-    def is_capturing(stream: int | None, status: int) -> int:
+    def ask(stream: int | None, status: int) -> int:
         # 1: an active capture; 2: one that was invalidated; 3: an error of the query.
         if stream == 3:
             return 1
@@ -151,10 +157,11 @@ def library(driver: Driver) -> Library:
 
     last = (ctypes.c_void_p * 2)(2**47 + 1, 7)  # the driver's own memory
 
+    @c_function(*[POINTER] * 7)
     def get_capture(
         stream: int | None, status: int, capture: int, graph: int, nodes: int, _: int, count: int
     ) -> int:
-        if error := is_capturing(stream, status):
+        if error := ask(stream, status):
             return error
         if stream == 1:
             ctypes.c_uint64.from_address(capture).value = 2**63 + 3
@@ -163,11 +170,46 @@ def library(driver: Driver) -> Library:
             ctypes.c_size_t.from_address(count).value = 2
         return 0
 
+    @c_function(*[POINTER] * 3)
+    def get_nodes(graph: int, nodes: int | None, count: int) -> int:
+        if graph != GRAPH:
+            return 1
+        if nodes:
+            room = ctypes.c_size_t.from_address(count).value
+            (ctypes.c_uint64 * room).from_address(nodes)[:] = [2**47 + n for n in range(room)]
+        ctypes.c_size_t.from_address(count).value = driver.captured
+        return 0
+
+    @c_function(*[POINTER] * 2)
+    def get_kernel(node: int | None, params: int) -> int:
+        kind, words = driver.nodes[node or 0]
+        if kind is not Kind.CU_GRAPH_NODE_TYPE_KERNEL:
+            return 1
+        (ctypes.c_uint64 * 9).from_address(params)[:] = words
+        return 0
+
+    def words(params: int) -> tuple[int, ...]:
+        return tuple((ctypes.c_uint64 * 9).from_address(params))
+
+    @c_function(*[POINTER] * 2)
+    def set_kernel(node: int, params: int) -> int:
+        return driver.set("set kernel", node, words(params))[0]
+
+    @c_function(*[POINTER] * 3)
+    def update_kernel(executable: int, node: int, params: int) -> int:
+        return driver.set("kernel", executable, node, words(params))[0]
+
     return Library(
-        GET_EDGES(get_edges),
-        GET_ATTRIBUTE(get_attribute),
-        IS_CAPTURING(is_capturing),
-        GET_CAPTURE(get_capture),
+        SimpleNamespace(
+            cuGraphGetEdges_v2=get_edges,
+            cuGraphGetNodes=get_nodes,
+            cuGraphKernelNodeGetParams_v2=get_kernel,
+            cuGraphKernelNodeSetParams_v2=set_kernel,
+            cuGraphExecKernelNodeSetParams_v2=update_kernel,
+            cuGraphKernelNodeGetAttribute=get_attribute,
+            cuStreamIsCapturing=c_function(*[POINTER] * 2)(ask),
+            cuStreamGetCaptureInfo_v3=get_capture,
+        )
     )
 
 
@@ -181,10 +223,14 @@ class Cudart:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def cudaGraphGetNodes(self, graph: int, count: int) -> tuple[int, Any, Any]:
-        return (0, [], 3) if graph else (1, None, None)
+    def cudaGraphClone(self, graph: int) -> tuple[int, int]:
+        return 0, graph + 1000
+
+    def cudaGraphNodeFindInClone(self, node: int, copy: int) -> tuple[int, int]:
+        return (0, node + 500) if copy == GRAPH + 1000 else (1, 0)
 
     def cudaGraphDestroy(self, graph: int) -> tuple[int]:
+        self._driver.calls.append(("destroy", graph))
         return (0,) if graph else (1,)
 
     def cudaGetDevice(self) -> tuple[int, int]:
@@ -219,8 +265,13 @@ def test_driver_without_the_calls_leaves_the_backend_without_updates(
     assert "upgrade the driver (undefined symbol: cuGraphGetEdges_v2)" in caplog.text
 
 
-def update(kind: str, node: int, params: Any = "params") -> Update:
-    return Update(node, kind, params, node, True)
+KERNEL = (2**47 + 9, *range(2, 10))
+
+
+def update(kind: str, node: int, params: Any = "params", exact: bool = True) -> Update:
+    if kind == "kernel":
+        params = (ctypes.c_uint64 * 9)(*KERNEL)
+    return Update(node, kind, params, node + 70, exact)
 
 
 def test_failed_call_raises_with_the_name_and_the_code(runtime: Runtime) -> None:
@@ -228,9 +279,17 @@ def test_failed_call_raises_with_the_name_and_the_code(runtime: Runtime) -> None
     with pytest.raises(RuntimeCallError, match=r"cudaGraphDestroy failed \(1") as caught:
         runtime.destroy(0)
     assert caught.value.error_code == 1
-    assert runtime.count(5) == 3
-    with pytest.raises(RuntimeCallError, match="cudaGraphGetNodes"):
-        runtime.count(0)
+
+
+def test_nodes_are_counted_and_listed_in_order(driver: Driver, runtime: Runtime) -> None:
+    assert (runtime.count(GRAPH), runtime.nodes(GRAPH)) == (0, [])
+    driver.captured = 3
+    assert runtime.count(GRAPH) == 3
+    assert runtime.nodes(GRAPH) == [2**47, 2**47 + 1, 2**47 + 2]
+    for ask in runtime.count, runtime.nodes:
+        with pytest.raises(RuntimeCallError, match=r"cuGraphGetNodes failed \(1\)") as caught:
+            ask(GRAPH + 1)
+        assert caught.value.error_code == 1
 
 
 def test_edges_have_their_nodes_and_their_kind(driver: Driver, runtime: Runtime) -> None:
@@ -287,6 +346,9 @@ def test_another_kernel_is_taken_unless_it_cooperates_or_clusters(
     assert is_exact(runtime, "kernel", fixed, driver.kernel(41))
     assert not is_exact(runtime, "kernel", fixed, driver.kernel(41, cooperative=(1,)))
     assert not is_exact(runtime, "kernel", fixed, driver.kernel(41, cluster=(1, 2, 1)))
+    of_library = fixed_of(runtime, "kernel", driver.kernel(0, 42, cooperative=(1,)))
+    assert is_exact(runtime, "kernel", of_library, driver.kernel(0, 42))
+    assert not is_exact(runtime, "kernel", of_library, driver.kernel(0, 43))
 
 
 def fixed_of(runtime: Runtime, kind: str, node: int) -> Any:
@@ -339,6 +401,8 @@ def test_node_of_another_kind_is_told_and_one_that_cannot_be_read_raises(
     assert runtime.read("kernel", None, fill(driver, 8)) is None
     with pytest.raises(RuntimeCallError, match="reading a memset node failed"):
         runtime.params("memset", driver.kernel(40))
+    with pytest.raises(RuntimeCallError, match="cuGraphKernelNodeGetParams failed"):
+        runtime.params("kernel", fill(driver, 8))
 
 
 @pytest.mark.parametrize(
@@ -370,9 +434,9 @@ def test_host_memory_is_found_behind_any_kind_of_address(
 def test_every_update_is_written_with_the_context_where_it_is_wanted(
     driver: Driver, runtime: Runtime
 ) -> None:
-    runtime.write([update("kernel", 1, "a"), update("memcpy", 2, "b"), update("memset", 3, "c")], 9)
+    runtime.write([update("kernel", 1), update("memcpy", 2, "b"), update("memset", 3, "c")], 9)
     assert driver.calls == [
-        ("kernel", 9, 1, "a"),
+        ("kernel", 9, 1, KERNEL),
         ("memcpy", 9, 2, "b", CONTEXT),
         ("memset", 9, 3, "c", CONTEXT),
     ]
@@ -386,6 +450,32 @@ def test_thread_without_a_context_gets_that_of_its_device(driver: Driver, runtim
 
 def test_refused_update_names_the_kind_of_node(driver: Driver, runtime: Runtime) -> None:
     driver.refuse = 2
+    updates = [update("kernel", 1), update("memset", 2), update("kernel", 3)]
     with pytest.raises(RuntimeCallError, match="updating a memset node failed"):
-        runtime.write([update("kernel", 1), update("memset", 2), update("kernel", 3)], 9)
+        runtime.write(updates, 9)
     assert len(driver.calls) == 1
+    driver.refuse = 5
+    with pytest.raises(RuntimeCallError, match="cuGraphExecKernelNodeSetParams failed"):
+        runtime.write(updates, 9)
+    assert len(driver.calls) == 3
+
+
+def test_copy_of_a_graph_has_the_new_parameters(driver: Driver, runtime: Runtime) -> None:
+    updates = [update("kernel", 1), update("memset", 2), update("kernel", 3, exact=False)]
+    assert runtime.clone(GRAPH, updates) == GRAPH + 1000
+    kernel, fill, launched, attributes = driver.calls
+    assert kernel == ("set kernel", 501, KERNEL) and launched == ("set kernel", 503, KERNEL)
+    assert fill == ("set memset", 502, "params")
+    assert attributes == ("copy attributes", 503, 73)
+
+
+def test_kernel_that_does_not_fit_the_attributes_gets_those_first(
+    driver: Driver, runtime: Runtime
+) -> None:
+    driver.refuse = 1
+    runtime.clone(GRAPH, [update("kernel", 3, exact=False)])
+    assert [call[0] for call in driver.calls] == ["copy attributes", "set kernel"]
+    driver.refuse = driver.set_calls + 1
+    with pytest.raises(RuntimeCallError, match="setting a memset node failed"):
+        runtime.clone(GRAPH, [update("memset", 3)])
+    assert driver.calls[-1] == ("destroy", GRAPH + 1000)

@@ -56,9 +56,6 @@ class Driver:
     def kind(self, node: int) -> str:
         return self.all[node].kind
 
-    def handle(self, node: int) -> int:
-        return node
-
     def params(self, kind: str, node: int) -> Any:
         return self.all[node].params
 

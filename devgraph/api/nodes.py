@@ -32,8 +32,8 @@ class RuntimeCallError(DeviceGraphError):
 class Update(NamedTuple):
     """New parameters for one node. A tuple, because a recording makes hundreds."""
 
-    node: Any
-    """The handle of the captured graph's node."""
+    node: int
+    """The captured graph's node."""
     kind: str
     params: Any
     """As the driver gave them; they point into the recording's own graph, which must live."""
@@ -84,9 +84,6 @@ class NodeRuntime(Protocol):
     def kind(self, node: int) -> str:
         """Return the kind: one of ``UPDATABLE``, "empty", or the vendor's word for another."""
 
-    def handle(self, node: int) -> Any:
-        """Return ``node`` as ``write`` and ``clone`` take it."""
-
     def params(self, kind: str, node: int) -> Any:
         """Return the parameters of a node of a kind in ``UPDATABLE``."""
 
@@ -135,7 +132,7 @@ class _Shape:
 class _Node(NamedTuple):
     """One node of the captured graph, with what an executable's node keeps for ever."""
 
-    handle: Any
+    handle: int
     kind: str
     fixed: Any
 
@@ -280,7 +277,7 @@ class Template:
         described = []
         for kind, node in zip(shape.kinds, nodes, strict=True):
             if kind == EMPTY:
-                described.append(_Node(runtime.handle(node), kind, None))
+                described.append(_Node(node, kind, None))
                 continue
             if kind not in UPDATABLE:
                 raise UpdateError(
@@ -288,5 +285,5 @@ class Template:
                     f"policy='breakable', or take that call out of the region."
                 )
             fixed = runtime.fixed(kind, node, runtime.params(kind, node))
-            described.append(_Node(runtime.handle(node), kind, fixed))
+            described.append(_Node(node, kind, fixed))
         return tuple(described)

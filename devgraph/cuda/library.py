@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from devgraph.api.nodes import Capture, RuntimeCallError
 
@@ -13,51 +14,59 @@ __all__ = ["Library"]
 _Value = ctypes.c_uint32 * 32
 """CUlaunchAttributeValue, a union of 64 bytes, with room for a larger one."""
 
+_KernelParams = ctypes.c_uint64 * 9
+"""CUDA_KERNEL_NODE_PARAMS as words: the function is the first, the kernel of a library the eighth.
+
+A recording keeps hundreds: one object each, where cuda-python makes four and the garbage collector
+walks them all."""
+
 _CAPTURE_ACTIVE = 1
 """CU_STREAM_CAPTURE_STATUS_ACTIVE"""
 
+_POINTER = ctypes.c_void_p
+_CALLS = {
+    "cuGraphGetEdges_v2": (_POINTER,) * 5,
+    "cuGraphGetNodes": (_POINTER,) * 3,
+    "cuGraphKernelNodeGetParams_v2": (_POINTER,) * 2,
+    "cuGraphKernelNodeSetParams_v2": (_POINTER,) * 2,
+    "cuGraphExecKernelNodeSetParams_v2": (_POINTER,) * 3,
+    "cuGraphKernelNodeGetAttribute": (_POINTER, ctypes.c_int, _POINTER),
+    "cuStreamIsCapturing": (_POINTER,) * 2,
+    "cuStreamGetCaptureInfo_v3": (_POINTER,) * 7,
+}
+
 
 class Library:
-    """Calls that cuda-python makes wrongly or slowly.
+    """Calls that cuda-python makes wrongly, or slowly where there are many of them.
 
     The edge data that its ``cudaGraphGetEdges`` returns lies in memory which it has freed
     (NVIDIA/cuda-python issue 1804; mended in May 2026). For a launch attribute it makes an object
-    for each member of the union, which took 2.4 us of a recording's 8 for each node (one H200).
-    Whether a stream captures is asked of every stream at the end of every capture.
+    for each member of the union, and reading the parameters of a node and its attributes took 3.4
+    us (one H200). Whether a stream captures is asked of every stream at the end of every capture.
 
     Args:
-        get_edges: the driver's ``cuGraphGetEdges_v2``.
-        get_attribute: its ``cuGraphKernelNodeGetAttribute``.
-        is_capturing: its ``cuStreamIsCapturing``.
-        get_capture: its ``cuStreamGetCaptureInfo_v3``.
+        library: the driver's library, or what has its functions.
+
+    Raises:
+        AttributeError: the driver lacks one of them.
     """
 
-    def __init__(
-        self,
-        get_edges: Callable[..., int],
-        get_attribute: Callable[..., int],
-        is_capturing: Callable[..., int],
-        get_capture: Callable[..., int],
-    ) -> None:
-        self._get_edges = get_edges
-        self._get_attribute = get_attribute
-        self._is_capturing = is_capturing
-        self._get_capture = get_capture
+    def __init__(self, library: Any) -> None:
+        for name, arguments in _CALLS.items():
+            getattr(library, name).argtypes = arguments
+        self._get_edges = library.cuGraphGetEdges_v2
+        self._get_nodes = library.cuGraphGetNodes
+        self._get_kernel = library.cuGraphKernelNodeGetParams_v2
+        self._set_kernel = library.cuGraphKernelNodeSetParams_v2
+        self._update_kernel = library.cuGraphExecKernelNodeSetParams_v2
+        self._get_attribute = library.cuGraphKernelNodeGetAttribute
+        self._is_capturing = library.cuStreamIsCapturing
+        self._get_capture = library.cuStreamGetCaptureInfo_v3
 
     @classmethod
     def find(cls) -> Library:
         """Return the library that the process uses already."""
-        library = ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-        pointer = ctypes.c_void_p
-        get_edges = library.cuGraphGetEdges_v2
-        get_edges.argtypes = [pointer] * 5
-        get_attribute = library.cuGraphKernelNodeGetAttribute
-        get_attribute.argtypes = [pointer, ctypes.c_int, pointer]
-        is_capturing = library.cuStreamIsCapturing
-        is_capturing.argtypes = [pointer, pointer]
-        get_capture = library.cuStreamGetCaptureInfo_v3
-        get_capture.argtypes = [pointer] * 7
-        return cls(get_edges, get_attribute, is_capturing, get_capture)
+        return cls(ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"))
 
     def capturing(self, streams: Sequence[int]) -> list[int]:
         """Return those of ``streams`` that are part of an active capture; one that the driver does
@@ -83,6 +92,27 @@ class Library:
         last = (ctypes.c_uint64 * count).from_address(nodes) if count else ()
         return capture, graph, list(last)
 
+    def count(self, graph: int) -> int:
+        """Return the number of nodes.
+
+        Raises:
+            RuntimeCallError: the call failed.
+        """
+        count = ctypes.c_size_t()
+        self._check("cuGraphGetNodes", self._get_nodes(graph, None, ctypes.addressof(count)))
+        return count.value
+
+    def nodes(self, graph: int) -> list[int]:
+        """Return all nodes, in the order in which they were captured.
+
+        Raises:
+            RuntimeCallError: the call failed.
+        """
+        count = ctypes.c_size_t(self.count(graph))
+        found = (ctypes.c_uint64 * count.value)()
+        self._check("cuGraphGetNodes", self._get_nodes(graph, found, ctypes.addressof(count)))
+        return list(found)
+
     def edges(self, graph: int) -> list[tuple[int, int, int]]:
         """Return every edge as (from, to, kind); a kind is the bytes of CUgraphEdgeData as one
         number, 0 for a plain dependency.
@@ -106,6 +136,38 @@ class Library:
         follows it; None if the driver does not know the attribute."""
         value = _Value()
         return None if self._get_attribute(node, which, value) else value[:3]
+
+    def kernel(self, node: int) -> ctypes.Array[ctypes.c_uint64]:
+        """Return the parameters of a kernel node as words; pointers in them belong to its graph.
+
+        Raises:
+            RuntimeCallError: it is another kind of node.
+        """
+        params = _KernelParams()
+        error = self._get_kernel(node, params)
+        if error:
+            self._check("cuGraphKernelNodeGetParams", error)
+        return params
+
+    def set_kernel(self, node: int, params: ctypes.Array[ctypes.c_uint64]) -> None:
+        """Give a node of a graph the parameters ``params``, which ``kernel`` returned.
+
+        Raises:
+            RuntimeCallError: the driver refuses them.
+        """
+        self._check("cuGraphKernelNodeSetParams", self._set_kernel(node, params))
+
+    def update_kernel(
+        self, executable: int, node: int, params: ctypes.Array[ctypes.c_uint64]
+    ) -> None:
+        """Write ``params`` into an executable of the graph that has ``node``.
+
+        Raises:
+            RuntimeCallError: the driver refuses them.
+        """
+        error = self._update_kernel(executable, node, params)
+        if error:
+            self._check("cuGraphExecKernelNodeSetParams", error)
 
     @staticmethod
     def _check(name: str, error: int) -> None:

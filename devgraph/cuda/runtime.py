@@ -36,7 +36,6 @@ class Runtime:
     def __init__(self, cudart: Any, driver: Any, library: Library) -> None:
         self._cudart = cudart
         self._driver = driver
-        self._get_nodes = cudart.cudaGraphGetNodes
         flags = cudart.cudaGraphInstantiateFlags
         # torch's own flags: another set would run other priorities and keep graph allocations.
         self._instantiate_flags = int(flags.cudaGraphInstantiateFlagAutoFreeOnLaunch) | int(
@@ -47,7 +46,6 @@ class Runtime:
             int(kind): kind.name.removeprefix(prefix).lower() for kind in driver.CUgraphNodeType
         }
         self._getters = {
-            _KERNEL: driver.cuGraphKernelNodeGetParams,
             _MEMCPY: driver.cuGraphMemcpyNodeGetParams,
             _MEMSET: driver.cuGraphMemsetNodeGetParams,
         }
@@ -113,17 +111,11 @@ class Runtime:
 
     def count(self, graph: int) -> int:
         """Return the number of nodes."""
-        error, _, count = self._get_nodes(graph, 0)
-        if error:
-            _fail("cudaGraphGetNodes", error)
-        return int(count)
+        return self._library.count(graph)
 
     def nodes(self, graph: int) -> list[int]:
         """Return all nodes, in the order in which they were captured."""
-        count = self.count(graph)
-        if not count:
-            return []
-        return [int(node) for node in self.call("cudaGraphGetNodes", graph, count)[0]]
+        return self._library.nodes(graph)
 
     def edges(self, graph: int) -> list[tuple[int, int, Any]]:
         """Return every edge as (from, to, kind)."""
@@ -142,12 +134,10 @@ class Runtime:
             _fail("cuGraphNodeGetType", error)
         return self._kinds.get(int(kind)) or f"type-{int(kind)}"
 
-    def handle(self, node: int) -> Any:
-        """Return ``node`` as a handle object, which calls take faster than an int."""
-        return self._driver.CUgraphNode(init_value=node)
-
     def params(self, kind: str, node: int) -> Any:
         """Return the parameters of a node; pointers in them belong to the node's graph."""
+        if kind == _KERNEL:
+            return self._library.kernel(node)
         error, params = self._getters[kind](node)
         if error:
             _fail(f"reading a {kind} node", error)
@@ -170,11 +160,12 @@ class Runtime:
         An executable takes copies and fills of one dimension only, and no other cluster size or
         cooperation than it has (cuGraphExecKernelNodeSetParams).
         """
-        error, params = self._getters[kind](node)
-        if error:
+        try:
+            params = self.params(kind, node)
+        except RuntimeCallError:
             if self.kind(node) != kind:
                 return None
-            _fail(f"reading a {kind} node", error)
+            raise
         if kind == _KERNEL:
             function, cluster, cooperates = fixed
             # Whether it cooperates belongs to the function, the size of clusters to the call.
@@ -211,7 +202,6 @@ class Runtime:
         copy = int(self.call("cudaGraphClone", graph))
         find = self._cudart.cudaGraphNodeFindInClone
         setters = {
-            _KERNEL: self._driver.cuGraphKernelNodeSetParams,
             _MEMCPY: self._driver.cuGraphMemcpyNodeSetParams,
             _MEMSET: self._driver.cuGraphMemsetNodeSetParams,
         }
@@ -221,29 +211,32 @@ class Runtime:
                     error, node = find(update.node, copy)
                     if error:
                         _fail("cudaGraphNodeFindInClone", error)
-                    if update.exact or update.kind != _KERNEL:
+                    if update.kind != _KERNEL:
                         (error,) = setters[update.kind](node, update.params)
                         if error:
                             _fail(f"setting a {update.kind} node", error)
+                    elif update.exact:
+                        self._library.set_kernel(int(node), update.params)
                     else:
-                        self._relaunch(node, update)
+                        self._relaunch(int(node), update)
         except BaseException:
             self.destroy(copy)
             raise
         return copy
 
-    def _relaunch(self, node: Any, update: Update) -> None:
+    def _relaunch(self, node: int, update: Update) -> None:
         """Give a node the kernel of ``update`` with its launch attributes.
 
         A node refuses attributes that do not fit the kernel which it holds, and a kernel that does
         not fit the attributes: one order or the other passes.
         """
+        set_kernel = self._library.set_kernel
         try:
-            self.drive("cuGraphKernelNodeSetParams", node, update.params)
+            set_kernel(node, update.params)
             self.drive("cuGraphKernelNodeCopyAttributes", node, update.source)
         except RuntimeCallError:
             self.drive("cuGraphKernelNodeCopyAttributes", node, update.source)
-            self.drive("cuGraphKernelNodeSetParams", node, update.params)
+            set_kernel(node, update.params)
 
     # Executables.
 
@@ -253,19 +246,17 @@ class Runtime:
         Raises:
             RuntimeCallError: the driver refused; the executable holds a part of them.
         """
-        driver = self._driver
-        target = driver.CUgraphExec(init_value=executable)
-        set_kernel = driver.cuGraphExecKernelNodeSetParams
-        others = {
-            _MEMCPY: driver.cuGraphExecMemcpyNodeSetParams,
-            _MEMSET: driver.cuGraphExecMemsetNodeSetParams,
+        update_kernel = self._library.update_kernel
+        setters = {
+            _MEMCPY: self._driver.cuGraphExecMemcpyNodeSetParams,
+            _MEMSET: self._driver.cuGraphExecMemsetNodeSetParams,
         }
         with self._in_context() as context:
             for update in updates:
                 if update.kind == _KERNEL:
-                    (error,) = set_kernel(target, update.node, update.params)
-                else:
-                    (error,) = others[update.kind](target, update.node, update.params, context)
+                    update_kernel(executable, update.node, update.params)
+                    continue
+                (error,) = setters[update.kind](executable, update.node, update.params, context)
                 if error:
                     _fail(f"updating a {update.kind} node", error)
 
@@ -314,7 +305,7 @@ class Runtime:
 
 def _function(params: Any) -> int:
     """Return what a kernel node runs: the driver gives a function, or a kernel of a library."""
-    return int(params.func) or int(params.kern)
+    return int(params[0] or params[7])
 
 
 class _LaunchAttributes:

@@ -126,10 +126,6 @@ class Runtime:
         kind = self.version.kind(value.value)
         return kind.value if kind is not Kind.OTHER else f"type-{value.value}"
 
-    def handle(self, node: int) -> int:
-        """Return ``node``: ctypes takes ints."""
-        return node
-
     def params(self, kind: str, node: int) -> Any:
         """Return the parameters of a node; pointers in them belong to the node's graph.
 
