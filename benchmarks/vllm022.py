@@ -8,10 +8,10 @@ capture time and memory are each one's own), stay, and then measure in turns, so
 heat are the same for all. Weights are random and equal; prompts are equal.
 
 Engines that compile share one new folder of caches, those that do not share another: the first of
-each kind starts cold, the later ones do not say how long a start takes. With --own-caches each has a
-folder of its own: where the code that it runs was compiled in the process, and not loaded from a
-cache, an engine captures up to 15% faster, whosever its graphs are, so that only engines that
-started alike compare.
+each kind starts cold, the later ones do not say how long a start takes. With --own-caches each has
+a folder of its own: an engine that compiled its code captures up to 15% faster than one that loaded
+it from a cache, whosever its graphs are, so that captures compare between engines that started
+alike.
 
 modes: default and full_vllm (vLLM's own layer: its default and cudagraph_mode FULL), eager,
 devgraph (the same modes as default), breakable and full (DEVGRAPH_MODE, see docs/vllm.md).
