@@ -28,12 +28,6 @@ class Memory(enum.IntEnum):
     CU_MEMORYTYPE_UNIFIED = 4
 
 
-ATTRIBUTES = SimpleNamespace(
-    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4,
-    CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION=11,
-    CU_LAUNCH_ATTRIBUTE_COOPERATIVE=2,
-)
-
 CONTEXT = 77
 GRAPH = 2**46 + 5
 
@@ -43,7 +37,6 @@ class Driver:
 
     CUgraphNodeType = Kind
     CUmemorytype = Memory
-    CUkernelNodeAttrID = ATTRIBUTES
     CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_MEMORY_TYPE="memory type")
 
     def __init__(self) -> None:
@@ -174,7 +167,9 @@ def library(driver: Driver) -> Library:
     def get_nodes(graph: int, nodes: int | None, count: int) -> int:
         if graph != GRAPH:
             return 1
-        if nodes:
+        if nodes is not None:
+            if not driver.captured:
+                return 1
             room = ctypes.c_size_t.from_address(count).value
             (ctypes.c_uint64 * room).from_address(nodes)[:] = [2**47 + n for n in range(room)]
         ctypes.c_size_t.from_address(count).value = driver.captured

@@ -7,7 +7,9 @@ offer for that is ``devgraph.api.nodes.NodeRuntime``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -347,10 +349,11 @@ class NodeGraph(TorchGraph):
         try:
             capture = runtime.capture_of(stream)
             assert capture is not None
-            for pick in picks:
-                hit = self.hits[pick]
-                self._run_again(hit, host[hit.mark])
-                bounds.append(runtime.count(capture[1]))
+            for mark, hits in itertools.groupby(map(self.hits.__getitem__, picks), _mark_of):
+                with entered(Absorbed(mark, "full")):
+                    for hit in hits:
+                        self._run_again(hit, host[mark])
+                        bounds.append(runtime.count(capture[1]))
             self._made += 1
             self._close_regions(self._made)
             bounds.append(runtime.count(capture[1]))
@@ -370,14 +373,13 @@ class NodeGraph(TorchGraph):
     def _run_again(self, hit: RegionHit, host: dict[str, Any]) -> None:
         lane = hit.note.lane
         try:
-            with entered(Absorbed(hit.mark, "full")):
-                if lane is None:
-                    hit.run(host)
-                    return
-                lane.wait_stream(self._stream)
-                with self._torch.namespace.stream(lane):
-                    hit.run(host)
-                self._stream.wait_stream(lane)
+            if lane is None:
+                hit.run(host)
+                return
+            lane.wait_stream(self._stream)
+            with self._torch.namespace.stream(lane):
+                hit.run(host)
+            self._stream.wait_stream(lane)
         except RuntimeError as error:
             if not self._torch.is_random_refusal(error):
                 raise
@@ -433,6 +435,9 @@ class NodeGraph(TorchGraph):
         if recording.executable_bytes <= self.pool.recordings.room:
             return recording.uses >= _USES_WITH_ROOM
         return recording.uses >= _USES_WHEN_FULL
+
+
+_mark_of = operator.attrgetter("mark")
 
 
 def _some_context() -> bool:

@@ -20,6 +20,9 @@ _KernelParams = ctypes.c_uint64 * 9
 A recording keeps hundreds: one object each, where cuda-python makes four and the garbage collector
 walks them all."""
 
+_COOPERATIVE, _CLUSTER, _PREFERRED_CLUSTER = 2, 4, 11
+"""CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _CLUSTER_DIMENSION and _PREFERRED_CLUSTER_DIMENSION"""
+
 _CAPTURE_ACTIVE = 1
 """CU_STREAM_CAPTURE_STATUS_ACTIVE"""
 
@@ -99,7 +102,9 @@ class Library:
             RuntimeCallError: the call failed.
         """
         count = ctypes.c_size_t()
-        self._check("cuGraphGetNodes", self._get_nodes(graph, None, ctypes.addressof(count)))
+        error = self._get_nodes(graph, None, ctypes.addressof(count))
+        if error:
+            self._check("cuGraphGetNodes", error)
         return count.value
 
     def nodes(self, graph: int) -> list[int]:
@@ -109,6 +114,8 @@ class Library:
             RuntimeCallError: the call failed.
         """
         count = ctypes.c_size_t(self.count(graph))
+        if not count.value:
+            return []  # the driver takes no array without room
         found = (ctypes.c_uint64 * count.value)()
         self._check("cuGraphGetNodes", self._get_nodes(graph, found, ctypes.addressof(count)))
         return list(found)
@@ -131,11 +138,25 @@ class Library:
         sources, targets, kinds = columns
         return list(zip(sources, targets, kinds, strict=True))
 
-    def attribute(self, node: int, which: int) -> list[int] | None:
-        """Return the first three words of a kernel's launch attribute: a size, or a flag and what
-        follows it; None if the driver does not know the attribute."""
+    def cluster(self, node: int) -> tuple[list[int], list[int] | None] | None:
+        """Return the sizes of the clusters that a kernel node is launched in, asked for and
+        preferred (None where the driver knows no such); None for no clusters."""
         value = _Value()
-        return None if self._get_attribute(node, which, value) else value[:3]
+        where = ctypes.addressof(value)
+        if self._get_attribute(node, _CLUSTER, where):
+            return None
+        # Not set reads as zeros, one block per cluster is the same.
+        if value[0] <= 1 and value[1] <= 1 and value[2] <= 1:
+            return None
+        size = value[:3]
+        unknown = self._get_attribute(node, _PREFERRED_CLUSTER, where)
+        return size, None if unknown else value[:3]
+
+    def cooperates(self, node: int) -> bool:
+        """Whether the blocks of a kernel node's launch may wait for each other."""
+        value = _Value()
+        unknown = self._get_attribute(node, _COOPERATIVE, ctypes.addressof(value))
+        return not unknown and bool(value[0])
 
     def kernel(self, node: int) -> ctypes.Array[ctypes.c_uint64]:
         """Return the parameters of a kernel node as words; pointers in them belong to its graph.
@@ -144,7 +165,7 @@ class Library:
             RuntimeCallError: it is another kind of node.
         """
         params = _KernelParams()
-        error = self._get_kernel(node, params)
+        error = self._get_kernel(node, ctypes.addressof(params))
         if error:
             self._check("cuGraphKernelNodeGetParams", error)
         return params
@@ -165,7 +186,7 @@ class Library:
         Raises:
             RuntimeCallError: the driver refuses them.
         """
-        error = self._update_kernel(executable, node, params)
+        error = self._update_kernel(executable, node, ctypes.addressof(params))
         if error:
             self._check("cuGraphExecKernelNodeSetParams", error)
 

@@ -51,7 +51,6 @@ class Runtime:
         }
         self._host_memory = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         self._any_memory = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        self._attributes = _LaunchAttributes(driver.CUkernelNodeAttrID, library)
         self._library = library
 
     @staticmethod
@@ -147,8 +146,8 @@ class Runtime:
         """Return what an executable's node keeps for ever: of a kernel its function and launch
         attributes, of a copy the kinds of memory, of a fill the geometry."""
         if kind == _KERNEL:
-            attributes = self._attributes
-            return _function(params), attributes.cluster(node), attributes.cooperates(node)
+            library = self._library
+            return _function(params), library.cluster(node), library.cooperates(node)
         if kind == _MEMCPY:
             return int(params.srcMemoryType), int(params.dstMemoryType)
         return params.elementSize, params.width, params.height
@@ -169,9 +168,9 @@ class Runtime:
         if kind == _KERNEL:
             function, cluster, cooperates = fixed
             # Whether it cooperates belongs to the function, the size of clusters to the call.
-            attributes = self._attributes
-            exact = attributes.cluster(node) == cluster and (
-                _function(params) == function or attributes.cooperates(node) == cooperates
+            library = self._library
+            exact = library.cluster(node) == cluster and (
+                _function(params) == function or library.cooperates(node) == cooperates
             )
             return params, exact, False
         same = self.fixed(kind, node, params) == fixed
@@ -306,27 +305,3 @@ class Runtime:
 def _function(params: Any) -> int:
     """Return what a kernel node runs: the driver gives a function, or a kernel of a library."""
     return int(params[0] or params[7])
-
-
-class _LaunchAttributes:
-    """The launch attributes of a kernel that an executable's node keeps for ever."""
-
-    def __init__(self, known: Any, library: Library) -> None:
-        self._read = library.attribute
-        self._cluster = int(known.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
-        self._cooperative = int(known.CU_LAUNCH_ATTRIBUTE_COOPERATIVE)
-        preferred = getattr(known, "CU_LAUNCH_ATTRIBUTE_PREFERRED_CLUSTER_DIMENSION", None)
-        self._preferred = None if preferred is None else int(preferred)
-
-    def cluster(self, node: int) -> tuple[list[int], list[int] | None] | None:
-        """Return the sizes of clusters, asked for and preferred; None for no clusters."""
-        size = self._read(node, self._cluster)
-        # Not set reads as zeros, one block per cluster is the same.
-        if size is None or max(size) <= 1:
-            return None
-        return size, None if self._preferred is None else self._read(node, self._preferred)
-
-    def cooperates(self, node: int) -> bool:
-        """Whether the blocks of the launch may wait for each other."""
-        words = self._read(node, self._cooperative)
-        return words is not None and bool(words[0])
