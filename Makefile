@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# As in pyproject.toml.
 OLDEST_TORCH := 2.11
 STAMP := $(VENV)/.installed
 NPU := .cache/torch-npu
@@ -17,7 +18,7 @@ help:
 	@echo "make test      the test suite, in parallel"
 	@echo "make test-all  the same with the slow tests"
 	@echo "make test-npu  the Ascend part of it, on torch-npu over a simulated driver (needs g++)"
-	@echo "make test-newest  the CPU core on the newest torch, in a virtual environment of its own"
+	@echo "make test-newest  the conformance suite of the CPU and the tests of piecewise, on the newest torch"
 	@echo "make test-oldest  the same on the oldest torch that devgraph takes"
 	@echo "make lint      ruff, mypy --strict, import rules"
 	@echo "make bench     the benchmarks of this machine's backends"

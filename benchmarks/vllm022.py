@@ -20,6 +20,7 @@ devgraph (the same modes as default), breakable and full (DEVGRAPH_MODE, see doc
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -404,7 +405,7 @@ class Job:
 
 def capture_in_turns(jobs: list[Job], count: int, late: Callable[[], bool]) -> None:
     """Let all jobs with graphs capture anew, in ``count`` turns or until it is late, and keep
-    medians.
+    medians, of the seconds and of what they are of the first job's in the same turn.
 
     The first capture of a process also loads kernels, and is kept aside.
     """
@@ -415,13 +416,15 @@ def capture_in_turns(jobs: list[Job], count: int, late: Callable[[], bool]) -> N
         if number and late():
             break
         for job in captured[:: -1 if number % 2 else 1]:
-            job.result["captures_s"].append(job.ask("capture_again") or float("nan"))
+            job.result["captures_s"].append(job.ask("capture_again"))
     for job in captured:
-        times = job.result["captures_s"]
-        job.result["capture_s"] = statistics.median(times)
-        reference = captured[0].result["captures_s"]
-        ratios = [a / b for a, b in zip(times, reference, strict=True)]
-        job.result[f"capture_of_{captured[0].name}"] = statistics.median(ratios)
+        pairs = list(zip(job.result["captures_s"], captured[0].result["captures_s"], strict=True))
+        times = [own for own, _ in pairs if own]
+        ratios = [own / other for own, other in pairs if own and other]
+        if times:
+            job.result["capture_s"] = statistics.median(times)
+        if ratios:
+            job.result["capture_to_first"] = statistics.median(ratios)
 
 
 def measure(
@@ -459,7 +462,8 @@ def report(jobs: list[Job]) -> str:
         tokens, padded = found.get("tokens"), found.get("tokens_padded_eager")
         times = " ".join(f"{key}={found.get(key, 0):.3f}" for key in FACTS)
         parts = [f"{job.name} {times}"]
-        parts += [f"{key}={found[key]:.3f}" for key in found if key.startswith("capture_of_")]
+        if "capture_to_first" in found:
+            parts.append(f"capture_to_first={found['capture_to_first']:.3f}")
         for batch, value in found["decode"].items():
             parts.append(
                 f"b{batch}={value['step_ms']:.3f}ms,{value['host_us']:.1f}us,"
@@ -491,7 +495,11 @@ def main() -> None:
         "--repeats", type=int, default=3, help="0 captures and compares tokens only"
     )
     parser.add_argument("--captures", type=int, default=7, help="captures in turns (default: 7)")
-    parser.add_argument("--own-caches", action="store_true", help="each engine starts cold")
+    parser.add_argument(
+        "--own-caches",
+        action="store_true",
+        help="a folder of caches for each engine: all start cold",
+    )
     parser.add_argument("--child")
     parser.add_argument("--folder")
     parser.add_argument("--log")
@@ -502,18 +510,12 @@ def main() -> None:
     began = time.monotonic()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    caches = {kind: tempfile.mkdtemp(prefix="vllm-") for kind in (True, False)}
-    jobs = [
-        Job(
-            arguments.model,
-            name,
-            out,
-            tempfile.mkdtemp(prefix="vllm-")
-            if arguments.own_caches
-            else caches[name.split(":")[1] in UNCOMPILED],
-        )
-        for name in arguments.jobs
-    ]
+    caches = collections.defaultdict(lambda: tempfile.mkdtemp(prefix="vllm-"))
+
+    def cache_of(name: str) -> str:
+        return caches[name if arguments.own_caches else name.split(":")[1] in UNCOMPILED]
+
+    jobs = [Job(arguments.model, name, out, cache_of(name)) for name in arguments.jobs]
     for job in jobs:
         job.answer("import")  # a start is measured without the imports of others beside it
 

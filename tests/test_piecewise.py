@@ -557,19 +557,19 @@ def test_mark_sees_the_modes_of_its_call_also_in_a_piecewise_capture(bench, comp
         seen.append(modes())
         return x * 2
 
-    half, short = (torch.autocast(device, dtype) for dtype in (torch.float16, torch.bfloat16))
+    half, bfloat = (torch.autocast(device, dtype) for dtype in (torch.float16, torch.bfloat16))
 
     def run(x):
         x = look(x + 1)
         with torch.inference_mode():
             x = look(look(x - 1) + 1)
-            with short, torch.enable_grad():
+            with bfloat, torch.enable_grad():
                 x = look(x + 1)
                 with torch.inference_mode(False), half:
                     x = look(x + 1)
                 x = look(x + 1)
         x = look(x + 1) * 3
-        with short:
+        with bfloat:
             x = look(x)
             with torch.no_grad(), torch.inference_mode():
                 x = look(x + 1)
@@ -582,27 +582,42 @@ def test_mark_sees_the_modes_of_its_call_also_in_a_piecewise_capture(bench, comp
         x = bench.randn(4, WIDTH)
         expected = run(x)
         wanted = seen.copy()
-        capture = dg.capture(run, x, policy="piecewise", backend=bench.backend, compiler=compiler)
-        assert modes() == before
-        seen.clear()
-        capture.replay()
-        assert modes() == before
-    assert seen == wanted
-    assert torch.allclose(capture.outputs, expected)
-    capture.close()
+        options = {"policy": "piecewise", "backend": bench.backend, "compiler": compiler}
+        with dg.capture(run, x, **options) as capture:
+            assert modes() == before
+            seen.clear()
+            capture.replay()
+            assert modes() == before
+            assert seen == wanted
+            assert torch.allclose(capture.outputs, expected)
 
 
-@pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "autocast"])
+def autocast(device):
+    return torch.autocast(device, torch.float16, cache_enabled=False)
+
+
+MODES = {
+    "inference_mode": lambda device: torch.inference_mode(),
+    "no_grad": lambda device: torch.no_grad(),
+    "autocast": autocast,
+}
+
+
+def assert_no_mode_is_open(device):
+    # Blocks that are open by torch's count: while there are any, it keeps weights that it has cast.
+    assert (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()) == (1, 0)
+    assert not torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled()
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("raises_at", [1, 2, 3, 4])  # warm-up, check, warm-up, capture
 def test_modes_are_those_of_before_when_a_mark_raises_inside_a_block(bench, mode, raises_at):
     torch._dynamo.reset()
     runs = []
     x = bench.randn(4, WIDTH)
-    enter = {
-        "inference_mode": torch.inference_mode,
-        "no_grad": torch.no_grad,
-        "autocast": functools.partial(torch.autocast, x.device.type, torch.bfloat16),
-    }[mode]
+    enter = functools.partial(MODES[mode], x.device.type)
 
     @dg.no_graph(fake=torch.empty_like)
     def body(x):
@@ -619,49 +634,38 @@ def test_modes_are_those_of_before_when_a_mark_raises_inside_a_block(bench, mode
     with pytest.raises(KeyError, match="of the mark") as caught:
         dg.capture(run, x, policy="piecewise", backend=bench.backend)
     assert caught.value.__traceback__ is not None  # It holds the frames, and what they hold.
-    # Blocks that are open by torch's count: while there are any, it keeps weights that it has cast.
-    assert (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()) == (1, 0)
-    assert not torch.is_autocast_enabled(x.device.type) and torch.is_autocast_cache_enabled()
-    assert torch.is_grad_enabled()
-    assert not torch.is_inference_mode_enabled()
+    assert_no_mode_is_open(x.device.type)
 
 
-@pytest.mark.parametrize("mode", ["inference_mode", "no_grad", "autocast"])
-def test_modes_are_those_of_before_when_a_compiler_fails_inside_a_block(bench, mode, monkeypatch):
-    enter = {
-        "inference_mode": torch.inference_mode,
-        "no_grad": torch.no_grad,
-        "autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16),
-    }[mode]
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_are_those_of_before_when_a_compiler_fails_inside_a_block(mode, monkeypatch):
     compiled = []
 
-    def fail(piece, examples, **_):
-        """Go through the piece, as compilers do, up to the operation that no compiler knows."""
+    class Compiler(torch.fx.Interpreter):
+        """Goes through a piece, as compilers do, and does not know one operation."""
 
-        class Tracer(torch.fx.Interpreter):
-            def call_method(self, target, args, kwargs):
-                if target == "sin":
-                    assert not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-                    compiled.append(target)
-                    raise NotImplementedError("sin")
+        def call_method(self, target, args, kwargs):
+            if target != "sin":
                 return super().call_method(target, args, kwargs)
+            assert not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+            compiled.append(target)
+            raise NotImplementedError("sin")
 
-        return Tracer(piece).run(*examples)
+    def compile_piece(piece, examples, **_):
+        return Compiler(piece).run(*examples)
 
-    monkeypatch.setattr("devgraph.api.policy.piecewise.compile_fx", fail)
+    monkeypatch.setattr("devgraph.api.policy.piecewise.compile_fx", compile_piece)
+    enter = MODES[mode]
 
     def run(x):
-        with enter(), enter():
+        with enter("cpu"), enter("cpu"):
             return (x + 1).sin()
 
+    x = torch.randn(4, WIDTH)
     with pytest.raises(dg.CaptureError, match="sin"):
-        dg.capture(
-            run, bench.randn(4, WIDTH), policy="piecewise", backend="cpu", compiler="inductor"
-        )
+        dg.capture(run, x, policy="piecewise", backend="cpu", compiler="inductor")
     assert compiled == ["sin"]
-    assert (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()) == (1, 0)
-    assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
-    assert not torch.is_inference_mode_enabled()
+    assert_no_mode_is_open("cpu")
 
 
 # Refusals.

@@ -104,7 +104,7 @@ class NodeGraph(TorchGraph):
 
     def _end_native(self) -> None:
         if self._nodes:
-            self._native.capture_end()  # there is nothing that torch could warn of
+            self._native.capture_end()  # torch warns of empty graphs only; a filter costs host time
         else:
             super()._end_native()
 

@@ -132,7 +132,7 @@ class _Shape:
 class _Node(NamedTuple):
     """One node of the captured graph, with what an executable's node keeps for ever."""
 
-    handle: int
+    node: int
     kind: str
     fixed: Any
 
@@ -210,7 +210,7 @@ class Template:
         read, kind_of = self._runtime.read, self._runtime.kind
         updates = []
         for known, source in zip(region.nodes, span, strict=True):
-            handle, kind, fixed = known
+            node, kind, fixed = known
             if kind == EMPTY:
                 if kind_of(source) != EMPTY:
                     self._refuse_shape(pick, [kind_of(node) for node in span])
@@ -225,7 +225,7 @@ class Template:
                     f"every replay, long after the recording that owns that memory. Pass the "
                     f"values as host arguments, or copy them into a device tensor before the step."
                 )
-            updates.append(Update(handle, kind, params, source, exact))
+            updates.append(Update(node, kind, params, source, exact))
         return tuple(updates)
 
     def _check_shapes(

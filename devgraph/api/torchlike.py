@@ -212,6 +212,7 @@ class TorchGraph(DeviceGraph):
         self._launch = self._native.replay  # type: ignore[method-assign]
 
     def _end_native(self) -> None:
+        """End the capture; torch's warning of an empty graph is not shown."""
         self._torch.end_native(self._native)
 
     def _make_native(self) -> Any:

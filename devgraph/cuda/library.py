@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NoReturn
 
 from devgraph.api.nodes import Capture, RuntimeCallError
 
@@ -34,6 +34,7 @@ _CALLS = {
     "cuGraphKernelNodeSetParams_v2": (_POINTER,) * 2,
     "cuGraphExecKernelNodeSetParams_v2": (_POINTER,) * 3,
     "cuGraphKernelNodeGetAttribute": (_POINTER, ctypes.c_int, _POINTER),
+    "cuGetErrorName": (ctypes.c_int, _POINTER),
     "cuStreamIsCapturing": (_POINTER,) * 2,
     "cuStreamGetCaptureInfo_v3": (_POINTER,) * 7,
 }
@@ -48,27 +49,35 @@ class Library:
     us (one H200). Whether a stream captures is asked of every stream at the end of every capture.
 
     Args:
-        library: the driver's library, or what has its functions.
+        driver: the driver's library, or what has its functions.
 
     Raises:
         AttributeError: the driver lacks one of them.
     """
 
-    def __init__(self, library: Any) -> None:
+    def __init__(self, driver: Any) -> None:
         for name, arguments in _CALLS.items():
-            getattr(library, name).argtypes = arguments
-        self._get_edges = library.cuGraphGetEdges_v2
-        self._get_nodes = library.cuGraphGetNodes
-        self._get_kernel = library.cuGraphKernelNodeGetParams_v2
-        self._set_kernel = library.cuGraphKernelNodeSetParams_v2
-        self._update_kernel = library.cuGraphExecKernelNodeSetParams_v2
-        self._get_attribute = library.cuGraphKernelNodeGetAttribute
-        self._is_capturing = library.cuStreamIsCapturing
-        self._get_capture = library.cuStreamGetCaptureInfo_v3
+            getattr(driver, name).argtypes = arguments
+        self._get_edges = driver.cuGraphGetEdges_v2
+        self._get_nodes = driver.cuGraphGetNodes
+        self._get_kernel = driver.cuGraphKernelNodeGetParams_v2
+        self._set_kernel = driver.cuGraphKernelNodeSetParams_v2
+        self._update_kernel = driver.cuGraphExecKernelNodeSetParams_v2
+        self._get_attribute = driver.cuGraphKernelNodeGetAttribute
+        self._get_error_name = driver.cuGetErrorName
+        self._is_capturing = driver.cuStreamIsCapturing
+        self._get_capture = driver.cuStreamGetCaptureInfo_v3
 
     @classmethod
     def find(cls) -> Library:
-        """Return the library that the process uses already."""
+        """Return the calls of the driver that the process uses already.
+
+        Raises:
+            OSError: there is no driver.
+            AttributeError: it is too old.
+        """
+        # PyDLL keeps the interpreter's lock: a call is shorter than it takes to give that up, and
+        # another thread that got it in between would keep it for milliseconds.
         return cls(ctypes.PyDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"))
 
     def capturing(self, streams: Sequence[int]) -> list[int]:
@@ -84,16 +93,18 @@ class Library:
         Raises:
             RuntimeCallError: the call failed.
         """
-        # Status, id, graph, nodes, edge data, number of nodes.
+        # What the call writes to, each in a word: status (an int, in the lower half), id, graph,
+        # dependencies, edge data (some captures are refused without), number of dependencies.
         words = (ctypes.c_uint64 * 6)()
         at = ctypes.addressof(words)
-        error = self._get_capture(stream, *range(at, at + 48, 8))
-        self._check("cuStreamGetCaptureInfo", error)
-        status, capture, graph, nodes, _, count = words
+        error = self._get_capture(stream, *range(at, at + ctypes.sizeof(words), 8))
+        if error:
+            self._fail("cuStreamGetCaptureInfo", error)
+        status, capture, graph, address, _, count = words
         if status != _CAPTURE_ACTIVE:
             return None
-        last = (ctypes.c_uint64 * count).from_address(nodes) if count else ()
-        return capture, graph, list(last)
+        dependencies = (ctypes.c_uint64 * count).from_address(address) if count else ()
+        return capture, graph, list(dependencies)
 
     def count(self, graph: int) -> int:
         """Return the number of nodes.
@@ -104,7 +115,7 @@ class Library:
         count = ctypes.c_size_t()
         error = self._get_nodes(graph, None, ctypes.addressof(count))
         if error:
-            self._check("cuGraphGetNodes", error)
+            self._fail("cuGraphGetNodes", error)
         return count.value
 
     def nodes(self, graph: int) -> list[int]:
@@ -117,10 +128,12 @@ class Library:
         if not count.value:
             return []  # the driver takes no array without room
         found = (ctypes.c_uint64 * count.value)()
-        self._check("cuGraphGetNodes", self._get_nodes(graph, found, ctypes.addressof(count)))
+        error = self._get_nodes(graph, found, ctypes.addressof(count))
+        if error:
+            self._fail("cuGraphGetNodes", error)
         return list(found)
 
-    def edges(self, graph: int) -> list[tuple[int, int, int]]:
+    def edges(self, graph: int) -> list[tuple[int, int, Hashable]]:
         """Return every edge as (from, to, kind); a kind is the bytes of CUgraphEdgeData as one
         number, 0 for a plain dependency.
 
@@ -129,12 +142,14 @@ class Library:
         """
         count = ctypes.c_size_t()
         error = self._get_edges(graph, None, None, None, ctypes.byref(count))
-        self._check("cuGraphGetEdges", error)
+        if error:
+            self._fail("cuGraphGetEdges", error)
         if not count.value:
             return []
         columns = [(ctypes.c_uint64 * count.value)() for _ in range(3)]
         error = self._get_edges(graph, *columns, ctypes.byref(count))
-        self._check("cuGraphGetEdges", error)
+        if error:
+            self._fail("cuGraphGetEdges", error)
         sources, targets, kinds = columns
         return list(zip(sources, targets, kinds, strict=True))
 
@@ -167,7 +182,7 @@ class Library:
         params = _KernelParams()
         error = self._get_kernel(node, ctypes.addressof(params))
         if error:
-            self._check("cuGraphKernelNodeGetParams", error)
+            self._fail("cuGraphKernelNodeGetParams", error)
         return params
 
     def set_kernel(self, node: int, params: ctypes.Array[ctypes.c_uint64]) -> None:
@@ -176,7 +191,9 @@ class Library:
         Raises:
             RuntimeCallError: the driver refuses them.
         """
-        self._check("cuGraphKernelNodeSetParams", self._set_kernel(node, params))
+        error = self._set_kernel(node, ctypes.addressof(params))
+        if error:
+            self._fail("cuGraphKernelNodeSetParams", error)
 
     def update_kernel(
         self, executable: int, node: int, params: ctypes.Array[ctypes.c_uint64]
@@ -188,9 +205,15 @@ class Library:
         """
         error = self._update_kernel(executable, node, ctypes.addressof(params))
         if error:
-            self._check("cuGraphExecKernelNodeSetParams", error)
+            self._fail("cuGraphExecKernelNodeSetParams", error)
 
     @staticmethod
-    def _check(name: str, error: int) -> None:
-        if error:
-            raise RuntimeCallError(f"{name} failed ({error})", error)
+    def function(params: ctypes.Array[ctypes.c_uint64]) -> int:
+        """Return what a kernel node runs: the driver gives a function, or a kernel of a library."""
+        return params[0] or params[7]
+
+    def _fail(self, name: str, error: int) -> NoReturn:
+        text = ctypes.c_char_p()
+        self._get_error_name(error, ctypes.addressof(text))
+        known = (text.value or b"unknown").decode()
+        raise RuntimeCallError(f"{name} failed ({error}: {known})", error)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from devgraph.api.nodes import Capture, RuntimeCallError, Update
+from devgraph.api.nodes import RuntimeCallError, Update
 from devgraph.cuda.library import Library
 
 __all__ = ["Runtime"]
@@ -45,13 +45,11 @@ class Runtime:
         self._kinds = {
             int(kind): kind.name.removeprefix(prefix).lower() for kind in driver.CUgraphNodeType
         }
-        self._getters = {
-            _MEMCPY: driver.cuGraphMemcpyNodeGetParams,
-            _MEMSET: driver.cuGraphMemsetNodeGetParams,
-        }
         self._host_memory = driver.CUmemorytype.CU_MEMORYTYPE_HOST
         self._any_memory = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
         self._library = library
+        self.capture_of, self.capturing = library.capture_of, library.capturing
+        self.count, self.nodes, self.edges = library.count, library.nodes, library.edges
 
     @staticmethod
     def find() -> Runtime | None:
@@ -89,14 +87,6 @@ class Runtime:
 
     # Captures in progress.
 
-    def capture_of(self, stream: int) -> Capture | None:
-        """Return the capture that ``stream`` is part of, or None."""
-        return self._library.capture_of(stream)
-
-    def capturing(self, streams: Sequence[int]) -> list[int]:
-        """Return those of ``streams`` that are part of a capture."""
-        return self._library.capturing(streams)
-
     def begin_capture(self, stream: int) -> None:
         """Begin a thread-local capture on ``stream`` that torch does not know of."""
         mode = self._cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
@@ -107,18 +97,6 @@ class Runtime:
         return int(self.call("cudaStreamEndCapture", stream))
 
     # Graphs.
-
-    def count(self, graph: int) -> int:
-        """Return the number of nodes."""
-        return self._library.count(graph)
-
-    def nodes(self, graph: int) -> list[int]:
-        """Return all nodes, in the order in which they were captured."""
-        return self._library.nodes(graph)
-
-    def edges(self, graph: int) -> list[tuple[int, int, Any]]:
-        """Return every edge as (from, to, kind)."""
-        return self._library.edges(graph)
 
     def destroy(self, graph: int) -> None:
         """Free a graph."""
@@ -137,17 +115,14 @@ class Runtime:
         """Return the parameters of a node; pointers in them belong to the node's graph."""
         if kind == _KERNEL:
             return self._library.kernel(node)
-        error, params = self._getters[kind](node)
-        if error:
-            _fail(f"reading a {kind} node", error)
-        return params
+        return self.drive(f"cuGraph{kind.title()}NodeGetParams", node)
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         """Return what an executable's node keeps for ever: of a kernel its function and launch
         attributes, of a copy the kinds of memory, of a fill the geometry."""
         if kind == _KERNEL:
             library = self._library
-            return _function(params), library.cluster(node), library.cooperates(node)
+            return library.function(params), library.cluster(node), library.cooperates(node)
         if kind == _MEMCPY:
             return int(params.srcMemoryType), int(params.dstMemoryType)
         return params.elementSize, params.width, params.height
@@ -170,7 +145,7 @@ class Runtime:
             # Whether it cooperates belongs to the function, the size of clusters to the call.
             library = self._library
             exact = library.cluster(node) == cluster and (
-                _function(params) == function or library.cooperates(node) == cooperates
+                library.function(params) == function or library.cooperates(node) == cooperates
             )
             return params, exact, False
         same = self.fixed(kind, node, params) == fixed
@@ -199,25 +174,18 @@ class Runtime:
         are copied where they differ.
         """
         copy = int(self.call("cudaGraphClone", graph))
-        find = self._cudart.cudaGraphNodeFindInClone
-        setters = {
-            _MEMCPY: self._driver.cuGraphMemcpyNodeSetParams,
-            _MEMSET: self._driver.cuGraphMemsetNodeSetParams,
-        }
         try:
             with self._in_context():
                 for update in updates:
-                    error, node = find(update.node, copy)
-                    if error:
-                        _fail("cudaGraphNodeFindInClone", error)
+                    node = int(self.call("cudaGraphNodeFindInClone", update.node, copy))
                     if update.kind != _KERNEL:
-                        (error,) = setters[update.kind](node, update.params)
-                        if error:
-                            _fail(f"setting a {update.kind} node", error)
+                        self.drive(
+                            f"cuGraph{update.kind.title()}NodeSetParams", node, update.params
+                        )
                     elif update.exact:
-                        self._library.set_kernel(int(node), update.params)
+                        self._library.set_kernel(node, update.params)
                     else:
-                        self._relaunch(int(node), update)
+                        self._relaunch(node, update)
         except BaseException:
             self.destroy(copy)
             raise
@@ -246,18 +214,13 @@ class Runtime:
             RuntimeCallError: the driver refused; the executable holds a part of them.
         """
         update_kernel = self._library.update_kernel
-        setters = {
-            _MEMCPY: self._driver.cuGraphExecMemcpyNodeSetParams,
-            _MEMSET: self._driver.cuGraphExecMemsetNodeSetParams,
-        }
         with self._in_context() as context:
             for update in updates:
                 if update.kind == _KERNEL:
                     update_kernel(executable, update.node, update.params)
-                    continue
-                (error,) = setters[update.kind](executable, update.node, update.params, context)
-                if error:
-                    _fail(f"updating a {update.kind} node", error)
+                else:
+                    name = f"cuGraphExec{update.kind.title()}NodeSetParams"
+                    self.drive(name, executable, update.node, update.params, context)
 
     @contextlib.contextmanager
     def _in_context(self) -> Iterator[Any]:
@@ -300,8 +263,3 @@ class Runtime:
                 _fail("cudaGraphLaunch", error)
 
         return run
-
-
-def _function(params: Any) -> int:
-    """Return what a kernel node runs: the driver gives a function, or a kernel of a library."""
-    return int(params[0] or params[7])

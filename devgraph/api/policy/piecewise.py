@@ -242,6 +242,8 @@ _EXITS: dict[Any, Callable[..., Any]] = {
 }
 """What closes the block of a mode, by what opens it."""
 
+_MODE_FUNCTIONS = {*_EXITS, *_EXITS.values(), torch._C._set_grad_enabled}
+
 
 @attrs.define
 class _Block:
@@ -260,8 +262,9 @@ def _cut_modes(graph: GraphModule, parts: dict[Node, int]) -> None:
     ``split_module`` cuts autocast and grad modes alone and in another order, whereas the end of
     ``inference_mode`` restores all modes of its beginning.
     """
-    # ``switched`` is what the trace set gradients to last, which split_module sets in later parts.
-    outside = grad = switched = torch.is_grad_enabled()
+    if not any(node.target in _MODE_FUNCTIONS for node in parts):
+        return
+    outside = grad = torch.is_grad_enabled()
     blocks: dict[Node, _Block] = {}  # by the node that opened it in the trace
 
     def add(part: int, target: Any, *args: Any) -> Node:
@@ -269,43 +272,31 @@ def _cut_modes(graph: GraphModule, parts: dict[Node, int]) -> None:
         parts[node] = part
         return node
 
-    def switch(part: int, wanted: bool, *found: bool) -> None:
-        nonlocal switched
-        if any(now != wanted for now in found):
-            add(part, torch._C._set_grad_enabled, wanted)
-            switched = wanted
-
     before: Node | None = None
     for node in list(parts):
         if before is not None and parts[node] != parts[before]:
             with graph.graph.inserting_before(node):
-                now = grad
                 for begun, block in reversed(blocks.items()):
                     add(parts[before], _EXITS[begun.target], block.entered)
-                    now = block.grad if begun.target is _enter_inference_mode else now
-                switch(parts[before], outside, now, switched)
-                now = outside
+                # split_module begins later parts with the last switch before them, which is this.
+                add(parts[before], torch._C._set_grad_enabled, outside)
                 for begun, block in blocks.items():
-                    switch(parts[node], block.grad, now)
+                    add(parts[node], torch._C._set_grad_enabled, block.grad)
                     block.entered = add(parts[node], begun.target, *begun.args)
-                    now = _grad_inside(begun, block.grad)
-                switch(parts[node], grad, now)
+                add(parts[node], torch._C._set_grad_enabled, grad)
         if node.target in _EXITS:
             blocks[node] = _Block(node, grad)
-            grad = _grad_inside(node, grad)
+            if node.target is _enter_inference_mode:
+                grad = not node.args[0]
         elif node.target in _EXITS.values():
             begun = cast(Node, node.args[0])
             block = blocks.pop(begun)
             node.args = (block.entered,)
-            grad = block.grad if begun.target is _enter_inference_mode else grad
+            if begun.target is _enter_inference_mode:
+                grad = block.grad
         elif node.target is torch._C._set_grad_enabled:
-            grad = switched = cast(bool, node.args[0])
+            grad = cast(bool, node.args[0])
         before = node
-
-
-def _grad_inside(begun: Node, grad: bool) -> bool:
-    """Return whether gradients are on at the beginning of a block."""
-    return not begun.args[0] if begun.target is _enter_inference_mode else grad
 
 
 def _held(enter: Callable[..., Any]) -> Callable[..., Any]:
@@ -341,17 +332,14 @@ def _hold_modes(piece: GraphModule) -> None:
     piece.recompile()
 
 
-def _without_inference_mode(piece: GraphModule) -> None:
-    """Leave of ``inference_mode`` in ``piece`` what it does to gradients: compiled code makes plain
-    tensors under it as well, and the compilers of torch 2.11 fail on views inside it."""
-    graph = piece.graph
-    for node in list(graph.nodes):
+def _inference_mode_as_grad_mode(piece: GraphModule) -> None:
+    """Turn ``inference_mode`` in ``piece`` into the grad mode that it implies: compiled code makes
+    no inference tensors anyway, and Inductor of torch 2.11 fails on views inside such a block."""
+    for node in piece.graph.nodes:
         if node.target is _enter_inference_mode:
-            with graph.inserting_before(node):
-                before = graph.call_function(torch.is_grad_enabled)
-                graph.call_function(torch._C._set_grad_enabled, (not node.args[0],))
-            node.replace_all_uses_with(before)
-            graph.erase_node(node)
+            with piece.graph.inserting_after(node):
+                piece.graph.call_function(torch._C._set_grad_enabled, (not node.args[0],))
+            node.target, node.args = torch.is_grad_enabled, ()
         elif node.target is _exit_inference_mode:
             node.target = torch._C._set_grad_enabled
 
@@ -370,28 +358,19 @@ def _modes_kept(activation: _Activation) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _modes_of_compiling_kept(piece: GraphModule) -> Iterator[None]:
-    """Undo after an exception the modes that a compiler had opened while it went through ``piece``
-    (it caches code by the functions that open them, so that ``_HELD`` cannot stand for those)."""
-    entered = piece.graph.find_nodes(op="call_function", target=_enter_autocast)
-    kinds = {cast(str, node.args[0]) for node in entered}
-    before = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
-    cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
-    with torch.set_grad_enabled(torch.is_grad_enabled()):
-        try:
-            yield
-        except BaseException:
-            for kind, on, dtype in before:
-                torch.set_autocast_enabled(kind, on)
-                torch.set_autocast_dtype(kind, dtype)
-            torch.set_autocast_cache_enabled(cached)
-            while _autocast_depth() > depth:
-                torch.autocast_decrement_nesting()
-            raise
+def _autocast_depth_kept() -> Iterator[None]:
+    """Close by count the autocast blocks that a compiler which failed left open: while one is open,
+    torch keeps what it has cast. The tracer restores all other modes."""
+    depth = _autocast_depth()
+    try:
+        yield
+    finally:
+        while _autocast_depth() > depth:
+            torch.autocast_decrement_nesting()
 
 
 def _autocast_depth() -> int:
-    """Return how many autocast blocks are open; while one is, torch keeps what it has cast."""
+    """Return how many autocast blocks are open."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
@@ -435,10 +414,10 @@ class _Build:
         single = not isinstance(output.args[0], tuple | list)
         if single:  # Inductor compiles graphs that return a tuple
             output.args = ((output.args[0],),)
-        _without_inference_mode(piece)
+        _inference_mode_as_grad_mode(piece)
         piece.recompile()
         hits = _cache_hits()
-        with _modes_of_compiling_kept(piece):
+        with _autocast_depth_kept():
             compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
         self.cached += _cache_hits() > hits
         run = self._wrap(cast(Callable[..., Any], compiled), piece)
