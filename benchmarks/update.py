@@ -44,7 +44,7 @@ GOALS = {
     "host of 1,000 new lengths, full / breakable": dict.fromkeys(WORKS, 1.10),
     "first use of a length, ms": dict.fromkeys(WORKS, 4.0),
 }
-WALL_TURNS = 40
+WALL_TURNS = 48
 """Turns in which each contender runs a fifth of the steps in a row."""
 EMPTY_TURNS = 40
 """The same for breaks that do nothing, where each turn compares a replay with its bare launches."""
@@ -199,12 +199,12 @@ def compare(
     for made in all_made:
         host_seconds(made.call, turns[made.name], 10)
     # Step by step in turn: what disturbs the host for a while disturbs all of them.
-    for number in range(steps):
-        first = number % len(all_made)
-        for made in all_made[first:] + all_made[:first]:
+    orders = itertools.cycle(itertools.permutations(all_made))
+    for _ in range(steps):
+        for made in next(orders):
             made.host += host_seconds(made.call, turns[made.name], 2)[1:]
-    for number in range(WALL_TURNS):
-        for made in all_made[:: -1 if number % 2 else 1]:
+    for _ in range(WALL_TURNS):
+        for made in next(orders):
             made.wall.append(wall_seconds(made.call, turns[made.name], -(-steps // 5)))
     result = {
         made.name: {

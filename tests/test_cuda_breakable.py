@@ -10,6 +10,8 @@ import torch
 from cuda_kit import backend, check, graph_of, randn
 
 import devgraph as dg
+from devgraph.runners.integrations.engine.ledger import ModeCount
+from devgraph.runners.integrations.engine.table import capture_whole
 
 __all__ = ["backend"]
 
@@ -61,6 +63,24 @@ def test_unjoined_side_stream_is_refused_by_name(be: Any, fork: str, policy: str
     assert f"{joined.cuda_stream:#x}" not in str(caught.value)
     again = dg.capture(lambda x: x * 5, x, backend=be, policy=policy, pool=pool)
     check(again, lambda x: x * 5, x)
+
+
+def test_unjoined_side_stream_in_a_step_of_an_engine_is_refused_and_the_next_one_captured(
+    be: Any,
+) -> None:
+    pool, side, x = be.make_pool(), torch.cuda.Stream(), randn(64)
+
+    def step() -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            return x * 2
+
+    with pytest.raises(dg.UnjoinedStreamError, match="was not joined"):
+        capture_whole(pool, ModeCount(), step, release=False)
+    graph, output = capture_whole(pool, ModeCount(), lambda: x * 5, release=False)
+    x.fill_(3.0)
+    graph.replay()
+    assert torch.equal(output, x * 5)
 
 
 def test_exception_in_a_break_of_a_capture_keeps_its_traceback(be: Any) -> None:

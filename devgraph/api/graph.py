@@ -36,7 +36,7 @@ from devgraph.api.errors import (
     StateError,
     UpdateUnsupportedError,
 )
-from devgraph.api.hostargs import HostSpec
+from devgraph.api.hostargs import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks import Mark, current_scope, is_capturing
 from devgraph.api.regions import RegionHit
 
@@ -113,12 +113,15 @@ class DeviceGraph(abc.ABC):
         """Tensors of the caller, besides those that the capture touched, that regions may touch."""
         self.spoiled: CaptureError | None = None
         """Why the capture under way cannot become a graph, though its body goes on."""
+        self.names_side_streams = True
+        """Whether the error for side streams that a capture left unjoined names them: the driver
+        must be asked of every stream before it ends the capture (30 us on one H200)."""
         self._process = process.identity.token
         self._next_launch: list[Callable[[], None]] = [_nothing]
         self._state = GraphState.EMPTY
         self.replay = self._make_replay()  # type: ignore[method-assign]
         self._capture_seconds = 0.0
-        self._spec = HostSpec()
+        self._spec = NO_HOST_ARGS
         self._values: dict[str, Any] = {}
         self._host: dict[Mark, dict[str, Any]] = {}
         self._key: Hashable = None
@@ -334,7 +337,7 @@ class DeviceGraph(abc.ABC):
     def begin(self, mode: str, *, spec: HostSpec | None = None) -> None:
         """Start recording; pair with ``end`` or ``cancel``."""
         self._require("capture", GraphState.EMPTY)
-        self._spec = spec or HostSpec()
+        self._spec = spec or NO_HOST_ARGS
         self._values = dict(self._spec.declared)
         self._host = {}
         self.spoiled = None

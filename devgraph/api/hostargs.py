@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from devgraph.api.errors import FrozenValueError, HostArgumentError, did_you_mean
 from devgraph.api.source import SourceLine, is_machinery, user_line
 
-__all__ = ["HostSpec", "Tracked", "is_tracked"]
+__all__ = ["NO_HOST_ARGS", "HostSpec", "Tracked", "is_tracked"]
 
 # Reading any of these gives a plain value that a replay would never see again.
 _CONSUMING = """
@@ -275,3 +275,7 @@ def _same_kind(name: str, captured: Any, value: Any) -> Any:
         f"host argument {name!r} was a {kind.__name__} at capture and is a "
         f"{type(value).__name__} now ({value!r})."
     )
+
+
+NO_HOST_ARGS = HostSpec()
+"""What a capture without host arguments declares."""

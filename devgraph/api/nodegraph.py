@@ -125,7 +125,8 @@ class NodeGraph(TorchGraph):
         self._nodes, unjoined = 0, []
         if capture is not None:
             self._nodes = runtime.count(capture[1])
-            unjoined = self._torch.side_streams.unjoined(stream, capture)
+            if self.names_side_streams:
+                unjoined = self._torch.side_streams.unjoined(stream, capture)
         try:
             super()._end()
         except UnjoinedStreamError as error:

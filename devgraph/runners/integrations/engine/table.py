@@ -12,7 +12,7 @@ import torch
 from devgraph.api.capture import Captured, capture
 from devgraph.api.capturing import GraphScope
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.hostargs import HostSpec
+from devgraph.api.hostargs import NO_HOST_ARGS
 from devgraph.api.marks import entered
 from devgraph.api.pool import Pool
 from devgraph.runners.integrations.engine.ledger import ModeCount
@@ -80,10 +80,11 @@ def capture_whole(
     started = time.perf_counter()
     backend = pool.backend
     graph = backend.make_graph(pool)
+    graph.names_side_streams = False  # an engine captures a thousand graphs, of code that it knows
     with within or backend.capturing(pool):
         graph.begin(backend.check_capture_error_mode("thread_local"))
         try:
-            with entered(GraphScope(graph, HostSpec())):
+            with entered(GraphScope(graph, NO_HOST_ARGS)):
                 output = body()
                 if release:
                     output = weak(pool, output)
