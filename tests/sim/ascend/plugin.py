@@ -62,7 +62,7 @@ def run_python(ascend_session: ascend.Driver) -> object:
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         variables |= environment
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-u", "-c", code],  # it may end without flushing what it printed
             capture_output=True,
             text=True,
             timeout=timeout,
