@@ -197,7 +197,8 @@ def test_attention_outside_a_step_is_refused() -> None:
 def test_pad_token_of_the_configuration_causes_no_look_at_the_ids() -> None:
     """GPT-2 warns about padding after reading the ids on the host, which no graph can hold."""
     model = CausalModel(make_model("gpt2", pad_token_id=0), max_requests=1, max_len=64)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as seen:
         decode(model, [[1, 2, 0]])
     assert "aten::_local_scalar_dense" not in {event.name for event in seen.events()}
 
