@@ -315,12 +315,7 @@ def _let_go(guard: Any) -> None:
     guard.__exit__(None, None, None)
 
 
-_HELD = {
-    _enter_inference_mode: _held(_enter_inference_mode),
-    _exit_inference_mode: _let_go,
-    _enter_autocast: _held(_enter_autocast),
-    _exit_autocast: _let_go,
-}
+_HELD = {enter: _held(enter) for enter in _EXITS} | dict.fromkeys(_EXITS.values(), _let_go)
 """What stands for each function with which a trace opens or closes a mode that has a guard."""
 
 
