@@ -1,6 +1,6 @@
 """Dynamic regions: one updated graph, and a breakable one, against the package of Meta.
 
-    python benchmarks/update.py [--steps 60] [--json FILE] [--only d256 d1024 d4096]
+    python benchmarks/update.py [--steps 240] [--json FILE] [--only d256 d1024 d4096]
 
 On each size of a 36-layer decoder whose KV length changes at every step it compares
 
@@ -44,10 +44,15 @@ GOALS = {
     "host of 1,000 new lengths, full / breakable": dict.fromkeys(WORKS, 1.10),
     "first use of a length, ms": dict.fromkeys(WORKS, 4.0),
 }
-WALL_TURNS = 48
-"""Turns in which each contender runs a fifth of the steps in a row."""
+WALL_TURNS = 96
+"""Turns in which each contender runs WALL_STEPS calls in a row."""
+WALL_STEPS = 12
 EMPTY_TURNS = 40
-"""The same for breaks that do nothing, where each turn compares a replay with its bare launches."""
+"""The same for breaks that do nothing, where each turn compares EMPTY_STEPS replays with as many
+bare launches."""
+EMPTY_STEPS = 12
+FIRST_USES = 100
+"""New lengths that are timed at each of four moments of a run."""
 
 
 @attrs.define
@@ -205,7 +210,7 @@ def compare(
             made.host += host_seconds(made.call, turns[made.name], 2)[1:]
     for _ in range(WALL_TURNS):
         for made in next(orders):
-            made.wall.append(wall_seconds(made.call, turns[made.name], -(-steps // 5)))
+            made.wall.append(wall_seconds(made.call, turns[made.name], WALL_STEPS))
     result = {
         made.name: {
             "host_us": statistics.median(made.host) * 1e6,
@@ -224,7 +229,7 @@ def compare(
     return result
 
 
-def empty_bodies(model: Model, steps: int) -> dict[str, float]:
+def empty_bodies(model: Model) -> dict[str, float]:
     """Host time of breakable replays whose eager bodies do nothing, above the bare launches."""
     pairs: dict[str, tuple[Callable[[int], Any], Callable[[int], None], Callable[[], None]]] = {}
     cap = captured(model, "breakable", nothing_region)
@@ -239,7 +244,7 @@ def empty_bodies(model: Model, steps: int) -> dict[str, float]:
         for name in list(pairs)[:: -1 if number % 2 else 1]:
             # The first calls of a turn only warm the caches.
             whole, bare = (
-                statistics.median(host_seconds(call, turn, 3 + -(-steps // 5))[3:])
+                statistics.median(host_seconds(call, turn, 3 + EMPTY_STEPS)[3:])
                 for call in pairs[name][:2]
             )
             turns[name].append((whole, bare))
@@ -287,40 +292,56 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def first_use(model: Model, count: int, backend: str = "cuda") -> dict[str, float]:
-    """Host time of a new length, of an update without an executable, and of making one."""
-    cap = captured(model, "full", attend_region, backend, budget=UpdateBudget(misses=10**6))
-    recordings = cap.pool.recordings
+class FirstUses:
+    """Host times of lengths that are new, of updates without an executable, and of making one.
 
-    def call(length: int) -> None:
-        cap.replay(kv_len=length)
+    ``take`` new lengths in several parts, between other measurements: a host with other guests is
+    slower for seconds at a time. ``result`` needs 40 of them.
+    """
 
-    lengths = list(range(520, 520 + 2 * count, 2))
-    host_seconds(call, iter(lengths), 3)  # the replays that load kernels
-    resident = resident_bytes()
-    new = host_seconds(call, iter(lengths[3:]), count - 3)
-    grown = (resident_bytes() - resident) / (count - 3)
-    recording_bytes = recordings.bytes / len(recordings)
-    budget = recordings.budget_bytes
-    recordings.budget_bytes = recordings.bytes  # no room for executables
-    update = host_seconds(call, itertools.cycle(lengths[4:8]), 40)
-    recordings.budget_bytes = budget
-    free, charged = torch.cuda.mem_get_info()[0], recordings.bytes
-    fresh = lengths[8:40]  # as many executables as the budget has room for
-    build = host_seconds(call, iter(fresh), len(fresh))
-    torch.cuda.synchronize()
-    result = {
-        "new_ms": statistics.median(new) * 1e3,
-        "update_us": statistics.median(update) * 1e6,
-        "executable_ms": statistics.median(build) * 1e3,
-        "recording_bytes": recording_bytes,
-        "recording_bytes_by_resident_memory": grown,
-        "executable_bytes": (recordings.bytes - charged) / len(fresh),
-        "executable_bytes_by_free_memory": (free - torch.cuda.mem_get_info()[0]) / len(fresh),
-        "nodes": float(cap.info().nodes or 0),
-    }
-    cap.close()
-    return result
+    def __init__(self, model: Model, backend: str = "cuda") -> None:
+        budget = UpdateBudget(misses=10**6)
+        self._captured = captured(model, "full", attend_region, backend, budget=budget)
+        host_seconds(self._call, iter((514, 516, 518)), 3)  # the replays that load kernels
+        self._lengths: list[int] = []
+        self._seconds: list[float] = []
+        self._grown = 0
+
+    def _call(self, length: int) -> None:
+        self._captured.replay(kv_len=length)
+
+    def take(self, count: int) -> None:
+        """Time the next ``count`` new lengths."""
+        start, resident = 520 + 2 * len(self._lengths), resident_bytes()
+        new = range(start, start + 2 * count, 2)
+        self._seconds += host_seconds(self._call, iter(new), count)
+        self._grown += resident_bytes() - resident
+        self._lengths += new
+
+    def result(self) -> dict[str, float]:
+        """Time updates and executables too, close the graphs and return all."""
+        recordings, lengths = self._captured.pool.recordings, self._lengths
+        recording_bytes = recordings.bytes / len(recordings)
+        budget = recordings.budget_bytes
+        recordings.budget_bytes = recordings.bytes  # no room for executables
+        update = host_seconds(self._call, itertools.cycle(lengths[4:8]), 40)
+        recordings.budget_bytes = budget
+        free, charged = torch.cuda.mem_get_info()[0], recordings.bytes
+        fresh = lengths[8:40]  # as many executables as the budget has room for
+        build = host_seconds(self._call, iter(fresh), len(fresh))
+        torch.cuda.synchronize()
+        found = {
+            "new_ms": statistics.median(self._seconds) * 1e3,
+            "update_us": statistics.median(update) * 1e6,
+            "executable_ms": statistics.median(build) * 1e3,
+            "recording_bytes": recording_bytes,
+            "recording_bytes_by_resident_memory": self._grown / len(self._seconds),
+            "executable_bytes": (recordings.bytes - charged) / len(fresh),
+            "executable_bytes_by_free_memory": (free - torch.cuda.mem_get_info()[0]) / len(fresh),
+            "nodes": float(self._captured.info().nodes or 0),
+        }
+        self._captured.close()
+        return found
 
 
 def ratios(result: dict[str, Any]) -> dict[str, float]:
@@ -344,10 +365,15 @@ def measure(name: str, steps: int, trace: int) -> dict[str, Any]:
     """Measure one size."""
     work = WORKS[name]
     model = Model(work, torch.device("cuda"))
+    first = FirstUses(model)
+    first.take(FIRST_USES)
     result: dict[str, Any] = {"real": compare(model, work, steps)}
-    result["empty"] = empty_bodies(model, steps)
+    first.take(FIRST_USES)
+    result["empty"] = empty_bodies(model)
+    first.take(FIRST_USES)
     result["trace"] = new_lengths(model, trace)
-    result["first"] = first_use(model, 400)
+    first.take(FIRST_USES)
+    result["first"] = first.result()
     result["ratios"] = ratios(result)
     del model
     gc.collect()
@@ -384,7 +410,12 @@ def report(name: str, result: dict[str, Any]) -> bool:
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="timed steps (default: 60)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=240,
+        help="calls of each contender timed on an idle device (default: 240)",
+    )
     parser.add_argument("--trace", type=int, default=1000, help="new lengths (default: 1000)")
     parser.add_argument("--only", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--json", metavar="FILE", help="write all figures")
@@ -393,7 +424,8 @@ def main() -> int:
     # new length on the step's path uses the flash kernels.
     torch.backends.cuda.enable_cudnn_sdp(False)
     sys.stdout.write(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, medians of {args.steps}\n"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"host times are medians of {args.steps}\n"
     )
     results, right = {}, True
     for name in args.only:

@@ -4,14 +4,16 @@
 
 A job is RUNNER:MODE, for example v2:default v2:devgraph v1:devgraph. Every job is an engine in a
 process of its own. They import vLLM at the same time, start one after the other (so that start-up,
-capture time and memory are each one's own), stay, and then measure in turns, so that clocks and
+first captures and memory are each one's own), stay, and then measure in turns, so that clocks and
 heat are the same for all. Weights are random and equal; prompts are equal.
+
+Captures are compared inside each engine of mode devgraph: all of its graphs are freed and captured
+anew, by vLLM's own code and by devgraph's in turns, each time into new memory. They do not compare
+between processes (docs/vllm.md, Measured).
 
 Engines that compile share one new folder of caches, those that do not share another: the first of
 each kind starts cold, the later ones do not say how long a start takes. With --own-caches each has
-a folder of its own: an engine that compiled its code captures up to 15% faster than one that loaded
-it from a cache, whosever its graphs are, so that captures compare between engines that started
-alike.
+a folder of its own: all start cold.
 
 modes: default and full_vllm (vLLM's own layer: its default and cudagraph_mode FULL), eager,
 devgraph (the same modes as default), breakable and full (DEVGRAPH_MODE, see docs/vllm.md).
@@ -44,6 +46,7 @@ PROMPT = 32
 PREFILLS = 12
 CHECKS = (7, 33, 100, 200, 300, 450)
 FACTS = ("start_s", "compile_s", "capture_s", "graph_gib")
+RECAPTURE = ("devgraph_s", "vllm_s", "ratio")
 UNCOMPILED = ("eager", "breakable")
 JOBS = ("v2:default", "v2:devgraph", "v2:breakable", "v1:devgraph", "v1:default")
 
@@ -215,22 +218,50 @@ class Subject:
 
         self.llm.llm_engine.step = run
 
-    def capture_again(self) -> float:
-        """Free the graphs and capture anew; return the seconds."""
+    def recapture(self, count: int, seconds: float) -> dict[str, list[float]]:
+        """Capture with vLLM's own code and with devgraph's, in a turn that warms up and then in up
+        to ``count`` turns, of which none but the first begins after ``seconds``; the graphs that
+        stay are devgraph's. Return the seconds of every capture by layer."""
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        from vllm.platforms import current_platform
+        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-        # vLLM's own V2 runner cannot capture into a pool whose graphs have all gone: one stays.
-        kept = []
-        if self.runner_name == "v2":
-            graphs = self.runner.cudagraph_manager.graphs
-            kept = list(graphs.values())[:1]
-            graphs.clear()
-        CUDAGraphWrapper.clear_all_graphs()
-        gc.collect()
-        with self.torch.inference_mode():
-            self.runner.capture_model()
-        del kept
-        return float(self.facts["capture_s"])
+        # What holds graphs, its class in devgraph and the class of vLLM that it extends.
+        holders = [(w, type(w), CUDAGraphWrapper) for w in CUDAGraphWrapper._all_instances]
+        manager = getattr(self.runner, "cudagraph_manager", None)
+        if manager is not None:
+            holders.append((manager, type(manager), ModelCudaGraphManager))
+        found: dict[str, list[float]] = {"vllm": [], "devgraph": []}
+
+        def capture(layer: str) -> float:
+            if manager is not None:
+                manager.graphs.clear()
+            CUDAGraphWrapper.clear_all_graphs()
+            handle = current_platform.graph_pool_handle()
+            for holder, ours, theirs in holders:
+                holder.__class__ = ours if layer == "devgraph" else theirs
+                if holder is manager:
+                    holder.pool, holder._devgraph_pool = handle, None
+                else:
+                    holder.graph_pool = handle
+            gc.collect()  # what the other layer left is freed outside of the time
+            with self.torch.inference_mode():
+                self.runner.capture_model()
+            return float(self.facts["capture_s"])
+
+        first = dict(self.facts)
+        until = time.monotonic() + seconds
+        for number in range(1 + count):
+            for layer in ("devgraph", "vllm") if number % 2 else ("vllm", "devgraph"):
+                taken = capture(layer)
+                if number:
+                    found[layer].append(taken)
+            if number and time.monotonic() > until:
+                break
+        if layer != "devgraph":
+            capture("devgraph")
+        self.facts = first
+        return found
 
     def _timed(self, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -403,28 +434,18 @@ class Job:
         return json.loads(line)
 
 
-def capture_in_turns(jobs: list[Job], count: int, late: Callable[[], bool]) -> None:
-    """Let all jobs with graphs capture anew, in ``count`` turns or until it is late, and keep
-    medians, of the seconds and of what they are of the first job's in the same turn.
-
-    The first capture of a process also loads kernels, and is kept aside.
-    """
-    captured = [job for job in jobs if job.result.get("capture_s")]
-    for job in captured:
-        job.result["first_capture_s"], job.result["captures_s"] = job.result["capture_s"], []
-    for number in range(count):
-        if number and late():
-            break
-        for job in captured[:: -1 if number % 2 else 1]:
-            job.result["captures_s"].append(job.ask("capture_again"))
-    for job in captured:
-        pairs = list(zip(job.result["captures_s"], captured[0].result["captures_s"], strict=True))
-        times = [own for own, _ in pairs if own]
-        ratios = [own / other for own, other in pairs if own and other]
-        if times:
-            job.result["capture_s"] = statistics.median(times)
-        if ratios:
-            job.result["capture_to_first"] = statistics.median(ratios)
+def recapture(job: Job, count: int, seconds: float) -> None:
+    """Let one engine capture anew with both layers; keep medians, and that of the turns' ratios."""
+    found = job.ask("recapture", count, seconds)
+    if found is None:
+        return
+    pairs = list(zip(found["devgraph"], found["vllm"], strict=True))
+    job.result["recapture"] = {
+        **found,
+        "devgraph_s": statistics.median(found["devgraph"]),
+        "vllm_s": statistics.median(found["vllm"]),
+        "ratio": statistics.median(own / other for own, other in pairs),
+    }
 
 
 def measure(
@@ -462,8 +483,8 @@ def report(jobs: list[Job]) -> str:
         tokens, padded = found.get("tokens"), found.get("tokens_padded_eager")
         times = " ".join(f"{key}={found.get(key, 0):.3f}" for key in FACTS)
         parts = [f"{job.name} {times}"]
-        if "capture_to_first" in found:
-            parts.append(f"capture_to_first={found['capture_to_first']:.3f}")
+        if "recapture" in found:
+            parts += [f"re_{key}={found['recapture'][key]:.3f}" for key in RECAPTURE]
         for batch, value in found["decode"].items():
             parts.append(
                 f"b{batch}={value['step_ms']:.3f}ms,{value['host_us']:.1f}us,"
@@ -494,7 +515,9 @@ def main() -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="0 captures and compares tokens only"
     )
-    parser.add_argument("--captures", type=int, default=7, help="captures in turns (default: 7)")
+    parser.add_argument(
+        "--captures", type=int, default=7, help="turns of captures (default: 7; 0: none)"
+    )
     parser.add_argument(
         "--own-caches",
         action="store_true",
@@ -530,7 +553,10 @@ def main() -> None:
         for job in members:
             if not late():
                 job.result.update(job.ask("start") or {})
-        capture_in_turns(members, arguments.captures, late)
+        for job in members:
+            if job.name.endswith(":devgraph") and "start_s" in job.result and arguments.captures:
+                left = arguments.deadline - (time.monotonic() - began)
+                recapture(job, arguments.captures, left / 2)
         for job in members:
             if "start_s" in job.result:
                 job.result["tokens"] = job.ask("check")

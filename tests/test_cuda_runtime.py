@@ -299,13 +299,13 @@ def test_nodes_are_counted_and_listed_in_order(driver: Driver, runtime: Runtime)
 
 
 def test_edges_have_their_nodes_and_their_kind(driver: Driver, runtime: Runtime) -> None:
-    assert runtime.edges(GRAPH) == []
+    assert runtime.edges(GRAPH) == ([], [], [])
     # From port, to port and type: the second edge lets its target start early (programmatic).
     driver.edges = [(2**47 + 1, 2**47 + 2, bytes(8)), (2**47 + 2, 7, b"\1\0\1" + bytes(5))]
-    found = runtime.edges(GRAPH)
-    assert [edge[:2] for edge in found] == [(2**47 + 1, 2**47 + 2), (2**47 + 2, 7)]
-    assert found[0][2] == 0
-    assert found[1][2] == int.from_bytes(b"\1\0\1", "little")
+    sources, targets, kinds = runtime.edges(GRAPH)
+    assert sources == [2**47 + 1, 2**47 + 2]
+    assert targets == [2**47 + 2, 7]
+    assert kinds == [0, int.from_bytes(b"\1\0\1", "little")]
     with pytest.raises(RuntimeCallError, match=r"cuGraphGetEdges failed \(1: "):
         runtime.edges(GRAPH + 1)
 

@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 import devgraph as dg
-from devgraph.api.nodes import Template, Update
+from devgraph.api.nodes import Edges, Template, Update
 from devgraph.api.recording import ExecutableMeter, NodeRecording, Part, Scratch
 from devgraph.api.sidestreams import SideStreams
 
@@ -29,7 +29,7 @@ class Driver:
     def __init__(self) -> None:
         self.all: dict[int, Node] = {}
         self.graphs: dict[int, list[int]] = {}
-        self.links: dict[int, list[tuple[int, int, Any]]] = {}
+        self.links: dict[int, Edges] = {}
         self.executables: dict[int, dict[int, Any]] = {}
         self.destroyed: list[int] = []
         self._next = 100
@@ -44,13 +44,14 @@ class Driver:
         graph = self.new()
         self.graphs[graph] = handles
         pairs = itertools.pairwise(range(len(nodes))) if edges is None else edges
-        self.links[graph] = [(handles[a], handles[b], None) for a, b in pairs]
+        ends = [(handles[a], handles[b]) for a, b in pairs]
+        self.links[graph] = ([a for a, _ in ends], [b for _, b in ends], [None] * len(ends))
         return graph
 
     def nodes(self, graph: int) -> list[int]:
         return list(self.graphs[graph])
 
-    def edges(self, graph: int) -> list[tuple[int, int, Any]]:
+    def edges(self, graph: int) -> Edges:
         return self.links[graph]
 
     def kind(self, node: int) -> str:
@@ -261,7 +262,7 @@ class Forks:
     def nodes(self, graph: int) -> list[int]:
         return self._driver.nodes(graph)
 
-    def edges(self, graph: int) -> list[tuple[int, int, Any]]:
+    def edges(self, graph: int) -> Edges:
         return self._driver.edges(graph)
 
 

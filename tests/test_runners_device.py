@@ -126,12 +126,13 @@ def test_runs_from_several_streams_and_threads_follow_each_other(devgraph_backen
         x = torch.full((60, 64), float(seed), device=device)
         want = x.cumsum(1)
         stream = None if device.type == "cpu" else torch.Stream(device)
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream())  # which fills x
         for _ in range(20):
             if stream is None:
                 out = runner.run({"x": x}, clone=True)
             else:
                 with stream:
-                    stream.wait_stream(torch.accelerator.current_stream())
                     out = runner.run({"x": x}, clone=True)
                 stream.synchronize()
             if not torch.equal(out, want):

@@ -317,6 +317,24 @@ def test_capturing_again_leaves_the_heap_that_the_engine_has_frozen(
         gc.unfreeze()
 
 
+def test_captures_defer_full_collections_and_nothing_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=False)
+    prepare = engine.managers.prepare_inputs_to_capture
+    before, during = gc.get_threshold(), []
+
+    def watching(*args: Any, **options: Any) -> Any:
+        during.append(gc.get_threshold())
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(engine.managers, "prepare_inputs_to_capture", watching)
+    setup.capture()
+    assert during
+    assert all(now[:2] == before[:2] and now[2] > 10**9 for now in during)
+    assert gc.get_threshold() == before
+
+
 def test_manager_counts_why_a_step_has_no_graph(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

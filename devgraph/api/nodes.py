@@ -13,7 +13,7 @@ import attrs
 
 from devgraph.api.errors import DeviceGraphError, UpdateError, UpdateTopologyError
 
-__all__ = ["Capture", "NodeRuntime", "RuntimeCallError", "Template", "Update"]
+__all__ = ["Capture", "Edges", "NodeRuntime", "RuntimeCallError", "Template", "Update"]
 
 UPDATABLE = ("kernel", "memcpy", "memset")
 """Kinds of nodes whose parameters can be replaced."""
@@ -47,6 +47,10 @@ Capture = tuple[int, int, list[int]]
 """A capture in progress as one of its streams sees it: id, graph, and the nodes that the stream
 goes on from."""
 
+Edges = tuple[Sequence[int], Sequence[int], Sequence[Hashable]]
+"""The edges of a graph as three sequences of one length: the node where each begins, the node where
+it ends, and its kind, which is only compared."""
+
 
 class NodeRuntime(Protocol):
     """A driver's graph calls. Handles are plain ints; a failed call raises ``RuntimeCallError``."""
@@ -73,8 +77,8 @@ class NodeRuntime(Protocol):
     def nodes(self, graph: int) -> list[int]:
         """Return all nodes, in the order in which they were captured."""
 
-    def edges(self, graph: int) -> list[tuple[int, int, Hashable]]:
-        """Return every edge as (from, to, what kind of edge)."""
+    def edges(self, graph: int) -> Edges:
+        """Return every edge, in three columns."""
 
     def destroy(self, graph: int) -> None:
         """Free a graph."""
@@ -160,7 +164,7 @@ class Template:
     ) -> None:
         self._runtime = runtime
         self._right: object = None
-        shapes = self._shapes(graph, [nodes for _, nodes in regions])
+        shapes = self._shapes(runtime.edges(graph), [nodes for _, nodes in regions])
         self.regions = [
             _Region(name, shape, self._describe(name, shape, nodes))
             for (name, nodes), shape in zip(regions, shapes, strict=True)
@@ -232,17 +236,20 @@ class Template:
         self, picks: Sequence[int], graph: int, nodes: Sequence[int], spans: Sequence[Sequence[int]]
     ) -> None:
         """Raise UpdateTopologyError where a region has other kinds of nodes or other edges."""
-        place = {node: position for position, node in enumerate(nodes)}
+        position_of = dict(zip(nodes, range(len(nodes)), strict=True)).__getitem__
+        sources, targets, kinds = edges = self._runtime.edges(graph)
         # Two captures of the same regions list nodes and edges alike: what was found right once
         # need not be taken apart again. Kinds are seen when the nodes are read.
         whole = (
             tuple(picks),
             tuple(map(len, spans)),
-            [(place[a], place[b], what) for a, b, what in self._runtime.edges(graph)],
+            list(map(position_of, sources)),
+            list(map(position_of, targets)),
+            kinds,
         )
         if whole == self._right:
             return
-        for pick, shape in zip(picks, self._shapes(graph, spans), strict=True):
+        for pick, shape in zip(picks, self._shapes(edges, spans), strict=True):
             if shape != self.regions[pick].shape:
                 self._refuse_shape(pick, shape.kinds)
         self._right = whole
@@ -255,21 +262,21 @@ class Template:
             f"({', '.join(kinds)}, was {', '.join(known.shape.kinds)})."
         )
 
-    def _shapes(self, graph: int, spans: Sequence[Sequence[int]]) -> list[_Shape]:
+    def _shapes(self, edges: Edges, spans: Sequence[Sequence[int]]) -> list[_Shape]:
         place = {
             node: (region, position)
             for region, span in enumerate(spans)
             for position, node in enumerate(span)
         }
         inner: list[list[tuple[int, int, Hashable]]] = [[] for _ in spans]
-        for source, target, what in self._runtime.edges(graph):
+        for source, target, what in zip(*edges, strict=True):
             tail, head = place.get(source), place.get(target)
             if tail is not None and head is not None and tail[0] == head[0]:
                 inner[tail[0]].append((tail[1], head[1], what))
         kind = self._runtime.kind
         return [
-            _Shape(tuple(kind(node) for node in span), frozenset(edges))
-            for span, edges in zip(spans, inner, strict=True)
+            _Shape(tuple(kind(node) for node in span), frozenset(own))
+            for span, own in zip(spans, inner, strict=True)
         ]
 
     def _describe(self, name: str, shape: _Shape, nodes: Sequence[int]) -> tuple[_Node, ...]:

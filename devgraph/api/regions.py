@@ -57,6 +57,7 @@ class RegionHit:
         "_bridges",
         "_leaves",
         "_pool",
+        "_returned_none",
         "_spec",
         "args",
         "index",
@@ -89,6 +90,7 @@ class RegionHit:
         self._leaves: list[Any] = []
         self._bridges: list[torch.Tensor | None] = []
         self._spec: pytree.TreeSpec | None = None
+        self._returned_none = False
 
     def first_run(
         self,
@@ -123,6 +125,7 @@ class RegionHit:
             self._bridges.append(bridge)
             out.append(leaf if bridge is None else bridge)
         self._leaves = [self._remembered(leaf) for leaf in out]
+        self._returned_none = result is None
         return pytree.tree_unflatten(out, self._spec)
 
     @staticmethod
@@ -149,7 +152,7 @@ class RegionHit:
                 self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
 
     def _deliver_all(self, result: Any) -> None:
-        if result is None and self._returned_none():
+        if result is None and self._returned_none:
             return
         leaves, spec = pytree.tree_flatten(result)
         if spec != self._spec:
@@ -186,24 +189,19 @@ class RegionHit:
         that replays will run in.
         """
         if Modes.current() == self.modes:
-            if self._returned_none():
+            if self._returned_none:
                 if not self.kwargs:
                     return self.mark.fn, self.args, host
                 fn, args, kwargs = self.mark.fn, self.args, self.kwargs
                 return lambda: fn(*args, **kwargs, **host), (), {}
-            if len(self._bridges) == 1 and self._bridges[0] is not None and self._is_leaf():
+            assert self._spec is not None
+            if self._spec.is_leaf() and self._bridges[0] is not None:
                 return self._runner_of_one(host, self._bridges[0]), (), {}
         return self.run, (host,), {}
 
     def refuse(self, result: Any) -> NoReturn:
         """Raise RegionError for what a function returned that returned None at capture."""
         self._refuse(result, "None")
-
-    def _returned_none(self) -> bool:
-        return self._is_leaf() and self._leaves == [None]
-
-    def _is_leaf(self) -> bool:
-        return self._spec is not None and self._spec.is_leaf()
 
     def _runner_of_one(self, host: dict[str, Any], bridge: torch.Tensor) -> Callable[[], None]:
         fn, args, kwargs = self.mark.fn, self.args, self.kwargs

@@ -45,8 +45,8 @@ class SideStreams:
                 forked[other] = found[2]
         if not forked:
             return []
-        followed = {source for source, _, _ in self._runtime.edges(graph)}
-        ends = set(self._runtime.nodes(graph)) - followed - set(joined)
+        sources, _, _ = self._runtime.edges(graph)
+        ends = set(self._runtime.nodes(graph)).difference(sources, joined)
         loose = [other for other, last in forked.items() if ends.intersection(last)]
         return loose or list(forked)
 

@@ -9,7 +9,7 @@ from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 from devgraph.api.errors import UpdateTopologyError
-from devgraph.api.nodes import Capture, RuntimeCallError, Update
+from devgraph.api.nodes import Capture, Edges, RuntimeCallError, Update
 from devgraph.rocm.layouts import (
     CAPTURE_ACTIVE,
     CAPTURE_NONE,
@@ -99,19 +99,19 @@ class Runtime:
         count = c_size_t(self.count(graph))
         if not count.value:
             return []
-        found = (c_void_p * count.value)()
+        found = (c_size_t * count.value)()  # items of c_void_p would be None for 0
         self._library.call("hipGraphGetNodes", graph, found, count)
-        return [int(node or 0) for node in found]
+        return found[:]
 
-    def edges(self, graph: int) -> list[tuple[int, int, Any]]:
-        """Return every edge as (from, to, None): HIP has one kind of edge."""
+    def edges(self, graph: int) -> Edges:
+        """Return every edge; all are of kind None, because HIP has one kind."""
         count = c_size_t()
         self._library.call("hipGraphGetEdges", graph, None, None, count)
         if not count.value:
-            return []
-        sources, targets = (c_void_p * count.value)(), (c_void_p * count.value)()
+            return [], [], []
+        sources, targets = (c_size_t * count.value)(), (c_size_t * count.value)()
         self._library.call("hipGraphGetEdges", graph, sources, targets, count)
-        return [(int(a or 0), int(b or 0), None) for a, b in zip(sources, targets, strict=True)]
+        return sources[:], targets[:], [None] * count.value
 
     def destroy(self, graph: int) -> None:
         """Free a graph."""

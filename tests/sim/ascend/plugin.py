@@ -7,6 +7,7 @@ or ``pytest -m npu -p tests.sim.ascend.activated``. In any other session they ar
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def ascend_session(request: pytest.FixtureRequest) -> ascend.Driver:
 @pytest.fixture
 def driver(ascend_session: ascend.Driver) -> Iterator[ascend.Driver]:
     """The driver with every setting and every device error of the test taken back afterwards."""
+    gc.collect()  # freeing a pool of an earlier test would wait for streams that this one blocks
     old = ascend_session.settings()
     yield ascend_session
     ascend_session.set(**old)

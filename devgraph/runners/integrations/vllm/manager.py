@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from devgraph.runners.collector import heap_frozen
+from devgraph.runners.collector import no_full_collections
 from devgraph.runners.integrations.engine.ledger import EagerReason
 from devgraph.runners.integrations.engine.table import Replayable, capture_whole
 from devgraph.runners.integrations.vllm.layer import current_layer
@@ -45,8 +45,8 @@ def _capturing_manager() -> Any:
             progress_bar_desc: str = "Capturing graphs",
         ) -> dict[Any, Any]:
             states = {}
-            # Collections between captures need not walk the heap that vLLM has just collected.
-            with graph_capture(device=self.device), heap_frozen():
+            # vLLM has just collected its whole heap: nothing old is worth another walk.
+            with graph_capture(device=self.device), no_full_collections():
                 # Pieces first: they have the larger activations, whose memory whole steps reuse.
                 for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
                     descriptors = self._capture_descs.get(mode, [])
