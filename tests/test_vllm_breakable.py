@@ -317,6 +317,17 @@ def test_capturing_again_leaves_the_heap_that_the_engine_has_frozen(
         gc.unfreeze()
 
 
+def test_dropped_whole_steps_are_freed_without_a_collection(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=False)
+    setup.capture()
+    graphs = [step.graph for step in setup.manager.graphs.values()]  # as a cycle would keep them
+    assert {graph.state for graph in graphs} == {"ready"}
+    setup.manager.graphs.clear()
+    assert {graph.state for graph in graphs} == {"closed"}
+
+
 def test_captures_defer_full_collections_and_nothing_else(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,9 +99,9 @@ class Runtime:
         count = c_size_t(self.count(graph))
         if not count.value:
             return []
-        found = (c_size_t * count.value)()  # items of c_void_p would be None for 0
+        found = (c_void_p * count.value)()
         self._library.call("hipGraphGetNodes", graph, found, count)
-        return found[:]
+        return [int(node or 0) for node in found]
 
     def edges(self, graph: int) -> Edges:
         """Return every edge; all are of kind None, because HIP has one kind."""
@@ -109,9 +109,10 @@ class Runtime:
         self._library.call("hipGraphGetEdges", graph, None, None, count)
         if not count.value:
             return [], [], []
-        sources, targets = (c_size_t * count.value)(), (c_size_t * count.value)()
+        sources, targets = (c_void_p * count.value)(), (c_void_p * count.value)()
         self._library.call("hipGraphGetEdges", graph, sources, targets, count)
-        return sources[:], targets[:], [None] * count.value
+        ends = [[int(node or 0) for node in column] for column in (sources, targets)]
+        return ends[0], ends[1], [None] * count.value
 
     def destroy(self, graph: int) -> None:
         """Free a graph."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager
@@ -99,8 +100,11 @@ def capture_whole(
 class Replayable:
     """A captured graph where an engine keeps graphs of its own kind.
 
+    Dropping it frees the graph at once, as dropping one of the engine's own does: a graph of a
+    device may be part of a reference cycle, and an engine freezes its heap when it has started.
+
     Args:
-        graph: what was captured.
+        graph: what was captured; nobody else's.
         count: counts the replays.
     """
 
@@ -120,6 +124,10 @@ class Replayable:
         """Free the graph."""
         self._launch = self.graph.replay  # which says that it is closed
         self.graph.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the interpreter's end modules are gone
+            self.reset()
 
 
 def launcher(graph: DeviceGraph) -> Callable[[], None]:
