@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
@@ -64,7 +64,7 @@ class Runtime:
         if status.value != CAPTURE_ACTIVE:
             return None
         ends = (c_void_p * count.value).from_address(last.value) if last.value else ()
-        return capture.value, graph.value or 0, [int(node or 0) for node in ends]
+        return capture.value, graph.value or 0, _handles(ends)
 
     def status(self, stream: int) -> int:
         """Return the hipStreamCaptureStatus of ``stream``."""
@@ -101,7 +101,7 @@ class Runtime:
             return []
         found = (c_void_p * count.value)()
         self._library.call("hipGraphGetNodes", graph, found, count)
-        return [int(node or 0) for node in found]
+        return _handles(found)
 
     def edges(self, graph: int) -> Edges:
         """Return every edge; all are of kind None, because HIP has one kind."""
@@ -111,8 +111,7 @@ class Runtime:
             return [], [], []
         sources, targets = (c_void_p * count.value)(), (c_void_p * count.value)()
         self._library.call("hipGraphGetEdges", graph, sources, targets, count)
-        ends = [[int(node or 0) for node in column] for column in (sources, targets)]
-        return ends[0], ends[1], [None] * count.value
+        return _handles(sources), _handles(targets), [None] * count.value
 
     def destroy(self, graph: int) -> None:
         """Free a graph."""
@@ -269,3 +268,8 @@ class Runtime:
                 fail("hipGraphLaunch", error)
 
         return run
+
+
+def _handles(found: Iterable[int | None]) -> list[int]:
+    """Return the nodes that the runtime wrote into an array; ctypes reads a null as None."""
+    return [int(node or 0) for node in found]

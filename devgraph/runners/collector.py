@@ -16,7 +16,7 @@ _NEVER = 2**31 - 1
 def no_full_collections() -> Iterator[None]:
     """Let the collector visit young objects only. A full collection walks the whole heap (0.4 s in
     an engine of vLLM) and would come several times in a round of captures; one that the program
-    asks for itself still does.
+    asks for itself still does, and where Python collects in steps they stay as they are.
 
     Not by freezing the heap: thawing it afterwards would thaw what the program froze itself, and
     asking whether it did walks what is frozen.

@@ -45,7 +45,7 @@ def _capturing_manager() -> Any:
             progress_bar_desc: str = "Capturing graphs",
         ) -> dict[Any, Any]:
             states = {}
-            # vLLM has just collected its whole heap: nothing old is worth another walk.
+            # vLLM collects its whole heap before: nothing old is worth another walk.
             with graph_capture(device=self.device), no_full_collections():
                 # Pieces first: they have the larger activations, whose memory whole steps reuse.
                 for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
