@@ -362,7 +362,7 @@ def fixed_of(runtime: Runtime, kind: str, node: int) -> Any:
 
 
 def is_exact(runtime: Runtime, kind: str, fixed: Any, node: int) -> bool:
-    found = runtime.read(kind, fixed, node)
+    found = runtime.reader()(kind, fixed, node)
     assert found is not None
     return found[1]
 
@@ -404,7 +404,7 @@ def test_executable_takes_fills_and_copies_of_one_dimension_only(
 def test_node_of_another_kind_is_told_and_one_that_cannot_be_read_raises(
     driver: Driver, runtime: Runtime
 ) -> None:
-    assert runtime.read("kernel", None, fill(driver, 8)) is None
+    assert runtime.reader()("kernel", None, fill(driver, 8)) is None
     with pytest.raises(RuntimeCallError, match="cuGraphMemsetNodeGetParams failed"):
         runtime.params("memset", driver.kernel(40))
     with pytest.raises(RuntimeCallError, match="cuGraphKernelNodeGetParams failed"):
@@ -432,7 +432,7 @@ def test_host_memory_is_found_behind_any_kind_of_address(
 ) -> None:
     driver.pinned.add(55)
     node = copy(driver, source, target, **at)
-    found = runtime.read("memcpy", fixed_of(runtime, "memcpy", node), node)
+    found = runtime.reader()("memcpy", fixed_of(runtime, "memcpy", node), node)
     assert found is not None
     assert found[2] is host
 

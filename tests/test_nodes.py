@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 import devgraph as dg
-from devgraph.api.nodes import Edges, Template, Update
+from devgraph.api.nodes import Edges, Read, Template, Update
 from devgraph.api.recording import ExecutableMeter, NodeRecording, Part, Scratch
 from devgraph.api.sidestreams import SideStreams
 
@@ -63,7 +63,10 @@ class Driver:
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         return self.all[node].fixed
 
-    def read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
+    def reader(self) -> Read:
+        return self._read
+
+    def _read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
         found = self.all[node]
         return (found.params, found.fixed == fixed, found.host) if found.kind == kind else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -227,3 +228,16 @@ def test_empty_segments_do_not_warn(backend: FakeBackend, monkeypatch: pytest.Mo
         graph.begin("thread_local")
         graph.end(allow_empty=True)
     assert graph.state == "ready"
+
+
+def test_references_that_a_snapshot_drops_are_put_back(backend: FakeBackend):
+    pool = backend.make_pool()
+    number = pool._memory.id[1]
+    before = sys.getrefcount(number), sys.getrefcount(0), sys.getrefcount(False)
+    for _ in range(1000):
+        assert pool.bytes == 0
+    after = sys.getrefcount(number), sys.getrefcount(0), sys.getrefcount(False)
+    assert after[0] == before[0]
+    # Others hold these two as well, so that their counts move, but not by one in each call.
+    assert after[1] > before[1] - 500
+    assert after[2] > before[2] - 500

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -322,10 +323,14 @@ def test_dropped_whole_steps_are_freed_without_a_collection(
 ) -> None:
     setup = Managed(engine, monkeypatch, breakable=False)
     setup.capture()
-    graphs = [step.graph for step in setup.manager.graphs.values()]  # as a cycle would keep them
-    assert {graph.state for graph in graphs} == {"ready"}
-    setup.manager.graphs.clear()
-    assert {graph.state for graph in graphs} == {"closed"}
+    graphs = [weakref.ref(step.graph) for step in setup.manager.graphs.values()]
+    assert {graph().state for graph in graphs} == {"ready"}
+    gc.disable()
+    try:
+        setup.manager.graphs.clear()
+        assert {graph() for graph in graphs} == {None}
+    finally:
+        gc.enable()
 
 
 def test_captures_defer_full_collections_and_nothing_else(

@@ -273,26 +273,6 @@ def test_closed_whole_step_says_so(engine: Engine) -> None:
             replay()
 
 
-def test_step_that_cannot_be_made_leaves_its_graph_to_the_caller(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend, count = layer.current_layer().memory.backend, layer.current_layer().ledger.of("full")
-    graph = backend.make_graph()
-    with backend.capture_context(graph):
-        out = torch.ones(2) + 1
-
-    def lost(graph: dg.DeviceGraph) -> None:
-        raise dg.StateError("the device is lost")
-
-    with monkeypatch.context() as patch, pytest.raises(dg.StateError, match="lost"):
-        patch.setattr(table, "launcher", lost)
-        table.Replayable(graph, count)
-    out.zero_()
-    table.Replayable(graph, count).replay()  # and with it goes the graph
-    assert torch.equal(out, torch.full((2,), 2.0))
-    assert graph.state == "closed"
-
-
 def test_pool_that_cannot_be_captured_into_leaves_none_held(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

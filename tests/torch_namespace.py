@@ -7,6 +7,7 @@ for results. Faults are injected by name.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -40,9 +41,6 @@ class FakeMemPool:
 
     def use_count(self) -> int:
         return self.uses
-
-    def snapshot(self) -> list[dict[str, int]]:
-        return []
 
 
 class FakeNamespace:
@@ -107,6 +105,13 @@ class FakeNamespace:
         pool = FakeMemPool()
         self.pools[pool.id] = pool
         return pool
+
+    def memory_snapshot(
+        self, mempool_id: tuple[int, int], include_traces: bool = True
+    ) -> list[dict[str, int]]:
+        for value in (*mempool_id, include_traces):  # as torch does, pytorch/pytorch#196366
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
+        return []
 
     def is_available(self) -> bool:
         return True

@@ -133,7 +133,8 @@ class NodeGraph(TorchGraph):
             if not unjoined:
                 raise
             raise UnjoinedStreamError(name_streams(unjoined)) from error
-        self._launch = self._first_launch  # type: ignore[method-assign]
+        # Not torch's replay but the class's first launch; as an attribute, that would be a cycle.
+        del self.__dict__["_launch"]
 
     def _finish(self) -> None:
         runtime = self._torch.runtime
@@ -147,8 +148,9 @@ class NodeGraph(TorchGraph):
             regions.append(("(behind the regions)", self._closing))
             self._template = Template(runtime, self._native.raw_cuda_graph(), regions)
 
-    def _first_launch(self) -> None:
-        """Launch through torch, and find out whether the graph draws random numbers."""
+    def _launch(self) -> None:
+        """Launch for the first time: through torch, to find out whether the graph draws random
+        numbers."""
         self._random = self._torch.draws_random(self._native, self.pool)
         self._use_own_executable()
         self.choose_launch()
@@ -409,10 +411,10 @@ class NodeGraph(TorchGraph):
                 self._held = None
                 self._write(recording)
                 self._held = recording
-            own = self._own_launch
-            self._launch = (  # type: ignore[method-assign]
-                self._first_launch if own is None else self._torch.guarded(own)
-            )
+            if self._own_launch is None:
+                self.__dict__.pop("_launch", None)  # the first launch is still to come
+            else:
+                self._launch = self._torch.guarded(self._own_launch)  # type: ignore[method-assign]
         self._current = recording
 
     # What a vendor may add.

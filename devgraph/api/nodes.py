@@ -13,7 +13,7 @@ import attrs
 
 from devgraph.api.errors import DeviceGraphError, UpdateError, UpdateTopologyError
 
-__all__ = ["Capture", "Edges", "NodeRuntime", "RuntimeCallError", "Template", "Update"]
+__all__ = ["Capture", "Edges", "NodeRuntime", "Read", "RuntimeCallError", "Template", "Update"]
 
 UPDATABLE = ("kernel", "memcpy", "memset")
 """Kinds of nodes whose parameters can be replaced."""
@@ -50,6 +50,12 @@ goes on from."""
 Edges = tuple[Sequence[int], Sequence[int], Sequence[Hashable]]
 """The edges of a graph as three sequences of one length: the node where each begins, the node where
 it ends, and its kind, which is only compared."""
+
+
+Read = Callable[[str, Any, int], tuple[Any, bool, bool] | None]
+"""Called with a kind, what an executable's node of that kind keeps for ever, and a node; returns
+the node's parameters, whether that executable's node takes them, and whether they point to host
+memory, or None for a node of another kind."""
 
 
 class NodeRuntime(Protocol):
@@ -94,9 +100,8 @@ class NodeRuntime(Protocol):
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         """Return what an executable's node keeps for ever."""
 
-    def read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-        """Return the parameters of ``node``, whether an executable's node of that kind with
-        ``fixed`` takes them, and whether they point to host memory; None for another kind."""
+    def reader(self) -> Read:
+        """Return a function that reads nodes, for one thread."""
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
         """Return a copy of ``graph`` with new parameters; the caller owns it."""
@@ -205,13 +210,16 @@ class Template:
                 )
             start = stop
         self._check_shapes(picks, graph, nodes, spans)
+        read = self._runtime.reader()
         return [
-            self._pair(pick, self.regions[pick], span)
+            self._pair(pick, self.regions[pick], span, read)
             for pick, span in zip(picks, spans, strict=True)
         ]
 
-    def _pair(self, pick: int, region: _Region, span: Sequence[int]) -> tuple[Update, ...]:
-        read, kind_of = self._runtime.read, self._runtime.kind
+    def _pair(
+        self, pick: int, region: _Region, span: Sequence[int], read: Read
+    ) -> tuple[Update, ...]:
+        kind_of = self._runtime.kind
         updates = []
         for known, source in zip(region.nodes, span, strict=True):
             node, kind, fixed = known

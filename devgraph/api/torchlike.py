@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import logging
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +84,23 @@ class TorchPool(Pool):
 
     def snapshot(self, memory: Any) -> Any:
         """Return the allocator's segments of ``memory``, a MemPool, as torch describes them."""
-        return memory.snapshot()
+        # Not memory.snapshot(): torch drops a reference too many to each value that it is given
+        # (pytorch/pytorch#196366), so that the numbers of pools from 257 on were freed in use.
+        given = [*memory.id, False]
+        spare = tuple(given)  # keeps them until what is missing has been put back
+        before = _references(given)
+        try:
+            return self._segments(given)
+        finally:
+            for value, had, has in zip(spare, before, _references(given), strict=True):
+                if has < had:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+    def _segments(self, given: Sequence[Any]) -> Any:
+        """Ask torch for the segments of a pool: the two numbers of its id, and whether with the
+        history of each."""
+        first, second, traces = given
+        return self._torch.namespace.memory_snapshot((first, second), include_traces=traces)
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
@@ -169,6 +187,10 @@ class TorchPool(Pool):
             self._region_memory = self._torch.namespace.MemPool()
         with self._torch.namespace.use_mem_pool(self._region_memory, self._torch.device):
             yield
+
+
+def _references(values: Sequence[Any]) -> list[int]:
+    return [sys.getrefcount(value) for value in values]
 
 
 class TorchGraph(DeviceGraph):

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from devgraph.api.nodes import RuntimeCallError, Update
+from devgraph.api.nodes import Read, RuntimeCallError, Update
 from devgraph.cuda.library import Library
 
 __all__ = ["Runtime"]
@@ -121,33 +121,40 @@ class Runtime:
         """Return what an executable's node keeps for ever: of a kernel its function and launch
         attributes, of a copy the kinds of memory, of a fill the geometry."""
         if kind == _KERNEL:
-            library = self._library
-            return library.function(params), library.cluster(node), library.cooperates(node)
+            _, function, cluster = self._library.launches()(node)
+            return function, cluster, self._library.cooperates(node)
         if kind == _MEMCPY:
             return int(params.srcMemoryType), int(params.dstMemoryType)
         return params.elementSize, params.width, params.height
 
-    def read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-        """Return the parameters of ``node``, whether an executable's node of that kind with
-        ``fixed`` takes them, and whether they point to host memory; None for another kind.
+    def reader(self) -> Read:
+        """Return a function that reads nodes, for one thread.
 
         An executable takes copies and fills of one dimension only, and no other cluster size or
         cooperation than it has (cuGraphExecKernelNodeSetParams).
         """
-        try:
-            params = self.params(kind, node)
-        except RuntimeCallError:
-            if self.kind(node) != kind:
-                return None
-            raise
-        if kind == _KERNEL:
-            function, cluster, cooperates = fixed
+        launch_of = self._library.launches()
+
+        def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
+            try:
+                if kind != _KERNEL:
+                    return self._read(kind, fixed, node)
+                params, function, cluster = launch_of(node)
+            except RuntimeCallError:
+                if self.kind(node) != kind:
+                    return None
+                raise
             # Whether it cooperates belongs to the function, the size of clusters to the call.
-            library = self._library
-            exact = library.cluster(node) == cluster and (
-                library.function(params) == function or library.cooperates(node) == cooperates
+            exact = cluster == fixed[1] and (
+                function == fixed[0] or self._library.cooperates(node) == fixed[2]
             )
             return params, exact, False
+
+        return read
+
+    def _read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool]:
+        """Read a copy or a fill."""
+        params = self.params(kind, node)
         same = self.fixed(kind, node, params) == fixed
         if kind == _MEMSET:
             return params, same and params.height <= 1, False
@@ -215,12 +222,12 @@ class Runtime:
         """
         update_kernel = self._library.update_kernel
         with self._in_context() as context:
-            for update in updates:
-                if update.kind == _KERNEL:
-                    update_kernel(executable, update.node, update.params)
+            for node, kind, params, _, _ in updates:
+                if kind == _KERNEL:
+                    update_kernel(executable, node, params)
                 else:
-                    name = f"cuGraphExec{update.kind.title()}NodeSetParams"
-                    self.drive(name, executable, update.node, update.params, context)
+                    name = f"cuGraphExec{kind.title()}NodeSetParams"
+                    self.drive(name, executable, node, params, context)
 
     @contextlib.contextmanager
     def _in_context(self) -> Iterator[Any]:

@@ -87,11 +87,8 @@ class NpuPool(TorchPool):
         self._capture_stream = self._torch.capture_stream
         return self._capture_stream
 
-    def snapshot(self, memory: Any) -> Any:
-        # Not memory.snapshot(): torch_npu then drops a reference too many to each number of the
-        # pool's id, and small numbers belong to the whole interpreter.
-        segments = self._torch.namespace.memory_snapshot()
-        return [segment for segment in segments if segment["segment_pool_id"] == memory.id]
+    def _segments(self, given: Sequence[Any]) -> Any:
+        return self._torch.namespace.memory_snapshot((given[0], given[1]))
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.owns(tensor.untyped_storage().data_ptr()):

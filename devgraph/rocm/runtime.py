@@ -9,7 +9,7 @@ from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 from devgraph.api.errors import UpdateTopologyError
-from devgraph.api.nodes import Capture, Edges, RuntimeCallError, Update
+from devgraph.api.nodes import Capture, Edges, Read, RuntimeCallError, Update
 from devgraph.rocm.layouts import (
     CAPTURE_ACTIVE,
     CAPTURE_NONE,
@@ -159,9 +159,11 @@ class Runtime:
             return params.kind
         return params.elementSize, params.width, params.height, params.pitch
 
-    def read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-        """Return the parameters of ``node``, whether an executable's node of that kind with
-        ``fixed`` takes them, and whether they point to host memory; None for another kind."""
+    def reader(self) -> Read:
+        """Return a function that reads nodes."""
+        return self._read
+
+    def _read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
         if self.kind(node) != kind:
             return None
         params = self.params(kind, node)

@@ -245,3 +245,12 @@ def test_temporaries_of_a_step_reuse_memory(kit: Kit) -> None:
         return pool.bytes
 
     assert 0 < chain(64) <= 2 * chain(4)
+
+
+def test_process_with_hundreds_of_pools_knows_the_memory_of_each(kit: Kit) -> None:
+    """Torch numbers pools on and on; Python frees numbers above 256 when nobody uses them."""
+    pools = [kit.backend.make_pool() for _ in range(300)]
+    for _ in range(2):
+        assert [pool.bytes for pool in pools] == [0] * 300
+    buckets = Buckets(kit, pools[-1], deep, (16,), "breakable")
+    buckets.check(16, 7)

@@ -414,6 +414,23 @@ def test_closed_capture_lets_go_of_the_bound_tensors(kit: Kit, policy: str) -> N
     assert bound() is None
 
 
+@pytest.mark.parametrize("how", ["never", "replay", "native_launcher"])
+def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
+    """An engine freezes its heap when it has started: what only a collection frees stays."""
+    x = kit.tensor(4)
+    gc.disable()
+    try:
+        graph, _ = kit.record(lambda: x + 1)
+        if how != "never":
+            (graph.replay if how == "replay" else graph.native_launcher())()
+        kit.backend.synchronize()
+        kept = weakref.ref(graph)
+        del graph
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 def test_pool_outlives_its_last_graph(kit: Kit, pool: dg.Pool) -> None:
     x = kit.tensor(64)
     for offset in range(3):

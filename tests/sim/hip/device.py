@@ -74,9 +74,6 @@ class _MemPool:
     def use_count(self) -> int:
         return self.users[self.id]
 
-    def snapshot(self) -> list[dict[str, int]]:
-        return []
-
 
 class _Generator:
     def __init__(self) -> None:
@@ -240,6 +237,11 @@ class Device:
     @contextlib.contextmanager
     def device(self, device: object) -> Iterator[None]:
         yield
+
+    def memory_snapshot(
+        self, mempool_id: object = None, include_traces: bool = True
+    ) -> list[dict[str, int]]:
+        return []
 
     def synchronize(self, device: object = None) -> None:
         self.fake.unsafe(self.current.cuda_stream)

@@ -99,21 +99,17 @@ def capture_whole(
 class Replayable:
     """A captured graph where an engine keeps graphs of its own kind.
 
-    Dropping it frees the graph at once, as dropping one of the engine's own does. Until its first
-    ``replay``, which an engine's native launches are not, a graph on a device is part of a
-    reference cycle, and an engine freezes its heap when it has started.
-
     Args:
-        graph: what was captured; nobody else's.
+        graph: what was captured.
         count: counts the replays.
     """
 
     __slots__ = ("_count", "_launch", "graph")
 
     def __init__(self, graph: DeviceGraph, count: ModeCount) -> None:
+        self.graph = graph
         self._launch = launcher(graph)
         self._count = count
-        self.graph = graph  # last: until then it is the caller's to close
 
     def replay(self) -> None:
         """Replay once on the current stream."""
@@ -124,12 +120,6 @@ class Replayable:
         """Free the graph."""
         self._launch = self.graph.replay  # which says that it is closed
         self.graph.close()
-
-    def __del__(self) -> None:
-        try:
-            self.graph.close()
-        except Exception:  # at the interpreter's end modules are gone; its making may have failed
-            pass
 
 
 def launcher(graph: DeviceGraph) -> Callable[[], None]:
