@@ -26,7 +26,7 @@ from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.registry import register
 
 BACKENDS = ("cuda", "rocm")
-FIRST = ("new_ms", "update_us", "executable_ms")
+FIRST = ("new_to_eager", "update_us", "executable_ms")
 GOAL = 1.25
 """The most host time of a replay with an update through the shim, against the CUDA backend's."""
 

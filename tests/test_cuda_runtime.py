@@ -357,6 +357,16 @@ def test_another_kernel_is_taken_unless_it_cooperates_or_clusters(
     assert not is_exact(runtime, "kernel", of_library, driver.kernel(0, 43))
 
 
+def test_reader_tells_each_node_by_itself(driver: Driver, runtime: Runtime) -> None:
+    plain, wide = driver.kernel(40), driver.kernel(40, cluster=(2, 1, 1))
+    unknown = driver.kernel(40, unknown=(4,))
+    fixed = fixed_of(runtime, "kernel", plain)
+    read = runtime.reader()
+    found = [read("kernel", fixed, node) for node in (plain, wide, unknown, wide, plain)]
+    assert [bool(got and got[1]) for got in found] == [True, False, True, False, True]
+    assert len({id(got[0]) for got in found if got}) == 5  # parameters of their own
+
+
 def fixed_of(runtime: Runtime, kind: str, node: int) -> Any:
     return runtime.fixed(kind, node, runtime.params(kind, node))
 

@@ -51,11 +51,16 @@ class FakeNamespace:
         failing_ends: so many of the next ends are refused; the stream then stays in capture mode
             and the memory in use, until an end succeeds.
         reopens: whether a refused end can be undone.
+        failing_snapshots: so many of the next snapshots of a pool fail.
+        drops_references: whether snapshots drop a reference to each value that they are given, as
+            those of torch do (pytorch/pytorch#196366).
     """
 
     def __init__(self) -> None:
         self.failing_begins = 0
         self.failing_ends = 0
+        self.failing_snapshots = 0
+        self.drops_references = True
         self.reopens = True
         self.refusal = "the driver refused to end"
         self.default = FakeStream()
@@ -108,10 +113,15 @@ class FakeNamespace:
 
     def memory_snapshot(
         self, mempool_id: tuple[int, int], include_traces: bool = True
-    ) -> list[dict[str, int]]:
-        for value in (*mempool_id, include_traces):  # as torch does, pytorch/pytorch#196366
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
-        return []
+    ) -> list[dict[str, Any]]:
+        given = (*mempool_id, include_traces)
+        if self.drops_references:
+            for value in given:
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))
+        if self.failing_snapshots:
+            self.failing_snapshots -= 1
+            raise RuntimeError(f"no snapshot of {given}")
+        return [{"address": 0, "total_size": 0, "stream": 0, "is_expandable": False}]
 
     def is_available(self) -> bool:
         return True

@@ -22,7 +22,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import attrs
 import torch
@@ -458,9 +458,7 @@ class DeviceGraph(abc.ABC):
 
         def replay() -> None:
             if scope() is not None or identity.token is not known:
-                graph = graph_of()
-                assert graph is not None
-                graph._refuse_replay()
+                _held(graph_of)._refuse_replay()
             acquire()
             try:
                 order()
@@ -485,7 +483,7 @@ class DeviceGraph(abc.ABC):
             method = weakref.WeakMethod(launch)
 
             def launch() -> None:
-                method()()  # type: ignore[misc]
+                _held(method)()
 
         self._next_launch[0] = launch
 
@@ -562,6 +560,17 @@ class DeviceGraph(abc.ABC):
 
 def _nothing() -> None:
     """Launch nothing; stands in until a graph has a state."""
+
+
+_Held = TypeVar("_Held")
+
+
+def _held(reference: Callable[[], _Held | None]) -> _Held:
+    """Return what a ``replay`` that was kept refers to."""
+    found = reference()
+    if found is None:
+        raise StateError("cannot replay a graph that is gone: keep the graph, not its replay.")
+    return found
 
 
 _BY_IDENTITY: Any = object.__hash__

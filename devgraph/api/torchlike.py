@@ -86,21 +86,30 @@ class TorchPool(Pool):
         """Return the allocator's segments of ``memory``, a MemPool, as torch describes them."""
         # Not memory.snapshot(): torch drops a reference too many to each value that it is given
         # (pytorch/pytorch#196366), so that the numbers of pools from 257 on were freed in use.
-        given = [*memory.id, False]
-        spare = tuple(given)  # keeps them until what is missing has been put back
-        before = _references(given)
-        try:
-            return self._segments(given)
-        finally:
-            for value, had, has in zip(spare, before, _references(given), strict=True):
-                if has < had:
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+        backend = self._torch
+        if backend.drops_references is None:
+            backend.drops_references = self._drops_references()
+        given = (*memory.id, False)
+        if backend.drops_references:
+            _add_references(given)
+        return self._segments(*given)
 
-    def _segments(self, given: Sequence[Any]) -> Any:
-        """Ask torch for the segments of a pool: the two numbers of its id, and whether with the
-        history of each."""
-        first, second, traces = given
+    def _segments(self, first: int, second: int, traces: bool) -> Any:
+        """Ask torch for the segments of the pool with these two numbers.
+
+        Args:
+            traces: with the history of each, where that is kept.
+        """
         return self._torch.namespace.memory_snapshot((first, second), include_traces=traces)
+
+    def _drops_references(self) -> bool:
+        """Ask for a pool that does not exist, by a number that nobody else holds."""
+        number = int("987654321987")
+        given = (0, number, False)
+        _add_references(given)
+        before = sys.getrefcount(number)
+        self._segments(*given)
+        return sys.getrefcount(number) < before
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
@@ -189,8 +198,9 @@ class TorchPool(Pool):
             yield
 
 
-def _references(values: Sequence[Any]) -> list[int]:
-    return [sys.getrefcount(value) for value in values]
+def _add_references(values: Sequence[Any]) -> None:
+    for value in values:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 class TorchGraph(DeviceGraph):
@@ -315,6 +325,9 @@ class TorchBackend(Backend):
         self._device = torch.device(self.device_type, self.namespace.current_device())
         self.current_stream_id: Callable[[], int] = self._make_current_stream_id()
         self._capture_stream: Any = None
+
+    drops_references: bool | None = None
+    """Whether torch's snapshots drop references to what they are given; None before the first."""
 
     @property
     def capture_stream(self) -> Any:

@@ -185,11 +185,9 @@ class Library:
             self._fail("cuGraphKernelNodeGetParams", error)
         return params
 
-    def launches(self) -> Callable[[int], tuple[ctypes.Array[ctypes.c_uint64], int, Any]]:
-        """Return a function, for one thread, that returns of a kernel node what ``kernel`` and
-        ``cluster`` return and, between them, what it runs: a function, or a kernel of a library.
-
-        A recording calls it hundreds of times.
+    def launches(self) -> Callable[[int], tuple[ctypes.Array[ctypes.c_uint64], Any]]:
+        """Return a function, for one thread, that returns what ``kernel`` and ``cluster`` return of
+        a kernel node; a recording calls it hundreds of times.
 
         Raises (the function):
             RuntimeCallError: it is another kind of node.
@@ -198,13 +196,13 @@ class Library:
         value = _Value()
         where, first = address(value), ctypes.c_uint64.from_buffer(value)
 
-        def launch_of(node: int) -> tuple[ctypes.Array[ctypes.c_uint64], int, Any]:
+        def launch_of(node: int) -> tuple[ctypes.Array[ctypes.c_uint64], Any]:
             params = _KernelParams()
             error = get(node, address(params))
             if error:
                 self._fail("cuGraphKernelNodeGetParams", error)
             plain = ask(node, _CLUSTER, where) or not first.value  # not set reads as zeros
-            return params, params[0] or params[7], None if plain else self.cluster(node)
+            return params, None if plain else self.cluster(node)
 
         return launch_of
 
@@ -229,6 +227,11 @@ class Library:
         error = self._update_kernel(executable, node, ctypes.addressof(params))
         if error:
             self._fail("cuGraphExecKernelNodeSetParams", error)
+
+    @staticmethod
+    def function(params: ctypes.Array[ctypes.c_uint64]) -> int:
+        """Return what a kernel node runs: the driver gives a function, or a kernel of a library."""
+        return params[0] or params[7]
 
     def _fail(self, name: str, error: int) -> NoReturn:
         text = ctypes.c_char_p()

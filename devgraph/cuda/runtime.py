@@ -121,8 +121,8 @@ class Runtime:
         """Return what an executable's node keeps for ever: of a kernel its function and launch
         attributes, of a copy the kinds of memory, of a fill the geometry."""
         if kind == _KERNEL:
-            _, function, cluster = self._library.launches()(node)
-            return function, cluster, self._library.cooperates(node)
+            library = self._library
+            return library.function(params), library.cluster(node), library.cooperates(node)
         if kind == _MEMCPY:
             return int(params.srcMemoryType), int(params.dstMemoryType)
         return params.elementSize, params.width, params.height
@@ -133,20 +133,21 @@ class Runtime:
         An executable takes copies and fills of one dimension only, and no other cluster size or
         cooperation than it has (cuGraphExecKernelNodeSetParams).
         """
-        launch_of = self._library.launches()
+        library = self._library
+        launch_of, function_of = library.launches(), library.function
 
         def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
             try:
                 if kind != _KERNEL:
                     return self._read(kind, fixed, node)
-                params, function, cluster = launch_of(node)
+                params, cluster = launch_of(node)
             except RuntimeCallError:
                 if self.kind(node) != kind:
                     return None
                 raise
             # Whether it cooperates belongs to the function, the size of clusters to the call.
             exact = cluster == fixed[1] and (
-                function == fixed[0] or self._library.cooperates(node) == fixed[2]
+                function_of(params) == fixed[0] or library.cooperates(node) == fixed[2]
             )
             return params, exact, False
 

@@ -87,8 +87,8 @@ class NpuPool(TorchPool):
         self._capture_stream = self._torch.capture_stream
         return self._capture_stream
 
-    def _segments(self, given: Sequence[Any]) -> Any:
-        return self._torch.namespace.memory_snapshot((given[0], given[1]))
+    def _segments(self, first: int, second: int, traces: bool) -> Any:
+        return self._torch.namespace.memory_snapshot((first, second))  # which never has any
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.owns(tensor.untyped_storage().data_ptr()):

@@ -29,6 +29,11 @@ LEAK_BUDGET_BYTES = 32 * 2**20
 every 32nd update, which spreads the 2-3 ms of making one to less than 0.1 ms."""
 
 
+_Unverified = tuple[NodeRecording, tuple[int, int], Callable[[], None] | None]
+"""A recording that the next launch is the first of, what is verified then, and the launch; None
+where the graph was not launched yet."""
+
+
 class RocmGraph(NodeGraph):
     """A graph of the ROCm build of torch.
 
@@ -48,7 +53,7 @@ class RocmGraph(NodeGraph):
         self._written = 0
         self._as_captured = True
         self._verified: set[tuple[int, int]] = set()
-        self._unverified: tuple[NodeRecording, tuple[int, int], Callable[[], None]] | None = None
+        self._unverified: _Unverified | None = None
 
     @property
     def leaked_bytes(self) -> int:
@@ -122,24 +127,27 @@ class RocmGraph(NodeGraph):
             self._use_own_executable()
 
     def _apply(self, recording: NodeRecording) -> None:  # type: ignore[override]
+        self._unverified = None
         super()._apply(recording)
         state = (recording.number, recording.executable)
         if not recording.executable and self._as_captured:
             return  # torch's executable, into which nothing was written
         if state not in self._verified:
-            self._unverified = (recording, state, self._launch)
-            self._launch = self._launch_and_verify  # type: ignore[method-assign]
+            # Back to the class's launch, which verifies: as an attribute, that would be a cycle.
+            self._unverified = (recording, state, self.__dict__.pop("_launch", None))
 
-    def _launch_and_verify(self) -> None:
-        assert self._unverified is not None
+    def _launch(self) -> None:
+        if self._unverified is None:
+            super()._launch()
+            return
         recording, state, launch = self._unverified
-        launch()
+        (launch or super()._launch)()
         found = int(self.pool.make_word().item())
         if found != recording.number:
             self._refuse_stale(recording, found)
         self._verified.add(state)
         self._unverified = None
-        if self._launch == self._launch_and_verify:  # the first launch of a graph picks another
+        if launch is not None:  # the first launch of a graph has picked its own
             self._launch = launch  # type: ignore[method-assign]
         self.choose_launch()
 

@@ -414,6 +414,45 @@ def test_closed_capture_lets_go_of_the_bound_tensors(kit: Kit, policy: str) -> N
     assert bound() is None
 
 
+@dg.region(host_args=("n",), mutates=("out",))
+def scaled(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
+    out.copy_(x * n)
+
+
+@declares("region_update")
+@pytest.mark.parametrize("replayed", [False, True])
+def test_dropped_graph_with_an_update_is_gone_without_a_collection(
+    kit: Kit, replayed: bool
+) -> None:
+    x, out = kit.tensor(4), kit.tensor(4)
+    record = functools.partial(kit.record, lambda: scaled(x, out, n=2), host_args={"n": 2})
+    record()  # torch may import modules meanwhile, and exceptions in there keep frames
+    gc.disable()
+    try:
+        graph, _ = record()
+        if replayed:
+            graph.replay()
+        graph.update(n=3)
+        kit.backend.synchronize()
+        kept = weakref.ref(graph)
+        del graph
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_replay_that_is_kept_without_its_graph_is_refused(kit: Kit) -> None:
+    x = kit.tensor(4)
+    graph, _ = kit.record(lambda: x + 1)
+    replay = graph.replay
+    replay()
+    kit.backend.synchronize()
+    del graph
+    gc.collect()
+    with pytest.raises(dg.StateError, match="is gone"):
+        replay()
+
+
 @pytest.mark.parametrize("how", ["never", "replay", "native_launcher"])
 def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
     """An engine freezes its heap when it has started: what only a collection frees stays."""
