@@ -14,6 +14,7 @@ from fake_hip import KEEP_ALL, check, on_fake, scaled, step
 import devgraph as dg
 from devgraph.api import nodegraph
 from devgraph.api.nodes import RuntimeCallError
+from devgraph.rocm import graph as rocm_graph
 from devgraph.rocm.graph import LEAK_BUDGET_BYTES, LEAKED_BYTES_PER_NODE
 from devgraph.rocm.guard import HostReadGuard
 
@@ -64,6 +65,44 @@ def test_stale_executable_is_detected_by_its_first_replay_and_refused():
         with pytest.raises(dg.StateError, match="reset"):
             graph.replay()
         graph.reset()
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_verification_that_was_interrupted_is_made_by_the_next_replay(
+    replayed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt() -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with on_fake() as be:
+        graph, _ = recorded(be, step, noise())
+        if replayed:
+            graph.replay()
+        with be.fake.with_settings(stale=-1):
+            graph.update(n=3)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(graph.pool, "make_word", interrupt)
+            graph.replay()
+        assert graph.state == "ready"
+        with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
+            graph.replay()
+
+
+def test_executable_that_was_made_anew_is_verified_again(monkeypatch: pytest.MonkeyPatch):
+    with on_fake() as be:
+        x = noise()
+        graph, out = recorded(be, step, x)
+        graph.replay()
+        monkeypatch.setattr(type(graph), "_deserves_executable", lambda self, recording: False)
+        for n in (3, 5, 3):
+            graph.update(n=n)
+            graph.replay()
+            assert torch.equal(out, step(x, n=n))
+        monkeypatch.setattr(rocm_graph, "LEAK_BUDGET_BYTES", 1)  # every write makes it anew
+        with be.fake.with_settings(stale=-1):
+            graph.update(n=5)
+        with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
+            graph.replay()
 
 
 def test_runtime_that_was_found_stale_writes_into_no_executable_again():

@@ -12,7 +12,7 @@ import ctypes
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -89,26 +89,18 @@ class TorchPool(Pool):
         backend = self._torch
         if backend.drops_references is None:
             backend.drops_references = self._drops_references()
-        given = (*memory.id, False)
+        number = memory.id
         if backend.drops_references:
-            _add_references(given)
-        return self._segments(*given)
-
-    def _segments(self, first: int, second: int, traces: bool) -> Any:
-        """Ask torch for the segments of the pool with these two numbers.
-
-        Args:
-            traces: with the history of each, where that is kept.
-        """
-        return self._torch.namespace.memory_snapshot((first, second), include_traces=traces)
+            _add_references(number)
+        return backend.namespace.memory_snapshot(number)
 
     def _drops_references(self) -> bool:
         """Ask for a pool that does not exist, by a number that nobody else holds."""
         number = int("987654321987")
-        given = (0, number, False)
+        given = (0, number)
         _add_references(given)
         before = sys.getrefcount(number)
-        self._segments(*given)
+        self._torch.namespace.memory_snapshot(given)
         return sys.getrefcount(number) < before
 
     def __del__(self) -> None:
@@ -198,8 +190,9 @@ class TorchPool(Pool):
             yield
 
 
-def _add_references(values: Sequence[Any]) -> None:
-    for value in values:
+def _add_references(number: tuple[int, int]) -> None:
+    # True is what memory_snapshot adds by itself on some vendors; before Python 3.12 it is counted.
+    for value in (*number, True):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
@@ -316,6 +309,8 @@ class TorchBackend(Backend):
     """Name of the native graph class in the namespace."""
     graph_type: type[TorchGraph] = TorchGraph
     pool_type: type[TorchPool] = TorchPool
+    drops_references: bool | None = None
+    """Whether torch's snapshots drop references to what they are given; None before the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,9 +320,6 @@ class TorchBackend(Backend):
         self._device = torch.device(self.device_type, self.namespace.current_device())
         self.current_stream_id: Callable[[], int] = self._make_current_stream_id()
         self._capture_stream: Any = None
-
-    drops_references: bool | None = None
-    """Whether torch's snapshots drop references to what they are given; None before the first."""
 
     @property
     def capture_stream(self) -> Any:

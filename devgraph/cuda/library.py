@@ -192,15 +192,11 @@ class Library:
         Raises (the function):
             RuntimeCallError: it is another kind of node.
         """
-        get, ask, address = self._get_kernel, self._get_attribute, ctypes.addressof
-        value = _Value()
-        where, first = address(value), ctypes.c_uint64.from_buffer(value)
+        kernel, ask, value = self.kernel, self._get_attribute, _Value()
+        where, first = ctypes.addressof(value), ctypes.c_uint64.from_buffer(value)
 
         def launch_of(node: int) -> tuple[ctypes.Array[ctypes.c_uint64], Any]:
-            params = _KernelParams()
-            error = get(node, address(params))
-            if error:
-                self._fail("cuGraphKernelNodeGetParams", error)
+            params = kernel(node)
             plain = ask(node, _CLUSTER, where) or not first.value  # not set reads as zeros
             return params, None if plain else self.cluster(node)
 

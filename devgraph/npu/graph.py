@@ -87,9 +87,6 @@ class NpuPool(TorchPool):
         self._capture_stream = self._torch.capture_stream
         return self._capture_stream
 
-    def _segments(self, first: int, second: int, traces: bool) -> Any:
-        return self._torch.namespace.memory_snapshot((first, second))  # which never has any
-
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.owns(tensor.untyped_storage().data_ptr()):
             return tensor

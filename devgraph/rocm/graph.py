@@ -114,9 +114,15 @@ class RocmGraph(NodeGraph):
         more = recording.node_count * LEAKED_BYTES_PER_NODE
         if self._written and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
             self._renew_executable()
+            self._verified.discard((recording.number, 0))  # the first write into a new one is told
         self._as_captured = False
         super()._write(recording)
         self._written += recording.node_count
+
+    def _build(self, recording: NodeRecording) -> None:
+        super()._build(recording)
+        # A handle may be that of an executable which is gone.
+        self._verified.discard((recording.number, recording.executable))
 
     def _renew_executable(self) -> None:
         """Make torch's executable anew, which frees what its updates leaked."""
@@ -141,14 +147,19 @@ class RocmGraph(NodeGraph):
             super()._launch()
             return
         recording, state, launch = self._unverified
-        (launch or super()._launch)()
+        if launch is None:
+            super()._launch()
+            launch = self.__dict__.pop("_launch")
+            self._unverified = (recording, state, launch)
+            self.choose_launch()
+        else:
+            launch()
         found = int(self.pool.make_word().item())
         if found != recording.number:
             self._refuse_stale(recording, found)
         self._verified.add(state)
         self._unverified = None
-        if launch is not None:  # the first launch of a graph has picked its own
-            self._launch = launch  # type: ignore[method-assign]
+        self._launch = launch  # type: ignore[method-assign]
         self.choose_launch()
 
     def _refuse_stale(self, recording: NodeRecording, found: int) -> None:
