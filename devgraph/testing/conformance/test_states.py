@@ -419,26 +419,36 @@ def scaled(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
     out.copy_(x * n)
 
 
+def assert_gone_when_dropped(make: Callable[[], dg.DeviceGraph]) -> None:
+    """Fail if a collection is needed: an engine freezes its heap when it has started, and what only
+    a collection frees stays."""
+    make()  # torch may import modules meanwhile, and exceptions in there keep frames
+    gc.disable()
+    try:
+        graph = make()
+        graph.backend.synchronize()
+        kept = weakref.ref(graph)
+        del graph
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
 @declares("region_update")
 @pytest.mark.parametrize("replayed", [False, True])
 def test_dropped_graph_with_an_update_is_gone_without_a_collection(
     kit: Kit, replayed: bool
 ) -> None:
     x, out = kit.tensor(4), kit.tensor(4)
-    record = functools.partial(kit.record, lambda: scaled(x, out, n=2), host_args={"n": 2})
-    record()  # torch may import modules meanwhile, and exceptions in there keep frames
-    gc.disable()
-    try:
-        graph, _ = record()
+
+    def make() -> dg.DeviceGraph:
+        graph, _ = kit.record(lambda: scaled(x, out, n=2), host_args={"n": 2})
         if replayed:
             graph.replay()
         graph.update(n=3)
-        kit.backend.synchronize()
-        kept = weakref.ref(graph)
-        del graph
-        assert kept() is None
-    finally:
-        gc.enable()
+        return graph
+
+    assert_gone_when_dropped(make)
 
 
 def test_replay_that_is_kept_without_its_graph_is_refused(kit: Kit) -> None:
@@ -455,19 +465,15 @@ def test_replay_that_is_kept_without_its_graph_is_refused(kit: Kit) -> None:
 
 @pytest.mark.parametrize("how", ["never", "replay", "native_launcher"])
 def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
-    """An engine freezes its heap when it has started: what only a collection frees stays."""
     x = kit.tensor(4)
-    gc.disable()
-    try:
+
+    def make() -> dg.DeviceGraph:
         graph, _ = kit.record(lambda: x + 1)
         if how != "never":
             (graph.replay if how == "replay" else graph.native_launcher())()
-        kit.backend.synchronize()
-        kept = weakref.ref(graph)
-        del graph
-        assert kept() is None
-    finally:
-        gc.enable()
+        return graph
+
+    assert_gone_when_dropped(make)
 
 
 def test_pool_outlives_its_last_graph(kit: Kit, pool: dg.Pool) -> None:
