@@ -245,8 +245,8 @@ class Subject:
                     holder.pool, holder._devgraph_pool = handle, None
                 else:
                     holder.graph_pool = handle
-            # What the other layer left is freed outside of the time, and freed host memory goes back
-            # to the system: neither layer's graphs find some that the other's left.
+            # What the other layer left is freed outside of the time, and freed host memory goes to
+            # the system: neither layer's graphs find some that the other's left.
             gc.collect()
             self.torch.cuda.synchronize()
             self.torch.cuda.empty_cache()

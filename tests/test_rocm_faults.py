@@ -88,19 +88,77 @@ def test_verification_that_was_interrupted_is_made_by_the_next_replay(
             graph.replay()
 
 
-def test_executable_that_was_made_anew_is_verified_again(monkeypatch: pytest.MonkeyPatch):
+def test_first_launch_that_was_interrupted_leaves_its_verification_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    launch = nodegraph.NodeGraph._launch
+
+    def interrupted(self: Any) -> None:
+        launch(self)
+        raise KeyboardInterrupt
+
+    with on_fake() as be:
+        graph, _ = recorded(be, step, noise())
+        with be.fake.with_settings(stale=-1):
+            graph.update(n=3)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(nodegraph.NodeGraph, "_launch", interrupted)
+            graph.replay()
+        with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
+            graph.replay()
+
+
+def test_executable_at_the_address_of_one_that_is_gone_is_verified(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    with on_fake() as be:
+        x = noise()
+        graph, out = recorded(be, step, x)
+        graph.replay()
+        for n in (3, 2, 3, 2, 3):  # until the keys have executables
+            graph.update(n=n)
+            graph.replay()
+            assert torch.equal(out, step(x, n=n))
+        recording = graph._current
+        address = recording.executable
+        assert address
+        monkeypatch.setattr(be.runtime, "destroy_executable", lambda executable: None)
+        monkeypatch.setattr(be.runtime, "instantiate", lambda made, stream: address)
+        recording.shrink()
+        monkeypatch.setattr(type(graph), "_deserves_executable", lambda self, recording: True)
+        graph.update(n=2)
+        graph.replay()
+        graph.update(n=3)
+        assert recording.executable == address
+        looked: list[int] = []
+        word = graph.pool.make_word()
+        monkeypatch.setattr(graph.pool, "make_word", lambda: looked.append(1) or word)
+        graph.replay()
+        assert looked
+        assert torch.equal(out, step(x, n=3))
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_executable_that_was_made_anew_is_verified_again(
+    launched: bool, monkeypatch: pytest.MonkeyPatch
+):
     with on_fake() as be:
         x = noise()
         graph, out = recorded(be, step, x)
         graph.replay()
         monkeypatch.setattr(type(graph), "_deserves_executable", lambda self, recording: False)
-        for n in (3, 5, 3):
+        for n in (3, 5, 3, 5):
             graph.update(n=n)
             graph.replay()
             assert torch.equal(out, step(x, n=n))
-        monkeypatch.setattr(rocm_graph, "LEAK_BUDGET_BYTES", 1)  # every write makes it anew
+        # The next write makes it anew, and only that one.
+        monkeypatch.setattr(rocm_graph, "LEAK_BUDGET_BYTES", graph.leaked_bytes)
+        before = graph.leaked_bytes
         with be.fake.with_settings(stale=-1):
-            graph.update(n=5)
+            graph.update(n=3)
+            assert graph.leaked_bytes < before
+            if not launched:
+                graph.update(n=5)
         with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
             graph.replay()
 

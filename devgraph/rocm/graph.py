@@ -29,9 +29,8 @@ LEAK_BUDGET_BYTES = 32 * 2**20
 every 32nd update, which spreads the 2-3 ms of making one to less than 0.1 ms."""
 
 
-_Unverified = tuple[NodeRecording, tuple[int, int], Callable[[], None] | None]
-"""A recording that the next launch is the first of, what is verified then, and the launch; None
-where the graph was not launched yet."""
+_State = tuple[int, int]
+"""The number of a recording, and its executable; 0 for torch's own, which others share."""
 
 
 class RocmGraph(NodeGraph):
@@ -52,8 +51,11 @@ class RocmGraph(NodeGraph):
         super().__init__(backend, pool)
         self._written = 0
         self._as_captured = True
-        self._verified: set[tuple[int, int]] = set()
-        self._unverified: _Unverified | None = None
+        self._verified: set[_State] = set()
+        self._own_verified = False
+        """Whether torch's executable, since it was made last, was seen to use what was written."""
+        self._unverified: tuple[_State, Callable[[], None] | None] | None = None
+        """What the next launch verifies, and that launch; None before the graph's first."""
 
     @property
     def leaked_bytes(self) -> int:
@@ -85,6 +87,7 @@ class RocmGraph(NodeGraph):
         self._written = 0
         self._as_captured = True
         self._verified.clear()
+        self._own_verified = False
         self._unverified = None
 
     def _close_regions(self, number: int) -> None:
@@ -114,7 +117,6 @@ class RocmGraph(NodeGraph):
         more = recording.node_count * LEAKED_BYTES_PER_NODE
         if self._written and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
             self._renew_executable()
-            self._verified.discard((recording.number, 0))  # the first write into a new one is told
         self._as_captured = False
         super()._write(recording)
         self._written += recording.node_count
@@ -127,6 +129,7 @@ class RocmGraph(NodeGraph):
     def _renew_executable(self) -> None:
         """Make torch's executable anew, which frees what its updates leaked."""
         logger.debug("rocm: %d bytes leaked, making the executable anew", self.leaked_bytes)
+        self._own_verified = False
         self._native.instantiate()
         self._written = 0
         if self._own_launch is not None:
@@ -138,37 +141,46 @@ class RocmGraph(NodeGraph):
         state = (recording.number, recording.executable)
         if not recording.executable and self._as_captured:
             return  # torch's executable, into which nothing was written
-        if state not in self._verified:
-            # Back to the class's launch, which verifies: as an attribute, that would be a cycle.
-            self._unverified = (recording, state, self.__dict__.pop("_launch", None))
+        if state not in self._verified or not (recording.executable or self._own_verified):
+            self._unverified = (state, None)
+            self._hold_launch_back()
+
+    def _use_own_executable(self) -> None:
+        super()._use_own_executable()
+        if self._unverified is not None:  # the graph's first launch found its own
+            self._hold_launch_back()
+
+    def _hold_launch_back(self) -> None:
+        """Let the class's ``_launch``, which verifies, run the launch that was chosen; an attribute
+        that verifies would be a reference cycle."""
+        assert self._unverified is not None
+        self._unverified = (self._unverified[0], self.__dict__.pop("_launch", None))
 
     def _launch(self) -> None:
         if self._unverified is None:
             super()._launch()
             return
-        recording, state, launch = self._unverified
-        if launch is None:
-            super()._launch()
-            launch = self.__dict__.pop("_launch")
-            self._unverified = (recording, state, launch)
-            self.choose_launch()
-        else:
-            launch()
+        state, launch = self._unverified
+        (launch or super()._launch)()
+        number, executable = state
         found = int(self.pool.make_word().item())
-        if found != recording.number:
-            self._refuse_stale(recording, found)
+        if found != number:
+            self._refuse_stale(number, found)
         self._verified.add(state)
+        self._own_verified = self._own_verified or not executable
+        _, held = self._unverified
+        assert held is not None
         self._unverified = None
-        self._launch = launch  # type: ignore[method-assign]
+        self._launch = held  # type: ignore[method-assign]
         self.choose_launch()
 
-    def _refuse_stale(self, recording: NodeRecording, found: int) -> None:
+    def _refuse_stale(self, number: int, found: int) -> None:
         self._state = GraphState.DIRTY
         self._torch.distrust_updates()
         raise UpdateError(
             f"the HIP runtime ({self._torch.library.version}) reported a successful update and "
             f"launched the graph with the parameters of an earlier one (recording {found} instead "
-            f"of {recording.number}). What this replay wrote is wrong, and the graph is dirty: "
+            f"of {number}). What this replay wrote is wrong, and the graph is dirty: "
             f"reset() and capture again. From now on this process gives every key an executable "
             f"of its own instead of updating one."
         )
