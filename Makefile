@@ -44,7 +44,7 @@ test-all: $(STAMP)
 # torch-npu changes torch, and transformers cannot be imported beside one without a driver. So it has
 # a folder and a session of its own; without it or g++ the session's tests are skipped and say why.
 NPU_ARGS = -k "not real_model"
-NPU_TESTS = devgraph/testing/conformance $(wildcard tests/test_ascend_sim*.py tests/test_npu_*.py)
+NPU_TESTS = devgraph/testing/conformance $(wildcard tests/npu/test_*.py)
 test-npu: $(STAMP)
 	@test -d $(NPU)/torch_npu || ! command -v g++ >/dev/null || \
 		$(BIN)/python -m pip install --quiet --no-deps --target $(NPU) "torch-npu==$$($(BIN)/python \
@@ -64,7 +64,7 @@ test-npu: $(STAMP)
 test-newest test-oldest: test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pytest --pyargs devgraph.testing.conformance -n $(JOBS) -m "not slow" \
 		--devgraph-backend cpu $(PYTEST_ARGS)
-	.venv-$*/bin/python -m pytest tests/test_piecewise.py -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+	.venv-$*/bin/python -m pytest tests/policy/test_piecewise.py -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -43,7 +43,7 @@ STEPS = (
     Step("conformance", f"{_TESTS} --pyargs devgraph.testing.conformance", 180),
     Step("tests", f"{_TESTS} tests -m {{backend}}", 300),
     # Flat memory of the device shows only where no other test takes some.
-    Step("soak", f"{_TESTS} -n 0 tests/test_cuda_update.py -k ten_thousand", 60, ("cuda",)),
+    Step("soak", f"{_TESTS} -n 0 tests/cuda/test_update.py -k ten_thousand", 60, ("cuda",)),
     Step("update", f"{_BENCHMARK} --json {{out}}/update.json", 300, ("cuda",)),
     Step("foundation", f"{_BENCHMARK} --json {{out}}/foundation.json", 120, ("cuda",)),
     Step("piecewise", f"{_BENCHMARK} --json {{out}}/piecewise.json", 240, ("cuda",)),

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
 import devgraph as dg
-from devgraph.runners.integrations.transformers import Engine, load
+from devgraph.integrations.transformers import Engine, load
 
 CONTESTANTS = ("graphs", "eager", "dynamic", "static")
 

@@ -162,7 +162,7 @@ class Subject:
 
         started = time.perf_counter()
         if self.mode in INSTALL:
-            from devgraph.runners.integrations import vllm
+            from devgraph.integrations import vllm
 
             if not vllm.install(mode=INSTALL[self.mode]):
                 raise RuntimeError("devgraph could not be installed; see the warning above")
@@ -363,7 +363,7 @@ class Subject:
         """What devgraph did, and the versions of this run."""
         import vllm as engine
 
-        from devgraph.runners.integrations import vllm
+        from devgraph.integrations import vllm
 
         return {
             "gpu": self.torch.cuda.get_device_name(),

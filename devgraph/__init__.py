@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from devgraph.api.capabilities import Capabilities as Capabilities
     from devgraph.api.capture import Captured as Captured
     from devgraph.api.capture import capture as capture
-    from devgraph.api.cli_args import add_cli_args as add_cli_args
-    from devgraph.api.config import DeviceGraphConfig as DeviceGraphConfig
-    from devgraph.api.config import DeviceGraphWarning as DeviceGraphWarning
-    from devgraph.api.config import PhaseConfig as PhaseConfig
+    from devgraph.api.config.flags import add_cli_args as add_cli_args
+    from devgraph.api.config.model import DeviceGraphConfig as DeviceGraphConfig
+    from devgraph.api.config.model import DeviceGraphWarning as DeviceGraphWarning
+    from devgraph.api.config.model import PhaseConfig as PhaseConfig
     from devgraph.api.errors import *  # noqa: F403
     from devgraph.api.graph import DeviceGraph as DeviceGraph
     from devgraph.api.graph import GraphInfo as GraphInfo
     from devgraph.api.graph import GraphState as GraphState
-    from devgraph.api.marks import graph_break as graph_break
-    from devgraph.api.marks import is_capturing as is_capturing
-    from devgraph.api.marks import no_graph as no_graph
-    from devgraph.api.marks import region as region
+    from devgraph.api.marks.marks import graph_break as graph_break
+    from devgraph.api.marks.marks import is_capturing as is_capturing
+    from devgraph.api.marks.marks import no_graph as no_graph
+    from devgraph.api.marks.marks import region as region
     from devgraph.api.policy.budget import UpdateBudget as UpdateBudget
     from devgraph.api.pool import Pool as Pool
     from devgraph.api.prove import Report as Report

@@ -94,12 +94,14 @@ def _tests_by_file() -> dict[str, dict[str, set[int]]]:
     """Return, for each test file, its tests and the rows of faults that each one names."""
     found: dict[str, dict[str, set[int]]] = {}
     folders = (Path(devgraph.testing.conformance.__file__).parent, ROOT / "tests")
-    for path in (path for folder in folders for path in sorted(folder.glob("test_*.py"))):
+    for path in (path for folder in folders for path in sorted(folder.rglob("test_*.py"))):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 named = re.match(r"FAULTS ([\d, ]+)", ast.get_docstring(node) or "")
                 rows = {int(n) for n in re.findall(r"\d+", named.group(1))} if named else set()
-                key = "" if path.parent == folders[0] else path.name
+                key = (
+                    "" if path.parent == folders[0] else path.relative_to(ROOT / "tests").as_posix()
+                )
                 found.setdefault(key, {})[node.name] = rows
     return found
 
@@ -109,7 +111,7 @@ def _table() -> dict[int, list[tuple[str, str]]]:
     for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines():
         if re.match(r"\| \d+ \|", line):
             cells = line.split(" | ")
-            tests = re.findall(r"`(?:(test_\w+\.py)::)?(test_\w+)`", cells[-1])
+            tests = re.findall(r"`(?:([\w/]+\.py)::)?(test_\w+)`", cells[-1])
             rows[int(cells[0].strip("| "))] = tests
     return rows
 

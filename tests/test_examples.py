@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from suite import run_suite
+
+from tests.support.suite import run_suite
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -94,7 +95,9 @@ def test_third_party_file_is_as_short_as_promised():
 @pytest.mark.cuda
 def test_third_party_code_passes_the_suite_on_a_device(tmp_path: Path):
     """The example's class over the namespace of the device at hand instead of its own."""
-    result = run_suite("-p", "elsewhere", "--devgraph-backend", "elsewhere", cwd=tmp_path)
+    result = run_suite(
+        "-p", "tests.support.elsewhere", "--devgraph-backend", "elsewhere", cwd=tmp_path
+    )
     outcomes = list(result.outcomes.values())
     assert "failed" not in outcomes, result.text
     assert outcomes.count("passed") > 200

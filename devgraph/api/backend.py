@@ -15,7 +15,6 @@ import torch
 
 from devgraph.api.attention import SlotAttention
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.capturing import GraphScope
 from devgraph.api.errors import (
     CaptureBusyError,
     DeviceLost,
@@ -25,11 +24,12 @@ from devgraph.api.errors import (
     NestedCaptureError,
 )
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.hostargs import HostSpec, Tracked
-from devgraph.api.marks import entered, is_capturing
-from devgraph.api.modes import autocast_uncached
+from devgraph.api.marks.host_values import HostSpec, Tracked
+from devgraph.api.marks.marks import entered, is_capturing
+from devgraph.api.marks.modes import autocast_uncached
+from devgraph.api.marks.scopes import GraphScope
+from devgraph.api.marks.source import raising_line
 from devgraph.api.pool import Pool
-from devgraph.api.source import raising_line
 
 __all__ = ["Backend"]
 

@@ -14,9 +14,9 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import unexpanded
 from devgraph.api.errors import InputError, InputTypeError, NestedCaptureError, StateError
 from devgraph.api.graph import DeviceGraph, GraphInfo
-from devgraph.api.hostargs import HostSpec
-from devgraph.api.marks import is_capturing
-from devgraph.api.modes import Modes
+from devgraph.api.marks.host_values import HostSpec
+from devgraph.api.marks.marks import is_capturing
+from devgraph.api.marks.modes import Modes
 from devgraph.api.policy import Job, Plan, UpdateBudget, check_compiler, get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Report, prove

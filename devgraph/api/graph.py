@@ -36,9 +36,9 @@ from devgraph.api.errors import (
     StateError,
     UpdateUnsupportedError,
 )
-from devgraph.api.hostargs import NO_HOST_ARGS, HostSpec
-from devgraph.api.marks import Mark, current_scope, is_capturing
-from devgraph.api.regions import RegionHit
+from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
+from devgraph.api.marks.marks import Mark, current_scope, is_capturing
 
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from devgraph import __version__
-from devgraph.api.config import DeviceGraphWarning
+from devgraph.api.config.model import DeviceGraphWarning
 from devgraph.api.errors import DeviceGraphError
 from devgraph.cli.arguments import COMMANDS
 

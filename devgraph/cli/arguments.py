@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from devgraph.api.cli_args import add_cli_args
-from devgraph.api.config_values import CAPTURING_POLICIES, COMPILERS
+from devgraph.api.config.flags import add_cli_args
+from devgraph.api.config.values import CAPTURING_POLICIES, COMPILERS
 from devgraph.cli.dtypes import DTYPES
 from devgraph.cli.generate_arguments import add_engine_arguments
 

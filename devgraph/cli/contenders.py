@@ -12,7 +12,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
-from devgraph.api.config_values import CAPTURING_POLICIES
+from devgraph.api.config.values import CAPTURING_POLICIES
 from devgraph.api.errors import CapabilityError, CaptureError, UpdateError
 from devgraph.cli.measure import Timing, median, seconds_per_call
 from devgraph.cli.public import public_breakable

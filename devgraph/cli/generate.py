@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devgraph.api.config import DeviceGraphConfig
-from devgraph.api.facts import EngineFacts
+from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.resolve import resolve
 from devgraph.api.registry import get_backend, names
-from devgraph.api.resolve import resolve
 from devgraph.cli.dtypes import dtype_named
 from devgraph.cli.generate_arguments import check_engine_arguments
 from devgraph.cli.models import load_model, require_transformers
@@ -23,7 +23,7 @@ from devgraph.cli.tables import CommandError, print_json, working
 
 if TYPE_CHECKING:
     from devgraph.cli.generating import Task
-    from devgraph.runners.integrations.transformers import SamplingParams, TokenEvent
+    from devgraph.integrations.transformers import SamplingParams, TokenEvent
 
 __all__ = ["generate", "run"]
 
@@ -120,7 +120,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _sampling(args: argparse.Namespace, prompts: int) -> tuple[SamplingParams, ...]:
-    from devgraph.runners.integrations.transformers import SamplingParams
+    from devgraph.integrations.transformers import SamplingParams
 
     if args.temperature and args.seed is None:
         args.seed = secrets.randbelow(1 << 31)

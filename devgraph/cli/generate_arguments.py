@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from devgraph.api.cli_args import add_cli_args
+from devgraph.api.config.flags import add_cli_args
 from devgraph.cli.dtypes import DTYPES
 from devgraph.cli.tables import CommandError
 

@@ -11,10 +11,10 @@ import attrs
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.config import DeviceGraphConfig, PhaseConfig
+from devgraph.api.config.model import DeviceGraphConfig, PhaseConfig
 from devgraph.cli.generate_arguments import MOST_REQUESTS, MOST_STEP_TOKENS
 from devgraph.cli.tables import working
-from devgraph.runners.integrations.transformers import (
+from devgraph.integrations.transformers import (
     Completion,
     Engine,
     EngineStats,

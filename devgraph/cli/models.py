@@ -45,7 +45,7 @@ def load_model(
     require_transformers()
     from transformers.utils import logging as transformers_logging
 
-    from devgraph.runners.integrations.transformers.loading import load
+    from devgraph.integrations.transformers.loading import load
 
     transformers_logging.disable_progress_bar()
     try:

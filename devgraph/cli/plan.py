@@ -10,11 +10,11 @@ import attrs
 
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.cluster import Cluster, plan_cluster
-from devgraph.api.config import DeviceGraphConfig
-from devgraph.api.facts import EngineFacts
+from devgraph.api.config.cluster import Cluster, plan_cluster
+from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.registry import backends, get_backend, names
-from devgraph.api.resolve import Resolution, resolve
 from devgraph.cli.dtypes import dtype_named
 from devgraph.cli.estimate import Estimate, ModelSizes, estimate, ranges
 from devgraph.cli.tables import CommandError, print_json, print_table, say

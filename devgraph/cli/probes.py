@@ -11,7 +11,7 @@ import torch
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
 from devgraph.api.errors import DeviceGraphError, HostReadError, UpdateUnsupportedError
-from devgraph.api.marks import no_graph, region
+from devgraph.api.marks.marks import no_graph, region
 from devgraph.cli.measure import seconds_per_call
 from devgraph.cli.tables import time_text
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.resolve import Resolution
+from devgraph.api.config.resolve import Resolution
 from devgraph.cli.generating import Run, Task, first_difference
 from devgraph.cli.tables import number, percent, print_table, ratio, say, time_text
 from devgraph.runners.stats import RunnerStats, format_bytes

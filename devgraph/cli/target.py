@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.errors import DeviceGraphError, did_you_mean
-from devgraph.api.source import raising_line
+from devgraph.api.marks.source import raising_line
 from devgraph.cli.tables import CommandError
 
 __all__ = ["Target", "find_target", "user_code"]

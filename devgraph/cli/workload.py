@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from devgraph.api.errors import InputError
-from devgraph.api.marks import region
+from devgraph.api.marks.marks import region
 
 __all__ = ["Decoder", "Shape", "attention"]
 

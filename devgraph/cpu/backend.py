@@ -16,9 +16,9 @@ from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import StateError
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks import Mark
+from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.marks import Mark
 from devgraph.api.pool import Pool, Recording
-from devgraph.api.regions import RegionHit
 from devgraph.cpu.check import check
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Knowledge, Recorder

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from devgraph.api.buffers import tensors_in
-from devgraph.api.capturing import captured_call
 from devgraph.api.errors import FrozenValueError
-from devgraph.api.hostargs import HostSpec
-from devgraph.api.marks import Mark, entered
-from devgraph.api.source import SourceLine
+from devgraph.api.marks.host_values import HostSpec
+from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.scopes import captured_call
+from devgraph.api.marks.source import SourceLine
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.violations import Violation

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from devgraph.api.errors import CaptureError
-from devgraph.api.source import user_line
+from devgraph.api.marks.source import user_line
 
 __all__ = ["Dispatching", "Functions", "Listener"]
 

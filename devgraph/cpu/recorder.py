@@ -13,9 +13,9 @@ import torch
 from torch._ops import OpOverload
 
 from devgraph.api.errors import RegionError, StateError
-from devgraph.api.modes import autocast_uncached
-from devgraph.api.regions import describe
-from devgraph.api.source import user_line
+from devgraph.api.marks.calls import describe
+from devgraph.api.marks.modes import autocast_uncached
+from devgraph.api.marks.source import user_line
 from devgraph.cpu import violations
 from devgraph.cpu.binding import Binder
 from devgraph.cpu.memory import BlockPool, Hold

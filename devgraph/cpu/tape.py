@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from devgraph.api.errors import StateError, UpdateTopologyError
-from devgraph.api.source import SourceLine
+from devgraph.api.marks.source import SourceLine
 from devgraph.cpu.memory import Hold
 
 __all__ = ["Draft", "Entry", "Op", "Span", "Tape", "check_topology"]

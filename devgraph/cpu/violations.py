@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import CaptureError, HostReadError
-from devgraph.api.source import SourceLine, user_line
+from devgraph.api.marks.source import SourceLine, user_line
 from devgraph.cpu.metadata import Layout
 
 __all__ = [

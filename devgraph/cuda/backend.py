@@ -10,8 +10,8 @@ import torch
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.nodebackend import NodeBackend
-from devgraph.api.nodegraph import NodeGraph
+from devgraph.api.torchlike.node_backend import NodeBackend
+from devgraph.api.torchlike.node_graph import NodeGraph
 from devgraph.cuda.runtime import Runtime
 
 __all__ = ["CudaBackend", "make_backend"]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from devgraph.api.nodes import Capture, Edges, RuntimeCallError
+from devgraph.api.torchlike.nodes import Capture, Edges, RuntimeCallError
 
 __all__ = ["Library"]
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from devgraph.api.nodes import Read, RuntimeCallError, Update
+from devgraph.api.torchlike.nodes import Read, RuntimeCallError, Update
 from devgraph.cuda.library import Library
 
 __all__ = ["Runtime"]

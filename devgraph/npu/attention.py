@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from devgraph.api.errors import RegionError
-from devgraph.api.marks import Mark, region
+from devgraph.api.marks.marks import Mark, region
 
 __all__ = ["FusedSlotAttention", "lengths_of", "trusted"]
 

@@ -15,7 +15,7 @@ import torch
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError, UpdateError
 from devgraph.api.pool import Pool
-from devgraph.api.torchlike import TorchBackend, TorchPool
+from devgraph.api.torchlike.base import TorchBackend, TorchPool
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.budget import StreamBudget
 from devgraph.npu.burial import Burials

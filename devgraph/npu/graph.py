@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import CaptureError, HostArgumentError
 from devgraph.api.graph import GraphState
-from devgraph.api.marks import Mark
-from devgraph.api.regions import RegionHit
-from devgraph.api.torchlike import TorchGraph, TorchPool
+from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.marks import Mark
+from devgraph.api.torchlike.base import TorchGraph, TorchPool
 from devgraph.npu.attention import trusted
 from devgraph.npu.codes import NO_RESOURCE, means
 from devgraph.npu.dispatched import DispatchedCall, checked_inputs

@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 
 from devgraph.api.errors import UpdateError, UpdateTopologyError
-from devgraph.api.modes import Modes
-from devgraph.api.regions import RegionHit
+from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.modes import Modes
 from devgraph.npu.codes import OTHER_KERNELS, means
 from devgraph.npu.dispatched import DispatchedCall
 from devgraph.npu.updates import Job, UpdateChannel

@@ -17,9 +17,9 @@ import torch
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.nodebackend import NodeBackend
 from devgraph.api.pool import Pool
-from devgraph.api.torchlike import TorchPool
+from devgraph.api.torchlike.base import TorchPool
+from devgraph.api.torchlike.node_backend import NodeBackend
 from devgraph.rocm.graph import RocmGraph
 from devgraph.rocm.guard import HostReadGuard
 from devgraph.rocm.library import Library

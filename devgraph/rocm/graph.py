@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from devgraph.api.errors import UpdateError, UpdateTopologyError
 from devgraph.api.graph import GraphState
-from devgraph.api.marks import Mark
-from devgraph.api.nodegraph import NodeGraph
-from devgraph.api.recording import NodeRecording
-from devgraph.api.torchlike import TorchPool
+from devgraph.api.marks.marks import Mark
+from devgraph.api.torchlike.base import TorchPool
+from devgraph.api.torchlike.node_graph import NodeGraph
+from devgraph.api.torchlike.recording import NodeRecording
 
 if TYPE_CHECKING:
     from devgraph.rocm.backend import RocmBackend, RocmPool

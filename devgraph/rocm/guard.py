@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import HostReadError
-from devgraph.api.source import user_line
+from devgraph.api.marks.source import user_line
 
 __all__ = ["HostReadGuard"]
 

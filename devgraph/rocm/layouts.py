@@ -1,7 +1,7 @@
 """HIP's own struct layouts and enum values, by version of the runtime.
 
 Read from the public header ``hip/hip_runtime_api.h`` of releases 5.2 to 6.3 and of the current
-source; ``tests/test_rocm_layouts.py`` compares them with an installed header by compiling against
+source; ``tests/rocm/test_layouts.py`` compares them with an installed header by compiling against
 it. They are not CUDA's: fields come in another order.
 """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.nodes import RuntimeCallError
+from devgraph.api.torchlike.nodes import RuntimeCallError
 from devgraph.rocm.layouts import KernelNodeParams, MemcpyParams, MemsetParams, Version
 
 __all__ = ["Library", "mapped_library"]

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from devgraph.api.errors import UpdateTopologyError
-from devgraph.api.nodes import RuntimeCallError, Template
+from devgraph.api.torchlike.nodes import RuntimeCallError, Template
 
 if TYPE_CHECKING:
     from devgraph.rocm.backend import RocmBackend

@@ -1,4 +1,4 @@
-"""HIP's graph calls on raw handles: what ``devgraph.api.nodes`` needs of a driver."""
+"""HIP's graph calls on raw handles: what ``devgraph.api.torchlike.nodes`` needs of a driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 from devgraph.api.errors import UpdateTopologyError
-from devgraph.api.nodes import Capture, Edges, Read, RuntimeCallError, Update
+from devgraph.api.torchlike.nodes import Capture, Edges, Read, RuntimeCallError, Update
 from devgraph.rocm.layouts import (
     CAPTURE_ACTIVE,
     CAPTURE_NONE,

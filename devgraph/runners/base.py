@@ -11,27 +11,27 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.config import PhaseConfig
+from devgraph.api.config.model import PhaseConfig
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
-from devgraph.runners.agreement import ranks_of
 from devgraph.runners.batch import Batch, Live
 from devgraph.runners.buckets import Buckets, Phase
+from devgraph.runners.capturing import Round, check_ranks
 from devgraph.runners.decision import GraphKey, Reason, Variant
 from devgraph.runners.entries import Entries, Entry
 from devgraph.runners.host import HostArgs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.parts import Parts
+from devgraph.runners.prove import Hooks, RunnerReport, prove_runner
+from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import RunnerPlan, explain_runner, plan_runner, runner_stats
-from devgraph.runners.rounds import Round, check_ranks
 from devgraph.runners.running import Stepping
 from devgraph.runners.settings import Options
 from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.stats import Counters, RunnerStats
 from devgraph.runners.steps import GraphStep
-from devgraph.runners.verify import Hooks, RunnerReport, prove_runner
 
 __all__ = ["Runner"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from devgraph.api.errors import CaptureError, StateError, did_you_mean
-from devgraph.api.marks import is_capturing
-from devgraph.api.source import user_line
+from devgraph.api.marks.marks import is_capturing
+from devgraph.api.marks.source import user_line
 from devgraph.runners.slots import Size
 
 __all__ = ["Batch", "HostValues", "Live", "end_batch"]

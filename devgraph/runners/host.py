@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from devgraph.api.errors import ConfigError, HostArgumentError, InputError, did_you_mean
-from devgraph.api.hostargs import HostSpec, declared_names
+from devgraph.api.marks.host_values import HostSpec, declared_names
 from devgraph.runners.slots import HostSlot, Size
 
 __all__ = ["HostArgs"]

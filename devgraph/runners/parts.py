@@ -10,14 +10,14 @@ import attrs
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.config import PhaseConfig
+from devgraph.api.config.model import PhaseConfig
 from devgraph.api.pool import Pool
-from devgraph.runners.agreement import Solo
 from devgraph.runners.batch import Batch, Live, end_batch
 from devgraph.runners.entries import Entries, Entry
 from devgraph.runners.host import HostArgs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.outputs import OutputStore
+from devgraph.runners.ranks import Solo
 from devgraph.runners.settings import Options
 from devgraph.runners.slots import Size
 from devgraph.runners.stats import Counters

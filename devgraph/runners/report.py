@@ -8,8 +8,8 @@ from typing import Any
 import attrs
 
 from devgraph.api.capture import Captured
+from devgraph.runners.capturing import captured_seconds, sample_bytes
 from devgraph.runners.parts import Parts
-from devgraph.runners.rounds import captured_seconds, sample_bytes
 from devgraph.runners.stats import RunnerStats, format_bytes
 
 __all__ = ["BucketPlan", "RunnerPlan", "explain_runner", "plan_runner", "runner_stats"]

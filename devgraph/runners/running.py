@@ -19,7 +19,7 @@ from devgraph.api.errors import (
     UpdateTopologyError,
     UpdateUnsupportedError,
 )
-from devgraph.api.marks import is_capturing
+from devgraph.api.marks.marks import is_capturing
 from devgraph.runners.batch import Batch
 from devgraph.runners.decision import Decision, Reason, Variant, refusal, update_reason
 from devgraph.runners.entries import Entry, canonical_variant

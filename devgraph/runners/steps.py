@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from devgraph.runners.batch import Live
-from devgraph.runners.copies import CopyPlan
 from devgraph.runners.entries import Entry
+from devgraph.runners.load import CopyPlan
 from devgraph.runners.outputs import OutputViews
 from devgraph.runners.parts import Parts
 from devgraph.runners.slots import Size

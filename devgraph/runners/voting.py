@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from devgraph.api.errors import AgreementError
-from devgraph.runners.agreement import Solo
 from devgraph.runners.decision import Decision, GraphKey, Reason
 from devgraph.runners.entries import Entries
+from devgraph.runners.ranks import Solo
 
 __all__ = ["agree_on"]
 

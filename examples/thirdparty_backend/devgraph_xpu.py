@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.torchlike import TorchBackend
+from devgraph.api.torchlike.base import TorchBackend
 
 
 class _Namespace:

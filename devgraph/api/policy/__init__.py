@@ -14,10 +14,10 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import tensors_in
-from devgraph.api.config_values import CAPTURING_POLICIES, COMPILERS
+from devgraph.api.config.values import CAPTURING_POLICIES, COMPILERS
 from devgraph.api.errors import CapabilityError, InputError, did_you_mean
-from devgraph.api.hostargs import HostSpec
-from devgraph.api.marks import Mark
+from devgraph.api.marks.host_values import HostSpec
+from devgraph.api.marks.marks import Mark
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 

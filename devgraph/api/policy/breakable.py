@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from devgraph.api.capturing import captured_call, swallowed
 from devgraph.api.errors import CaptureError, EmptyCaptureError, StateError
 from devgraph.api.graph import BoundCall, DeviceGraph
-from devgraph.api.marks import Mark, entered
+from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.scopes import captured_call, swallowed
 from devgraph.api.policy import Job, Policy
-from devgraph.api.regions import RegionHit
 
 __all__ = ["POLICY", "BreakablePlan", "EagerSegment", "capture_segments"]
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.capturing import GraphScope
 from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks import Mark, entered
-from devgraph.api.modes import Modes
+from devgraph.api.marks.calls import describe
+from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.modes import Modes
+from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.policy import Job, Policy
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.budget import MissBudget, UpdateBudget
-from devgraph.api.regions import describe
 
 __all__ = ["POLICY", "FullPlan", "UpdatablePlan"]
 

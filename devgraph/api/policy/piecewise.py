@@ -35,8 +35,6 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental import _config as shape_config
 from torch.fx.passes.split_module import split_module
 
-from devgraph.api import marks
-from devgraph.api.claims import Checking, described
 from devgraph.api.errors import (
     CapabilityError,
     CaptureError,
@@ -44,11 +42,13 @@ from devgraph.api.errors import (
     EmptyCaptureError,
     FrozenValueError,
 )
-from devgraph.api.hostargs import HostSpec
-from devgraph.api.marks import Mark, entered
+from devgraph.api.marks import marks
+from devgraph.api.marks.host_values import HostSpec
+from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.source import SourceLine
 from devgraph.api.policy import Job, Plan, Policy
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
-from devgraph.api.source import SourceLine
+from devgraph.api.policy.claims import Checking, described
 
 __all__ = ["POLICY"]
 
@@ -720,6 +720,7 @@ _MACHINERY = (
     Path(torch.__file__).parent,
     Path(__file__).parents[1],
     Path(__file__).parents[2] / "runners",
+    Path(__file__).parents[2] / "integrations",
 )
 _STANDARD_LIBRARY = Path(contextlib.__file__).parent
 

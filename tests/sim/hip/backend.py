@@ -12,7 +12,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.pool import Pool
-from devgraph.api.torchlike import TorchBackend
+from devgraph.api.torchlike.base import TorchBackend
 from devgraph.rocm.backend import RocmBackend
 from devgraph.rocm.library import Library
 from tests.sim.hip.build import build

@@ -1,0 +1,297 @@
+"""A cluster of several vendors, described in a file, and what one mode string comes to on it.
+
+::
+
+    groups:
+      - name: prefill
+        backend: npu
+        count: 8
+        role: prefill
+        tensor_parallel: 8          # so its graphs hold collectives
+      - name: decode
+        members: [{backend: cuda, count: 4}]
+        role: decode
+        facts: {lora: true}
+
+A *group* is the set of ranks that run the same graphs together. Vendors may differ between groups;
+inside one they may differ only where no graph holds a collective, because every vendor has its own
+collective library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from devgraph.api.config.document import read_file
+from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
+from devgraph.api.config.resolve import Resolution, resolve
+from devgraph.api.config.values import PHASES, unknown_name
+from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
+
+__all__ = ["Cluster", "ClusterPlan", "Group", "Member", "MemberPlan", "plan_cluster"]
+
+_GROUP_KEYS = (
+    "name",
+    "backend",
+    "vendor",
+    "count",
+    "members",
+    "role",
+    "collectives",
+    "tensor_parallel",
+    "facts",
+)
+_MEMBER_KEYS = ("backend", "vendor", "count")
+_ROLES = ("both", "prefill", "decode")
+
+
+@attrs.frozen(kw_only=True)
+class Member:
+    """Devices of one kind inside a group."""
+
+    backend: str
+    vendor: str
+    """Whose collective library the devices use; the backend's name unless told otherwise."""
+    count: int
+
+
+@attrs.frozen(kw_only=True)
+class Group:
+    """Ranks that run the same graphs together."""
+
+    name: str
+    members: tuple[Member, ...]
+    role: str
+    tensor_parallel: int
+    facts: EngineFacts
+    """The engine there; its ``collectives`` say whether graphs hold any."""
+
+    @property
+    def count(self) -> int:
+        """The devices of the group."""
+        return sum(member.count for member in self.members)
+
+    @property
+    def vendors(self) -> tuple[str, ...]:
+        return tuple(sorted({member.vendor for member in self.members}))
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases that run here."""
+        return PHASES if self.role == "both" else (self.role,)
+
+
+@attrs.frozen(kw_only=True)
+class Cluster:
+    """All groups of one deployment."""
+
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Read a JSON or YAML file; ``ConfigError`` names the file and the path inside it."""
+        return cls.from_dict(read_file(path), source=os.fspath(path))
+
+    @classmethod
+    def from_dict(cls, document: object, *, source: str = "cluster") -> Cluster:
+        """Build a cluster from ``{"groups": [...]}``."""
+        top = _mapping(document, source, ("groups",), "key")
+        entries = top.get("groups")
+        if not isinstance(entries, list) or not entries:
+            raise ConfigTypeError(f"{source}: groups: expected a list of groups, got {entries!r}")
+        groups = tuple(
+            _group(entry, f"{source}: groups[{index}]") for index, entry in enumerate(entries)
+        )
+        names = [group.name for group in groups]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{source}: two groups are named {name!r}; names must differ")
+        return cls(groups=groups)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Every backend that occurs."""
+        return tuple(sorted({one.backend for group in self.groups for one in group.members}))
+
+
+@attrs.frozen(kw_only=True)
+class MemberPlan:
+    """What the mode string comes to for the devices of one kind in one group."""
+
+    group: Group
+    member: Member
+    resolution: Resolution
+
+
+@attrs.frozen(kw_only=True)
+class ClusterPlan:
+    """What one mode string comes to everywhere in a cluster."""
+
+    config: DeviceGraphConfig
+    members: tuple[MemberPlan, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON has it."""
+        return {
+            "mode": self.config.to_dict(),
+            "groups": [
+                {
+                    "group": one.group.name,
+                    "role": one.group.role,
+                    "vendor": one.member.vendor,
+                    "count": one.member.count,
+                    "tensor_parallel": one.group.tensor_parallel,
+                    "collectives": one.group.facts.collectives,
+                    **one.resolution.to_dict(),
+                }
+                for one in self.members
+            ],
+        }
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as JSON text."""
+        return json.dumps(self.to_dict())
+
+
+def plan_cluster(
+    config: DeviceGraphConfig, cluster: Cluster, *, capabilities: Mapping[str, Any] | None = None
+) -> ClusterPlan:
+    """Resolve one configuration for every group of a cluster.
+
+    ``capabilities`` are the ``Capabilities`` of backends, by name, where they are known; a group's
+    own facts say the rest.
+
+    Raises ``ConfigError`` that lists, group by group, what a safety rule forbids and which groups
+    mix vendors around a collective. Warns (``DeviceGraphWarning``) about parts of the
+    configuration for backends that the cluster does not have, and about a phase that no group
+    runs.
+    """
+    for name in config.backends:
+        if name not in cluster.backends:
+            _warn(
+                f"the cluster has no backend {name!r}, so its part of the configuration is not "
+                f"used. {did_you_mean(name, cluster.backends)}"
+            )
+    for phase in PHASES:
+        if not any(phase in group.phases for group in cluster.groups):
+            _warn(f"no group of the cluster runs {phase}")
+    plans: list[MemberPlan] = []
+    problems: list[str] = []
+    for group in cluster.groups:
+        resolved: list[MemberPlan] = []
+        for member in group.members:
+            facts = attrs.evolve(group.facts, backend=member.backend, role=group.role)
+            if capabilities is not None and member.backend in capabilities:
+                facts = facts.on_backend(member.backend, capabilities[member.backend])
+            try:
+                resolution = resolve(config, facts)
+            except ConfigError as error:
+                problems.append(f"group {group.name!r} on {member.backend}: {error}")
+                continue
+            resolved.append(MemberPlan(group=group, member=member, resolution=resolution))
+        plans.extend(resolved)
+        problems.extend(_mixed(group, resolved))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return ClusterPlan(config=config, members=tuple(plans))
+
+
+def _mixed(group: Group, plans: list[MemberPlan]) -> list[str]:
+    """Say what is wrong with several vendors in one group: a shared collective inside a graph."""
+    captured = sorted(
+        {
+            phase
+            for plan in plans
+            for phase in PHASES  # one that does not run here is set aside already
+            if plan.resolution.effective.phase(phase).policy != "disabled"
+        }
+    )
+    if len(group.vendors) < 2 or not group.facts.collectives or not captured:
+        return []
+    return [
+        f"group {group.name!r} mixes the vendors {', '.join(group.vendors)}, and its graphs of "
+        f"{' and '.join(captured)} hold collectives, which no two vendors share. Make one group "
+        f"per vendor, or switch graphs off for the group"
+    ]
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, DeviceGraphWarning, stacklevel=3)
+
+
+def _group(entry: object, path: str) -> Group:
+    values = _mapping(entry, path, _GROUP_KEYS, "key")
+    name = values.get("name")
+    if not isinstance(name, str) or not name:
+        raise ConfigTypeError(f"{path}.name: expected the name of the group, got {name!r}")
+    role = values.get("role", "both")
+    if role not in _ROLES:
+        raise unknown_name(f"{path}.role", role, _ROLES, what="role")
+    members = _members(values, path)
+    parallel = _count(values.get("tensor_parallel", 1), f"{path}.tensor_parallel")
+    total = sum(member.count for member in members)
+    if total % parallel:
+        raise ConfigError(
+            f"{path}.tensor_parallel: {total} devices do not divide into sets of {parallel}"
+        )
+    collectives = values.get("collectives", parallel > 1)
+    if not isinstance(collectives, bool):
+        raise ConfigTypeError(f"{path}.collectives: expected true or false, got {collectives!r}")
+    given = values.get("facts", {})
+    for key in ("backend", "role", "collectives"):
+        if isinstance(given, Mapping) and key in given:
+            raise ConfigError(f"{path}.facts.{key}: write {key} in the group itself")
+    facts = EngineFacts.from_dict(
+        {**_mapping(given, f"{path}.facts", None, "fact"), "collectives": collectives},
+        path=f"{path}.facts",
+    )
+    return Group(name=name, members=members, role=role, tensor_parallel=parallel, facts=facts)
+
+
+def _members(values: Mapping[str, Any], path: str) -> tuple[Member, ...]:
+    if "members" not in values:
+        return (_member({key: values[key] for key in _MEMBER_KEYS if key in values}, path),)
+    for key in _MEMBER_KEYS:
+        if key in values:
+            raise ConfigError(f"{path}: give either members or {key}, not both")
+    entries = values["members"]
+    if not isinstance(entries, list) or not entries:
+        raise ConfigTypeError(f"{path}.members: expected a list, got {entries!r}")
+    return tuple(_member(entry, f"{path}.members[{index}]") for index, entry in enumerate(entries))
+
+
+def _member(entry: object, path: str) -> Member:
+    values = _mapping(entry, path, _MEMBER_KEYS, "key")
+    names: dict[str, str] = {}
+    for key in ("backend", "vendor"):
+        name = values.get(key, names.get("backend"))
+        if not isinstance(name, str) or not name:
+            raise ConfigTypeError(f"{path}.{key}: expected the name of a {key}, got {name!r}")
+        names[key] = name
+    return Member(**names, count=_count(values.get("count", 1), f"{path}.count"))
+
+
+def _mapping(
+    value: object, path: str, known: tuple[str, ...] | None, what: str
+) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigTypeError(f"{path}: expected an object, got {value!r}")
+    for key in value:
+        if known is not None and key not in known:
+            raise unknown_name(path, key, known, what=what)
+    return value
+
+
+def _count(value: object, path: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigTypeError(f"{path}: expected an integer, got {value!r}")
+    if value < 1:
+        raise ConfigError(f"{path}: expected at least 1, got {value}")
+    return value

@@ -1,0 +1,236 @@
+"""Reading mode configurations from JSON text and from JSON or YAML files.
+
+Errors name the place: line, column and what stands there for text that does not parse, the JSON
+path (``backends.npu.prefill.policy``) for text that parses but says something that does not exist.
+Nothing is dropped on the way: a key that appears twice is an error, not a last-one-wins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from devgraph.api.config.values import (
+    KEYS,
+    OLDER_POLICIES,
+    PHASES,
+    POLICIES,
+    Setting,
+    check,
+    unknown_name,
+)
+from devgraph.api.errors import ConfigError, ConfigTypeError
+
+__all__ = [
+    "SECTION",
+    "Parsed",
+    "parse_mode",
+    "read_file",
+    "read_json",
+    "read_mode",
+    "read_section",
+]
+
+SECTION = "device_graph"
+"""The name of the section that holds a mode configuration in a larger file."""
+
+_EXAMPLE = '\'{"decode": "full", "prefill": {"policy": "breakable", "buckets": [64, 512]}}\''
+
+
+@attrs.frozen(kw_only=True)
+class Parsed:
+    """The settings that a document makes, and what there is to say about how it was read."""
+
+    settings: dict[Setting, Any]
+    notes: tuple[str, ...]
+
+
+def read_json(text: str, source: str) -> object:
+    """Parse JSON strictly: no duplicate keys, no NaN or infinity.
+
+    Raises ``ConfigError`` that names ``source`` and, for broken text, line, column and the rest
+    of the line from there.
+    """
+
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for key, value in items:
+            if key in found:
+                raise ConfigError(
+                    f"{source}: the key {key!r} appears twice in one object; keep one of them"
+                )
+            found[key] = value
+        return found
+
+    def constant(name: str) -> object:
+        raise ConfigError(f"{source}: {name} is not a value that JSON has")
+
+    if not isinstance(text, str):
+        raise ConfigTypeError(f"{source}: expected JSON text, got {type(text).__name__}")
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        here = error.doc[error.pos :].split("\n", 1)[0][:24]
+        at = f"at {here!r}" if here else "at its end"
+        raise ConfigError(
+            f"{source}: broken JSON in line {error.lineno}, column {error.colno} ({at}): "
+            f"{error.msg}. Expected, for example, {_EXAMPLE}"
+        ) from error
+
+
+def read_mode(text: str, source: str) -> object:
+    """Return the document of ``--device-graph-mode`` as ``read_json`` does; a policy alone is
+    refused with how to write it."""
+    word = text.strip() if isinstance(text, str) else ""
+    if word in POLICIES:
+        raise ConfigError(
+            f'{source}: {word!r} names no phase; write \'{{"decode": "{word}"}}\', or '
+            f"--decode-device-graph-mode {word}"
+        )
+    return read_json(text, source)
+
+
+def read_file(path: str | os.PathLike[str]) -> object:
+    """Read a JSON or YAML file: ``.json`` is JSON, ``.yaml`` and ``.yml`` are YAML, and any other
+    name is JSON when its first character is a brace or bracket.
+
+    YAML needs PyYAML, which is imported only here. Raises ``ConfigError`` for a file that cannot
+    be read or does not parse.
+    """
+    name = os.fspath(path)
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {name!r}: {error}") from error
+    suffix = Path(name).suffix.lower()
+    is_json = suffix == ".json" or (
+        suffix not in (".yaml", ".yml") and text.lstrip().startswith(("{", "["))
+    )
+    return read_json(text, name) if is_json else _read_yaml(text, name)
+
+
+def read_section(path: str | os.PathLike[str]) -> object:
+    """Return the ``device_graph`` section of a JSON or YAML file."""
+    document = read_file(path)
+    name = os.fspath(path)
+    if not isinstance(document, Mapping):
+        raise ConfigTypeError(
+            f"{name}: expected an object with a {SECTION!r} section, got {type(document).__name__}"
+        )
+    if SECTION not in document:
+        error = unknown_name(name, SECTION, [str(key) for key in document], what="section")
+        raise ConfigError(f"{error} Put the mode configuration under the key {SECTION!r}.")
+    return document[SECTION]
+
+
+def parse_mode(document: object, source: str) -> Parsed:
+    """Turn ``{"decode": ..., "prefill": ..., "backends": {...}}`` into checked settings."""
+    top = _object(document, source, "an object with a policy per phase")
+    settings: dict[Setting, Any] = {}
+    notes: list[str] = []
+    for name, value in top.items():
+        if name in PHASES:
+            _parse_phase(None, name, value, source, settings, notes)
+        elif name == "backends":
+            overlays = _object(value, f"{source}: backends", "an object with one entry per backend")
+            for backend, phases in overlays.items():
+                _parse_overlay(backend, phases, source, settings, notes)
+        else:
+            raise unknown_name(source, name, (*PHASES, "backends"), what="phase")
+    return Parsed(settings=settings, notes=tuple(notes))
+
+
+def _parse_overlay(
+    backend: object, phases: object, source: str, settings: dict[Setting, Any], notes: list[str]
+) -> None:
+    if not isinstance(backend, str) or not backend:
+        raise ConfigTypeError(f"{source}: backends: a backend name is a string, got {backend!r}")
+    where = f"{source}: backends.{backend}"
+    for name, value in _object(phases, where, "an object with a policy per phase").items():
+        if name not in PHASES:
+            raise unknown_name(where, name, PHASES, what="phase")
+        _parse_phase(backend, name, value, source, settings, notes)
+
+
+def _parse_phase(
+    backend: str | None,
+    phase: str,
+    value: object,
+    source: str,
+    settings: dict[Setting, Any],
+    notes: list[str],
+) -> None:
+    where = str(Setting(backend, phase, ""))[:-1]
+    if isinstance(value, Mapping):
+        chosen: Mapping[Any, Any] = value
+    else:
+        chosen = {"policy": value}
+    for key, item in chosen.items():
+        if key not in KEYS:
+            raise unknown_name(f"{source}: {where}", key, KEYS, what="key")
+        place = Setting(backend, phase, key)
+        settings[place] = check(key, item, f"{source}: {place}")
+        if key == "policy" and item in OLDER_POLICIES:
+            notes.append(
+                f"{source}: {place}: {item!r} is the older name of the policy "
+                f"{settings[place]!r}; write {settings[place]!r}"
+            )
+    sizes = settings.get(Setting(backend, phase, "buckets"))
+    largest = settings.get(Setting(backend, phase, "max_bs"))
+    if sizes and largest is not None and max(sizes) > largest:
+        raise ConfigError(
+            f"{source}: {where}: the bucket {max(sizes)} is over max_bs={largest}; remove the "
+            f"bucket or raise max_bs"
+        )
+
+
+def _object(value: object, where: str, what: str) -> Mapping[Any, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise ConfigTypeError(
+        f"{where}: expected {what}, got {type(value).__name__} {value!r}. For example {_EXAMPLE}"
+    )
+
+
+def _read_yaml(text: str, name: str) -> object:
+    try:
+        # By name, because PyYAML is optional and brings no types of its own.
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError as error:
+        raise ConfigError(
+            f"{name}: reading YAML needs PyYAML, which is not installed: pip install pyyaml, or "
+            f"write the file as JSON with the suffix .json"
+        ) from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """PyYAML keeps the last of two equal keys; a configuration must not lose the first."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[str] = set()
+            for key_node, _ in node.value:
+                if key_node.tag == "tag:yaml.org,2002:merge":
+                    continue  # "<<" is meant to be repeated and overridden
+                key = self.construct_object(key_node, deep=True)
+                if isinstance(key, str) and key in seen:
+                    mark = key_node.start_mark
+                    raise ConfigError(
+                        f"{name}: the key {key!r} appears twice (line {mark.line + 1}, column "
+                        f"{mark.column + 1}); keep one of them"
+                    )
+                if isinstance(key, str):
+                    seen.add(key)
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(f"{name}: broken YAML{at}: {problem}") from error

@@ -1,0 +1,342 @@
+"""The flags with which engines chose graph modes and sizes before, and what they mean here.
+
+Read from SGLang 0.4.6 to 0.5.23 and its proposal for per-phase modes
+(https://github.com/sgl-project/sglang/issues/23004), and from vLLM 0.8 to 0.33. The table is in
+order of application: where two older flags speak about the same key the later entry wins, which
+reproduces what those engines do (a broad switch gives way to a specific one, except
+``--enforce-eager``, which beats everything else there).
+
+Flags that switch off what devgraph does not configure are accepted and named as left to the engine.
+Flags that neither choose a mode nor a size nor switch graphs off (profiling of a capture, garbage
+collection during it, metrics, the graphs of vision encoders) stay with their engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+
+from devgraph.api.config.document import read_json
+from devgraph.api.config.values import PHASES, Setting, check, unknown_name
+from devgraph.api.errors import ConfigError, ConfigTypeError
+
+__all__ = ["OLDER_FLAGS", "OlderFlag", "Reading"]
+
+
+@attrs.frozen(kw_only=True)
+class Reading:
+    """What one older flag with its value says, and which parts of it are not for devgraph."""
+
+    settings: dict[Setting, Any]
+    left_out: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class OlderFlag:
+    """One older flag: its spelling, the attribute it sets, its shape and its meaning."""
+
+    name: str
+    shape: str
+    """``switch`` (no value), ``text``, ``integer`` or ``integers``."""
+    read: Callable[[Any, str], Reading]
+    short: str | None = None
+    """A spelling with one dash for the same attribute."""
+
+    @property
+    def dest(self) -> str:
+        """The attribute of the parsed arguments, as argparse derives it."""
+        return self.name.lstrip("-").replace("-", "_").replace(".", "_")
+
+
+def _reading(values: Mapping[tuple[str, str], Any], flag: str, *left_out: str) -> Reading:
+    return Reading(
+        settings={
+            Setting(None, phase, key): check(key, value, flag)
+            for (phase, key), value in values.items()
+        },
+        left_out=left_out,
+    )
+
+
+def _fixed(key: str, value: Any, *phases: str) -> Callable[[Any, str], Reading]:
+    return lambda _, flag: _reading({(phase, key): value for phase in phases}, flag)
+
+
+def _value(key: str, *phases: str) -> Callable[[Any, str], Reading]:
+    return lambda value, flag: _reading({(phase, key): value for phase in phases}, flag)
+
+
+def _length(value: Any, flag: str) -> Reading:
+    """A prefill length, plain or with a suffix such as 32k (1000) or 32Ki (1024)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|[KMGT]i|[MGT])?", str(value).strip())
+    suffix = (match[2] or "") if match else ""
+    if match is None or (suffix.endswith("i") and "." in match[1]):
+        raise ConfigError(f"{flag}: expected a length such as 32768, 32k or 32Ki, got {value!r}")
+    scale = (1024 if suffix.endswith("i") else 1000) ** " KMGT".index(suffix[:1].upper() or " ")
+    return _reading({("prefill", "max_seq_len"): round(float(match[1]) * scale)}, flag)
+
+
+def _sizes_or_maximum(value: Any, flag: str) -> Reading:
+    """One number is the maximum, several are the list."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        return _reading({(phase, "max_bs"): value[0] for phase in PHASES}, flag)
+    return _reading({(phase, "buckets"): value for phase in PHASES}, flag)
+
+
+_JSON_KEYS: Mapping[str, str] = {
+    "backend": "policy",
+    "bs": "buckets",
+    "max_bs": "max_bs",
+    "tc_compiler": "compiler",
+    "full_prefill_max_req": "max_requests",
+    "max_seq_len": "max_seq_len",
+    "max_context_size": "max_seq_len",
+}
+_JSON_LEFT_OUT = ("full_prefill_prefix_chunk_tokens",)  # shapes a variant, which engines name
+
+
+def _phases_json(value: Any, flag: str) -> Reading:
+    """``{"decode": "full", "prefill": {"backend": "tc_piecewise", "bs": [64]}}``."""
+    document = _document(value, flag)
+    found: dict[tuple[str, str], Any] = {}
+    left_out: list[str] = []
+    for phase, body in document.items():
+        if phase not in PHASES:
+            raise unknown_name(flag, phase, PHASES, what="phase")
+        keys = body if isinstance(body, Mapping) else {"backend": body}
+        for key, item in keys.items():
+            if key in _JSON_LEFT_OUT:
+                left_out.append(f"{phase}.{key}")
+                continue
+            if key not in _JSON_KEYS:
+                known = (*_JSON_KEYS, *_JSON_LEFT_OUT)
+                raise unknown_name(f"{flag}: {phase}", key, known, what="key")
+            if item is None:
+                continue  # an engine's own "not chosen"
+            name = _JSON_KEYS[key]
+            checked = check(name, item, f"{flag}: {phase}.{key}")
+            earlier = found.get((phase, name))
+            found[phase, name] = checked if earlier is None else min(earlier, checked)
+    return _reading(found, flag, *left_out)
+
+
+_GRAPH_MODES: Mapping[str, tuple[str, str]] = {
+    "NONE": ("disabled", "disabled"),
+    "PIECEWISE": ("piecewise", "piecewise"),
+    "FULL": ("full", "full"),
+    "FULL_DECODE_ONLY": ("full", "disabled"),
+    "FULL_AND_PIECEWISE": ("full", "piecewise"),
+}
+"""Mode names with the policies (decode, prefill); mixed batches are prefill here."""
+
+
+def _mode_name(value: Any, flag: str) -> Reading:
+    name = getattr(value, "name", value)  # an engine may hand over its enum member
+    if not isinstance(name, str) or name.upper() not in _GRAPH_MODES:
+        upper = name.upper() if isinstance(name, str) else name
+        raise unknown_name(flag, upper, _GRAPH_MODES, what="mode")
+    decode, prefill = _GRAPH_MODES[name.upper()]
+    return _reading({("decode", "policy"): decode, ("prefill", "policy"): prefill}, flag)
+
+
+_COMPILATION_KEYS = (
+    "use_cudagraph",
+    "full_cuda_graph",
+    "cudagraph_mode",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
+    "cudagraph_num_of_warmups",
+    "backend",
+)
+
+
+def _compilation(value: Any, flag: str) -> Reading:
+    """The graph settings inside a compilation configuration: JSON text, mapping or object."""
+    if isinstance(value, str):
+        value = read_json(value, flag)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Reading(settings={}, left_out=(f"level {value}",))
+    if isinstance(value, (Mapping, bool, list, str)):
+        document = _document(value, flag)
+    else:
+        document = {key: getattr(value, key, None) for key in _COMPILATION_KEYS}
+        if not document["cudagraph_num_of_warmups"]:
+            del document["cudagraph_num_of_warmups"]  # such an object is born with 0
+    found: dict[tuple[str, str], Any] = {}
+    left_out = [str(key) for key in document if key not in _COMPILATION_KEYS]
+    for key in _COMPILATION_KEYS:  # in this order: the newer key wins over the older one
+        item = document.get(key)
+        if item is None:
+            continue
+        for phase in PHASES:
+            if key == "use_cudagraph" and item is False:
+                found[phase, "policy"] = "disabled"
+            elif key == "full_cuda_graph" and item is True:
+                found[phase, "policy"] = "full"
+            elif key == "cudagraph_capture_sizes":
+                found[phase, "buckets"] = item
+            elif key == "max_cudagraph_capture_size":
+                found[phase, "max_bs"] = item
+            elif key == "cudagraph_num_of_warmups":
+                found[phase, "warmup"] = item
+            elif key == "backend" and item in ("eager", "inductor"):
+                found[phase, "compiler"] = item
+        if key == "cudagraph_mode":
+            mode = _mode_name(item, f"{flag}: {key}").settings
+            found.update({(one.phase, one.key): policy for one, policy in mode.items()})
+    return _reading(found, flag, *left_out)
+
+
+_LEVELS: tuple[str, ...] = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE")
+"""Graph mode of each optimization level of vLLM (its config/vllm.py, since 0.12)."""
+
+
+def _level(value: Any, flag: str) -> Reading:
+    """An optimization level from 0 to 3; versions before read a compilation configuration here."""
+    text = str(getattr(value, "value", value)).strip()
+    if text.startswith("{"):
+        return _compilation(text, flag)
+    level = text.upper().removeprefix("O")
+    if level not in ("0", "1", "2", "3"):
+        raise ConfigError(f"{flag}: expected a level from 0 to 3, got {value!r}")
+    mode = _mode_name(_LEVELS[int(level)], flag)
+    return attrs.evolve(mode, left_out=(f"compilation and kernels of level {level}",))
+
+
+def _only_for_the_engine(what: str) -> Callable[[Any, str], Reading]:
+    return lambda _, flag: Reading(settings={}, left_out=(what,))
+
+
+def _json_value(key: str) -> Callable[[Any, str], Reading]:
+    def read(value: Any, flag: str) -> Reading:
+        item = read_json(value, flag) if isinstance(value, str) else value
+        return _reading({(phase, key): item for phase in PHASES}, flag)
+
+    return read
+
+
+def _document(value: Any, flag: str) -> dict[str, Any]:
+    document = read_json(value, flag) if isinstance(value, str) else value
+    if not isinstance(document, Mapping):
+        raise ConfigTypeError(f"{flag}: expected a JSON object, got {document!r}")
+    return dict(document)
+
+
+def _flags(
+    *names: str, shape: str, read: Callable[[Any, str], Reading], short: str | None = None
+) -> tuple[OlderFlag, ...]:
+    return tuple(OlderFlag(name=name, shape=shape, read=read, short=short) for name in names)
+
+
+def _per_phase(phase: str) -> tuple[OlderFlag, ...]:
+    return (
+        *_flags(
+            f"--disable-{phase}-cuda-graph",
+            f"--{phase}-disable-cuda-graph",
+            shape="switch",
+            read=_fixed("policy", "disabled", phase),
+        ),
+        *_flags(
+            f"--cuda-graph-backend-{phase}",
+            f"--{phase}-cuda-graph-backend",
+            f"--{phase}-cuda-graph-mode",
+            shape="text",
+            read=_value("policy", phase),
+        ),
+        *_flags(
+            f"--cuda-graph-max-bs-{phase}",
+            f"--{phase}-cuda-graph-max-bs",
+            shape="integer",
+            read=_value("max_bs", phase),
+        ),
+        *_flags(
+            f"--cuda-graph-bs-{phase}",
+            f"--{phase}-cuda-graph-bs",
+            shape="integers",
+            read=_value("buckets", phase),
+        ),
+    )
+
+
+OLDER_FLAGS: tuple[OlderFlag, ...] = (
+    *_flags("--optimization-level", shape="text", read=_level, short="-O"),
+    *_flags(
+        "--disable-draft-cuda-graph",
+        shape="switch",
+        read=_only_for_the_engine("graphs of the draft model, whose runner has a mode of its own"),
+    ),
+    *_flags(
+        "--debug-cuda-graph",
+        shape="switch",
+        read=_only_for_the_engine("running captured steps operator by operator to find an error"),
+    ),
+    *_flags("--disable-cuda-graph", shape="switch", read=_fixed("policy", "disabled", *PHASES)),
+    *_flags(
+        "--disable-cuda-graph-padding", shape="switch", read=_fixed("max_padding", 1.0, "decode")
+    ),
+    *_flags(
+        "--enable-piecewise-cuda-graph",
+        "--enforce-piecewise-cuda-graph",
+        shape="switch",
+        read=_fixed("policy", "piecewise", "prefill"),
+    ),
+    *_flags(
+        "--enable-breakable-cuda-graph",
+        shape="switch",
+        read=_fixed("policy", "breakable", "prefill"),
+    ),
+    *_flags(
+        "--disable-piecewise-cuda-graph",
+        shape="switch",
+        read=_fixed("policy", "disabled", "prefill"),
+    ),
+    *_flags("--cuda-graph-sizes", shape="integers", read=_sizes_or_maximum),
+    *_flags("--max-cudagraph-capture-size", shape="integer", read=_value("max_bs", *PHASES)),
+    *_flags("--cudagraph-capture-sizes", shape="integers", read=_value("buckets", *PHASES)),
+    *_flags(
+        "--max-seq-len-to-capture",
+        "--max-context-len-to-capture",
+        shape="integer",
+        read=_value("max_seq_len", *PHASES),
+    ),
+    *_flags("--cuda-graph-max-bs", shape="integer", read=_value("max_bs", "decode")),
+    *_flags("--cuda-graph-bs", shape="integers", read=_value("buckets", "decode")),
+    *_flags("--piecewise-cuda-graph-max-tokens", shape="integer", read=_value("max_bs", "prefill")),
+    *_flags("--piecewise-cuda-graph-tokens", shape="integers", read=_value("buckets", "prefill")),
+    *_flags("--piecewise-cuda-graph-compiler", shape="text", read=_value("compiler", "prefill")),
+    *_flags("--cuda-graph-tc-compiler", shape="text", read=_value("compiler", *PHASES)),
+    *_flags("--cuda-graph-prefill-max-context", "--context-bucket", shape="text", read=_length),
+    *_flags(
+        "--cuda-graph-max-seq-len-prefill",
+        shape="integer",
+        read=_value("max_seq_len", "prefill"),
+    ),
+    *_per_phase("decode"),
+    *_per_phase("prefill"),
+    *_flags("--cuda-graph-mode", shape="text", read=_phases_json),
+    *_flags("--cuda-graph-config", shape="text", read=_phases_json),
+    *_flags("--compilation-config", shape="text", read=_compilation, short="-cc"),
+    *_flags(
+        "--compilation-config.cudagraph_mode",
+        shape="text",
+        read=_mode_name,
+        short="-cc.cudagraph_mode",
+    ),
+    *_flags(
+        "--compilation-config.cudagraph_capture_sizes",
+        shape="text",
+        read=_json_value("buckets"),
+        short="-cc.cudagraph_capture_sizes",
+    ),
+    *_flags(
+        "--compilation-config.max_cudagraph_capture_size",
+        shape="text",
+        read=_json_value("max_bs"),
+        short="-cc.max_cudagraph_capture_size",
+    ),
+    *_flags("--cudagraph-mode", shape="text", read=_mode_name),
+    *_flags("--enforce-eager", shape="switch", read=_fixed("policy", "disabled", *PHASES)),
+)

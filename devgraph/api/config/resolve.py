@@ -1,0 +1,223 @@
+"""What a configuration comes to for one engine on one backend, and why.
+
+``resolve`` lays the part for the backend over the general part and applies the compatibility
+rules. A rule may change what nobody chose; what somebody chose is refused (safety) or kept with a
+warning (preference). Only a phase that does not occur on the node is set aside (scope).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning, PhaseConfig
+from devgraph.api.config.rule import Rule
+from devgraph.api.config.rules import RULES
+from devgraph.api.config.values import PHASES, Setting
+from devgraph.api.errors import ConfigError
+
+__all__ = ["FiredRule", "Resolution", "resolve"]
+
+logger = logging.getLogger(__name__)
+
+_STRENGTH = {"full": 2, "piecewise": 2, "breakable": 1, "disabled": 0}
+
+
+@attrs.frozen(kw_only=True)
+class FiredRule:
+    """One rule that applied to one phase, and what came of it."""
+
+    phase: str
+    rule: str
+    kind: str
+    outcome: str
+    """``changed`` a default, ``kept`` an explicit choice, ``set aside`` a phase that does not
+    occur, or ``noted``."""
+    key: str | None
+    before: Any
+    after: Any
+    explanation: str
+    source: str
+
+    def __str__(self) -> str:
+        if self.outcome in ("changed", "set aside"):
+            what = f"{self.phase}.{self.key}: {self.before!r} becomes {self.after!r}"
+        elif self.outcome == "kept":
+            what = f"{self.phase}.{self.key}: {self.before!r} kept, {self.after!r} is preferable"
+        else:
+            what = f"{self.phase}"
+        return f"{what} [{self.rule}]: {self.explanation} ({self.source})"
+
+
+@attrs.frozen(kw_only=True)
+class Resolution:
+    """What was asked for, what holds, and every rule that had a say."""
+
+    backend: str | None
+    requested: DeviceGraphConfig
+    """What was asked for on this backend (without one: in general), before any rule."""
+    effective: DeviceGraphConfig
+    """What holds. What the rules decided counts as chosen in it, so that it can be sent on."""
+    fired: tuple[FiredRule, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON has it, all keys spelled out."""
+        return {
+            "backend": self.backend,
+            "requested": self.requested.to_dict(everything=True),
+            "effective": self.effective.to_dict(everything=True),
+            "rules": [attrs.asdict(one) for one in self.fired],
+        }
+
+    def to_json(self) -> str:
+        """Return ``to_dict`` as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """Return (phase, key, requested, effective) for the policy and all that differs from the
+        defaults, as a table has it."""
+        found: list[tuple[str, str, str, str]] = []
+        for phase in PHASES:
+            asked = self.requested.phase(phase).to_dict(everything=True)
+            holds = self.effective.phase(phase)
+            for key, value in holds.to_dict(everything=True).items():
+                if key == "policy" or key in holds.explicit:
+                    found.append((phase, key, _shown(asked[key]), _shown(value)))
+        return found
+
+
+def resolve(
+    config: DeviceGraphConfig,
+    facts: EngineFacts | None = None,
+    *,
+    rules: Iterable[Rule] = RULES,
+) -> Resolution:
+    """Apply the rules to what ``config`` says for ``facts.backend``.
+
+    Raises ``ConfigError`` that lists every explicit choice which a safety rule forbids, with the
+    reason and what would hold without the choice. Preference rules against explicit choices are
+    ``DeviceGraphWarning``; changes to defaults are logged and listed in the result.
+    """
+    facts = facts or EngineFacts()
+    table = tuple(rules)
+    requested = config.for_backend(facts.backend) if facts.backend else config
+    effective: dict[str, PhaseConfig] = {}
+    fired: list[FiredRule] = []
+    refused: list[str] = []
+    for phase in PHASES:
+        asked = requested.phase(phase)
+        effective[phase], said, conflicts = _apply(phase, asked, asked.explicit, facts, table)
+        fired.extend(said)
+        if conflicts:
+            free, _, _ = _apply(phase, asked, frozenset(), facts, table)
+            refused.extend(_refusal(phase, rule, requested, free) for rule in conflicts)
+    if refused:
+        lines = "".join(f"\n- {line}" for line in refused)
+        raise ConfigError(f"the engine cannot run what was chosen:{lines}")
+    for one in fired:
+        if one.outcome == "kept":
+            warnings.warn(str(one), DeviceGraphWarning, stacklevel=2)
+        elif one.outcome == "changed":
+            logger.warning("%s", one)
+        else:
+            logger.info("%s", one)
+    return Resolution(
+        backend=facts.backend,
+        requested=requested,
+        effective=attrs.evolve(
+            requested, decode=effective["decode"], prefill=effective["prefill"], overlays=()
+        ),
+        fired=tuple(fired),
+    )
+
+
+def _apply(
+    phase: str,
+    asked: PhaseConfig,
+    explicit: frozenset[str],
+    facts: EngineFacts,
+    rules: tuple[Rule, ...],
+) -> tuple[PhaseConfig, list[FiredRule], list[Rule]]:
+    """Run the table over one phase until nothing fires any more; each rule fires once.
+
+    Policies only ever become weaker, so that rules cannot undo each other.
+    """
+    holds = asked
+    fired: list[FiredRule] = []
+    conflicts: list[Rule] = []
+    done: set[str] = set()
+    while True:
+        rule = next(
+            (
+                one
+                for one in rules
+                if one.name not in done
+                and phase in one.phases
+                and holds.policy in one.policies
+                and (one.kind == "note" or _weaker(one, holds, facts))
+                and one.when(facts, holds)
+            ),
+            None,
+        )
+        if rule is None:
+            return holds, _still_true(fired, holds, rules), conflicts
+        done.add(rule.name)
+        if rule.kind == "note":
+            fired.append(_fired(phase, rule, "noted", None, None))
+            continue
+        before, after = getattr(holds, rule.key), rule.result(facts, holds)
+        if rule.kind == "scope" or rule.key not in explicit:
+            outcome = "set aside" if rule.kind == "scope" else "changed"
+            fired.append(_fired(phase, rule, outcome, before, after))
+            holds = attrs.evolve(holds, **{rule.key: after})
+        elif rule.kind == "safety":
+            conflicts.append(rule)
+        else:
+            fired.append(_fired(phase, rule, "kept", before, after))
+
+
+def _weaker(rule: Rule, holds: PhaseConfig, facts: EngineFacts) -> bool:
+    return rule.key != "policy" or _STRENGTH[rule.result(facts, holds)] < _STRENGTH[holds.policy]
+
+
+def _still_true(
+    fired: list[FiredRule], holds: PhaseConfig, rules: tuple[Rule, ...]
+) -> list[FiredRule]:
+    """Drop notes about a policy that a later rule replaced."""
+    policies = {rule.name: rule.policies for rule in rules}
+    return [one for one in fired if one.outcome != "noted" or holds.policy in policies[one.rule]]
+
+
+def _fired(phase: str, rule: Rule, outcome: str, before: Any, after: Any) -> FiredRule:
+    return FiredRule(
+        phase=phase,
+        rule=rule.name,
+        kind=rule.kind,
+        outcome=outcome,
+        key=None if rule.kind == "note" else rule.key,
+        before=before,
+        after=after,
+        explanation=rule.explanation,
+        source=rule.source,
+    )
+
+
+def _refusal(phase: str, rule: Rule, requested: DeviceGraphConfig, free: PhaseConfig) -> str:
+    place = Setting(None, phase, rule.key)
+    value = getattr(requested.phase(phase), rule.key)
+    origin = requested.origins.get(place)
+    chosen = f", chosen by {origin}," if origin else ""
+    return (
+        f"{place}={_shown(value)}{chosen} does not work [{rule.name}]: {rule.explanation} "
+        f"({rule.source}). Without the choice it would be {_shown(getattr(free, rule.key))}"
+    )
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,281 @@
+"""Host values: tracked while a capture runs, resolved once per mark and replay.
+
+A capture must not bake a host value into a graph by accident. During capture the body therefore
+receives ``Tracked`` stand-ins: a region may take one by its own name, anything else that would
+read it raises ``FrozenValueError`` with the line that did.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+from devgraph.api.errors import FrozenValueError, HostArgumentError, did_you_mean
+from devgraph.api.marks.source import SourceLine, is_machinery, user_line
+
+__all__ = ["NO_HOST_ARGS", "HostSpec", "Tracked", "is_tracked"]
+
+# Reading any of these gives a plain value that a replay would never see again.
+_CONSUMING = """
+    abs add and bool bytes ceil complex contains delitem divmod eq float floor floordiv format
+    ge getitem gt hash index int invert iter le len lshift lt matmul mod mul ne neg next or pos
+    pow radd rand rdivmod reversed rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift
+    rshift rsub rtruediv rxor setitem str sub truediv trunc xor
+""".split()
+
+
+class Tracked:
+    """A host value during capture: it can be handed on, and nothing else.
+
+    ``isinstance(value, int)`` holds for a tracked int, yet it is no ``int`` for C code, so that
+    ``range(kv_len)``, ``sizes[kv_len]`` or ``torch.zeros(kv_len)`` raise as ``kv_len // 2`` does.
+    """
+
+    __slots__ = ("_devgraph_name", "_devgraph_value")
+
+    def __init__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, "_devgraph_name", name)
+        object.__setattr__(self, "_devgraph_value", value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._devgraph_value)
+
+    def __repr__(self) -> str:
+        return f"<tracked host argument {self._devgraph_name}>"
+
+    def __copy__(self) -> Tracked:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Tracked:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse(self._devgraph_name, "pickle")
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        _refuse(self._devgraph_name, f".{attribute}")
+
+    def __setattr__(self, attribute: str, value: object) -> NoReturn:
+        _refuse(self._devgraph_name, f".{attribute} = ...")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        found = next(_tracked_in((*args, *(kwargs or {}).values())))
+        _refuse(found, f"torch's {getattr(func, '__name__', func)}()")
+
+    __hash__: Any
+
+
+def _refuse(name: str, how: str) -> NoReturn:
+    raise FrozenValueError(
+        f"host argument {name!r} was consumed by {how} outside a region, at {user_line()}. "
+        f"The graph would keep the value of capture for ever. Move the line into a function "
+        f"marked @dg.region(host_args=({name!r},)), or, if a region needs a value computed from "
+        f"it, declare derive={{'new_name': lambda {name}: ...}} on that mark."
+    )
+
+
+def _tracked_in(values: Iterable[object]) -> Iterator[str]:
+    """Yield the names of the tracked values in ``values``, its lists and its tuples."""
+    for value in values:
+        if is_tracked(value):
+            yield str(value._devgraph_name)  # type: ignore[attr-defined]
+        elif isinstance(value, list | tuple):
+            yield from _tracked_in(value)
+
+
+def _consuming(dunder: str) -> Callable[..., NoReturn]:
+    def method(self: Tracked, *_: object) -> NoReturn:
+        _refuse(self._devgraph_name, dunder)
+
+    method.__name__ = dunder
+    return method
+
+
+for _name in _CONSUMING:
+    setattr(Tracked, f"__{_name}__", _consuming(f"__{_name}__"))
+del _name
+
+
+def is_tracked(value: object) -> bool:
+    """Whether ``value`` is a tracked stand-in (``isinstance`` sees the type it stands for)."""
+    return issubclass(type(value), Tracked)
+
+
+_PREDICATES = frozenset({"abc", "functools", "torch"})
+"""Modules that ask for a type on behalf of their caller: numbers.Number, singledispatch, and
+torch.is_tensor."""
+
+
+class _Watched(Tracked):
+    """A tracked value that notes where user code asks for its type."""
+
+    __slots__ = ("_devgraph_asked",)
+
+    def __init__(self, name: str, value: Any, asked: dict[str, SourceLine]) -> None:
+        super().__init__(name, value)
+        object.__setattr__(self, "_devgraph_asked", asked)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        asking: FrameType | None = sys._getframe(1)
+        while asking is not None and asking.f_globals.get("__name__") in _PREDICATES:
+            asking = asking.f_back
+        if asking is not None and not is_machinery(asking):
+            self._devgraph_asked.setdefault(self._devgraph_name, user_line())
+        return type(self._devgraph_value)
+
+
+class HostSpec:
+    """The host arguments that one capture declared: names, capture values and defaults.
+
+    Args:
+        declared: name to the value used at capture.
+        fn: the captured callable; a default in its signature, other than None or an enum member,
+            makes that argument optional at replay.
+
+    Raises:
+        HostArgumentError: ``declared`` is no mapping of names, ``fn`` takes no such argument, or a
+            value of capture is None or an enum member: code compares these with ``is``, which
+            cannot be noticed, and the branch of capture would stay in the graph.
+    """
+
+    def __init__(
+        self, declared: Mapping[str, Any] | None = None, fn: Callable[..., Any] | None = None
+    ) -> None:
+        self.declared: dict[str, Any] = declared_names(declared)
+        for name, value in self.declared.items():
+            _refuse_singleton(name, value)
+        self.defaults = _signature_defaults(fn, self.declared) if fn is not None else {}
+        self.required = frozenset(self.declared) - frozenset(self.defaults)
+
+    def tracked(self) -> dict[str, Tracked]:
+        """Return one stand-in per declared argument, for the body that is being captured."""
+        return {name: Tracked(name, value) for name, value in self.declared.items()}
+
+    def watched(self, asked: dict[str, SourceLine]) -> dict[str, Tracked]:
+        """Return ``tracked`` stand-ins that note in ``asked`` where user code asks for the type of
+        one, as isinstance() does."""
+        return {name: _Watched(name, value, asked) for name, value in self.declared.items()}
+
+    def fill(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a value for every declared argument, from ``given`` and the defaults.
+
+        Raises:
+            HostArgumentError: names are missing or unknown, or a value has another type than
+                the one used at capture. It is a TypeError.
+        """
+        if not self.declared and not given:
+            return {}
+        missing = self.required.difference(given)
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise HostArgumentError(
+                f"missing host arguments: {names}. Every declared host argument without a default "
+                f"must be passed to each replay; declared: {', '.join(sorted(self.declared))}."
+            )
+        return {**self.defaults, **self.checked(given)}
+
+    def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``given`` with every name and type checked against the declaration."""
+        out = {}
+        for name, value in given.items():
+            if name not in self.declared:
+                raise HostArgumentError(
+                    f"unknown host argument {name!r}. {did_you_mean(name, self.declared)}"
+                )
+            out[name] = _same_kind(name, self.declared[name], value)
+        return out
+
+
+def declared_names(declared: object) -> dict[str, Any]:
+    """Return ``host_args`` as a new dict; None declares nothing.
+
+    Raises:
+        HostArgumentError: it is no mapping, or a name is no string.
+    """
+    if declared is None:
+        return {}
+    if not isinstance(declared, Mapping):
+        raise HostArgumentError(
+            f"host_args must be a mapping of names to the values of capture, got {declared!r}"
+        )
+    for name in declared:
+        if not isinstance(name, str):
+            raise HostArgumentError(f"host arguments have strings as names, got {name!r}")
+    return dict(declared)
+
+
+def _is_singleton(value: object) -> bool:
+    return value is None or isinstance(value, enum.Enum)
+
+
+def _refuse_singleton(name: str, value: object) -> None:
+    if _is_singleton(value):
+        raise HostArgumentError(
+            f"host argument {name!r} is {value!r} at capture. Code asks for such a value with "
+            f"'is', which cannot be noticed, so the graph would keep its branch for ever. Pass a "
+            f"number, string or list, or capture each case for itself (a variant of a runner)."
+        )
+
+
+def _signature_defaults(fn: Callable[..., Any], names: Iterable[str]) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return {}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        known = [name for name, p in parameters.items() if p.kind in by_name]
+        for name in names:
+            if name not in known:
+                raise HostArgumentError(
+                    f"{getattr(fn, '__qualname__', fn)} takes no keyword argument {name!r}, which "
+                    f"host_args declares. {did_you_mean(name, known)}"
+                )
+    return {
+        name: parameters[name].default
+        for name in names
+        if name in parameters
+        and parameters[name].default is not inspect.Parameter.empty
+        and not _is_singleton(parameters[name].default)
+    }
+
+
+def _same_kind(name: str, captured: Any, value: Any) -> Any:
+    kind = type(captured)
+    if kind is type(value):
+        return value
+    if kind is int and not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(captured, list | tuple) and isinstance(value, list | tuple):
+        return kind(value)
+    elif isinstance(value, kind) and not isinstance(value, bool):
+        return value
+    raise HostArgumentError(
+        f"host argument {name!r} was a {kind.__name__} at capture and is a "
+        f"{type(value).__name__} now ({value!r})."
+    )
+
+
+NO_HOST_ARGS = HostSpec()
+"""What a capture without host arguments declares."""

@@ -1,0 +1,435 @@
+"""Marks: how a model says which of its code depends on the host.
+
+``region`` and ``no_graph`` decorate functions, ``graph_break`` is a call. Outside a capture a mark
+costs one look at a context variable and calls straight through. Inside one, the current scope
+decides what a mark means; the policies implement that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
+
+from devgraph.api.errors import (
+    FrozenValueError,
+    HostArgumentError,
+    InputTypeError,
+    NotCapturableError,
+    did_you_mean,
+)
+from devgraph.api.marks.host_values import is_tracked
+from devgraph.api.marks.source import user_line
+
+__all__ = ["Mark", "Scope", "graph_break", "is_capturing", "no_graph", "region"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Scope(Protocol):
+    """What the marks of a capturing thread talk to."""
+
+    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of a marked function as the policy in force wants it."""
+
+    def graph_break(self) -> None:
+        """Break the capture here, or do nothing where the policy has no breaks."""
+
+
+_scope: ContextVar[Scope | None] = ContextVar("devgraph_scope", default=None)
+current_scope = _scope.get
+
+
+@contextlib.contextmanager
+def entered(scope: Scope | None) -> Iterator[None]:
+    """Make ``scope`` the current one of this thread; None stands for 'not capturing'."""
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def is_capturing() -> bool:
+    """Whether this thread is inside a devgraph capture (False in the eager body of a break)."""
+    return _scope.get() is not None
+
+
+def graph_break() -> None:
+    """Break the capture here with no work; nothing under ``full`` and outside a capture."""
+    scope = _scope.get()
+    if scope is not None:
+        scope.graph_break()
+
+
+class Mark:
+    """What one marked function declared; see ``region`` for the fields."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        kind: str,
+        host_args: Sequence[str] = (),
+        mutates: Sequence[str] = (),
+        derive: Mapping[str, Callable[..., Any]] | None = None,
+        reduce: Mapping[str, Callable[[Any], Any]] | None = None,
+        context: Callable[[], Any] | None = None,
+        fake: Callable[..., Any] | None = None,
+        capture_stub: Callable[..., Any] | None = None,
+    ) -> None:
+        self.fn = fn
+        self.name = getattr(fn, "__qualname__", repr(fn))
+        self.kind = kind
+        self.host_args = tuple(host_args)
+        self.mutates = tuple(mutates)
+        self.derive = dict(derive or {})
+        self.reduce = dict(reduce or {})
+        self.context = context
+        self.fake = fake
+        self.capture_stub = capture_stub
+        self.signature = _signature(fn)
+        self._positional = [
+            p
+            for p in self.signature.parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        self._derive_inputs = {
+            name: tuple(inspect.signature(rule).parameters) for name, rule in self.derive.items()
+        }
+        self._check()
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether what the function does depends on the host."""
+        return bool(self.host_args or self.context)
+
+    @property
+    def fills(self) -> bool:
+        """Whether devgraph adds or changes arguments of every call."""
+        return bool(self.derive or self.reduce or self.context)
+
+    def _check(self) -> None:
+        parameters = self.signature.parameters
+        known = [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]
+        variadic = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        wanted = [*self.host_args, *self.mutates, *self.derive]
+        if self.context is not None:
+            wanted.append("context")
+        for name in wanted:
+            if name not in parameters and not variadic:
+                raise HostArgumentError(
+                    f"{self.name} has no parameter {name!r}, which its mark names. "
+                    f"{did_you_mean(name, known)}"
+                )
+        sources = {*self.host_args, *self.derive, "context"}
+        for name in self.reduce:
+            if name not in sources:
+                raise HostArgumentError(
+                    f"reduce on {self.name} names {name!r}, which is no host argument of it. "
+                    f"{did_you_mean(name, sources)}"
+                )
+        for name, inputs in self._derive_inputs.items():
+            for source in inputs:
+                if source not in self.host_args:
+                    raise HostArgumentError(
+                        f"derive[{name!r}] on {self.name} reads {source!r}, which is no host "
+                        f"argument of it. {did_you_mean(source, self.host_args)}"
+                    )
+
+    def host_kwargs(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the host keyword arguments of one replay: plain, derived, reduced, ambient.
+
+        Args:
+            values: the plain value of every host argument of this mark, by name.
+        """
+        out = {name: values[name] for name in self.host_args}
+        for name, rule in self.derive.items():
+            out[name] = rule(*(values[source] for source in self._derive_inputs[name]))
+        if self.context is not None:
+            out["context"] = self.context()
+        for name, rule in self.reduce.items():
+            out[name] = rule(out[name])
+        return out
+
+    def split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        """Return ``args``, ``kwargs`` without host arguments, and the host arguments by name."""
+        if not self.host_args:
+            return args, kwargs, {}
+        bound = self.signature.bind_partial(*args, **kwargs)
+        for name in self.derive:
+            if name in bound.kwargs or name in bound.arguments:
+                raise HostArgumentError(
+                    f"{self.name} was given {name!r}, which its mark derives; do not pass it."
+                )
+        bound.apply_defaults()
+        given = {**bound.arguments, **bound.kwargs}  # where the function takes **kwargs: there
+        host = {n: given[n] for n in self.host_args if n in given}
+        missing = [n for n in self.host_args if n not in host]
+        if missing:
+            raise HostArgumentError(f"{self.name} needs its host arguments {', '.join(missing)}.")
+        return self._without_host(args, kwargs, host)
+
+    def _without_host(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        # Arguments behind a positional host argument must become keywords, or they would shift.
+        rest = {k: v for k, v in kwargs.items() if k not in host}
+        named = self._positional[: len(args)]
+        cut = next((i for i, p in enumerate(named) if p.name in host), len(args))
+        behind = named[cut:]
+        if (len(args) > len(named) and behind) or any(p.kind is p.POSITIONAL_ONLY for p in behind):
+            raise HostArgumentError(
+                f"{self.name} was given its host argument {named[cut].name!r} by position, before "
+                f"arguments that have no name. Make it a keyword argument, behind them."
+            )
+        rest.update(
+            (p.name, a) for p, a in zip(behind, args[cut:], strict=True) if p.name not in host
+        )
+        return args[:cut], rest, host
+
+    def call_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function now, with what the mark derives, reduces and reads filled in."""
+        if not self.fills:
+            return self.fn(*args, **kwargs)
+        args, kwargs, host = self.split(args, kwargs)
+        return self.fn(*args, **kwargs, **self.host_kwargs(host))
+
+    def tracked_names(self, host: Mapping[str, Any]) -> dict[str, Any]:
+        """Check that each host argument is the tracked value of its own name.
+
+        Returns the plain arguments, those that are not tracked, for the caller to judge.
+        """
+        plain = {}
+        for name, value in host.items():
+            if not is_tracked(value):
+                plain[name] = value
+            elif value._devgraph_name != name:
+                raise FrozenValueError(
+                    f"{self.name} takes host argument {name!r} and was given the tracked value of "
+                    f"{value._devgraph_name!r}, at {user_line()}. Pass it under its own name, or "
+                    f"declare derive={{{name!r}: lambda {value._devgraph_name}: "
+                    f"{value._devgraph_name}}} on the mark."
+                )
+        return plain
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.name}>"
+
+
+class Absorbed:
+    """The scope inside a captured region: marks belong to the outer one and call straight through.
+
+    Args:
+        outer: the mark whose body is running, or None for eager work that is being captured.
+        policy: the policy in force, for messages.
+    """
+
+    def __init__(self, outer: Mark, policy: str) -> None:
+        self._outer = outer
+        self._policy = policy
+
+    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if mark.kind == "no_graph":
+            refuse_no_graph(mark, self._policy, inside=self._outer)
+        return mark.call_eager(args, kwargs)
+
+    def graph_break(self) -> None:
+        """Do nothing: a region is one piece of work."""
+
+
+def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> None:
+    """Raise the error of a ``no_graph`` function under a policy that cannot break."""
+    where = f" inside region {inside.name}" if inside else ""
+    raise NotCapturableError(
+        f"{mark.name} is marked @dg.no_graph and was called{where} under policy {policy!r}, which "
+        f"captures everything in one graph (at {user_line()}). Capture with policy='breakable' or "
+        f"'piecewise', which run it eagerly between segments, or move the call out of the step."
+    )
+
+
+# Tracers must be told of every marked function; a function that nobody else holds is forgotten.
+_marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def marked_functions() -> list[Callable[..., Any]]:
+    """Return every marked function that is alive."""
+    return list(_marked)
+
+
+def _wrap(mark: Mark) -> Callable[..., Any]:
+    fn = mark.call_eager if mark.fills else None
+    direct = mark.fn
+
+    @functools.wraps(direct)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
+        if scope is not None:
+            return scope.call(mark, args, kwargs)
+        return direct(*args, **kwargs) if fn is None else fn(args, kwargs)
+
+    # Tracers tell functions apart by their code: with one code for all marks they would take a step
+    # over one region for the same step over another.
+    marked.__code__ = marked.__code__.replace(co_name=mark.name)  # type: ignore[attr-defined]
+    # And code generated from a trace would call what torch's own module has under that name.
+    if (marked.__module__ or "").partition(".")[0] == "torch":
+        marked.__module__ = __name__
+    marked.__devgraph_mark__ = mark  # type: ignore[attr-defined]
+    _marked.add(marked)
+    return marked
+
+
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except ValueError as error:
+        raise InputTypeError(
+            f"a mark needs the names of the parameters, which Python cannot tell of {fn!r}. Mark a "
+            f"function of your own that calls it."
+        ) from error
+
+
+def _require_callable(target: object, mark: str) -> None:
+    if not callable(target):
+        raise InputTypeError(
+            f"@dg.{mark} marks a function, got {target!r}. What the mark declares goes into "
+            f"keywords: @dg.{mark}(mutates=('out',))"
+        )
+
+
+def _names(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not all(isinstance(name, str) for name in names):
+        raise InputTypeError(f"{what} of a mark are names of parameters, got {value!r}")
+    return names
+
+
+def _require_rules(what: str, rules: object) -> None:
+    if rules is None:
+        return
+    if not isinstance(rules, Mapping) or not all(callable(rule) for rule in rules.values()):
+        raise InputTypeError(f"{what} of a mark is a mapping of names to functions, got {rules!r}")
+
+
+def _require_functions(**functions: object) -> None:
+    for what, function in functions.items():
+        if function is not None and not callable(function):
+            raise InputTypeError(f"{what} of a mark must be a function, got {function!r}")
+
+
+@overload
+def region(fn: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def region(
+    *,
+    host_args: str | Iterable[str] = ...,
+    mutates: str | Iterable[str] = ...,
+    derive: Mapping[str, Callable[..., Any]] | None = ...,
+    reduce: Mapping[str, Callable[[Any], Any]] | None = ...,
+    context: Callable[[], Any] | None = ...,
+    fake: Callable[..., Any] | None = ...,
+    capture_stub: Callable[..., Any] | None = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def region(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    host_args: str | Iterable[str] = (),
+    mutates: str | Iterable[str] = (),
+    derive: Mapping[str, Callable[..., Any]] | None = None,
+    reduce: Mapping[str, Callable[[Any], Any]] | None = None,
+    context: Callable[[], Any] | None = None,
+    fake: Callable[..., Any] | None = None,
+    capture_stub: Callable[..., Any] | None = None,
+) -> Any:
+    """Mark a function that can be captured but depends on the host, or is better run eagerly.
+
+    Under ``full`` it stays in the graph, and with host arguments it is updated; under
+    ``breakable`` and ``piecewise`` it runs eagerly between captured segments.
+
+    Args:
+        host_args: names of parameters that are host values (ints, lists, ...). In a capture each
+            must be given the tracked value of the same name.
+        mutates: names of tensor parameters that the function writes.
+        derive: name to function of host arguments; devgraph passes the result under that name
+            and the caller does not.
+        reduce: host argument to function; the region receives the reduced value, which is also
+            the key under which an update is remembered.
+        context: called once per replay on the replaying thread; its immutable result arrives as
+            the keyword argument ``context``.
+        fake: returns what the function returns, for fake tensors; piecewise needs it where the
+            function returns tensors.
+        capture_stub: called instead of the function while a breakable capture runs; same
+            arguments, and a result of the same shapes.
+
+    Raises:
+        HostArgumentError: a name is no parameter of the function.
+        InputTypeError: something else than names, or functions by name, was given.
+    """
+
+    def mark(target: Callable[..., Any]) -> Callable[..., Any]:
+        _require_callable(target, "region")
+        _require_rules("derive", derive)
+        _require_rules("reduce", reduce)
+        _require_functions(context=context, fake=fake, capture_stub=capture_stub)
+        return _wrap(
+            Mark(
+                target,
+                kind="region",
+                host_args=_names("host_args", host_args),
+                mutates=_names("mutates", mutates),
+                derive=derive,
+                reduce=reduce,
+                context=context,
+                fake=fake,
+                capture_stub=capture_stub,
+            )
+        )
+
+    return mark if fn is None else mark(fn)
+
+
+@overload
+def no_graph(fn: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def no_graph(
+    *,
+    mutates: str | Iterable[str] = ...,
+    fake: Callable[..., Any] | None = ...,
+    capture_stub: Callable[..., Any] | None = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def no_graph(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    mutates: str | Iterable[str] = (),
+    fake: Callable[..., Any] | None = None,
+    capture_stub: Callable[..., Any] | None = None,
+) -> Any:
+    """Mark a function that can never be captured (a host sync, a host collective).
+
+    It always runs eagerly: between segments under ``breakable`` and ``piecewise``; under ``full``
+    the capture raises ``NotCapturableError``. The arguments are those of ``region``.
+    """
+
+    def mark(target: Callable[..., Any]) -> Callable[..., Any]:
+        _require_callable(target, "no_graph")
+        _require_functions(fake=fake, capture_stub=capture_stub)
+        return _wrap(
+            Mark(
+                target,
+                kind="no_graph",
+                mutates=_names("mutates", mutates),
+                fake=fake,
+                capture_stub=capture_stub,
+            )
+        )
+
+    return mark if fn is None else mark(fn)

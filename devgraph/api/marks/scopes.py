@@ -1,0 +1,143 @@
+"""What a mark means inside one graph: the scope of ``capture_context`` and of policy ``full``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from devgraph.api.buffers import tensors_in
+from devgraph.api.errors import CaptureError, FrozenValueError
+from devgraph.api.marks.host_values import HostSpec, is_tracked
+from devgraph.api.marks.marks import Absorbed, Mark, entered, refuse_no_graph
+from devgraph.api.marks.source import user_line
+
+if TYPE_CHECKING:
+    from devgraph.api.graph import DeviceGraph
+
+__all__ = ["GraphScope", "captured_call", "swallowed"]
+
+
+def captured_call(
+    mark: Mark,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: HostSpec,
+    *,
+    accept_equal: bool = False,
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """Return the arguments of a call that can run again later: ``args`` and ``kwargs`` without
+    host arguments, and the plain values of capture of those.
+
+    Args:
+        accept_equal: also take a plain value equal to the declared one. A raw
+            ``capture_context`` runs the user's code inline, with the values it has at hand.
+
+    Raises:
+        CaptureError: it is called inside a transform of torch.func.
+        FrozenValueError: a value is not tracked (or derived, or of another name).
+    """
+    _refuse_transformed(mark, args, kwargs)
+    args, kwargs, host = mark.split(args, kwargs)
+    return args, kwargs, _plain_host_values(mark, host, spec, accept_equal)
+
+
+def swallowed(mark: Mark, error: BaseException) -> CaptureError:
+    """Return the error for a step that goes on after ``error`` of a marked function."""
+    return CaptureError(
+        f"{mark.name} raised {type(error).__name__} ({error}), and the step caught that and went "
+        f"on, which a graph cannot. Decide before the call which function runs, or catch it inside "
+        f"of the marked function."
+    )
+
+
+def _plain_host_values(
+    mark: Mark, host: dict[str, Any], spec: HostSpec, accept_equal: bool
+) -> dict[str, Any]:
+    """Return the values of capture for a mark's host arguments, all of them checked as tracked."""
+    for name, value in mark.tracked_names(host).items():
+        declared = name in spec.declared
+        if declared and accept_equal and value == spec.declared[name]:
+            continue
+        if declared:
+            what = (
+                f"a plain {type(value).__name__} ({value!r}) instead of the tracked host argument"
+            )
+            cure = (
+                "pass the host argument on unchanged, or declare the computation with "
+                "derive={...} on the mark"
+            )
+        else:
+            what = f"a host argument that the capture does not declare ({value!r})"
+            cure = f"declare it: host_args={{{name!r}: {value!r}}}"
+        raise FrozenValueError(
+            f"region {mark.name} was given {what} for {name!r}, at {user_line()}; it would freeze "
+            f"in the graph. {cure[0].upper()}{cure[1:]}."
+        )
+    return {
+        name: value._devgraph_value if is_tracked(value) else value for name, value in host.items()
+    }
+
+
+def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise CaptureError for tensors of a torch.func transform, which have no memory to replay."""
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))):
+        raise CaptureError(
+            f"{mark.name} was called inside a transform of torch.func (vmap, grad, ...), at "
+            f"{user_line()}, and cannot run there again. Call it outside of the transform, or "
+            f"apply the transform inside the marked function."
+        )
+
+
+class GraphScope:
+    """Everything goes into one graph; dynamic regions are remembered so that they can be updated.
+
+    Args:
+        graph: the graph that is being captured.
+        spec: the declared host arguments.
+        policy: the name used in messages.
+        accept_equal: see ``captured_call``.
+        host: host keyword arguments by mark that are known already; others are resolved from the
+            values of capture.
+    """
+
+    def __init__(
+        self,
+        graph: DeviceGraph,
+        spec: HostSpec,
+        *,
+        policy: str = "full",
+        accept_equal: bool = False,
+        host: Mapping[Mark, dict[str, Any]] | None = None,
+    ) -> None:
+        self._graph = graph
+        self._spec = spec
+        self._policy = policy
+        self._accept_equal = accept_equal
+        self._host_of: dict[Mark, dict[str, Any]] = dict(host or {})
+
+    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if mark.kind == "no_graph":
+            refuse_no_graph(mark, self._policy)
+        with entered(Absorbed(mark, self._policy)):
+            if not mark.dynamic:
+                return mark.fn(*args, **kwargs)
+            args, kwargs, values = captured_call(
+                mark, args, kwargs, self._spec, accept_equal=self._accept_equal
+            )
+            host = self._host_kwargs(mark, values)
+            try:
+                return self._graph.capture_region(mark, args, kwargs, host)
+            except Exception as error:
+                if self._graph.spoiled is None:
+                    self._graph.spoiled = swallowed(mark, error)
+                raise
+
+    def graph_break(self) -> None:
+        """Do nothing: one graph has no breaks."""
+
+    def _host_kwargs(self, mark: Mark, values: dict[str, Any]) -> dict[str, Any]:
+        if mark not in self._host_of:
+            self._host_of[mark] = mark.host_kwargs(values)
+        return self._host_of[mark]

@@ -1,0 +1,470 @@
+"""The base of backends whose device is a torch namespace (``torch.cuda``, ``torch.npu``, ...).
+
+A vendor names its namespace and graph class and declares capabilities; everything that torch's
+device modules share is here: streams, memory pools, aliases, capture and replay.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from devgraph.api.backend import Backend
+from devgraph.api.errors import BackendUnavailableError, UnjoinedStreamError
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.pool import Pool
+from devgraph.api.torchlike.guards import RandomGuard
+
+__all__ = ["TorchBackend", "TorchGraph", "TorchPool"]
+
+logger = logging.getLogger(__name__)
+
+
+class TorchPool(Pool):
+    """Graph memory in a private pool of torch's caching allocator, and the stream to capture on.
+
+    A bare pool handle dies with its last graph, and torch then trips an internal assertion at the
+    next capture. Two owners held here keep it alive: a MemPool for device memory, and a one-node
+    graph for the pinned host memory that belongs to the same handle. All captures use one stream
+    because the allocator reuses blocks only within one stream.
+    """
+
+    def __init__(self, backend: TorchBackend, budget_bytes: int | None = None) -> None:
+        super().__init__(backend, budget_bytes)
+        self._torch = backend
+        namespace = backend.namespace
+        self._memory = namespace.MemPool()
+        self._region_memory: Any = None
+        self.handle: Any = self._memory.id
+        self._capture_stream: Any = None
+        self._last_stream: Any = None
+        self._last_id: int | None = None
+        self._starts: list[int] = []
+        self._sizes: list[int] = []
+        self._foreign: set[int] = set()
+        self._stuck: list[Any] = []
+        self._keeper: Any = None
+
+    def keep_alive(self) -> None:
+        """Capture the one-node graph that owns the handle; called on the capture stream."""
+        if self._keeper is not None:
+            return
+        keeper = self._torch.make_native_graph()
+        word = torch.empty(1, device=self._torch.device)
+        keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+        word.zero_()
+        keeper.capture_end()
+        self._keeper = keeper
+
+    @property
+    def keeper(self) -> Any:
+        """The one-node graph that owns the handle; None before the first capture."""
+        return self._keeper
+
+    @property
+    def stream(self) -> Any:
+        """The stream that graphs of this pool are captured on."""
+        # One for all pools: libraries keep a workspace for every stream that they have seen (32
+        # MiB of cuBLAS on an H200), and only one thread captures at a time anyway.
+        self._capture_stream = self._torch.capture_stream
+        return self._capture_stream
+
+    @property
+    def bytes(self) -> int:
+        used = [memory for memory in (self._memory, self._region_memory) if memory is not None]
+        return sum(segment["total_size"] for memory in used for segment in self.snapshot(memory))
+
+    def snapshot(self, memory: Any) -> Any:
+        """Return the allocator's segments of ``memory``, a MemPool, as torch describes them."""
+        # Not memory.snapshot(): torch drops a reference too many to each value that it is given
+        # (pytorch/pytorch#196366), so that the numbers of pools from 257 on were freed in use.
+        backend = self._torch
+        if backend.drops_references is None:
+            backend.drops_references = self._drops_references()
+        number = memory.id
+        if backend.drops_references:
+            _add_references(number)
+        return backend.namespace.memory_snapshot(number)
+
+    def _drops_references(self) -> bool:
+        """Ask for a pool that does not exist, by a number that nobody else holds."""
+        number = int("987654321987")
+        given = (0, number)
+        _add_references(given)
+        before = sys.getrefcount(number)
+        self._torch.namespace.memory_snapshot(given)
+        return sys.getrefcount(number) < before
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
+            self._torch.bury(self._memory, self._region_memory, self._keeper, self._stuck)
+            # A memory pool gives its memory back only as the last of its owners.
+            self._keeper = None
+            self._stuck.clear()
+
+    def order(self) -> None:
+        current = self._torch.current_stream_id()
+        if current != self._last_id:
+            self._switch(current)
+
+    @property
+    def ordered_stream(self) -> int | None:
+        return self._last_id
+
+    def _switch(self, current: int) -> None:
+        # Recorded only when the stream changes: it covers more than the last replay, never less.
+        stream = self._torch.namespace.current_stream(self._torch.device)
+        if self._last_stream is not None:
+            stream.wait_stream(self._last_stream)
+        self._last_stream, self._last_id = stream, current
+
+    @property
+    def uses(self) -> int:
+        """How many graphs and owners torch counts for the pool's memory."""
+        return int(self._memory.use_count())
+
+    def renew(self, stuck: Any) -> None:
+        """Use new memory for later captures: ``stuck``, whose end failed, keeps the old one.
+
+        The next capture makes its keeper: the stream may be stuck as well, and is retired only now.
+        """
+        self._stuck.append((stuck, self._memory, self._keeper))
+        self._memory = self._torch.namespace.MemPool()
+        self.handle = self._memory.id
+        self._keeper = None
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.bare(tensor) if self.owns(tensor.untyped_storage().data_ptr()) else tensor
+
+    def bare(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        bare = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), tensor.device, storage.nbytes()
+        )
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def owns(self, address: int) -> bool:
+        """Whether a device address lies in this pool's graph memory."""
+        if self._find(address):
+            return True
+        if address in self._foreign:
+            return False
+        segments = sorted((s["address"], s["total_size"]) for s in self.snapshot(self._memory))
+        self._starts = [start for start, _ in segments]
+        self._sizes = [size for _, size in segments]
+        if self._find(address):
+            return True
+        self._foreign.add(address)
+        return False
+
+    def _find(self, address: int) -> bool:
+        at = bisect.bisect_right(self._starts, address) - 1
+        return at >= 0 and address < self._starts[at] + self._sizes[at]
+
+    def forget_addresses(self) -> None:
+        """Drop what is known of addresses: memory changes hands between captures."""
+        self._starts, self._sizes = [], []
+        self._foreign.clear()
+
+    @contextlib.contextmanager
+    def region_memory(self) -> Iterator[None]:
+        # A pool that is given back while allocations go to another one ends the process.
+        with self._torch.quiet(), self.routed_to_regions():
+            yield
+
+    @contextlib.contextmanager
+    def routed_to_regions(self) -> Iterator[None]:
+        """Route this thread's allocations to the region pool."""
+        if self._region_memory is None:
+            self._region_memory = self._torch.namespace.MemPool()
+        with self._torch.namespace.use_mem_pool(self._region_memory, self._torch.device):
+            yield
+
+
+def _add_references(number: tuple[int, int]) -> None:
+    # True is what memory_snapshot adds by itself on some vendors; before Python 3.12 it is counted.
+    for value in (*number, True):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+class TorchGraph(DeviceGraph):
+    """A graph object of the vendor's torch namespace behind the DeviceGraph contract."""
+
+    pool: TorchPool
+
+    def __init__(self, backend: TorchBackend, pool: TorchPool) -> None:
+        super().__init__(backend, pool)
+        self._torch = backend
+        self._native: Any = None
+        self._open = False
+        self._ended = False
+        self._uses = 0
+
+    def _begin(self, mode: str) -> None:
+        self._uses = self.pool.uses
+        self._native = self._make_native()
+        try:
+            self._native.capture_begin(pool=self.pool.handle, capture_error_mode=mode)
+        except BaseException:
+            self._native = None
+            raise
+        self._open = True
+        self._ended = False
+
+    def _end(self) -> None:
+        self._open = False  # Never end twice: a second end of a failed capture can crash.
+        try:
+            self._end_native()
+        except Exception as error:
+            if self._torch.is_unjoined(error):
+                raise UnjoinedStreamError(
+                    "a side stream that was forked inside the capture was not joined. Make the "
+                    "capturing stream wait for it (current_stream.wait_stream(side)) before the "
+                    f"capture or segment ends. ({error})"
+                ) from error
+            raise
+        self._ended = True
+        self._finish()
+        self._launch = self._native.replay  # type: ignore[method-assign]
+
+    def _end_native(self) -> None:
+        """End the capture; torch's warning of an empty graph is not shown."""
+        self._torch.end_native(self._native)
+
+    def _make_native(self) -> Any:
+        """Return a new, empty graph of the vendor, of the kind that this capture needs."""
+        return self._torch.make_native_graph()
+
+    def _finish(self) -> None:
+        """Make the ended capture launchable; torch has done so unless the graph is kept."""
+
+    def _abort(self) -> None:
+        native, self._native = self._native, None
+        self.__dict__.pop("_launch", None)
+        if native is None:
+            return
+        if self._open:
+            self._open = False
+            with contextlib.suppress(Exception):
+                self._torch.end_native(native)
+                self._ended = True
+        if not self._ended:
+            self._recover(native)
+        with contextlib.suppress(Exception):
+            native.reset()
+        self._torch.retire_if_capturing(self.pool)
+
+    def _recover(self, native: Any) -> None:
+        """Undo what an end that the driver refused leaves behind in torch.
+
+        Some versions of torch then keep routing allocations to the pool and keep the random
+        generator in capture mode. Ending a new, empty capture through the same object runs the
+        part of its end that was skipped.
+        """
+        if self.pool.uses == self._uses:
+            return  # This torch cleaned up itself.
+        try:
+            self._torch.reopen_capture()
+            self._torch.end_native(native)
+        except Exception as error:
+            logger.warning(
+                "%s: a failed capture could not be undone (%s); its memory stays reserved and "
+                "later captures of this pool use new memory",
+                self.backend.name,
+                error,
+            )
+            self.pool.renew(native)
+
+    def _launch(self) -> None:
+        self._native.replay()
+
+    def _free(self) -> None:
+        native, self._native = self._native, None
+        self.__dict__.pop("_launch", None)
+        if native is not None:
+            native.reset()
+
+    def _size(self) -> tuple[int | None, int]:
+        return None, 0
+
+
+class TorchBackend(Backend):
+    """A backend over one torch device namespace.
+
+    Subclasses set ``name``, ``device_type``, ``graph_class_name`` and ``capabilities``.
+    """
+
+    device_type: str = ""
+    """torch's name of the device type, which is also the namespace's: torch.<device_type>."""
+    graph_class_name: str = ""
+    """Name of the native graph class in the namespace."""
+    graph_type: type[TorchGraph] = TorchGraph
+    pool_type: type[TorchPool] = TorchPool
+    drops_references: bool | None = None
+    """Whether torch's snapshots drop references to what they are given; None before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.namespace: Any = getattr(torch, self.device_type, None)
+        self.check_available()
+        assert self.namespace is not None
+        self._device = torch.device(self.device_type, self.namespace.current_device())
+        self.current_stream_id: Callable[[], int] = self._make_current_stream_id()
+        self._capture_stream: Any = None
+
+    @property
+    def capture_stream(self) -> Any:
+        """The stream of all captures of this device."""
+        if self._capture_stream is None:
+            self._capture_stream = self.namespace.Stream(self._device)
+        return self._capture_stream
+
+    def check_available(self) -> None:
+        """Raise BackendUnavailableError, with the way to fix it, if the device cannot be used."""
+        namespace = self.namespace
+        if namespace is None:
+            raise BackendUnavailableError(
+                f"torch {torch.__version__} has no torch.{self.device_type}: install the vendor's "
+                f"build of torch or its extension."
+            )
+        if not namespace.is_available():
+            raise BackendUnavailableError(
+                f"torch.{self.device_type} sees no device: check the driver, and that this is a "
+                f"build of torch with {self.device_type} (this is {torch.__version__})."
+            )
+        if not hasattr(namespace, self.graph_class_name):
+            raise BackendUnavailableError(
+                f"torch.{self.device_type} has no {self.graph_class_name}: upgrade torch or the "
+                f"vendor's extension (this is {torch.__version__})."
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def device_name(self) -> str:
+        return str(self.namespace.get_device_name(self._device))
+
+    def make_pool(self, budget_bytes: int | None = None) -> TorchPool:
+        return self.pool_type(self, budget_bytes)
+
+    def make_graph(self, pool: Pool | None = None) -> TorchGraph:
+        pool = self.own_pool(pool)
+        assert isinstance(pool, TorchPool)
+        return self.graph_type(self, pool)
+
+    def end_native(self, native: Any) -> None:
+        """End the capture of ``native``."""
+        with warnings.catch_warnings():
+            # Empty segments between two breaks are legal here; GraphInfo counts nodes instead.
+            warnings.filterwarnings("ignore", message=".*Graph is empty.*")
+            native.capture_end()
+
+    def reopen_capture(self) -> None:
+        """Begin a bare capture on the current stream, or raise where that is not possible."""
+        raise NotImplementedError(f"backend {self.name!r} has no raw stream capture")
+
+    def prepare_stream(self) -> None:
+        """Create what must exist before a capture on the current stream (library handles)."""
+
+    def make_native_graph(self) -> Any:
+        """Return a new, empty graph of the vendor."""
+        return getattr(self.namespace, self.graph_class_name)()
+
+    def synchronize(self) -> None:
+        with self.exclusive():
+            self.namespace.synchronize(self._device)
+
+    def fence(self) -> Callable[[], bool]:
+        return self.fence_of(self.namespace.current_stream(self._device))
+
+    def fence_of(self, stream: Any) -> Callable[[], bool]:
+        """Return what tells, without waiting, whether the work of ``stream`` so far is done."""
+        event = self.namespace.Event()
+        event.record(stream)
+        done: Callable[[], bool] = event.query
+        return done
+
+    def elsewhere(self) -> bool:
+        namespace: Any = self.namespace
+        return bool(namespace.current_device() != self._device.index)
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        context: contextlib.AbstractContextManager[Any] = self.namespace.device(self._device)
+        return context
+
+    def get_rng_state(self) -> torch.Tensor:
+        state: torch.Tensor = self.namespace.get_rng_state(self._device)
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.namespace.set_rng_state(state, self._device)
+
+    def memory_info(self) -> tuple[int, int] | None:
+        free, total = self.namespace.mem_get_info(self._device)
+        return int(free), int(total)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.pin_memory()
+
+    def _make_current_stream_id(self) -> Callable[[], int]:
+        namespace, device = self.namespace, self._device
+        return lambda: int(namespace.current_stream(device).stream_id)
+
+    def is_unjoined(self, error: BaseException) -> bool:
+        """Whether ``error`` of an ended capture means that a forked stream was not joined."""
+        return "unjoined" in str(error).lower()
+
+    def retire_if_capturing(self, pool: TorchPool) -> None:
+        """After a failed capture: give up the pool's stream if it is stuck in capture mode."""
+        stream = pool._capture_stream
+        if stream is None:
+            return
+        with contextlib.suppress(Exception), self.namespace.stream(stream):
+            if not self.namespace.is_current_stream_capturing():
+                return
+        logger.warning("%s: retired a stream that a failed capture left capturing", self.name)
+        pool._capture_stream = self._capture_stream = None
+
+    @contextlib.contextmanager
+    def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        assert isinstance(pool, TorchPool)
+        current = self.namespace.current_stream(self._device)
+        side = pool.stream
+        if stream is not None and stream != self.namespace.default_stream(self._device):
+            side = stream
+        pool.forget_addresses()
+        side.wait_stream(current)
+        try:
+            with self.namespace.stream(side):
+                self.prepare_stream()
+                pool.keep_alive()
+                with self._random_numbers():
+                    yield
+        finally:
+            with contextlib.suppress(Exception):
+                self.join(current, side)
+
+    def _random_numbers(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.capabilities.rng else RandomGuard(self.name)
+
+    def join(self, current: Any, side: Any) -> None:
+        """Make ``current`` wait for ``side``, on which captures were made."""
+        current.wait_stream(side)
+
+    def bind_worker(self, index: int) -> None:
+        """Bind this process to device ``index`` modulo the number of devices (xdist workers)."""
+        self.namespace.set_device(index % self.namespace.device_count())
+        self._device = torch.device(self.device_type, self.namespace.current_device())
+        self._capture_stream = None
+        self.current_stream_id = self._make_current_stream_id()

@@ -1,0 +1,172 @@
+"""Recordings: the parameters of a graph's region nodes for one key."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import attrs
+
+from devgraph.api.marks.marks import Mark
+from devgraph.api.torchlike.nodes import NodeRuntime, Template, Update
+
+__all__ = ["ExecutableMeter", "NodeRecording", "Part", "Scratch"]
+
+_HOST_BYTES_PER_NODE = 2048
+"""Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
+
+_DEVICE_BYTES_PER_NODE = 3000
+"""Device memory of a node in an executable until it has been measured; on one H200 executables of
+540 nodes took 1.55 MiB each (docs/benchmarks.md)."""
+
+_MEASURABLE_NODES = 4096
+"""Executables that together have fewer nodes than this say little: the driver takes memory in
+steps of 2 MiB."""
+
+
+class ExecutableMeter:
+    """What executables take of the device's memory, learned from what the driver reports free.
+
+    Args:
+        free_bytes: returns the free device memory.
+    """
+
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
+        self._free_bytes = free_bytes
+        self._taken = 0
+        self._live = 0
+        self._most = 0
+
+    def bytes_of(self, nodes: int) -> int:
+        """Return what an executable of ``nodes`` nodes takes."""
+        if self._most < _MEASURABLE_NODES:
+            return nodes * _DEVICE_BYTES_PER_NODE
+        return nodes * max(self._taken // self._most, 1)
+
+    def measured(self, make: Callable[[], int], nodes: int) -> int:
+        """Return ``make()``, an executable of ``nodes`` nodes, and learn from it."""
+        before = self._free_bytes()
+        executable = make()
+        self._taken += max(before - self._free_bytes(), 0)
+        self._live += nodes
+        # The driver reuses what earlier executables gave back: only the largest total counts.
+        self._most = max(self._most, self._live)
+        return executable
+
+    def freed(self, nodes: int) -> None:
+        """Note that an executable of ``nodes`` nodes is gone."""
+        self._live -= nodes
+
+
+class Scratch:
+    """A graph that holds re-captured regions; recordings read their parameters from it."""
+
+    def __init__(self, runtime: NodeRuntime, graph: int) -> None:
+        self._runtime = runtime
+        self.graph = graph
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._runtime.destroy(self.graph)
+
+
+@attrs.frozen
+class Part:
+    """The new parameters of every region of one mark."""
+
+    values: Mapping[str, Any]
+    updates: tuple[Update, ...]
+    scratch: Scratch
+    """Owns the memory that ``updates`` point to."""
+
+
+class NodeRecording:
+    """All region parameters of one graph for one key.
+
+    At first they are written into the graph's own executable when the key is used. A key that is
+    used again gets an executable of its own (``build``), which costs memory and no update.
+
+    Args:
+        template: the pattern of the graph.
+        nodes: number of nodes in the whole graph.
+        parts: by mark; shared with other recordings that have the same values. None stands for
+            what the graph records behind its regions, which each recording has for itself.
+        number: which recording of the graph this is.
+    """
+
+    def __init__(
+        self,
+        runtime: NodeRuntime,
+        meter: ExecutableMeter,
+        template: Template,
+        nodes: int,
+        key: Hashable,
+        parts: Mapping[Mark | None, Part],
+        number: int,
+    ) -> None:
+        self.number = number
+        self._runtime = runtime
+        self._meter = meter
+        self._template = template
+        self._nodes = nodes
+        self.key = key
+        self.parts = dict(parts)
+        self._updates = tuple(update for part in parts.values() for update in part.updates)
+        self.exact = all(update.exact for update in self._updates)
+        """Whether the graph's own executable can take the parameters."""
+        self.uses = 0
+        """Times that it was written or launched since it last lost its executable."""
+        self.executable = 0
+
+    @property
+    def node_count(self) -> int:
+        """Number of nodes that it writes."""
+        return len(self._updates)
+
+    @property
+    def bytes(self) -> int:
+        own = self._meter.bytes_of(self._nodes) if self.executable else 0
+        return own + _HOST_BYTES_PER_NODE * self._template.node_count
+
+    @property
+    def executable_bytes(self) -> int:
+        """What an executable of its own would take."""
+        return self._meter.bytes_of(self._nodes)
+
+    def write(self, executable: int) -> None:
+        """Write the parameters into an executable of the graph.
+
+        Raises:
+            RuntimeCallError: the driver refused half-way.
+        """
+        self._runtime.write(self._updates, executable)
+
+    def build(self, graph: int, stream: int) -> None:
+        """Make an executable of its own.
+
+        Args:
+            graph: the captured graph.
+            stream: where to upload it.
+        """
+        clone = self._runtime.clone(graph, self._updates)
+        try:
+            self.executable = self._meter.measured(
+                lambda: self._runtime.instantiate(clone, stream), self._nodes
+            )
+        finally:
+            self._runtime.destroy(clone)
+
+    def shrink(self) -> None:
+        """Give up the executable; safe while it is in flight."""
+        executable, self.executable = self.executable, 0
+        self.uses = 0
+        if executable:
+            self._runtime.destroy_executable(executable)
+            self._meter.freed(self._nodes)
+
+    def close(self) -> None:
+        """Free everything."""
+        self.shrink()
+        self.parts = {}
+        self._updates = ()

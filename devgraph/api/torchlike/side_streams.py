@@ -1,0 +1,73 @@
+"""Which side streams a capture left unjoined: the driver only says that there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from devgraph.api.torchlike.nodes import Capture, NodeRuntime
+
+__all__ = ["SideStreams", "name_streams"]
+
+_MOST_STREAMS = 64
+"""torch hands out 32 streams per priority in turn; this many requests see each of them."""
+
+
+class SideStreams:
+    """The streams that torch hands out on one device, searched for forks of a capture.
+
+    Args:
+        stream_class: ``torch.cuda.Stream``.
+        device: their device.
+    """
+
+    def __init__(self, runtime: NodeRuntime, stream_class: Any, device: Any) -> None:
+        self._runtime = runtime
+        self._stream_class = stream_class
+        self._device = device
+        self._handles: tuple[int, ...] = ()
+
+    def unjoined(self, stream: int, capture: Capture) -> list[int]:
+        """Return the streams that forked from the capture on ``stream`` and hold work of it that
+        ``stream`` does not wait for.
+
+        A fork without work counts only if no other is found: the driver tells them apart, and
+        this is asked before it does, because it knows no stream of a capture that it has ended.
+
+        Args:
+            capture: the runtime's ``capture_of(stream)``.
+        """
+        capture_id, graph, joined = capture
+        forked = {}
+        for other in self._runtime.capturing(self._known()):
+            found = self._runtime.capture_of(other) if other != stream else None
+            if found is not None and found[0] == capture_id:
+                forked[other] = found[2]
+        if not forked:
+            return []
+        sources, _, _ = self._runtime.edges(graph)
+        ends = set(self._runtime.nodes(graph)).difference(sources, joined)
+        loose = [other for other, last in forked.items() if ends.intersection(last)]
+        return loose or list(forked)
+
+    def _known(self) -> tuple[int, ...]:
+        if not self._handles:
+            found: dict[int, None] = {}
+            for priority in (0, -1):
+                for _ in range(_MOST_STREAMS):
+                    stream = self._stream_class(self._device, priority=priority)
+                    if stream.cuda_stream in found:
+                        break
+                    found[stream.cuda_stream] = None
+            self._handles = tuple(found)
+        return self._handles
+
+
+def name_streams(streams: Sequence[int]) -> str:
+    """Return the message for streams that were not joined."""
+    names = ", ".join(f"{stream:#x}" for stream in streams)
+    which = "streams" if len(streams) > 1 else "stream"
+    return (
+        f"side {which} {names} forked inside the capture and did not join. Make the capturing "
+        f"stream wait for it (current_stream.wait_stream(side)) before the capture ends or breaks."
+    )

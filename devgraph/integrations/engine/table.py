@@ -1,0 +1,164 @@
+"""Captured steps by the engine's batch descriptor; knows nothing of an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from devgraph.api.capture import Captured, capture
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.marks.host_values import NO_HOST_ARGS
+from devgraph.api.marks.marks import entered
+from devgraph.api.marks.scopes import GraphScope
+from devgraph.api.pool import Pool
+from devgraph.integrations.engine.ledger import ModeCount
+from devgraph.integrations.engine.memory import weak
+
+__all__ = ["Entry", "Replayable", "addresses", "capture_broken", "capture_whole", "launcher"]
+
+
+class Entry:
+    """One captured step: what replays it, its output, and the addresses of its inputs.
+
+    ``inputs`` is None where they need no check, or no further one.
+    """
+
+    __slots__ = ("graph", "inputs", "output", "replay")
+
+    def __init__(
+        self,
+        graph: DeviceGraph | Captured,
+        replay: Callable[[], Any],
+        output: Any,
+        inputs: dict[Hashable, int] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.replay = replay
+        self.output = output
+        self.inputs = inputs
+
+    def close(self) -> None:
+        """Free the graph; its output must not be read any more."""
+        self.output = None
+        self.replay = self.graph.replay  # which says that it is closed
+        self.graph.close()
+
+
+def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable, int]:
+    """Return the address of every tensor among the arguments, by position or name."""
+    found: dict[Hashable, int] = {
+        name: arg.data_ptr() for name, arg in kwargs.items() if isinstance(arg, torch.Tensor)
+    }
+    for index, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor):
+            found[index] = arg.data_ptr()
+    return found
+
+
+def capture_whole(
+    pool: Pool,
+    count: ModeCount,
+    body: Callable[[], Any],
+    *,
+    release: bool,
+    within: AbstractContextManager[None] | None = None,
+) -> tuple[DeviceGraph, Any]:
+    """Capture ``body`` into one graph; return it and the body's result.
+
+    A body without device work gives a graph that is never launched. On an exception nothing is
+    left behind.
+
+    Args:
+        release: let the result's memory go before the capture ends, so that later captures take
+            it: for results that only the step's caller reads.
+        within: what the recording is made in; ``pool.backend.capturing(pool)`` by default.
+    """
+    started = time.perf_counter()
+    backend = pool.backend
+    graph = backend.make_graph(pool)
+    graph.names_side_streams = False  # an engine captures a thousand graphs, of code that it knows
+    with within or backend.capturing(pool):
+        graph.begin(backend.check_capture_error_mode("thread_local"))
+        try:
+            with entered(GraphScope(graph, NO_HOST_ARGS)):
+                output = body()
+                if release:
+                    output = weak(pool, output)
+        except BaseException:
+            graph.cancel()
+            raise
+        graph.end(allow_empty=True)
+    count.captured(graph, time.perf_counter() - started)
+    return graph, output
+
+
+class Replayable:
+    """A captured graph where an engine keeps graphs of its own kind.
+
+    Args:
+        graph: what was captured.
+        count: counts the replays.
+    """
+
+    __slots__ = ("_count", "_launch", "graph")
+
+    def __init__(self, graph: DeviceGraph, count: ModeCount) -> None:
+        self.graph = graph
+        self._launch = launcher(graph)
+        self._count = count
+
+    def replay(self) -> None:
+        """Replay once on the current stream."""
+        self._count.replays += 1
+        self._launch()
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self._launch = self.graph.replay  # which says that it is closed
+        self.graph.close()
+
+
+def launcher(graph: DeviceGraph) -> Callable[[], None]:
+    """Return what replays ``graph`` once, as shortly as the engine's own layer does: an engine
+    replays on one thread and stream. Nothing for a graph without work."""
+    return _nothing if graph.recorded_nothing else graph.native_launcher()
+
+
+def capture_broken(
+    pool: Pool,
+    count: ModeCount,
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    warmup: int,
+) -> Captured:
+    """Capture ``body`` in segments; its result's memory is free for later captures.
+
+    Args:
+        warmup: eager runs before, beyond those of the engine.
+    """
+    started = time.perf_counter()
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return weak(pool, body(*args, **kwargs))
+
+    captured = capture(
+        step,
+        *args,
+        kwargs=kwargs,
+        policy="breakable",
+        backend=pool.backend,
+        warmup=warmup,
+        pool=pool,
+    )
+    count.captured(captured, time.perf_counter() - started)
+    return captured
+
+
+def _nothing() -> None:
+    """Stands for a graph without device work."""

@@ -1,0 +1,50 @@
+"""Causal language models of Hugging Face transformers on device graphs.
+
+>>> from devgraph.integrations.transformers import Engine, load
+>>> model, tokenizer = load("HuggingFaceTB/SmolLM2-135M-Instruct")      # doctest: +SKIP
+>>> with Engine(model, tokenizer, backend="cpu") as engine:             # doctest: +SKIP
+...     print(engine.generate(["The capital of France is"])[0].text)
+ Paris.
+
+A model runs unmodified if its attention goes through transformers' attention-function registry and
+its whole state is a cache of keys and values; everything else raises ``UnsupportedModelError`` at
+construction.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("transformers") is None:
+    raise ImportError("this integration needs transformers: pip install transformers sentencepiece")
+
+from devgraph.integrations.transformers.cache import KVCache, LayerShape
+from devgraph.integrations.transformers.engine import Engine
+from devgraph.integrations.transformers.errors import UnsupportedModelError
+from devgraph.integrations.transformers.loading import find_demo, load, load_demo
+from devgraph.integrations.transformers.model import CausalModel
+from devgraph.integrations.transformers.results import (
+    Completion,
+    EngineStats,
+    TokenEvent,
+)
+from devgraph.integrations.transformers.sampling import SamplingParams
+from devgraph.integrations.transformers.scheduler import FinishReason
+from devgraph.integrations.transformers.text import TextStream
+
+__all__ = [
+    "CausalModel",
+    "Completion",
+    "Engine",
+    "EngineStats",
+    "FinishReason",
+    "KVCache",
+    "LayerShape",
+    "SamplingParams",
+    "TextStream",
+    "TokenEvent",
+    "UnsupportedModelError",
+    "find_demo",
+    "load",
+    "load_demo",
+]

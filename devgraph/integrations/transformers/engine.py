@@ -1,0 +1,386 @@
+"""Continuous batching of a transformers model on device graphs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from transformers import PreTrainedModel
+
+from devgraph.api.backend import Backend
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.errors import InputError, InputTypeError, StateError
+from devgraph.api.registry import get_backend
+from devgraph.integrations.transformers.batching import Batcher
+from devgraph.integrations.transformers.model import CausalModel
+from devgraph.integrations.transformers.probe import eos_of
+from devgraph.integrations.transformers.results import (
+    Completion,
+    EngineStats,
+    TokenEvent,
+    completion_of,
+)
+from devgraph.integrations.transformers.sampling import (
+    Sampler,
+    SamplingParams,
+    draw_rows,
+    per_prompt,
+)
+from devgraph.integrations.transformers.scheduler import (
+    Chunk,
+    FinishReason,
+    Request,
+    Scheduler,
+)
+from devgraph.integrations.transformers.text import TextStream
+from devgraph.runners.base import Runner
+from devgraph.runners.decode import DecodeRunner
+from devgraph.runners.prefill import PrefillRunner
+from devgraph.runners.slots import OutputSlot
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """Runs requests through a prefill and a decode runner that share a pool.
+
+    Requests join and leave between steps. The same object runs eagerly with the policy
+    ``disabled``: same steps, same kernels, no graphs. An engine belongs to one thread.
+
+    Args:
+        model: a causal language model of transformers in evaluation mode, on the device of
+            ``backend``.
+        tokenizer: turns text prompts into ids and tokens into text; without one, prompts are ids.
+        config: the mode of each phase; None for the default.
+        backend: a backend or its name.
+        max_requests: requests that run at once.
+        max_len: positions of a request, prompt and continuation; None takes what the model
+            allows, at most 2048.
+        max_step_tokens: tokens of a packed step; longer prompts run in chunks.
+        eos_token_ids: tokens that end a request; None takes the model's own.
+
+    Raises:
+        UnsupportedModelError: the model cannot run correctly here.
+        InputError: sizes that do not fit, or a model on another device.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        config: DeviceGraphConfig | None = None,
+        backend: Backend | str = "auto",
+        max_requests: int = 8,
+        max_len: int | None = None,
+        max_step_tokens: int = 512,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        self.backend = get_backend(backend) if isinstance(backend, str) else backend
+        self.config = (config or DeviceGraphConfig()).for_backend(self.backend.name)
+        self._scheduler = Scheduler(max_requests, max_step_tokens=max_step_tokens)
+        self.model = CausalModel(
+            model,
+            max_requests=max_requests,
+            max_len=max_len,
+            updatable=self.backend.capabilities.region_update,
+            slot_attention=self.backend.slot_attention,
+        )
+        if self.model.device.type != self.backend.device.type:
+            raise InputError(
+                f"the model is on {self.model.device} and backend {self.backend.name!r} captures "
+                f"{self.backend.device}; move the model there or choose another backend"
+            )
+        self._batcher = Batcher(self.model, self.backend)
+        self.tokenizer = tokenizer
+        self._eos = frozenset(eos_of(model) if eos_token_ids is None else eos_token_ids)
+        self._next_id = 0
+        self._stats = EngineStats()
+        self._closed = False
+        self._captured = False
+        self.pool = self.backend.make_pool()
+        if self.config.prefill.policy == "full" and not (self.model.varlen or self.model.slotted):
+            logger.warning(
+                "prefill policy 'full' needs attention with lengths in device tensors to repeat "
+                "one graph, and %s has none for %s here: almost every packed step brings host "
+                "arguments that must be recorded first; 'breakable' is faster",
+                self.model.device.type,
+                self.model.dtype,
+            )
+        self._make_runners(max_requests, max_step_tokens)
+
+    def _make_runners(self, max_requests: int, max_step_tokens: int) -> None:
+        model = self.model
+        self.prefill = PrefillRunner(
+            model.packed,
+            model.packed_inputs(),
+            tail=model.tail,
+            hidden=OutputSlot(rows="tokens"),
+            outputs=OutputSlot(rows="requests"),
+            host_args=model.packed_host_args,
+            config=self.config.prefill,
+            backend=self.backend,
+            pool=self.pool,
+            max_tokens=max_step_tokens,
+            max_requests=max_requests,
+        )
+        self.decode = DecodeRunner(
+            model.decode,
+            model.decode_inputs(),
+            outputs=OutputSlot(rows="tokens"),
+            host_args=model.decode_host_args,
+            config=self.config.decode,
+            backend=self.backend,
+            pool=self.pool,
+            max_requests=max_requests,
+        )
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 64,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> int:
+        """Queue a prompt and return its request id.
+
+        Args:
+            prompt: text (with a tokenizer) or token ids.
+            max_new_tokens: tokens to generate at most.
+            sampling: how to choose them; None is greedy.
+            stop: strings that end the request; they need a tokenizer.
+            stop_token_ids: tokens that end it, besides the end-of-sequence tokens.
+
+        Raises:
+            InputError: an empty prompt, an id outside the vocabulary, or more positions than a
+                slot has.
+        """
+        self._check_open()
+        request = self._request(prompt, max_new_tokens, sampling, stop, stop_token_ids)
+        self._scheduler.add(request)
+        return request.id
+
+    def _request(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        sampling: SamplingParams | None,
+        stop: Sequence[str],
+        stop_token_ids: Sequence[int],
+    ) -> Request:
+        ids = self._ids(prompt)
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        needed = len(ids) + max_new_tokens
+        if needed > self.model.positions:
+            raise InputError(
+                f"{len(ids)} prompt tokens and {max_new_tokens} new ones need {needed} positions; "
+                f"this engine has {self.model.positions} a request. Shorten one of them or raise "
+                f"max_len"
+            )
+        if stop and self.tokenizer is None:
+            raise InputError("stop strings need a tokenizer; pass stop_token_ids instead")
+        sampling = sampling or SamplingParams()
+        request = Request(
+            self._next_id,
+            ids,
+            max_new_tokens=max_new_tokens,
+            eos=self._eos,
+            stop=frozenset(stop_token_ids),
+            sampler=None if sampling.greedy else Sampler(sampling, self.model.device),
+            stream=None if self.tokenizer is None else TextStream(self.tokenizer, stop),
+        )
+        self._next_id += 1
+        return request
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputTypeError("a text prompt needs a tokenizer; pass token ids instead")
+            ids = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            ids = [int(i) for i in prompt]
+        if not ids:
+            raise InputError("the prompt is empty; it needs at least one token")
+        worst = max(ids, key=lambda i: i if i >= 0 else self.model.shape.vocabulary - i)
+        if not 0 <= worst < self.model.shape.vocabulary:
+            raise InputError(
+                f"token id {worst} is outside the vocabulary of {self.model.shape.vocabulary}"
+            )
+        return ids
+
+    def cancel(self, request_id: int) -> TokenEvent:
+        """End a request now and return its last event."""
+        self._check_open()
+        request = self._scheduler.find(request_id)
+        request.finish_reason = FinishReason.CANCELLED
+        text = request.stream.finish() if request.stream else ""
+        self._leave(request)
+        return TokenEvent(
+            request_id=request_id, token=None, text=text, finish_reason=request.finish_reason
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._scheduler)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step over all running requests and return what it produced.
+
+        Waiting requests join first. If the step raises, no request has advanced and the next
+        call repeats it.
+        """
+        self._check_open()
+        begin = time.perf_counter()
+        self._scheduler.admit()
+        for move in self._scheduler.compact():
+            self.model.cache.move(move.source, move.target, move.length)
+            self._stats.moves += 1
+        chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
+        if not chunks:
+            return []
+        decode = all(chunk.count == 1 and chunk.completes for chunk in chunks)
+        # In a decode step rows are slots, which the scheduler compacted.
+        runner: Runner = self.decode if decode else self.prefill
+        data = self._batcher.decode(chunks) if decode else self._batcher.packed(chunks)
+        out = runner.run(data.inputs, host_args=data.host_args, longest=data.longest)
+        events = self._advance(chunks, out)
+        self._stats.count(chunks, len(events), decode, time.perf_counter() - begin)
+        return events
+
+    def _advance(
+        self, chunks: Sequence[Chunk], out: Mapping[str, torch.Tensor]
+    ) -> list[TokenEvent]:
+        rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
+        logits, best = out["logits"], out["tokens"]
+        if len(rows) < len(chunks):
+            index = self._batcher.tensor(rows)
+            logits, best = logits.index_select(0, index), best.index_select(0, index)
+        tokens = draw_rows(logits, best, [chunks[i].request.sampler for i in rows]) if rows else []
+        for chunk in chunks:
+            chunk.request.cached += chunk.count
+        events = []
+        for i, token in zip(rows, tokens, strict=True):
+            request = chunks[i].request
+            text = request.accept(token)
+            events.append(
+                TokenEvent(
+                    request_id=request.id,
+                    token=token,
+                    text=text,
+                    finish_reason=request.finish_reason,
+                )
+            )
+            if request.finish_reason is not None:
+                self._leave(request)
+        return events
+
+    def _leave(self, request: Request) -> None:
+        slot = self._scheduler.release(request)
+        if slot is not None:
+            self.model.cache.release(slot)
+        self._stats.finished += 1
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 64,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        on_event: Callable[[TokenEvent], None] | None = None,
+    ) -> list[Completion]:
+        """Run ``prompts`` to their ends and return their completions in order.
+
+        More prompts than slots wait for a place; requests that were queued before run along.
+
+        Args:
+            sampling: for all prompts, or one for each.
+            on_event: called with every event of these prompts as it comes.
+        """
+        self._check_open()
+        each = per_prompt(sampling, len(prompts))
+        made = [
+            self._request(prompt, max_new_tokens, params, stop, stop_token_ids)
+            for prompt, params in zip(prompts, each, strict=True)
+        ]
+        if not self._captured:
+            self.capture()
+        requests = {request.id: request for request in made}
+        for request in made:
+            self._scheduler.add(request)
+        while any(request.finish_reason is None for request in requests.values()):
+            for event in self.step():
+                if on_event is not None and event.request_id in requests:
+                    on_event(event)
+        return [completion_of(request) for request in requests.values()]
+
+    # -- graphs ----------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Capture the graphs of both phases, those of the phase with larger steps first."""
+        self._check_open()
+        self.prefill.capture()
+        self.decode.capture()
+        self._captured = True
+
+    def idle(self) -> bool:
+        """Capture one graph while there is nothing to do; False when none is left.
+
+        For the configurations that capture in the background of serving.
+        """
+        self._check_open()
+        return self.decode.idle() or self.prefill.idle()
+
+    def invalidate(self, reason: str) -> None:
+        """Drop all graphs, for example because weights were replaced; ``capture`` makes new ones.
+
+        Weights that were overwritten in place need no call: graphs read them where they are.
+        """
+        self._check_open()
+        self.decode.invalidate(reason)
+        self.prefill.invalidate(reason)
+        self._captured = False
+
+    def stats(self) -> EngineStats:
+        """Return a copy of the counters."""
+        return attrs.evolve(self._stats)
+
+    def reset_stats(self) -> None:
+        """Set the engine's counters to zero (the runners keep theirs)."""
+        self._stats = EngineStats()
+
+    def close(self) -> None:
+        """Free graphs and cache. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.decode.close()
+        self.prefill.close()
+        self.model.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this engine is closed; make a new one")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

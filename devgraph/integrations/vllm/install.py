@@ -1,0 +1,242 @@
+"""Put devgraph under vLLM, and take it out again: every place that is changed is in this file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from typing import Any
+
+from devgraph.api.errors import ConfigError, DeviceGraphError
+from devgraph.integrations.vllm.layer import Layer, reset_layer
+from devgraph.integrations.vllm.modes import (
+    MODE_VARIABLE,
+    EngineMode,
+    apply_to_config,
+    check_resolved,
+    engine_mode,
+)
+
+__all__ = ["SWITCH", "InstallError", "Installation", "plugin"]
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "DEVGRAPH_VLLM"
+"""Environment variable: unset or 0 leaves vLLM alone, 1 installs, strict installs or refuses."""
+
+WRAPPER = "devgraph.integrations.vllm.DeviceGraphWrapper"
+_BREAKABLE_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+_ABSENT = object()
+
+
+class InstallError(DeviceGraphError):
+    """This vLLM does not have the places that devgraph takes over."""
+
+
+class Installation:
+    """What was changed in vLLM, in order, so that it can be undone.
+
+    Args:
+        mode: what DEVGRAPH_MODE asked for; None leaves the choice to vLLM's own options.
+    """
+
+    def __init__(self, mode: EngineMode | None) -> None:
+        self.mode = mode
+        self.places: list[str] = []
+        self._undo: list[tuple[Any, str, Any]] = []
+        self._before: Layer | None = None
+        self._environment: str | None = None
+
+    def put(self, layer: Layer) -> None:
+        """Change vLLM; all or nothing.
+
+        Raises:
+            InstallError: a place is missing; names it.
+        """
+        self._before = reset_layer(layer)
+        try:
+            self._put_wrappers()
+            self._put_managers()
+            if self.mode is not None:
+                self._put_mode(self.mode)
+        except BaseException as error:
+            self.take_out()
+            if isinstance(error, DeviceGraphError) or not isinstance(error, Exception):
+                raise
+            raise InstallError(f"{type(error).__name__}: {error}") from error
+
+    def take_out(self) -> None:
+        """Give vLLM back everything that was its own. Wrappers that exist stay devgraph's."""
+        while self._undo:
+            owner, name, value = self._undo.pop()
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        if self.mode is not None and self.mode.breakable:
+            _set_environment(_BREAKABLE_VARIABLE, self._environment)
+        self.places.clear()
+        reset_layer(self._before)
+
+    def _put_wrappers(self) -> None:
+        from devgraph.integrations.vllm.wrappers import graph_wrapper, step_wrapper
+
+        platform = type(importlib.import_module("vllm.platforms").current_platform)
+        self._require(platform, "get_static_graph_wrapper_cls", "get_global_graph_pool")
+        wrapper = graph_wrapper()
+        # PIECEWISE on both runners: vLLM resolves this name where it compiles pieces.
+        self._set(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
+        # FULL on V1, and microbatches, whose whole-batch steps use it.
+        runner = importlib.import_module("vllm.v1.worker.gpu_model_runner")
+        self._require(runner, "CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
+        self._set(runner, "CUDAGraphWrapper", wrapper)
+        microbatches = importlib.import_module("vllm.v1.worker.gpu_ubatch_wrapper")
+        self._require(microbatches, "CUDAGraphWrapper")
+        self._set(microbatches, "CUDAGraphWrapper", wrapper)
+        if self.mode is not None and self.mode.breakable:
+            self._set(runner, "BreakableCUDAGraphWrapper", step_wrapper())
+
+    def _put_managers(self) -> None:
+        from devgraph.integrations.vllm.manager import graph_manager
+
+        breakable = self.mode is not None and self.mode.breakable
+        runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")
+        managers = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
+        self._require(runner, "ModelCudaGraphManager")
+        self._require(managers.CudaGraphManager, "capture", "dispatch", "run_fullgraph")
+        manager = graph_manager(managers.ModelCudaGraphManager, breakable=breakable)
+        self._set(runner, "ModelCudaGraphManager", manager)
+
+    def _put_mode(self, mode: EngineMode) -> None:
+        config = importlib.import_module("vllm.config")
+        self._require(config.VllmConfig, "__post_init__")
+        self._require(config.CompilationConfig, "resolve_cudagraph_mode_and_sizes")
+        self._set(
+            config.VllmConfig,
+            "__post_init__",
+            apply_to_config(mode, config.VllmConfig.__post_init__),
+        )
+        resolve = config.CompilationConfig.resolve_cudagraph_mode_and_sizes
+
+        def resolve_cudagraph_mode_and_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = resolve(self, *args, **kwargs)
+            check_resolved(mode, self, "the attention backend")
+            return result
+
+        self._set(
+            config.CompilationConfig,
+            "resolve_cudagraph_mode_and_sizes",
+            resolve_cudagraph_mode_and_sizes,
+        )
+        if mode.breakable:
+            # vLLM reads it when it makes a configuration, and lets PIECEWISE be uncompiled then.
+            self._environment = os.environ.get(_BREAKABLE_VARIABLE)
+            os.environ[_BREAKABLE_VARIABLE] = "1"
+
+    def _require(self, owner: Any, *names: str) -> None:
+        for name in names:
+            if not hasattr(owner, name):
+                raise InstallError(
+                    f"{getattr(owner, '__name__', owner)} has no {name}, which devgraph takes "
+                    f"over; it was written for vLLM 0.22."
+                )
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+        self.places.append(f"{getattr(owner, '__name__', owner)}.{name}")
+
+
+def _set_environment(name: str, value: str | None) -> None:
+    if value is None:
+        with contextlib.suppress(KeyError):
+            del os.environ[name]
+    else:
+        os.environ[name] = value
+
+
+class _Holder:
+    """The installation of this process."""
+
+    now: Installation | None = None
+
+
+def install(*, mode: str | None = None, backend: str | None = None, strict: bool = False) -> bool:
+    """Make devgraph the graph layer of vLLM in this process; call it before the engine is made.
+
+    Idempotent. Nothing runs on the device until vLLM captures.
+
+    Args:
+        mode: a mode configuration as JSON; None for the environment's DEVGRAPH_MODE, and without
+            that vLLM's own options choose.
+        backend: name of the backend; None for the one of vLLM's platform.
+        strict: raise if this vLLM cannot be taken over, and later where a step could not use its
+            graph; else warn once, and vLLM keeps its own layer.
+
+    Returns:
+        whether devgraph is the graph layer now.
+
+    Raises:
+        ConfigError: the mode is wrong, or is something that vLLM cannot do; always.
+        InstallError: with ``strict``, what is missing in this vLLM.
+    """
+    if _Holder.now is not None:
+        return True
+    text = mode if mode is not None else os.environ.get(MODE_VARIABLE) or None
+    wanted = None if text is None else engine_mode(text, backend or _platform_backend())
+    installation = Installation(wanted)
+    try:
+        installation.put(Layer(backend=backend, strict=strict))
+    except ConfigError:
+        raise
+    except DeviceGraphError as error:
+        if strict:
+            raise
+        logger.warning(
+            "devgraph is not used: vLLM keeps its own graph layer, because this vLLM could not be "
+            "taken over (%s). Set %s=strict to refuse instead.",
+            error,
+            SWITCH,
+        )
+        return False
+    _Holder.now = installation
+    logger.info("devgraph is the graph layer of vLLM: %s", ", ".join(installation.places))
+    return True
+
+
+def _platform_backend() -> str | None:
+    """Return the name of the platform's backend, for overlays; makes none, as that would touch the
+    device before vLLM forks its workers."""
+    try:
+        from vllm.platforms import current_platform
+    except ImportError:
+        return None
+    return "rocm" if current_platform.is_rocm() else current_platform.device_type or None
+
+
+def uninstall() -> None:
+    """Undo ``install``: engines made afterwards use vLLM's own layer. Idempotent."""
+    installation, _Holder.now = _Holder.now, None
+    if installation is not None:
+        installation.take_out()
+
+
+def installed() -> Installation | None:
+    """Return the installation of this process, if there is one."""
+    return _Holder.now
+
+
+def plugin() -> None:
+    """The entry point of group ``vllm.general_plugins``: inert unless DEVGRAPH_VLLM asks for it.
+
+    Raises:
+        ConfigError: DEVGRAPH_VLLM or DEVGRAPH_MODE has no meaning.
+        InstallError: under DEVGRAPH_VLLM=strict, when devgraph cannot be installed.
+    """
+    value = os.environ.get(SWITCH, "").strip().lower()
+    if value in ("", "0"):
+        return
+    if value not in ("1", "strict"):
+        raise ConfigError(f"{SWITCH}={value!r} has no meaning; it can be 0, 1 or strict")
+    install(strict=value == "strict")

@@ -1,0 +1,156 @@
+"""The program itself: help, errors, warnings, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import devgraph as dg
+from devgraph.cli.app import main
+from tests.support.cli_programs import run_cli, write_steps
+from tests.support.suite import printed_by
+
+COMMANDS = ("doctor", "plan", "generate", "demo", "bench", "check", "explain")
+
+
+def test_help_lists_every_command_and_imports_no_torch():
+    code = (
+        "import sys\n"
+        "from devgraph.__main__ import main\n"
+        "try:\n"
+        "    main(['--help'])\n"
+        "except SystemExit as end:\n"
+        "    print('code', end.code, 'torch' in sys.modules)\n"
+    )
+    out = printed_by(code)
+    assert out.splitlines()[-1] == "code 0 False"
+    for name in COMMANDS:
+        assert f"\n    {name} " in out
+
+
+def test_help_of_a_command_and_a_typo_import_no_torch():
+    code = (
+        "import sys\n"
+        "from devgraph.__main__ import main\n"
+        f"for argv in [*([name, '--help'] for name in {COMMANDS}), ['plan', '--nonsense']]:\n"
+        "    try:\n"
+        "        main(argv)\n"
+        "    except SystemExit:\n"
+        "        pass\n"
+        "print('torch' in sys.modules)\n"
+    )
+    assert printed_by(code).splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command_help_shows_its_options(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+    assert "--debug" in text
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"devgraph {dg.__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["plan", "--nonsense"]])
+def test_unusable_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(argv)
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith("devgraph: error: ")
+    known = argv[:1] if argv and argv[0] in COMMANDS else []
+    assert line.endswith(f"({' '.join(['devgraph', *known])} --help lists the options)\n")
+    assert line.count("\n") == 1
+
+
+def test_environment_is_left_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    before = set(os.environ)
+    run_cli(capsys, "check", f"{write_steps(tmp_path)}:clean")
+    run_cli(capsys, "check", f"{write_steps(tmp_path)}:missing")
+    added = set(os.environ) - before
+    assert not {name for name in added if not name.startswith("TORCHINDUCTOR_")}, "torch's own"
+
+
+def test_error_is_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "explain", f"{write_steps(tmp_path)}:clean", "--backend", "cuba")
+    assert result.code == 2
+    assert result.out == ""
+    assert len(result.err.splitlines()) == 1
+    assert result.err.startswith("devgraph: error: no backend 'cuba'")
+    assert "Did you mean 'cuda'?" in result.err
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_debug_raises_the_error_itself(place: str, tmp_path: Path):
+    argv = ["explain", f"{write_steps(tmp_path)}:clean", "--backend", "cuba"]
+    argv = ["--debug", *argv] if place == "before" else [*argv, "--debug"]
+    with pytest.raises(dg.UnknownBackendError):
+        main(argv)
+
+
+def test_older_flag_is_warned_about_in_one_line(capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "plan", "--backend", "cpu", "--disable-cuda-graph")
+    assert result.code == 0
+    lines = [line for line in result.err.splitlines() if "--disable-cuda-graph" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("devgraph: warning: --disable-cuda-graph is an older spelling")
+
+
+def test_interrupt_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    import devgraph.cli.plan
+
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devgraph.cli.plan, "run", interrupted)
+    result = run_cli(capsys, "plan")
+    assert result.code == 130
+    assert result.err == "devgraph: interrupted\n"
+
+
+def test_interrupt_while_torch_is_imported_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    import devgraph.cli.app
+
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devgraph.cli.app.importlib, "import_module", interrupted)
+    result = run_cli(capsys, "plan")
+    assert result.code == 130
+    assert result.err == "devgraph: interrupted\n"
+
+
+def test_closed_pipe_ends_without_a_traceback():
+    command = f"{sys.executable} -m devgraph plan --backend cpu --json | head -c 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "{"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("flag", "seen"), [(None, False), ("-v", True)])
+def test_verbose_shows_log_records(
+    flag: str | None, seen: bool, capsys: pytest.CaptureFixture[str]
+):
+    argv = ["plan", "--prefill-device-graph-mode", "full", "--backend", "cpu"]
+    result = run_cli(capsys, *argv, *([flag] if flag else []))
+    assert result.code == 0
+    assert ("devgraph: prefill [full-prefill]" in result.err) is seen

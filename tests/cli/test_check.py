@@ -1,0 +1,150 @@
+"""``devgraph check``: findings as a user sees them, with lines and an exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_programs import STEPS, run_cli, run_json, write_steps
+
+
+def _line(text: str) -> int:
+    """Return the number of the only line of ``STEPS`` that holds ``text``."""
+    (found,) = [i for i, line in enumerate(STEPS.splitlines(), 1) if text in line]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "source"),
+    [
+        ("reads", "host_sync", "scale = x.sum().item()"),
+        ("masks", "data_dependent_shape", "return x[x > 0]"),
+        ("draws", "rng", "return x + torch.rand_like(x)"),
+        ("keeps", "escaping_allocation", "KEPT.append(x * 2)"),
+    ],
+)
+def test_finding_names_kind_and_line(
+    function: str, kind: str, source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = write_steps(tmp_path)
+    result = run_cli(capsys, "check", f"{path}:{function}", "--inputs", "inputs")
+    assert result.code == 1
+    first, line, last = result.out.splitlines()
+    assert first.startswith(f"{path}:{_line(source)}: {kind}: ")
+    assert line.strip() == source
+    assert last.endswith("1 thing that a device capture would refuse or freeze")
+
+
+def test_everything_is_found_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_steps(tmp_path)
+    data = run_json(capsys, "check", f"{path}:several", "--inputs", "inputs", code=1)
+    assert [one["line"] for one in data["findings"]] == [
+        _line("if x.sum() > 0:"),
+        _line("return x * x.max().item()"),
+    ]
+    assert data["ok"] is False
+    assert all(one["file"] == str(path) for one in data["findings"])
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [("clean", "inputs"), ("clean", "keywords"), ("clean", "both"), ("Holder.step", "inputs")],
+)
+def test_clean_function_exits_with_0(
+    function: str, inputs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = write_steps(tmp_path)
+    result = run_cli(capsys, "check", f"{path}:{function}", "--inputs", f"{path}:{inputs}")
+    assert result.code == 0
+    assert "nothing that a device capture would refuse or freeze" in result.out
+
+
+def test_no_graph_body_is_not_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    data = run_json(
+        capsys, "check", f"{write_steps(tmp_path)}:breaks", "--inputs", "inputs", code=0
+    )
+    assert data["findings"] == []
+
+
+def test_host_argument_in_its_region_is_fine_and_frozen_outside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = write_steps(tmp_path)
+    argv = ["--inputs", "inputs", "--host-arg", "factor=4"]
+    assert run_cli(capsys, "check", f"{path}:hosted", *argv).code == 0
+    data = run_json(capsys, "check", f"{path}:frozen", *argv, code=1)
+    (finding,) = data["findings"]
+    assert finding["kind"] == "host_value"
+    assert finding["line"] == _line("return x + 1 if factor > 3 else x")
+
+
+def test_ignored_kind_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    target = f"{write_steps(tmp_path)}:draws"
+    assert run_cli(capsys, "check", target, "--inputs", "inputs", "--ignore", "rng").code == 0
+    wrong = run_cli(capsys, "check", target, "--inputs", "inputs", "--ignore", "rgn")
+    assert wrong.code == 2
+    assert "Did you mean 'rng'?" in wrong.err
+
+
+def test_module_in_the_current_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_steps(tmp_path, "steps_by_name.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    result = run_cli(capsys, "check", "steps_by_name:clean", "--inputs", "inputs")
+    assert result.code == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "argv", "said"),
+    [
+        ("{path}:cleen", [], "has no 'cleen'"),
+        ("{path}:cleen", [], "Did you mean 'clean'?"),
+        ("{path}", [], "write MODULE:FUNCTION"),
+        ("{path}:NUMBER", [], "is a int, not a function"),
+        ("nowhere_to_be_found:x", [], "there is no module 'nowhere_to_be_found'"),
+        ("{path}.py:x", [], "there is no file"),
+        ("{path}:clean", ["--inputs", "wrong_inputs"], "returned a list"),
+        ("{path}:hosted", ["--host-arg", "factor"], "write NAME=VALUE"),
+        ("{path}:hosted", ["--host-arg", "factor=?"], "no Python literal"),
+        ("{path}:raises", ["--inputs", "inputs"], "raises raised KeyError: 'nothing' at {path}:"),
+    ],
+)
+def test_unusable_target_is_one_clear_error(
+    target: str,
+    argv: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    path = write_steps(tmp_path)
+    result = run_cli(capsys, "check", target.format(path=path), *argv)
+    assert result.code == 2
+    assert len(result.err.splitlines()) == 1
+    assert said.format(path=path) in result.err
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_missing_inputs_are_asked_for(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    result = run_cli(capsys, command, f"{write_steps(tmp_path)}:clean")
+    assert result.code == 2
+    assert "missing 1 required positional argument: 'x' (--inputs MODULE:FUNCTION" in result.err
+
+
+def test_error_of_the_step_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_steps(tmp_path)
+    result = run_cli(capsys, "check", f"{path}:raises", "--inputs", "inputs")
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "nothing" in text)
+    assert f"raised KeyError: 'nothing' at {path}:{line} (--debug" in result.err
+
+
+def test_unknown_function_lists_functions_and_no_modules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    result = run_cli(capsys, "check", f"{write_steps(tmp_path)}:claen")
+    assert "Did you mean 'clean'?" in result.err
+    assert "torch" not in result.err.partition("Known:")[2]

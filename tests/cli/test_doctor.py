@@ -1,0 +1,118 @@
+"""``devgraph doctor``: backends, reasons, and what small captures say."""
+
+from __future__ import annotations
+
+import pytest
+
+import devgraph as dg
+from devgraph.api.registry import BackendInfo
+from devgraph.cli import doctor
+from devgraph.cli.probes import probe_backend
+from tests.support.cli_programs import run_cli, run_json
+from tests.support.mutants import MUTANTS
+
+PROBES = {
+    "full",
+    "breakable",
+    "region_update",
+    "rng",
+    "refuses_host_reads",
+    "shared_pool",
+    "node_counts",
+}
+
+
+def test_json_names_every_backend_with_its_reason(capsys: pytest.CaptureFixture[str]):
+    data = run_json(capsys, "doctor", "--no-probe")
+    found = {one["name"]: one for one in data["backends"]}
+    assert set(found) >= {"cuda", "npu", "rocm", "cpu"}
+    for info in dg.backends():
+        assert found[info.name]["available"] is info.available
+        assert bool(found[info.name]["reason"]) is not info.available
+    missing = {one["what"]: one["get"] for one in data["missing"]}
+    for info in dg.backends():
+        if not info.available:
+            assert missing[f"backend {info.name}"] == info.reason
+    assert data["packages"]["torch"] == __import__("torch").__version__
+
+
+def test_cpu_is_probed_and_works(capsys: pytest.CaptureFixture[str]):
+    data = run_json(capsys, "doctor", "--backend", "cpu")
+    (cpu,) = data["backends"]
+    probes = {one["name"]: one for one in cpu["probes"]}
+    assert set(probes) >= PROBES
+    assert all(one["ok"] and one["works"] for one in probes.values()), probes
+    assert cpu["capabilities"]["region_update"] is True
+    assert cpu["torch_device"] == "cpu"
+
+
+def test_table_shows_capabilities_and_what_is_missing(capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "doctor", "--backend", "cpu")
+    assert result.code == 0
+    for name in PROBES:
+        assert name in result.out
+    assert "FAIL" not in result.out
+    assert "everything that is declared works on: cpu" in result.out
+
+
+def test_unknown_backend_is_an_error_with_the_nearest_name(capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "doctor", "--backend", "cp")
+    assert result.code == 2
+    assert "Did you mean 'cpu'?" in result.err
+
+
+@pytest.mark.parametrize(
+    ("mutant", "probe"),
+    [
+        ("replay-does-nothing", "full"),
+        ("update-ignored", "region_update"),
+        ("rng-frozen", "rng"),
+        ("pool-not-shared", "shared_pool"),
+    ],
+)
+def test_broken_backend_is_reported_and_exits_with_1(
+    mutant: str,
+    probe: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    backend = next(one for one in MUTANTS if one.name == mutant).make()
+    info = BackendInfo(
+        name=backend.name, available=True, reason="", device="a broken one", version="1"
+    )
+    monkeypatch.setattr(doctor, "backends", lambda: [info])
+    monkeypatch.setattr(doctor, "get_backend", lambda name: backend)
+    result = run_cli(capsys, "doctor")
+    assert result.code == 1
+    assert f"FAILS on {backend.name}: {probe}:" in result.out
+
+
+def test_undeclared_capability_that_works_is_said_and_is_no_failure():
+    backend = type(dg.get_backend("cpu"))()
+    backend.capabilities = dg.Capabilities()
+    probes = {one.name: one for one in probe_backend(backend)}
+    assert all(probe.ok for probe in probes.values())
+    assert probes["rng"].verdict == "works, not declared"
+    assert probes["region_update"].verdict == "no"
+
+
+def test_asking_for_a_backend_that_is_not_here_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    info = BackendInfo(
+        name="absent", available=False, reason="no driver: install it", device="", version=""
+    )
+    monkeypatch.setattr(doctor, "backends", lambda: [info])
+    result = run_cli(capsys, "doctor", "--backend", "absent")
+    assert result.code == 1
+    assert "no driver: install it" in result.out
+
+
+def test_backend_that_is_asked_for_and_absent_is_said_to_be_unusable(
+    capsys: pytest.CaptureFixture[str],
+):
+    absent = next(info.name for info in dg.backends() if not info.available)
+    result = run_cli(capsys, "doctor", "--backend", absent)
+    assert result.code == 1
+    assert "no backend that was asked for is usable here" in result.out
+    assert "everything that is declared works" not in result.out

@@ -1,0 +1,295 @@
+"""``devgraph generate``: text, figures and exit codes, with a small model on disk."""
+
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="the transformers integration")
+tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer for the small model")
+
+from devgraph.cli import demo, generating
+from devgraph.cli.stream import OrderedText
+from tests.support.cli_programs import run_cli, run_json
+from tests.support.transformers_models import make_model, reference
+
+PROMPTS = ("abcabc", "zz", "The quick brown")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Llama over bytes, and its tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    fast.save_pretrained(path)
+    make_model("llama", vocab_size=len(words)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _argv(folder: Path, *more: str, prompts: tuple[str, ...] = PROMPTS) -> list[str]:
+    given = [part for prompt in prompts for part in ("--prompt", prompt)]
+    return ["generate", "--model", str(folder), "--backend", "cpu", *given, *more]
+
+
+def _expected(folder: Path, prompt: str, new: int) -> list[int]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return reference(model.eval(), tokenizer(prompt)["input_ids"], new)
+
+
+def test_tokens_are_those_of_the_models_own_generate(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    data = run_json(capsys, *_argv(folder, "--max-new-tokens", "9", "--max-requests", "2"))
+    graphs, eager = data["runs"]
+    assert graphs["tokens"] == [_expected(folder, prompt, 9) for prompt in PROMPTS]
+    assert eager["tokens"] == graphs["tokens"]
+    assert data["same_tokens"] is True
+    assert data["backend"] == "cpu"
+    assert data["dtype"] == "float32"
+
+
+def test_counters_add_up_and_say_why_a_step_was_eager(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    flags = ["--prefill-disable-device-graph", "--decode-device-graph-bs", "1", "4"]
+    data = run_json(capsys, *_argv(folder, "--max-new-tokens", "5", *flags))
+    graphs, eager = data["runs"]
+    prefill, decode = graphs["phases"]
+    assert (prefill["phase"], decode["phase"]) == ("prefill", "decode")
+    assert prefill["eager"] == {"disabled": prefill["steps"]}
+    assert decode["graph_steps"] == decode["steps"] == 4
+    assert decode["padded_rows"] == 4  # three requests in the bucket of four, in each of four steps
+    assert decode["capture_seconds"] > 0
+    assert decode["graph_bytes"] > 0
+    assert all(one["graph_steps"] == 0 for one in eager["phases"])
+    assert graphs["tokens_per_second"] > 0
+    assert graphs["decode_tokens_per_second"] > 0
+    assert data["mode"]["requested"]["prefill"]["policy"] == "disabled"
+
+
+def _demo(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *more: str
+) -> tuple[list[str], dict[str, Any]]:
+    """Run the demo with the small model; return captured prefill buckets, smallest first."""
+    monkeypatch.setattr(demo, "fetch", lambda cache: folder)
+    prompt = ("--prompt", "a" * 27, "--prompt", "b" * 10)
+    argv = ["demo", *prompt, "--max-new-tokens", "3", "--repeats", "1", *more]
+    prefill = run_json(capsys, *argv)["runs"][0]["phases"][0]
+    result = run_cli(capsys, *argv)
+    assert result.code == 0
+    buckets = [one["key"] for one in reversed(prefill["buckets"])]
+    assert f"buckets: prefill {', '.join(buckets)} tokens; decode 1, 2 requests" in result.out
+    return buckets, prefill
+
+
+def test_demo_captures_few_prefill_buckets_that_fit_its_prompts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    buckets, prefill = _demo(folder, monkeypatch, capsys)
+    assert buckets == ["12", "24", "48"]
+    assert prefill["graph_steps"] == prefill["steps"] == 1
+
+
+def test_demo_captures_the_buckets_that_were_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked = ("--prefill-device-graph-bs", "20", "40")
+    assert _demo(folder, monkeypatch, capsys, *asked)[0] == ["20", "40", "48"]
+
+
+def test_many_buckets_are_listed_in_short(folder: Path, capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, *_argv(folder, "--max-new-tokens", "2", "--max-step-tokens", "64"))
+    assert "buckets: prefill 4, 8, 12, 16, 20, 24, 28, ..., 64 tokens; decode" in result.out
+
+
+def test_text_and_tables_are_printed(folder: Path, capsys: pytest.CaptureFixture[str]):
+    argv = _argv(folder, "--max-new-tokens", "6")
+    texts = run_json(capsys, *argv)["runs"][0]["texts"]
+    result = run_cli(capsys, *argv)
+    assert result.code == 0
+    position = -1
+    for index, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        block = f"[{index + 1}] {prompt}{text}\n\n"
+        assert result.out.find(block) > position
+        position = result.out.find(block)
+    for heading in ("requested", "effective", "in graphs", "padding", "eager, and why", "memory"):
+        assert heading in result.out
+    assert "tokens/s" in result.out
+    assert "graphs and eager gave the same tokens" in result.out
+
+
+def test_without_compare_nothing_runs_eagerly(folder: Path, capsys: pytest.CaptureFixture[str]):
+    data = run_json(capsys, *_argv(folder, "--max-new-tokens", "3", "--no-compare"))
+    assert [one["name"] for one in data["runs"]] == ["graphs"]
+    assert data["same_tokens"] is None
+
+
+def test_transformers_own_generate_is_timed_beside(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    data = run_json(
+        capsys, *_argv(folder, "--max-new-tokens", "4", "--with-transformers", "--repeats", "2")
+    )
+    assert [one["name"] for one in data["runs"]] == ["graphs", "eager", "transformers generate"]
+    assert data["runs"][2]["tokens"] == data["runs"][0]["tokens"]
+    # Counters of a run hold all its repeats, tokens those of one.
+    assert data["runs"][0]["phases"][1]["steps"] == 6
+
+
+def test_sampling_with_a_seed_repeats_and_compares_equal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = _argv(folder, "--max-new-tokens", "8", "--temperature", "0.9", "--top-k", "20")
+    first, again = (run_json(capsys, *argv, "--seed", "7") for _ in range(2))
+    assert first["runs"][0]["tokens"] == again["runs"][0]["tokens"]
+    assert first["same_tokens"] is True
+    other = run_json(capsys, *argv, "--seed", "8")
+    assert other["runs"][0]["tokens"] != first["runs"][0]["tokens"]
+    assert "drawn with --seed" in run_cli(capsys, *argv).out
+
+
+def test_different_tokens_exit_with_1_and_name_the_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real = generating.run_engine
+    calls = []
+
+    def wrong_the_second_time(engine: Any, task: Any, on_event: Any = None) -> Any:
+        done, stats = real(engine, task, on_event)
+        calls.append(engine)
+        if len(calls) == 2:  # the eager one
+            tokens = list(done[1].token_ids)
+            tokens[2] = (tokens[2] + 1) % 256
+            done[1] = attrs.evolve(done[1], token_ids=tuple(tokens))
+        return done, stats
+
+    monkeypatch.setattr(generating, "run_engine", wrong_the_second_time)
+    result = run_cli(capsys, *_argv(folder, "--max-new-tokens", "4"))
+    assert result.code == 1
+    assert "graphs and eager DIFFER, first in prompt 2 at its token 3" in result.out
+
+
+@pytest.mark.parametrize("source", ["file", "dash", "pipe"])
+def test_prompts_come_one_a_line(
+    source: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    text = "abc\n\n  \nxyz\n"
+    path = tmp_path / "prompts.txt"
+    path.write_text(text, encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    given = {"file": ["--prompts-file", str(path)], "dash": ["--prompts-file", "-"], "pipe": []}
+    data = run_json(capsys, *_argv(folder, "--max-new-tokens", "2", *given[source], prompts=()))
+    assert data["prompts"] == ["abc", "xyz"]
+
+
+def test_chat_puts_prompts_into_the_template(folder: Path, capsys: pytest.CaptureFixture[str]):
+    data = run_json(capsys, *_argv(folder, "--max-new-tokens", "5", "--chat", prompts=("hi",)))
+    assert data["runs"][0]["tokens"] == [_expected(folder, "<user>hi", 5)]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--temperature", "-1"], "temperature must be 0 (greedy) or positive"),
+        (["--max-len", "4"], "need"),
+        (["--backend", "cpuu"], "Did you mean 'cpu'?"),
+    ],
+)
+def test_unusable_request_is_one_clear_error(
+    more: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    result = run_cli(capsys, *_argv(folder, *more))
+    assert result.code == 2
+    assert said in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_missing_model_and_missing_prompts_are_clear_errors(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    result = run_cli(capsys, *_argv(tmp_path / "nothing", prompts=("a",)))
+    assert result.code == 2
+    assert "cannot read a model from" in result.err
+    result = run_cli(capsys, *_argv(tmp_path, prompts=("a",)))  # a folder without a model
+    assert result.code == 2
+    assert "cannot read a model from" in result.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n\n"))
+    result = run_cli(capsys, *_argv(folder, prompts=()))
+    assert result.code == 2
+    assert "no prompt in standard input" in result.err
+    result = run_cli(capsys, *_argv(folder, "--prompts-file", "gone.txt", prompts=()))
+    assert result.code == 2
+    assert "cannot read gone.txt" in result.err
+
+
+def test_graph_buckets_larger_than_the_prompts_are_accepted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    mode = json.dumps(
+        {"decode": {"policy": "full", "buckets": [4]}, "prefill": {"policy": "breakable",
+         "buckets": [32]}}
+    )  # fmt: skip
+    data = run_json(
+        capsys,
+        *_argv(folder, "--max-new-tokens", "3", "--device-graph-mode", mode, prompts=("abcdefgh",)),
+    )
+    phases = {one["phase"]: one for one in data["runs"][0]["phases"]}
+    assert [one["key"] for one in phases["decode"]["buckets"]] == ["4"]
+    assert [one["key"] for one in phases["prefill"]["buckets"]] == ["32"]
+    # One request in a bucket of four is more padding than the default limit allows.
+    assert phases["decode"]["eager"] == {"padding": 2}
+
+
+def test_texts_are_printed_in_order_as_they_come():
+    out = io.StringIO()
+    text = OrderedText(["[1] a", "[2] b", "[3] c"], out)
+    assert out.getvalue() == ""
+    text.add(1, " later")
+    assert out.getvalue() == "[1] a"
+    text.add(0, " now")
+    assert out.getvalue() == "[1] a now"
+    text.add(2, " done", last=True)
+    text.add(0, "!", last=True)
+    assert out.getvalue() == "[1] a now!\n\n[2] b later"
+    text.add(1, ".", last=True)
+    assert out.getvalue() == "[1] a now!\n\n[2] b later.\n\n[3] c done\n\n"
+
+
+def test_piecewise_is_refused_because_the_model_cannot_be_traced(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    result = run_cli(capsys, *_argv(folder, "--device-graph-mode", '{"prefill": "piecewise"}'))
+    assert result.code == 2
+    assert "torch.compile cannot trace" in result.err

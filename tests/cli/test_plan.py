@@ -1,0 +1,226 @@
+"""``devgraph plan``: what a configuration comes to, on this machine and in a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import devgraph as dg
+from devgraph.api.capabilities import Capabilities
+from devgraph.api.config.model import PhaseConfig
+from devgraph.cli.estimate import ModelSizes, estimate, ranges
+from devgraph.runners import default_buckets
+from tests.support.cli_programs import run_cli, run_json
+
+SIZES = ModelSizes(
+    layers=4,
+    hidden=8,
+    intermediate=32,
+    heads=2,
+    kv_heads=1,
+    head_dim=4,
+    vocabulary=100,
+    item_bytes=2,
+)
+
+
+def _phases(data: Any) -> dict[str, Any]:
+    return {one["phase"]: one for one in data["estimates"]}
+
+
+def test_default_plan_has_the_default_policies_and_buckets(capsys: pytest.CaptureFixture[str]):
+    data = run_json(capsys, "plan", "--backend", "cpu", "--max-requests", "48")
+    phases = _phases(data)
+    assert phases["decode"]["policy"] == "full"
+    assert phases["prefill"]["policy"] == "breakable"
+    assert phases["decode"]["buckets"] == list(default_buckets("decode", 48))
+    assert phases["prefill"]["buckets"] == list(default_buckets("prefill", 8192))
+    assert data["backend"] == "cpu"
+    assert data["rules"] == []
+
+
+def test_plan_of_the_defaults_asks_for_no_flag(capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "plan", "--backend", "cpu")
+    assert result.code == 0
+    assert result.out.endswith("everything is the default: no flag is needed\n")
+
+
+def test_flags_reach_the_plan_and_the_printed_mode_says_the_same(
+    capsys: pytest.CaptureFixture[str],
+):
+    flags = ["--decode-device-graph-bs", "1", "4", "--prefill-disable-device-graph"]
+    data = run_json(capsys, "plan", "--backend", "cpu", *flags, "--max-requests", "8")
+    assert _phases(data)["decode"]["buckets"] == [1, 4, 8]
+    assert _phases(data)["prefill"] == {
+        "phase": "prefill",
+        "policy": "disabled",
+        "buckets": [],
+        "graphs_per_bucket": 0,
+        "graphs": 0,
+        "streams": 0,
+        "bytes": 0,
+    }
+    printed = run_cli(capsys, "plan", "--backend", "cpu", *flags).out
+    mode = printed.rpartition("--device-graph-mode '")[2].rstrip().rstrip("'")
+    config = dg.DeviceGraphConfig.from_json(mode)
+    assert config.decode.buckets == (1, 4)
+    assert config.prefill.policy == "disabled"
+
+
+def test_rule_that_fires_is_shown_with_requested_and_effective(
+    capsys: pytest.CaptureFixture[str],
+):
+    result = run_cli(capsys, "plan", "--backend", "cpu", "--fact", "pipeline_parallel=2")
+    assert result.code == 0
+    row = next(line for line in result.out.splitlines() if line.strip().startswith("prefill"))
+    assert "breakable (default)" in row
+    assert "disabled" in row
+    assert "pipeline-parallel" in result.out
+
+
+def test_choice_that_a_safety_rule_forbids_is_an_error(capsys: pytest.CaptureFixture[str]):
+    result = run_cli(
+        capsys, "plan", "--backend", "cpu", "--fact", "weight_offload=true",
+        "--decode-device-graph-mode", "full",
+    )  # fmt: skip
+    assert result.code == 2
+    assert "[weight-offload]" in result.err
+    assert "decode.policy" in result.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--fact", "loras=true"], "Did you mean 'lora'?"),
+        (["--fact", "lora"], "write NAME=VALUE"),
+        (["--max-requests", "0"], "--max-requests must be at least 1"),
+        (["--decode-device-graph-bs", "999"], "over the capacity of 256"),
+        (["--cluster", "nowhere.json"], "nowhere.json"),
+        (["--model", "nowhere/at/all"], "cannot read a model from 'nowhere/at/all'"),
+    ],
+)
+def test_unusable_request_is_one_clear_error(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    result = run_cli(capsys, "plan", "--backend", "cpu", *argv)
+    assert result.code == 2
+    assert said in result.err
+
+
+def test_overlay_for_a_backend_that_is_not_registered_warns(capsys: pytest.CaptureFixture[str]):
+    mode = json.dumps({"backends": {"cdua": {"decode": "disabled"}}})
+    result = run_cli(capsys, "plan", "--backend", "cpu", "--device-graph-mode", mode)
+    assert result.code == 0
+    assert "no backend 'cdua' is registered on this node" in result.err
+    assert "Did you mean 'cuda'?" in result.err
+
+
+def test_cluster_is_planned_group_by_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "cluster.json"
+    path.write_text(
+        json.dumps(
+            {
+                "groups": [
+                    {"name": "a", "backend": "npu", "count": 8, "role": "prefill"},
+                    {"name": "b", "backend": "cpu", "count": 2, "role": "decode"},
+                ]
+            }
+        ),
+        encoding="utf-8",
+    )
+    mode = json.dumps({"backends": {"npu": {"prefill": "full"}}})
+    argv = ["plan", "--cluster", path, "--device-graph-mode", mode]
+    data = run_json(capsys, *argv)
+    groups = {one["group"]: one for one in data["groups"]}
+    policies = {
+        name: {phase["phase"]: phase["policy"] for phase in group["estimates"]}
+        for name, group in groups.items()
+    }
+    assert policies == {
+        "a": {"decode": "disabled", "prefill": "full"},
+        "b": {"decode": "full", "prefill": "disabled"},
+    }
+    text = run_cli(capsys, *argv).out
+    assert "a: 8 x npu" in text
+    assert "b: 2 x cpu" in text
+    assert "role-prefill" in text
+
+
+def test_facts_beside_a_cluster_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "cluster.json"
+    path.write_text('{"groups": [{"name": "a", "backend": "cpu"}]}', encoding="utf-8")
+    result = run_cli(capsys, "plan", "--cluster", path, "--fact", "lora=true")
+    assert result.code == 2
+    assert "state facts per group" in result.err
+
+
+def test_model_folder_gives_graphs_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    transformers = pytest.importorskip("transformers", reason="reads a model's configuration")
+    transformers.LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=8,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=100,
+    ).save_pretrained(tmp_path)
+    argv = ["--backend", "cpu", "--model", tmp_path, "--max-requests", "4", "--max-tokens", "16"]
+    phases = _phases(run_json(capsys, "plan", *argv))
+    assert phases["decode"]["graphs"] == 3
+    assert phases["prefill"]["graphs"] == 4 * 5
+    # bfloat16; the MLP holds 2 * 8 + 3 * 32 numbers a token, a row of logits 100.
+    assert phases["decode"]["bytes"] == 4 * 2 * (112 + 100)
+    assert phases["prefill"]["bytes"] == 16 * 2 * 112
+    assert "model of 4 layers" in run_cli(capsys, "plan", *argv).out
+
+
+def test_memory_is_the_sum_where_graphs_do_not_share_a_pool():
+    config = PhaseConfig(policy="full", buckets=(1, 2))
+    shared, apart = (
+        estimate(
+            "decode",
+            config,
+            capacity=2,
+            sizes=SIZES,
+            capabilities=Capabilities(shared_pool=shared),
+        )
+        for shared in (True, False)
+    )
+    assert shared.bytes == 2 * SIZES.token_bytes + 2 * SIZES.logit_bytes
+    assert apart.bytes == 3 * (SIZES.token_bytes + SIZES.logit_bytes)
+
+
+def test_streams_are_counted_where_graphs_hold_them():
+    config = PhaseConfig(policy="breakable", buckets=(4, 8))
+    scarce, plenty = (
+        estimate(
+            "prefill",
+            config,
+            capacity=8,
+            sizes=SIZES,
+            capabilities=Capabilities(max_streams=streams),
+        )
+        for streams in (100, None)
+    )
+    assert scarce.graphs == plenty.graphs == 2 * 5
+    assert scarce.streams == 10
+    assert plenty.streams is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([], ""),
+        ([7], "7"),
+        ([1, 2], "1 2"),
+        ([1, 2, 3], "1 2 3"),
+        ([1, 2, 4, 8, 12, 16], "1 2 4..16 by 4"),
+        ([1, 2, 3, 4, 10], "1..4 by 1 10"),
+        ([4, 8, 12, 16, 32, 48, 64, 80], "4..16 by 4 32..80 by 16"),
+    ],
+)
+def test_buckets_are_shown_as_ranges(sizes: list[int], text: str):
+    assert ranges(sizes) == text

@@ -1,0 +1,206 @@
+"""Clusters of several vendors: one mode string, resolved per group."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devgraph.api.capabilities import Capabilities
+from devgraph.api.config.cluster import Cluster, ClusterPlan, plan_cluster
+from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
+from devgraph.api.errors import ConfigError, ConfigTypeError
+
+DISAGGREGATED: dict[str, Any] = {
+    "groups": [
+        {
+            "name": "prefill",
+            "backend": "npu",
+            "count": 16,
+            "role": "prefill",
+            "tensor_parallel": 8,
+        },
+        {
+            "name": "decode",
+            "backend": "cuda",
+            "count": 8,
+            "role": "decode",
+            "facts": {"lora": True},
+        },
+    ]
+}
+MODE = '{"decode": "full", "prefill": "breakable", "backends": {"npu": {"prefill": "full"}}}'
+
+
+def plan(mode: str, document: dict[str, Any], **options: Any) -> ClusterPlan:
+    """Plan with every warning an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return plan_cluster(
+            DeviceGraphConfig.from_json(mode), Cluster.from_dict(document), **options
+        )
+
+
+def group(**values: Any) -> dict[str, Any]:
+    return {"groups": [{"name": "g", **values}]}
+
+
+def test_one_mode_string_serves_prefill_on_one_vendor_and_decode_on_another() -> None:
+    found = plan(MODE, DISAGGREGATED)
+    there = {
+        one.group.name: (
+            one.member.backend,
+            one.resolution.effective.decode.policy,
+            one.resolution.effective.prefill.policy,
+        )
+        for one in found.members
+    }
+    assert there == {
+        "prefill": ("npu", "disabled", "full"),
+        "decode": ("cuda", "full", "disabled"),
+    }
+    assert found.members[0].group.facts.collectives
+    assert not found.members[1].group.facts.collectives
+
+
+@pytest.mark.parametrize("suffix", [".json", ".yaml"])
+def test_cluster_is_read_from_json_and_yaml(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"cluster{suffix}"
+    text = (
+        "groups:\n"
+        "  - {name: prefill, backend: npu, count: 16, role: prefill, tensor_parallel: 8}\n"
+        "  - {name: decode, backend: cuda, count: 8, role: decode, facts: {lora: true}}\n"
+    )
+    path.write_text(json.dumps(DISAGGREGATED) if suffix == ".json" else text)
+    assert Cluster.from_file(path) == Cluster.from_dict(DISAGGREGATED)
+    assert Cluster.from_file(path).backends == ("cuda", "npu")
+
+
+def test_policy_in_place_of_a_cluster_is_broken_json_and_no_mode(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text("full")
+    with pytest.raises(ConfigError, match="broken JSON in line 1") as error:
+        Cluster.from_file(path)
+    assert "phase" not in str(error.value)
+
+
+MIXED = {
+    "members": [{"backend": "cuda", "count": 2}, {"backend": "npu", "count": 2}],
+    "tensor_parallel": 4,
+}
+
+
+def test_mixed_vendors_around_a_collective_inside_a_graph_are_refused() -> None:
+    """FAULTS 31."""
+    with pytest.raises(ConfigError) as error:
+        plan("{}", group(**MIXED))
+    text = str(error.value)
+    assert "group 'g' mixes the vendors cuda, npu" in text
+    assert "graphs of decode and prefill hold collectives" in text
+
+
+def test_mixed_vendors_are_fine_where_no_graph_holds_a_collective() -> None:
+    for mode, document in (
+        ("{}", group(**{**MIXED, "tensor_parallel": 1})),
+        ("{}", group(**MIXED, collectives=False)),
+        ('{"decode": "disabled", "prefill": "disabled"}', group(**MIXED)),
+    ):
+        found = plan(mode, document)
+        assert [one.member.backend for one in found.members] == ["cuda", "npu"]
+
+
+def test_mixed_vendors_count_only_the_phases_that_run_there() -> None:
+    with pytest.warns(DeviceGraphWarning, match="no group of the cluster runs prefill"):
+        found = plan_cluster(
+            DeviceGraphConfig.from_json('{"decode": "disabled"}'),
+            Cluster.from_dict(group(**MIXED, role="decode")),
+        )
+    assert len(found.members) == 2
+
+
+def test_two_backends_of_one_vendor_may_share_a_collective() -> None:
+    members = [{"backend": "cuda"}, {"backend": "cuda-next", "vendor": "cuda"}]
+    found = plan("{}", group(members=members, tensor_parallel=2))
+    assert [one.member.vendor for one in found.members] == ["cuda", "cuda"]
+
+
+def test_conflicts_are_listed_for_every_group() -> None:
+    document = {
+        "groups": [
+            {"name": "a", "backend": "cuda", "facts": {"weight_offload": True}},
+            {"name": "b", "backend": "npu", "facts": {"attention": "never"}},
+        ]
+    }
+    with pytest.raises(ConfigError) as error:
+        plan('{"decode": "full"}', document)
+    text = str(error.value)
+    assert "group 'a' on cuda" in text
+    assert "[weight-offload]" in text
+    assert "group 'b' on npu" in text
+    assert "[attention-decode]" in text
+
+
+def test_known_capabilities_are_applied() -> None:
+    modes = '{"backends": {"npu": {"prefill": "piecewise"}}}'
+    document = group(backend="npu")
+    assert plan(modes, document).members[0].resolution.effective.prefill.policy == "piecewise"
+    with pytest.raises(ConfigError, match="piecewise-backend"):
+        plan(modes, document, capabilities={"npu": Capabilities()})
+
+
+def test_parts_for_backends_that_the_cluster_lacks_are_warned_about() -> None:
+    config = DeviceGraphConfig.from_json('{"backends": {"npuu": {"prefill": "full"}}}')
+    with pytest.warns(DeviceGraphWarning, match="'npuu'.*Did you mean 'npu'") as said:
+        plan_cluster(config, Cluster.from_dict(group(backend="npu")))
+    assert [one.filename for one in said] == [__file__]
+
+
+def test_plan_as_data_names_groups_vendors_and_rules() -> None:
+    data = json.loads(plan(MODE, DISAGGREGATED).to_json())
+    assert data["mode"] == json.loads(MODE)
+    first = data["groups"][0]
+    assert (first["group"], first["vendor"], first["count"], first["role"]) == (
+        "prefill",
+        "npu",
+        16,
+        "prefill",
+    )
+    assert first["effective"]["prefill"]["policy"] == "full"
+    assert {one["rule"] for one in first["rules"]} == {"role-prefill", "full-prefill"}
+
+
+@pytest.mark.parametrize(
+    ("document", "kind", "part"),
+    [
+        ([], ConfigTypeError, "expected an object"),
+        ({}, ConfigTypeError, "groups: expected a list"),
+        ({"groups": []}, ConfigTypeError, "groups: expected a list"),
+        ({"group": []}, ConfigError, "Did you mean 'groups'"),
+        (group(), ConfigTypeError, r"groups\[0\].backend"),
+        (group(backend="cuda", rle="both"), ConfigError, r"groups\[0\].*Did you mean 'role'"),
+        (group(backend="cuda", role="decod"), ConfigError, "Did you mean 'decode'"),
+        (group(backend="cuda", count=0), ConfigError, r"groups\[0\].count: expected at least 1"),
+        (group(backend="cuda", count=True), ConfigTypeError, "count: expected an integer"),
+        (group(backend="cuda", count=6, tensor_parallel=4), ConfigError, "6 devices do not divide"),
+        (group(backend="cuda", collectives="yes"), ConfigTypeError, "collectives"),
+        (group(backend="cuda", facts={"loar": True}), ConfigError, "Did you mean 'lora'"),
+        (group(backend="cuda", facts={"role": "both"}), ConfigError, "in the group itself"),
+        (group(backend="cuda", members=[]), ConfigError, "either members or backend"),
+        (group(members=[{"backend": ""}]), ConfigTypeError, r"members\[0\].backend"),
+        (group(members=[{"backend": "x", "name": "y"}]), ConfigError, "no key 'name'"),
+        (
+            {"groups": [{"name": "g", "backend": "x"}, {"name": "g", "backend": "y"}]},
+            ConfigError,
+            "two groups are named 'g'",
+        ),
+        ({"groups": [{"backend": "x"}]}, ConfigTypeError, r"groups\[0\].name"),
+    ],
+)
+def test_bad_cluster_files_are_refused_with_the_path(
+    document: Any, kind: type[Exception], part: str
+) -> None:
+    with pytest.raises(kind, match=part):
+        Cluster.from_dict(document, source="cluster.yaml")

@@ -1,0 +1,488 @@
+"""Recording and tape: nothing executes, memory is reused like a device's, spans can be replaced."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from devgraph.api.errors import CaptureError, StateError, UpdateTopologyError
+from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.tape import check_topology
+from tests.support.cpu_capture import KNOWLEDGE, check_replays, record, same, tensors
+
+torch.set_num_threads(1)
+
+
+def test_capture_executes_nothing_and_poisons_outputs() -> None:
+    x = torch.randn(4, 4)
+    state = torch.zeros(4, 4)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        state.add_(x)
+        return x @ x, (x * 2).to(torch.int64), x > 0, state
+
+    before = x.clone()
+    tape, (product, doubled, positive, returned) = record(step)
+    assert torch.equal(x, before) and not state.any() and returned is state
+    assert product.isnan().all() and positive.all()
+    assert (doubled > torch.iinfo(torch.int64).max // 4).all()
+    tape.replay()
+    assert same(product, x @ x) and same(doubled, (x * 2).long()) and same(state, x)
+
+
+def test_replay_sees_what_tensors_hold_then() -> None:
+    x, weight = torch.randn(2, 4), torch.nn.Linear(4, 4)
+    with torch.inference_mode():
+        tape, out = record(lambda: weight(x))
+    for _ in range(2):
+        with torch.no_grad():
+            x.copy_(torch.randn(2, 4))
+            weight.weight.mul_(1.5)
+            tape.replay()
+            assert same(out, weight(x))
+
+
+def test_tape_keeps_tensors_from_outside_alive() -> None:
+    weight = torch.randn(8, 8)
+    expected = weight + 1
+    tape, out = record(lambda w: w + 1, weight)
+    del weight
+    junk = [torch.zeros(8, 8) for _ in range(20)]
+    tape.replay()
+    assert same(out, expected) and len(junk) == 20
+
+
+def test_temporaries_share_blocks_within_a_capture() -> None:
+    pool = BlockPool()
+    x = torch.randn(256, 256)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(100):
+            x = torch.tanh(x) + 0.1
+        return x
+
+    tape, out = record(chain, x, pool=pool)
+    tape.replay()
+    assert pool.reserved_bytes <= 8 * x.nbytes
+    assert same(out, chain(x))
+
+
+def test_graphs_of_one_pool_share_memory_and_stay_right_in_any_order() -> None:
+    pool = BlockPool()
+    weight = torch.randn(64, 64)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = F.silu(x @ weight) + x
+        return x.sum(-1)
+
+    inputs = [torch.randn(rows, 64) for rows in (16384, 8192, 2048, 8)]
+    captured = [record(chain, x, pool=pool) for x in inputs]
+    one = BlockPool()
+    largest = record(chain, inputs[0], pool=one)
+    outputs = sum(out.nbytes for _, out in captured)
+    assert pool.reserved_bytes <= 1.2 * one.reserved_bytes + outputs and largest
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)):
+        for index in order:
+            inputs[index].copy_(torch.randn_like(inputs[index]))
+            captured[index][0].replay()
+            assert same(captured[index][1], chain(inputs[index]))
+
+
+def test_pool_tensor_of_an_earlier_capture_is_not_owned_by_a_later_one() -> None:
+    pool = BlockPool()
+    x = torch.randn(8, 8)
+    first, middle = record(lambda: x * 2, pool=pool)
+    second, out = record(lambda x: x + 1, middle, pool=pool)
+    first.replay()
+    second.replay()
+    assert same(out, x * 2 + 1)
+    address = middle.data_ptr()
+    del middle
+    _, other = record(lambda: x * 3, pool=pool)
+    assert other.data_ptr() == address, "the second tape kept the block of a tensor it only read"
+
+
+def test_outputs_keep_their_memory_when_all_else_is_gone() -> None:
+    pool = BlockPool()
+    x = torch.randn(8, 8)
+    tape, out = record(lambda: x * 2, pool=pool)
+    tape.replay()
+    expected = out.clone()
+    tape.close()
+    del tape, pool
+    gc.collect()
+    junk = [torch.zeros(8, 8) for _ in range(20)]
+    assert same(out, expected) and len(junk) == 20
+
+
+def test_pool_memory_is_kept_until_the_last_tape_closes() -> None:
+    pool = BlockPool()
+    x = torch.randn(64, 64)
+    tapes = [record(lambda: (x @ x + 1).sum(), pool=pool)[0] for _ in range(2)]
+    held = pool.reserved_bytes
+    tapes[0].close()
+    tapes[0].close()
+    assert pool.reserved_bytes == held > 0
+    tapes[1].replay()
+    tapes[1].close()
+    assert pool.reserved_bytes == 0 and len(tapes[1]) == 0
+
+
+def test_memory_is_flat_over_captures_and_replays() -> None:
+    pool = BlockPool()
+    x = torch.randn(32, 32)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(torch.cat([x, x]) @ x, (32,)).softmax(-1)
+
+    sizes = []
+    entries = None
+    for _ in range(100):
+        tape, out = record(step, x, pool=pool)
+        tape.replay()
+        entries = weakref.ref(tape)
+        tape.close()
+        del tape, out
+        sizes.append(pool.reserved_bytes)
+    assert set(sizes) == {0} and entries() is None
+    known = len(KNOWLEDGE.metadata._known)
+    record(step, x)
+    assert len(KNOWLEDGE.metadata._known) == known
+
+
+def test_metadata_forgets_at_its_limit() -> None:
+    knowledge = Knowledge()
+    knowledge.metadata.LIMIT = 10
+    for size in range(1, 40):
+        with Recorder(BlockPool(), knowledge=knowledge):
+            torch.ones(size) + 1
+    assert len(knowledge.metadata._known) <= 10
+
+
+def test_replay_records_no_gradient_and_ignores_modes_of_the_caller() -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        tape, out = record(lambda: x @ weight)
+    with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        tape.replay()
+    assert not out.requires_grad and same(out, x @ weight.detach())
+
+
+def test_inference_tensor_is_returned_under_inference_mode_only() -> None:
+    x = torch.randn(3)
+    with torch.inference_mode():
+        _, inside = record(lambda: x + 1)
+    _, outside = record(lambda: x + 1)
+    assert inside.is_inference() and not outside.is_inference()
+    outside.add_(1)
+
+
+def test_captured_under_inference_mode_and_replayed_outside() -> None:
+    x = torch.randn(3)
+    cache = torch.zeros(3)
+    with torch.inference_mode():
+        tape, out = record(lambda: cache.add_(x) * 2)
+    tape.replay()
+    assert same(out, x * 2)
+
+
+def test_other_threads_are_not_recorded() -> None:
+    results: list[torch.Tensor] = []
+    with Recorder(BlockPool(), knowledge=KNOWLEDGE) as recorder:
+        thread = threading.Thread(target=lambda: results.append(torch.ones(3).sum()))
+        thread.start()
+        thread.join()
+        mine = torch.ones(3)
+    assert results[0].item() == 3 and mine.isnan().all()
+    assert [op.name for op in recorder.tape().ops] == ["aten::ones"]
+
+
+def test_two_threads_record_at_once() -> None:
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for _ in range(5):
+                check_replays(
+                    lambda x: F.softmax(x @ x.t(), -1).sum(0),
+                    lambda n: [
+                        torch.randn(seed + 2, 5, generator=torch.Generator().manual_seed(n))
+                    ],
+                )
+        except BaseException as error:
+            failures.append(error)
+
+    # No random numbers are drawn, so the shared default generator plays no part.
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_operations_carry_names_and_lines() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return F.linear(y, x)
+
+    with torch.inference_mode():
+        tape, _ = record(step, torch.randn(3, 3))
+    first = step.__code__.co_firstlineno
+    assert [(op.name, op.line.line - first) for op in tape.ops] == [
+        ("aten::mul.Tensor", 1),
+        ("aten::mm", 2),
+    ]
+    assert all(op.line.file == __file__ and op.line.function == "step" for op in tape.ops)
+    assert "y = x * 2" in str(tape.ops[0])
+
+
+def test_error_in_a_replay_names_the_operation_and_the_next_replay_works() -> None:
+    table, index = torch.randn(4, 2), torch.tensor([1, 2])
+    tape, out = record(lambda: table[index] * 2)
+    index.copy_(torch.tensor([1, 9]))
+    with pytest.raises(IndexError) as caught:
+        tape.replay()
+    if hasattr(caught.value, "__notes__"):
+        assert "aten::index" in caught.value.__notes__[0] and __file__ in caught.value.__notes__[0]
+    index.copy_(torch.tensor([0, 3]))
+    tape.replay()
+    assert same(out, table[index] * 2)
+
+
+def test_views_cost_no_entry() -> None:
+    x = torch.randn(2, 6, 4)
+    tape, _ = record(lambda: x.transpose(0, 1).view(6, 2, 2, 2)[1:].permute(1, 0, 2, 3).unbind(0))
+    assert len(tape) == 0
+
+
+def test_outputs_may_be_written_and_are_overwritten_by_the_next_replay() -> None:
+    x = torch.randn(3)
+    tape, out = record(lambda: x * 2)
+    tape.replay()
+    out.zero_()
+    tape.replay()
+    assert same(out, x * 2)
+
+
+def test_output_fed_back_as_input() -> None:
+    x = torch.randn(3)
+    tape, out = record(lambda: x * 2 + 1)
+    expected = x.clone()
+    for _ in range(3):
+        tape.replay()
+        x.copy_(out)
+        expected = expected * 2 + 1
+    assert same(x, expected)
+
+
+def test_buffer_donated_by_set_is_followed() -> None:
+    x, y = torch.randn(3), torch.randn(3)
+
+    def step() -> torch.Tensor:
+        handle = torch.empty(3)
+        handle.set_(y)
+        return handle + x
+
+    tape, out = record(step)
+    tape.replay()
+    assert same(out, x + y)
+
+
+def test_meta_tensors_pass_through() -> None:
+    tape, outs = record(
+        lambda: (torch.empty(3, device="meta") + 1, torch.tensor(1.0, device="meta"))
+    )
+    assert all(out.device.type == "meta" for out in outs) and len(tape) == 0
+
+
+def test_tensor_subclass_is_unwrapped() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    a, b = torch.randn(3), torch.randn(3)
+    with torch.no_grad():
+        tape, out = record(lambda: TwoTensor(a, b) * 2)
+    tape.replay()
+    assert same(out.a, a * 2) and same(out.b, b * 2)
+
+
+def test_custom_operation_with_a_fake_is_recorded() -> None:
+    with torch.library._scoped_library("devgraph_test", "DEF") as library:
+
+        def store(into: torch.Tensor, x: torch.Tensor) -> None:
+            into.copy_(x)
+
+        library.define("scale(Tensor x, float by) -> Tensor")
+        library.define("store(Tensor(a!) into, Tensor x) -> ()")
+        library.impl("scale", lambda x, by: x * by, "CPU")
+        library.impl("store", store, "CPU")
+        library.impl("scale", lambda x, by: torch.empty_like(x), "Meta")
+        library.impl("store", lambda into, x: None, "Meta")
+        x, into = torch.randn(3), torch.zeros(3)
+
+        def step() -> torch.Tensor:
+            out = torch.ops.devgraph_test.scale(x, 3.0)
+            torch.ops.devgraph_test.store(into, out)
+            return out
+
+        tape, out = record(step)
+        assert not into.any()
+        tape.replay()
+        assert same(out, x * 3) and same(into, x * 3)
+
+
+def test_compiled_function_is_recorded_operation_by_operation() -> None:
+    x = torch.randn(4)
+    compiled = torch.compile(lambda x: (x * 2).sin() + 1, backend="eager")
+    expected = compiled(x)  # compiled before the capture, called inside it
+    tape, out = record(compiled, x)
+    assert out.isnan().all()
+    tape.replay()
+    assert same(out, expected) and len(tape) == 3
+
+
+def test_decomposed_operations_are_those_of_eager_execution() -> None:
+    x, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
+    with torch.inference_mode():
+        tape, _ = record(lambda: F.linear(x, weight).reshape(-1).contiguous().to(torch.float32))
+    assert [op.name for op in tape.ops] == ["aten::mm"]
+
+
+# Spans.
+
+
+def test_span_is_replaced_and_writes_the_same_output() -> None:
+    pool, regions = BlockPool(), BlockPool()
+    x, out = torch.randn(8, 4), torch.zeros(4)
+
+    def attend(length: int) -> None:
+        out.copy_(x[:length].sum(0))
+
+    with Recorder(pool, others=(regions,), knowledge=KNOWLEDGE) as recorder:
+        before = x * 1
+        with recorder.span("attend") as span:
+            attend(2)
+        after = out * 2 + before[0]
+    tape = recorder.tape()
+    tape.replay()
+    assert same(after, x[:2].sum(0) * 2 + x[0])
+    own = span.entries
+    for length in (5, 8, 1):
+        again = Recorder(regions, others=(pool,), knowledge=KNOWLEDGE)
+        with again, again.span("attend") as new:
+            attend(length)
+        tape.replay()
+        check_topology(span, new.entries)
+        tape.replace({span: new.entries})
+        tape.replay()
+        assert same(after, x[:length].sum(0) * 2 + x[0])
+        assert [op.name for op in tape.ops] == [
+            "aten::mul.Tensor",
+            "aten::sum.dim_IntList",
+            "aten::copy_",
+            "aten::mul.Tensor",
+            "aten::add.Tensor",
+        ]
+    tape.replace({span: own})
+    tape.replay()
+    assert same(after, x[:2].sum(0) * 2 + x[0])
+    assert tape.spans == [span]
+
+
+def test_recording_a_span_again_changes_nothing_before_it_is_applied() -> None:
+    pool, regions = BlockPool(), BlockPool()
+    x, out = torch.randn(8, 4), torch.zeros(4)
+    with Recorder(pool, knowledge=KNOWLEDGE) as recorder, recorder.span("r"):
+        out.copy_((x[:2] * 3).sum(0))
+    tape = recorder.tape()
+    tape.replay()
+    expected = out.clone()
+    with Recorder(regions, others=(pool,), knowledge=KNOWLEDGE):
+        out.copy_((x[:8] * 3).sum(0))
+    assert same(out, expected)
+    tape.replay()
+    assert same(out, expected)
+
+
+def test_other_operations_in_a_span_are_a_topology_change() -> None:
+    x = torch.randn(8)
+
+    def spans_of(fn: Any) -> Any:
+        with Recorder(BlockPool(), knowledge=KNOWLEDGE) as recorder, recorder.span("region f") as s:
+            fn()
+        return s
+
+    one = spans_of(lambda: x * 2)
+    with pytest.raises(UpdateTopologyError, match=r"region f recorded 1 .* needs 2"):
+        check_topology(one, spans_of(lambda: x * 2 + 1).entries)
+    with pytest.raises(UpdateTopologyError, match=r"aten::mul\.Tensor at .* is aten::div\.Tensor"):
+        check_topology(one, spans_of(lambda: x / 2).entries)
+    check_topology(one, spans_of(lambda: x[:3] * 2).entries)
+
+
+def test_replacing_an_unknown_span_changes_nothing() -> None:
+    x = torch.randn(3)
+    with Recorder(BlockPool(), knowledge=KNOWLEDGE) as recorder, recorder.span("known") as known:
+        out = x * 2
+    with Recorder(BlockPool(), knowledge=KNOWLEDGE) as other, other.span("unknown") as unknown:
+        x * 3
+    tape = recorder.tape()
+    with pytest.raises(KeyError, match="unknown"):
+        tape.replace({known: (), unknown: ()})
+    tape.replay()
+    assert same(out, x * 2)
+
+
+def test_random_numbers_in_an_updatable_span_are_refused() -> None:
+    x = torch.ones(3)
+    recorder = Recorder(BlockPool(), knowledge=KNOWLEDGE)
+    with recorder, recorder.span("region f"):
+        F.scaled_dot_product_attention(
+            *[torch.randn_like(x.view(1, 1, 1, 3)) for _ in ()] or [x.view(1, 1, 1, 3)] * 3
+        )
+        with pytest.raises(CaptureError, match=r"rand.* region f"):
+            x + torch.rand(3)
+    with recorder, recorder.span("static", random=True):
+        torch.rand(3)
+
+
+def test_spans_do_not_nest_and_end_in_order() -> None:
+    recorder = Recorder(BlockPool(), knowledge=KNOWLEDGE)
+    with recorder:
+        span = recorder.begin_span("outer")
+        with pytest.raises(StateError, match="outer"):
+            recorder.begin_span("inner")
+        recorder.end_span(span)
+        with pytest.raises(StateError):
+            recorder.end_span(span)
+        with pytest.raises(StateError, match="leave"):
+            recorder.tape()
+        with pytest.raises(StateError, match="already"):
+            recorder.__enter__()
+
+
+def test_escaping_allocations_are_named() -> None:
+    kept = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x * 3)
+        return x * 2
+
+    pool = BlockPool()
+    x = torch.randn(3)
+    earlier = record(lambda: x + 1, pool=pool)
+    with Recorder(pool, knowledge=KNOWLEDGE) as recorder:
+        out = step(x)
+    (found,) = recorder.escaping(tensors(out))
+    assert found.kind == "escaping_allocation" and found.file == __file__
+    assert found.line == step.__code__.co_firstlineno + 1
+    assert earlier and kept

@@ -1,0 +1,29 @@
+"""``devgraph bench`` on CUDA, with the public package for breakable graphs beside our policies."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cli_programs import run_json
+from tests.support.cuda_kit import backend
+
+__all__ = ["backend"]
+
+pytestmark = pytest.mark.cuda
+
+SMALL = (
+    "bench", "--backend", "cuda", "--layers", "3", "--hidden", "64", "--heads", "2",
+    "--vocabulary", "64", "--window", "64", "--steps", "4", "--repeats", "2",
+    "--policy", "full", "--policy", "breakable",
+)  # fmt: skip
+
+
+def test_public_package_runs_the_same_work_with_the_same_result(
+    be: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("breakable_cuda_graphs", reason="the public package")
+    data = run_json(capsys, *SMALL)
+    rows = {one["name"]: one for one in data["rows"]}
+    assert {"eager", "full", "breakable", "breakable-cuda-graphs"} <= set(rows)
+    assert all(one["equal"] for one in rows.values())
+    assert data["failed"] == {}

@@ -1,0 +1,338 @@
+"""Continuous batching: the tokens of transformers, in every mode, whoever joins and leaves."""
+
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the transformers integration")
+
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.errors import DeviceGraphError, StateError
+from devgraph.integrations.transformers import (
+    Engine,
+    FinishReason,
+    SamplingParams,
+    TokenEvent,
+)
+from tests.support.transformers_models import FAMILIES, VOCABULARY, make_model, prompts, reference
+
+EAGER = '{"decode": "disabled", "prefill": "disabled"}'
+GRAPHS = '{"decode": {"policy": "full", "buckets": [2, 3]}, "prefill": {"buckets": [8, 16]}}'
+BREAKABLE = (
+    '{"decode": {"policy": "breakable", "buckets": [3], "max_padding": 9}, '
+    '"prefill": {"buckets": [16], "max_padding": 16}}'
+)
+FULL = '{"decode": "full", "prefill": {"policy": "full", "buckets": [16], "max_padding": 16}}'
+
+
+def make_engine(model: Any, mode: str = EAGER, **options: Any) -> Engine:
+    """Return an engine with three slots and steps of 16 tokens, over a poisoned cache."""
+    values = {"max_requests": 3, "max_len": 100, "max_step_tokens": 16, "backend": "cpu"} | options
+    engine = Engine(model, config=DeviceGraphConfig.from_json(mode), **values)
+    for layer in engine.model.cache.layers:
+        layer.keys.fill_(math.nan)
+        layer.values.fill_(math.nan)
+    return engine
+
+
+def finish(engine: Engine) -> dict[int, list[int]]:
+    """Run until nothing waits or runs; tokens by request."""
+    tokens: dict[int, list[int]] = {}
+    while engine.has_work:
+        for event in engine.step():
+            assert event.token is not None
+            tokens.setdefault(event.request_id, []).append(event.token)
+    return tokens
+
+
+@pytest.mark.parametrize("mode", [EAGER, GRAPHS], ids=["eager", "graphs"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_seven_prompts_in_three_slots_give_the_tokens_of_generate(family: str, mode: str) -> None:
+    model = make_model(family)
+    texts = prompts(7)
+    want = [reference(model, text, 9) for text in texts]
+    with make_engine(model, mode) as engine:
+        done = engine.generate(texts, max_new_tokens=9)
+        assert [list(one.token_ids) for one in done] == want
+        assert [list(one.prompt_ids) for one in done] == texts
+        assert {one.finish_reason for one in done} == {FinishReason.LENGTH}
+        stats = engine.decode.stats(), engine.prefill.stats()
+        in_graphs = sum(s.graph_steps for s in stats)
+        assert in_graphs == (sum(s.steps for s in stats) if mode == GRAPHS else 0)
+
+
+@pytest.mark.parametrize("mode", [BREAKABLE, FULL], ids=["breakable", "full"])
+def test_other_modes_give_the_same_tokens(mode: str) -> None:
+    model = make_model("gemma3")
+    texts = prompts(5)
+    want = [reference(model, text, 9) for text in texts]
+    with make_engine(model, mode) as engine:
+        done = engine.generate(texts, max_new_tokens=9)
+        assert [list(one.token_ids) for one in done] == want
+        assert engine.decode.stats().graph_steps == engine.stats().decode_steps
+        prefill = engine.prefill.stats()
+        assert prefill.graph_steps + sum(prefill.eager.values()) == engine.stats().packed_steps
+        # Exact spans may need other kernels than those captured: counted then, never silent.
+        assert set(prefill.eager) <= {"update_topology"} if mode == FULL else not prefill.eager
+
+
+def test_late_requests_change_nothing_for_those_that_run() -> None:
+    model = make_model("llama")
+    texts = prompts(4, shortest=6, longest=30)
+    want = [reference(model, text, 20) for text in texts]
+    with make_engine(model, GRAPHS) as engine:
+        engine.capture()
+        tokens: dict[int, list[int]] = {}
+        for number, text in enumerate(texts):
+            assert engine.add_request(text, max_new_tokens=20) == number
+            for _ in range(5):
+                for event in engine.step():
+                    tokens.setdefault(event.request_id, []).append(event.token or 0)
+        for number, rest in finish(engine).items():
+            tokens.setdefault(number, []).extend(rest)
+        assert [tokens[i] for i in range(4)] == want
+
+
+def test_slots_are_used_again_after_requests_left_in_any_order() -> None:
+    model = make_model("mistral")
+    texts = prompts(9, longest=25)
+    lengths = [3, 14, 1, 8, 2, 11, 5, 1, 6]
+    want = {i: reference(model, t, n) for i, (t, n) in enumerate(zip(texts, lengths, strict=True))}
+    with make_engine(model, GRAPHS) as engine:
+        engine.capture()
+        for text, count in zip(texts, lengths, strict=True):
+            engine.add_request(text, max_new_tokens=count)
+        assert finish(engine) == want
+        assert engine.stats().finished == 9
+        assert engine.stats().moves > 0
+
+
+def test_chunks_of_any_size_give_the_same_tokens() -> None:
+    model = make_model("gemma3")
+    text = prompts(1, shortest=41, longest=41)[0]
+    want = reference(model, text, 6)
+    for budget in (1, 7, 16, 64):
+        with make_engine(model, max_requests=1, max_step_tokens=budget) as engine:
+            done = engine.generate([text], max_new_tokens=6)
+            assert list(done[0].token_ids) == want
+            assert engine.stats().prompt_tokens == 41
+
+
+def test_poison_that_a_request_leaves_behind_does_not_reach_the_next() -> None:
+    model = make_model("llama")
+    text = prompts(1, shortest=5, longest=5)[0]
+    want = reference(model, text, 10)
+    with make_engine(model, GRAPHS) as engine:
+        engine.capture()
+        for _ in range(2):
+            request = engine.add_request(text, max_new_tokens=40)
+            for _ in range(30):
+                engine.step()
+            engine.cancel(request)
+            for layer in engine.model.cache.layers:
+                layer.keys.fill_(math.nan)
+                layer.values.fill_(math.nan)
+            assert list(engine.generate([text], max_new_tokens=10)[0].token_ids) == want
+
+
+def test_end_of_sequence_ends_a_request_and_frees_its_slot() -> None:
+    model = make_model("llama")
+    text = prompts(1, shortest=8, longest=8)[0]
+    tokens = reference(model, text, 12)
+    with make_engine(model, eos_token_ids=[tokens[4]]) as engine:
+        done = engine.generate([text], max_new_tokens=12)[0]
+        assert list(done.token_ids) == tokens[: tokens.index(tokens[4]) + 1]
+        assert done.finish_reason is FinishReason.EOS
+        assert not engine.has_work
+
+
+def test_end_of_sequence_comes_from_the_model_by_default() -> None:
+    model = make_model("llama")
+    text = prompts(1, shortest=8, longest=8)[0]
+    tokens = reference(model, text, 12)
+    model.generation_config.eos_token_id = [tokens[2], VOCABULARY + 5]
+    with make_engine(model) as engine:
+        done = engine.generate([text], max_new_tokens=12)[0]
+        assert done.token_ids[-1] == tokens[2]
+        assert done.finish_reason is FinishReason.EOS
+
+
+def test_stop_token_ends_only_the_request_that_asked() -> None:
+    model = make_model("llama")
+    text = prompts(1, shortest=8, longest=8)[0]
+    tokens = reference(model, text, 12)
+    with make_engine(model) as engine:
+        engine.add_request(text, max_new_tokens=12, stop_token_ids=[tokens[3]])
+        engine.add_request(text, max_new_tokens=12)
+        done = finish(engine)
+        assert done[0] == tokens[: tokens.index(tokens[3]) + 1]
+        assert done[1] == tokens
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) - 32 for c in text]}
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(t + 32) for t in tokens)
+
+
+def test_text_streams_in_pieces_and_stops_at_a_string() -> None:
+    model = make_model("llama")
+    tokens = reference(model, Letters()("hello")["input_ids"], 12)
+    whole = Letters().decode(tokens, skip_special_tokens=True)
+    seen: list[TokenEvent] = []
+    with make_engine(model, tokenizer=Letters()) as engine:
+        done = engine.generate(["hello"], max_new_tokens=12, on_event=seen.append)[0]
+        assert done.text == whole == "".join(event.text for event in seen)
+        assert [event.token for event in seen] == tokens
+        assert [event.finish_reason for event in seen][-2:] == [None, FinishReason.LENGTH]
+        stopped = engine.generate(["hello"], max_new_tokens=12, stop=[whole[5:7]])[0]
+        assert stopped.text == whole[: whole.index(whole[5:7])]
+        assert stopped.finish_reason is FinishReason.STOP
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
+    model = make_model("llama")
+    text, *others = prompts(4, shortest=7)
+    params = SamplingParams(temperature=1.2, top_k=40, top_p=0.9, seed=7)
+    with make_engine(model, GRAPHS) as engine:
+        alone = engine.generate([text], max_new_tokens=10, sampling=params)[0]
+        mixed = [SamplingParams(), params, SamplingParams(temperature=1.0), SamplingParams()]
+        together = engine.generate(
+            [others[0], text, others[1], others[2]], max_new_tokens=10, sampling=mixed
+        )
+        assert together[1].token_ids == alone.token_ids
+        assert list(together[0].token_ids) == reference(model, others[0], 10)
+        other = attrs.evolve(params, seed=8)
+        assert engine.generate([text], max_new_tokens=10, sampling=other)[0] != alone
+
+
+def test_cancel_ends_a_running_and_a_waiting_request() -> None:
+    model = make_model("llama")
+    texts = prompts(3, shortest=4)
+    want = reference(model, texts[2], 8)
+    with make_engine(model, max_requests=2) as engine:
+        for text in texts:
+            engine.add_request(text, max_new_tokens=8)
+        engine.step()
+        assert engine.cancel(0).finish_reason is FinishReason.CANCELLED
+        assert finish(engine).keys() == {1, 2}
+        request = engine.add_request(texts[2], max_new_tokens=8)
+        assert engine.cancel(request).token is None
+        assert not engine.has_work
+        assert list(engine.generate([texts[2]], max_new_tokens=8)[0].token_ids) == want
+
+
+def test_failed_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    text = prompts(1, shortest=9, longest=9)[0]
+    want = reference(model, text, 8)
+    with make_engine(model) as engine:
+        engine.add_request(text, max_new_tokens=8)
+        engine.step()
+        engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.model.model, "forward", lambda **_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        first = list(engine._scheduler.find(0).generated)
+        assert first + finish(engine)[0] == want
+
+
+def test_counters_add_up() -> None:
+    model = make_model("llama")
+    texts = prompts(5)
+    with make_engine(model, GRAPHS) as engine:
+        engine.generate(texts, max_new_tokens=7)
+        stats = engine.stats()
+        assert stats.prompt_tokens == sum(map(len, texts))
+        assert stats.generated_tokens == 35
+        assert stats.finished == 5
+        assert stats.decode_steps == engine.decode.stats().steps
+        assert stats.packed_steps == engine.prefill.stats().steps
+        assert 0 < stats.decode_seconds < stats.seconds
+        engine.reset_stats()
+        assert engine.stats().generated_tokens == 0
+
+
+def test_runners_share_a_pool_and_prove_themselves() -> None:
+    with make_engine(make_model("mixtral"), GRAPHS) as engine:
+        engine.capture()
+        assert engine.decode.pool is engine.prefill.pool is engine.pool
+        assert engine.decode.prove().ok
+        assert engine.prefill.prove().ok
+
+
+def test_graphs_see_weights_overwritten_in_place_and_new_ones_after_invalidate() -> None:
+    model, second, third = (make_model("llama", seed=seed) for seed in (0, 1, 2))
+    text = prompts(1, shortest=9, longest=9)[0]
+    with make_engine(model, GRAPHS) as engine:
+        engine.capture()
+        model.load_state_dict(second.state_dict())
+        got = engine.generate([text], max_new_tokens=8)[0]
+        assert list(got.token_ids) == reference(second, text, 8)
+        for ours, new in zip(model.parameters(), third.parameters(), strict=True):
+            ours.data = new.data.clone()
+        engine.invalidate("weights")
+        got = engine.generate([text], max_new_tokens=8)[0]
+        assert list(got.token_ids) == reference(third, text, 8)
+        assert engine.decode.stats().recaptures == 2
+
+
+def test_full_prefill_without_device_lengths_warns_at_construction(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_engine(make_model("llama"), FULL).close()
+    assert "lengths in device tensors" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda e: e.add_request([]), "empty"),
+        (lambda e: e.add_request([1, VOCABULARY]), "vocabulary of 211"),
+        (lambda e: e.add_request([-1]), "token id -1"),
+        (lambda e: e.add_request([1] * 60, max_new_tokens=41), "101 positions"),
+        (lambda e: e.add_request([1], max_new_tokens=0), "at least 1"),
+        (lambda e: e.add_request("text"), "tokenizer"),
+        (lambda e: e.add_request([1], stop=["x"]), "tokenizer"),
+        (lambda e: e.cancel(3), "no request 3"),
+        (lambda e: e.generate([[1], [2]], sampling=[SamplingParams()]), "1 sampling"),
+    ],
+)
+def test_bad_requests_are_refused_and_leave_nothing_queued(call: Any, says: str) -> None:
+    with make_engine(make_model("llama")) as engine:
+        with pytest.raises(DeviceGraphError, match=says):
+            call(engine)
+        assert not engine.has_work
+
+
+def test_one_bad_prompt_queues_none() -> None:
+    with make_engine(make_model("llama")) as engine:
+        with pytest.raises(DeviceGraphError, match="vocabulary"):
+            engine.generate([[1], [VOCABULARY]])
+        assert not engine.has_work
+
+
+def test_closed_engine_says_so_and_closes_twice() -> None:
+    engine = make_engine(make_model("llama"))
+    engine.close()
+    engine.close()
+    with pytest.raises(StateError, match="closed"):
+        engine.step()
+
+
+def test_budget_below_the_slots_is_refused() -> None:
+    with pytest.raises(DeviceGraphError, match="at least 3"):
+        make_engine(make_model("llama"), max_step_tokens=2)

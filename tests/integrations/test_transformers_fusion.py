@@ -1,0 +1,212 @@
+"""Stand-ins with fewer kernels: same results, only inside steps, and only where they are equal."""
+
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="the transformers integration")
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from devgraph.api.errors import StateError
+from devgraph.api.marks import marks
+from devgraph.integrations.transformers import fusion as fusion_module
+from devgraph.integrations.transformers.fusion import Fusion
+from devgraph.integrations.transformers.probe import probe
+from tests.support.transformers_models import FAMILIES, make_model, reference
+
+
+def fusion_of(model: Any) -> Fusion:
+    shape = probe(model)
+    return Fusion(model, shape.projections, shape.attention)
+
+
+def logits(model: Any, length: int = 9) -> torch.Tensor:
+    ids = torch.randint(0, 200, (1, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_results_are_equal_to_rounding(family: str) -> None:
+    model = make_model(family)
+    want = logits(model)
+    fusion = fusion_of(model)
+    with fusion.active():
+        got = logits(model)
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(logits(model), want, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "counts"),
+    [
+        ("llama", {"projections": 15, "norms": 7, "rotary": 1}),
+        ("qwen3", {"projections": 15, "norms": 13, "rotary": 1}),
+        # Its norms scale by one plus the weight, which is another function.
+        ("gemma3", {"projections": 20, "norms": 0, "rotary": 1}),
+        ("gpt2", {"projections": 0, "norms": 0, "rotary": 0}),
+        ("mixtral", {"projections": 9, "norms": 7, "rotary": 1}),
+    ],
+)
+def test_what_is_replaced_in_each_family(family: str, counts: dict[str, int]) -> None:
+    assert fusion_of(make_model(family)).counts == counts
+
+
+def test_stand_ins_are_gone_outside_steps_also_after_an_error() -> None:
+    model = make_model("llama")
+    fusion = fusion_of(model)
+    home = transformers.models.llama.modeling_llama
+    original = home.apply_rotary_pos_emb
+    with pytest.raises(RuntimeError, match="boom"), fusion.active():
+        assert home.apply_rotary_pos_emb is not original
+        assert "forward" in model.model.norm.__dict__
+        raise RuntimeError("boom")
+    assert home.apply_rotary_pos_emb is original
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+VIEWS = "view transpose permute split_with_sizes unsqueeze as_strided".split()
+ATTRIBUTES = "__get__ stride storage_offset untyped_storage".split()
+
+
+class Calls(TorchFunctionMode):
+    """Counts the torch functions that Python code calls, views and attributes left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += getattr(func, "__name__", "") not in (*VIEWS, *ATTRIBUTES)
+        return func(*args, **(kwargs or {}))
+
+
+def test_fewer_operations_run_in_a_step() -> None:
+    model = make_model("llama", num_hidden_layers=6)
+    fusion = fusion_of(model)
+    with Calls() as plain:
+        logits(model)
+    with fusion.active(), Calls() as fused:
+        logits(model)
+    assert fused.count < 0.6 * plain.count
+
+
+def test_projections_store_nothing_twice_and_values_stay(tmp_path: Path) -> None:
+    model = make_model("llama", attention_bias=True)
+    want = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fusion_of(model).close()
+    attention = model.model.layers[0].self_attn
+    for kind in ("weight", "bias"):
+        storages = {
+            getattr(layer, kind).untyped_storage().data_ptr()
+            for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
+        }
+        assert len(storages) == 1
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for held in (model, again, copy.deepcopy(model)):
+        for name, parameter in held.named_parameters():
+            assert torch.equal(parameter, want[name])
+
+
+def test_second_use_of_a_model_shares_the_joined_weights() -> None:
+    model = make_model("llama", attention_bias=True)
+    first = fusion_of(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    second = fusion_of(model)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    want = logits(model)
+    first.close()
+    with second.active():
+        torch.testing.assert_close(logits(model), want, atol=2e-4, rtol=2e-4)
+
+
+def test_weights_overwritten_in_place_are_seen() -> None:
+    model, other = make_model("llama"), make_model("llama", seed=5)
+    fusion = fusion_of(model)
+    model.load_state_dict(other.state_dict())
+    with fusion.active():
+        got = logits(model)
+    torch.testing.assert_close(got, logits(other), atol=2e-4, rtol=2e-4)
+
+
+def test_replaced_weights_are_joined_again_before_a_step() -> None:
+    model, other = make_model("llama"), make_model("llama", seed=5)
+    fusion = fusion_of(model)
+    for layer, source in zip(model.model.layers, other.model.layers, strict=True):
+        layer.self_attn.k_proj.weight = source.self_attn.k_proj.weight
+        layer.mlp.up_proj.weight.data = source.mlp.up_proj.weight.data.clone()
+    want = logits(model)
+    with fusion.active():
+        torch.testing.assert_close(logits(model), want, atol=2e-4, rtol=2e-4)
+
+
+def test_replaced_weights_are_refused_inside_a_capture() -> None:
+    model = make_model("llama")
+    fusion = fusion_of(model)
+    model.model.layers[1].mlp.gate_proj.weight.data = torch.ones(64, 48)
+    scope: Any = object()
+    with (
+        marks.entered(scope),
+        pytest.raises(StateError, match="were replaced"),
+        fusion.active(),
+    ):
+        pass
+
+
+def test_layers_of_a_group_called_with_another_tensor_use_their_own_weights() -> None:
+    model = make_model("llama")
+    fusion = fusion_of(model)
+    mlp = model.model.layers[0].mlp
+    x, y = torch.randn(2, 1, 3, 48)
+    with torch.no_grad():
+        want = mlp.gate_proj(x), mlp.up_proj(y)
+        with fusion.active():
+            got = mlp.gate_proj(x), mlp.up_proj(y)
+    torch.testing.assert_close(got, want)
+
+
+def test_norm_that_scales_by_one_plus_weight_is_left_alone_whatever_its_weight() -> None:
+    model = make_model("gemma3")
+    with torch.no_grad():
+        for module in model.modules():
+            if type(module).__name__ == "Gemma3RMSNorm":
+                nn.init.normal_(module.weight, 0.5)
+    assert fusion_of(model).counts["norms"] == 0
+
+
+def test_generate_of_transformers_is_untouched() -> None:
+    model = make_model("llama")
+    prompt = [1, 2, 3, 4]
+    want = reference(model, prompt, 12)
+    fusion_of(model)
+    assert reference(model, prompt, 12) == want
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1), (1, 1)])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_heads_of_one_projection_are_joined_without_a_copy(
+    tokens: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    size = 8
+    joined = torch.randn(1, tokens, (heads + 2 * kv_heads) * size)
+    sizes = [heads * size, kv_heads * size, kv_heads * size]
+    q, k, v = (part.view(1, tokens, -1, size).transpose(2, dim) for part in joined.split(sizes, -1))
+    both = fusion_module._joined_heads(q, k, dim)
+    assert both.data_ptr() == joined.data_ptr()
+    assert torch.equal(both, torch.cat((q, k), dim))
+    # Not side by side: a copy, and right all the same.
+    for other in (v, torch.randn_like(k)):
+        apart = fusion_module._joined_heads(q, other, dim)
+        assert apart.data_ptr() != joined.data_ptr()
+        assert torch.equal(apart, torch.cat((q, other), dim))

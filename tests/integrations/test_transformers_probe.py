@@ -1,0 +1,157 @@
+"""What the probe finds, and what it refuses at construction."""
+
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="the transformers integration")
+
+from transformers import masking_utils, modeling_utils
+
+from devgraph.integrations.transformers.errors import UnsupportedModelError
+from devgraph.integrations.transformers.probe import probe
+from tests.support.transformers_models import FAMILIES, make_model
+
+
+def test_shapes_windows_and_caps_are_found() -> None:
+    shape = probe(make_model("gemma2"))
+    assert [layer.window for layer in shape.layers] == [8, None, 8, None]
+    assert {layer.softcap for layer in shape.layers} == {4.0}
+    assert {(s.heads, s.kv_heads, s.key_dim, s.value_dim) for s in shape.layers} == {(4, 2, 16, 16)}
+    assert (shape.vocabulary, shape.dtype) == (211, torch.float32)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_probing_leaves_model_and_registries_as_they_were(family: str) -> None:
+    model = make_model(family)
+    before = model.config.to_dict(), model.config._attn_implementation
+    names = (
+        set(modeling_utils.ALL_ATTENTION_FUNCTIONS),
+        set(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS),
+    )
+    probe(model)
+    assert (model.config.to_dict(), model.config._attn_implementation) == before
+    assert names == (
+        set(modeling_utils.ALL_ATTENTION_FUNCTIONS),
+        set(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS),
+    )
+
+
+def small(config: type[Any], **values: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        return transformers.AutoModelForCausalLM.from_config(config(**values)).eval()
+
+    return make
+
+
+_TINY: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+_LLAMA = {k: v for k, v in _TINY.items() if k != "max_position_embeddings"}
+
+REFUSED = {
+    "attention outside the registry": (
+        small(transformers.BloomConfig, vocab_size=50, hidden_size=32, n_layer=1, n_head=2),
+        "position_ids|registry",
+    ),
+    "recurrent state": (
+        small(transformers.MambaConfig, vocab_size=50, hidden_size=32, num_hidden_layers=1),
+        "position_ids|registry|failed",
+    ),
+    "attention sinks": (
+        small(
+            transformers.GptOssConfig,
+            **_TINY,
+            head_dim=8,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+        ),
+        "s_aux",
+    ),
+    "host rotary embedding": (
+        small(
+            transformers.LlamaConfig,
+            **_LLAMA,
+            max_position_embeddings=64,
+            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        ),
+        "dynamic",
+    ),
+    "training mode": (lambda: make_model("llama").train(), "eval"),
+    "no head": (lambda: make_model("llama").model, "head"),
+    "meta weights": (lambda: make_model("llama").to("meta"), "meta"),
+    "bidirectional": (
+        small(
+            transformers.Gemma3TextConfig,
+            **_TINY,
+            head_dim=8,
+            sliding_window=4,
+            use_bidirectional_attention=True,
+        ),
+        "neither causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_cannot_run_correctly_is_refused_at_construction(case: str) -> None:
+    make, says = REFUSED[case]
+    with pytest.raises(UnsupportedModelError, match=says) as error:
+        probe(make())
+    assert isinstance(error.value, ValueError)
+
+
+def test_encoder_decoder_is_refused() -> None:
+    config = transformers.T5Config(
+        vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8
+    )
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        probe(transformers.T5ForConditionalGeneration(config).eval())
+
+
+def test_something_that_is_no_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="Linear"):
+        probe(torch.nn.Linear(2, 2))
+
+
+def test_layer_that_attends_to_another_layers_cache_is_refused() -> None:
+    model = make_model("llama")
+    second = model.model.layers[1].self_attn
+    forward = second.forward
+
+    def shares(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return forward(*args, past_key_values=None, **kwargs)
+
+    second.forward = shares
+    with pytest.raises(UnsupportedModelError, match="something else than what it just wrote"):
+        probe(model)
+
+
+def test_chunked_attention_mask_is_refused() -> None:
+    model = make_model("llama")
+    module = transformers.models.llama.modeling_llama
+    original = module.create_causal_mask
+
+    def chunked(**kwargs: Any) -> Any:
+        kwargs["and_mask_function"] = lambda b, h, q, k: q // 16 == k // 16
+        return original(**kwargs)
+
+    module.create_causal_mask = chunked
+    try:
+        with pytest.raises(UnsupportedModelError, match="neither causal"):
+            probe(model)
+    finally:
+        module.create_causal_mask = original

@@ -1,0 +1,363 @@
+"""Attention as regions: prefill in segments with live metadata, on both of vLLM's runners."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.integrations import vllm
+from devgraph.integrations.vllm.manager import graph_manager
+from devgraph.integrations.vllm.wrappers import BreakableStep, step_wrapper
+from tests.support.vllm_engine import (
+    ENGINES,
+    Attention,
+    Engine,
+    Model,
+    engine_of,
+    real_attention_op,
+)
+from tests.support.vllm_engine import rows as rows_of
+
+TOKENS = 4
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with engine_of(request.param, pytest.skip) as found, torch.inference_mode():
+        real_attention_op()
+        yield found
+
+
+def needs_kernels_in_capture() -> None:
+    if real_attention_op():
+        pytest.skip("the CPU reference records vLLM's registered op as one, and would re-run it")
+
+
+class Setup:
+    """A model, its attention layers, static buffers, and what eager computes from them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.model = Model()
+        self.layers = {f"layers.{index}": Attention() for index in range(2)}
+        self.config = engine.config(static_forward_context=self.layers)
+        self.buffers = types.SimpleNamespace(
+            input_ids=torch.zeros(TOKENS, dtype=torch.int64), positions=torch.zeros(TOKENS)
+        )
+
+    def fill(self, count: int = TOKENS) -> dict[str, torch.Tensor]:
+        self.buffers.input_ids.copy_(torch.randint(0, 32, (TOKENS,)))
+        self.buffers.positions.copy_(torch.rand(TOKENS))
+        return self.inputs(count)
+
+    def inputs(self, count: int = TOKENS) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": self.buffers.input_ids[:count],
+            "positions": self.buffers.positions[:count],
+        }
+
+    def eager(self, rows: int, count: int = TOKENS) -> torch.Tensor:
+        with self.engine.step(self.config, self.engine.Mode.NONE, None, rows_of(rows)):
+            return type(self.model).forward(self.model, **self.inputs(count))
+
+
+def test_prefill_replays_segments_with_the_metadata_of_each_batch(engine: Engine) -> None:
+    setup = Setup(engine)
+    step = BreakableStep(setup.model.forward, setup.config)
+    mode, descriptor = engine.Mode.PIECEWISE, engine.Descriptor(TOKENS)
+    with engine.step(setup.config, mode, descriptor, None):
+        step(**setup.inputs())
+    for rows in (3, 1, 4, 2):
+        setup.fill()
+        with engine.step(setup.config, mode, descriptor, rows_of(rows)):
+            out = step(**setup.inputs())
+        assert torch.equal(out[:rows], setup.eager(rows)[:rows])
+    found = vllm.stats()["modes"]["breakable"]
+    assert (found["captures"], found["replays"]) == (1, 4)
+    assert (found["segments"], found["regions"]) == (5, 2)
+
+
+def test_capture_runs_attention_without_metadata_and_keeps_nothing_of_it(engine: Engine) -> None:
+    setup = Setup(engine)
+    step = BreakableStep(setup.model.forward, setup.config)
+    mode, descriptor = engine.Mode.PIECEWISE, engine.Descriptor(TOKENS)
+    with engine.step(setup.config, mode, descriptor, None):
+        step(**setup.inputs())
+    assert all(attention.seen == [None, None] for attention in setup.layers.values())
+    setup.fill()
+    with engine.step(setup.config, mode, descriptor, rows_of(4)):
+        step(**setup.inputs())
+    assert all(attention.seen == [None, None, rows_of(4)] for attention in setup.layers.values())
+
+
+def test_whole_step_records_attention_in_one_graph(engine: Engine) -> None:
+    needs_kernels_in_capture()
+    setup = Setup(engine)
+    step = BreakableStep(setup.model.forward, setup.config)
+    descriptor = engine.Descriptor(TOKENS, num_reqs=TOKENS, uniform=True)
+    setup.fill()
+    with engine.step(setup.config, engine.Mode.FULL, descriptor, rows_of(TOKENS)):
+        step(**setup.inputs())
+        setup.fill()
+        out = step(**setup.inputs())
+    assert torch.equal(out, setup.eager(TOKENS))
+    assert all(len(attention.seen) == 2 for attention in setup.layers.values())  # one is eager's
+    found = vllm.stats()["modes"]
+    assert (found["full"]["graphs"], found["full"]["segments"]) == (1, 1)
+    assert found["breakable"]["captures"] == 0
+
+
+def test_both_modes_of_one_descriptor_are_kept_apart(engine: Engine) -> None:
+    needs_kernels_in_capture()
+    setup = Setup(engine)
+    step = BreakableStep(setup.model.forward, setup.config)
+    descriptor = engine.Descriptor(TOKENS)
+    for mode in (engine.Mode.PIECEWISE, engine.Mode.FULL):
+        with engine.step(setup.config, mode, descriptor, rows_of(4)):
+            step(**setup.inputs())
+    setup.fill()
+    for mode in (engine.Mode.PIECEWISE, engine.Mode.FULL):
+        with engine.step(setup.config, mode, descriptor, rows_of(4)):
+            assert torch.equal(step(**setup.inputs()), setup.eager(4))
+
+
+def test_buckets_replay_right_in_every_order_after_all_are_captured(engine: Engine) -> None:
+    setup = Setup(engine)
+    step = BreakableStep(setup.model.forward, setup.config)
+    mode = engine.Mode.PIECEWISE
+    for count in (4, 3, 2):
+        with engine.step(setup.config, mode, engine.Descriptor(count), None):
+            step(**setup.inputs(count))
+    for count in (2, 4, 3, 4, 2, 3):
+        setup.fill()
+        with engine.step(setup.config, mode, engine.Descriptor(count), rows_of(count)):
+            assert torch.equal(step(**setup.inputs(count)), setup.eager(count, count))
+
+
+@pytest.mark.parametrize("mode", [None, "NONE"])
+def test_step_without_a_graph_mode_runs_eagerly(engine: Engine, mode: str | None) -> None:
+    setup = Setup(engine)
+    step = BreakableStep(setup.model.forward, setup.config)
+    setup.fill()
+    if mode is None:
+        with pytest.raises((AttributeError, AssertionError)):  # attention needs a context
+            step(**setup.inputs())
+    else:
+        with engine.step(setup.config, engine.Mode.NONE, None, rows_of(2)):
+            assert torch.equal(step(**setup.inputs())[:2], setup.eager(2)[:2])
+    reason = "no_forward_context" if mode is None else "mode_none"
+    assert vllm.stats()["modes"]["breakable"]["eager"] == {reason: 1}
+
+
+def test_moved_input_runs_eagerly_and_is_counted(engine: Engine) -> None:
+    setup = Setup(engine)
+    step = BreakableStep(setup.model.forward, setup.config)
+    mode, descriptor = engine.Mode.PIECEWISE, engine.Descriptor(TOKENS)
+    with engine.step(setup.config, mode, descriptor, rows_of(4)):
+        step(**setup.inputs())
+        setup.fill()
+        moved = {name: tensor.clone() for name, tensor in setup.inputs().items()}
+        assert torch.equal(step(**moved), setup.eager(4))
+    assert vllm.stats()["modes"]["breakable"]["eager"]["input_moved"] == 1
+
+
+def test_arguments_without_tensors_do_not_keep_a_step_from_its_graph(engine: Engine) -> None:
+    setup = Setup(engine)
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, **_: object) -> torch.Tensor:
+        return type(setup.model).forward(setup.model, input_ids, positions)
+
+    step = BreakableStep(forward, setup.config)
+    mode, descriptor = engine.Mode.PIECEWISE, engine.Descriptor(TOKENS)
+    with engine.step(setup.config, mode, descriptor, rows_of(4)):
+        step(**setup.inputs())
+        # The second runner passes what a model may take at a step and leaves it out at a capture.
+        again = dict(reversed(setup.fill().items()))
+        assert torch.equal(step(inputs_embeds=None, **again), setup.eager(4))
+    assert vllm.stats()["modes"]["breakable"]["replays"] == 1
+
+
+def test_model_whose_attention_is_no_op_is_refused(engine: Engine) -> None:
+    setup = Setup(engine)
+    step = BreakableStep(lambda input_ids, positions: positions * 2, setup.config)
+    with (
+        engine.step(setup.config, engine.Mode.PIECEWISE, engine.Descriptor(TOKENS), None),
+        pytest.raises(dg.CaptureError, match=r"2 layers.*'layers.0'.*opaque_attention_op"),
+    ):
+        step(**setup.inputs())
+    assert not step.entries
+
+
+def test_wrapper_of_the_first_runner_is_one_of_the_engine(engine: Engine) -> None:
+    setup = Setup(engine)
+    wrapper = step_wrapper()(setup.model, setup.config)
+    module = importlib.import_module("vllm.compilation.breakable_cudagraph")
+    base = module.BreakableCUDAGraphWrapper
+    assert isinstance(wrapper, base)
+    assert wrapper in set(base._all_instances)
+    assert wrapper.unwrap() is setup.model
+    assert wrapper.weights is setup.model.weights
+    with engine.step(setup.config, engine.Mode.PIECEWISE, engine.Descriptor(TOKENS), None):
+        wrapper(**setup.inputs())
+    assert len(wrapper.entries) == 1
+    base.clear_all_graphs()
+    assert not wrapper.entries
+
+
+class Managed(Setup):
+    """The same under a graph manager of the second runner, which captures 4 and 2 tokens."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, *, breakable: bool) -> None:
+        super().__init__(engine)
+        self.prepared: list[tuple[int, bool]] = []
+        if real_attention_op():
+            # The CPU reference would record the registered op as one, and re-run it at replay.
+            self.model.attends = False
+            self.layers.clear()
+
+        def prepare(requests: int, tokens: int, *_: Any, skip_attn: bool = False) -> Any:
+            self.prepared.append((tokens, skip_attn))
+            return None if skip_attn else rows_of(tokens), {}
+
+        group = types.SimpleNamespace(is_first_rank=True, is_last_rank=True)
+        parallel = importlib.import_module("vllm.distributed.parallel_state")
+        monkeypatch.setattr(parallel, "graph_capture", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(parallel, "is_global_first_rank", lambda: False)
+        monkeypatch.setattr(engine.managers, "get_pp_group", lambda: group)
+        platform = engine.platforms.current_platform  # of a machine without a device: no handles
+        monkeypatch.setattr(platform, "get_global_graph_pool", lambda: "handle", raising=False)
+        monkeypatch.setattr(engine.managers, "prepare_inputs_to_capture", prepare)
+        cls = graph_manager(engine.managers.ModelCudaGraphManager, breakable=breakable)
+        mode = engine.Mode.FULL_AND_PIECEWISE
+        self.manager = cls(self.config, torch.device("cpu"), mode, 1)
+
+    def capture(self) -> None:
+        state = types.SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
+        self.manager.capture(self.model, state, self.buffers, None, None, [], None)
+
+    def run(self, requests: int, tokens: int, rows: int) -> torch.Tensor:
+        """One step as the runner runs it: dispatch, then a whole graph or the model."""
+        uniform = 1 if requests == tokens else None
+        desc = self.manager.dispatch(requests, tokens, uniform)
+        if desc.cg_mode == self.engine.Mode.FULL:
+            return self.manager.run_fullgraph(desc)
+        descriptor = self.engine.Descriptor(desc.num_tokens)
+        with self.engine.step(self.config, desc.cg_mode, descriptor, rows_of(rows)):
+            return self.model(**self.inputs(desc.num_tokens))
+
+
+def test_manager_captures_whole_decode_steps_and_replays_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=False)
+    setup.capture()
+    for tokens in (4, 2, 4, 1):
+        setup.fill()
+        padded = 2 if tokens == 1 else tokens
+        out = setup.run(tokens, tokens, tokens)
+        assert torch.equal(out, setup.eager(padded, padded))
+    found = vllm.stats()["modes"]["full"]
+    assert (found["captures"], found["graphs"], found["replays"]) == (2, 2, 4)
+    # Pieces come first, without attention; whole steps prepare attention for warm-up and capture.
+    assert setup.prepared == [(4, True), (2, True), *[(4, False)] * 2, *[(2, False)] * 2]
+
+
+def test_manager_with_breaks_runs_prefill_in_segments_on_the_same_model(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=True)
+    setup.capture()
+    for requests, tokens in ((1, 4), (1, 3), (2, 4), (1, 2)):
+        setup.fill()
+        out = setup.run(requests, tokens, tokens)
+        padded = 2 if tokens == 2 else 4
+        assert torch.equal(out[:tokens], setup.eager(tokens, padded)[:tokens])
+    setup.fill()
+    assert torch.equal(setup.run(4, 4, 4), setup.eager(4))
+    found = vllm.stats()["modes"]
+    assert (found["breakable"]["captures"], found["breakable"]["replays"]) == (2, 4)
+    assert (found["full"]["captures"], found["full"]["replays"]) == (2, 1)
+    assert isinstance(setup.model, Model)  # vLLM asks the model itself for its interfaces
+
+
+def test_capturing_again_drops_the_segments_of_before(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=True)
+    setup.capture()
+    setup.manager.graphs.clear()
+    before = setup.model.forward
+    setup.capture()
+    assert setup.model.forward is before
+    found = vllm.stats()["modes"]["breakable"]
+    assert (found["captures"], found["graphs"]) == (4, 2)
+
+
+def test_capturing_again_leaves_the_heap_that_the_engine_has_frozen(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=False)
+    setup.capture()
+    assert gc.get_freeze_count() == 0
+    setup.manager.graphs.clear()
+    gc.freeze()  # as vLLM does when an engine has started
+    try:
+        before = gc.get_freeze_count()
+        setup.capture()
+        assert gc.get_freeze_count() > 0.9 * before > 0
+    finally:
+        gc.unfreeze()
+
+
+def test_dropped_whole_steps_are_freed_without_a_collection(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=False)
+    setup.capture()
+    graphs = [weakref.ref(step.graph) for step in setup.manager.graphs.values()]
+    assert {graph().state for graph in graphs} == {"ready"}
+    gc.disable()
+    try:
+        setup.manager.graphs.clear()
+        assert {graph() for graph in graphs} == {None}
+    finally:
+        gc.enable()
+
+
+def test_captures_defer_full_collections_and_nothing_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=False)
+    prepare = engine.managers.prepare_inputs_to_capture
+    before, during = gc.get_threshold(), []
+
+    def watching(*args: Any, **options: Any) -> Any:
+        during.append(gc.get_threshold())
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(engine.managers, "prepare_inputs_to_capture", watching)
+    setup.capture()
+    assert during
+    assert all(now[:2] == before[:2] and now[2] > 10**9 for now in during)
+    assert gc.get_threshold() == before
+
+
+def test_manager_counts_why_a_step_has_no_graph(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(engine, monkeypatch, breakable=False)
+    setup.manager.dispatch(2, 2, 1)
+    setup.capture()
+    setup.manager.dispatch(1, 400, None)
+    setup.manager.dispatch(4, 4, 1)
+    eager = vllm.stats()["modes"]["full"]["eager"]
+    assert eager == {"not_captured_yet": 1, "over_largest_size": 1}

@@ -1,0 +1,571 @@
+"""Capture: order, warm-up, budgets, exhaustion, lazy and background, invalidation, life."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import logging
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph import Reason
+from devgraph.runners import capturing as rounds_module
+from devgraph.runners.collector import no_full_collections
+from tests.support.runner_steps import (
+    IDS,
+    ROWS,
+    CacheStep,
+    X,
+    cache_inputs,
+    decode_of,
+    double,
+    double_runner,
+    rows_of_x,
+)
+
+
+class Recorder:
+    """Stands before the real capture: notes what is captured, and fails or waits on demand."""
+
+    def __init__(self, monkeypatch, *, fail_at=None, error=None):
+        self.sizes: list[int] = []
+        self.frozen: list[int] = []
+        self.enabled: list[bool] = []
+        self.fail_at, self.error = fail_at, error
+        real = rounds_module.capture
+
+        def capture(fn, **options):
+            self.frozen.append(gc.get_freeze_count())
+            self.enabled.append(gc.isenabled())
+            if len(self.sizes) == self.fail_at:
+                self.sizes.append(-1)
+                raise self.error
+            captured = real(fn, **options)
+            outputs = captured.outputs
+            self.sizes.append(outputs.shape[0])
+            return captured
+
+        monkeypatch.setattr(rounds_module, "capture", capture)
+
+
+def test_buckets_are_captured_largest_first_in_one_pool(monkeypatch):
+    recorder = Recorder(monkeypatch)
+    runner = double_runner()
+    assert recorder.sizes == [8, 4, 2, 1]
+    assert {entry.captured.pool for entry in runner._parts.entries} == {runner.pool}
+
+
+def test_two_runners_share_a_pool():
+    first = double_runner()
+    second = decode_of(CacheStep(), pool=first.pool)
+    assert second.pool is first.pool
+    inputs = cache_inputs(3)
+    a = first.run({"x": rows_of_x(3)})
+    b = second.run(inputs)
+    assert torch.equal(a, rows_of_x(3) * 2)
+    first.close()
+    assert torch.equal(second.run({**inputs, "rows": inputs["rows"] * 0 + 31}) * 0, b * 0)
+
+
+def test_the_collector_rests_during_capture_and_is_as_before_afterwards(monkeypatch):
+    recorder = Recorder(monkeypatch)
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    double_runner()
+    assert all(recorder.frozen)
+    assert not any(recorder.enabled)
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_no_full_collection_comes_where_they_are_deferred():
+    def generations():
+        found = []
+        note = lambda phase, info: found.append(info["generation"])  # noqa: E731
+        gc.callbacks.append(note)
+        try:
+            kept = [[] for _ in range(20_000)]
+        finally:
+            gc.callbacks.remove(note)
+        assert kept
+        return found
+
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.collect()  # a full collection comes when enough is new beside what the last one left
+    gc.set_threshold(10, 2, 2)
+    try:
+        if 2 not in generations():
+            pytest.skip("this Python has no full collections of its own accord")
+        with no_full_collections():
+            found = generations()
+        assert 1 in found
+        assert 2 not in found
+        assert gc.get_threshold() == (10, 2, 2)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+def test_the_collector_is_restored_after_a_failed_capture(monkeypatch):
+    Recorder(monkeypatch, fail_at=1, error=RuntimeError("no"))
+    with pytest.raises(RuntimeError):
+        double_runner()
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_was_off_or_frozen_stays_so():
+    gc.disable()
+    gc.freeze()
+    try:
+        count = gc.get_freeze_count()
+        double_runner()
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0.9 * count > 0
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_each_bucket_is_warmed_up_and_synchronised_after_every_warm_up(monkeypatch):
+    events = []
+    backend = dg.get_backend("cpu")
+    real = backend.synchronize
+    monkeypatch.setattr(backend, "synchronize", lambda: (events.append("sync"), real())[1])
+
+    def step(batch):
+        events.append(f"{'record' if dg.is_capturing() else 'warm'} {batch.tokens}")
+        return batch.x * 2
+
+    decode_of(step, (X,), config={"buckets": [2, 4], "warmup": 2}, max_requests=4)
+    for size in (4, 2):
+        start = events.index(f"warm {size}")
+        between = events[start : events.index(f"record {size}")]
+        warm = [i for i, event in enumerate(between) if event.startswith("warm")]
+        assert len(warm) == 2
+        assert all(between[i + 1] == "sync" for i in warm)
+
+
+def test_state_is_reset_after_every_warm_up_and_capture():
+    state = torch.zeros(1)
+    resets = []
+
+    def step(batch):
+        state.add_(1)
+        return batch.x + state
+
+    def reset():
+        resets.append(state.item())
+        state.zero_()
+
+    runner = decode_of(step, (X,), config={"buckets": [2]}, max_requests=2, reset_state=reset)
+    assert state.item() == 0
+    assert max(resets) <= 2  # never more than one run of the step and the one before the round
+    assert runner.run({"x": torch.zeros(1, 3)}).eq(1).all()
+    assert runner.run({"x": torch.zeros(1, 3)}).eq(2).all()
+
+
+def test_a_failure_of_the_step_is_raised_and_earlier_buckets_are_kept():
+    bad = [4]
+
+    def step(batch):
+        if batch.tokens in bad:
+            raise KeyError("no such layer")
+        return batch.x * 2
+
+    runner = decode_of(step, (X,), captured=False)
+    with pytest.raises(KeyError, match="no such layer"):
+        runner.capture()
+    assert runner.can_run(8).ok
+    assert runner.can_run(4).reason is Reason.CAPTURE_FAILED
+    assert runner.can_run(2).reason is Reason.NOT_CAPTURED
+    assert runner.run({"x": rows_of_x(2)}).shape == (2, 3)
+    bad.clear()
+    runner.capture()
+    assert all(runner.can_run(n).ok for n in range(1, 9))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
+def test_an_interrupt_during_capture_goes_through_and_capture_works_afterwards(kind):
+    armed = [True]
+
+    def step(batch):
+        if armed and dg.is_capturing():
+            raise kind
+        return batch.x * 2
+
+    runner = decode_of(step, (X,), captured=False)
+    with pytest.raises(kind):
+        runner.capture()
+    armed.clear()
+    runner.capture()
+    assert torch.equal(runner.run({"x": rows_of_x(3)}), rows_of_x(3) * 2)
+
+
+@pytest.mark.parametrize(
+    "error", [dg.ResourceError("no streams"), torch.OutOfMemoryError("no memory"), MemoryError()]
+)
+def test_exhaustion_keeps_what_is_captured_and_drops_the_rest(monkeypatch, caplog, error):
+    """FAULTS 3."""
+    Recorder(monkeypatch, fail_at=2, error=error)
+    with caplog.at_level(logging.WARNING, logger="devgraph"):
+        runner = double_runner()
+    assert [b.state for b in runner.plan().buckets] == ["captured"] * 2 + ["out_of_memory"] * 2
+    assert "dropped 2 buckets (2, 1): out of memory" in caplog.text
+    assert "2 graphs captured" in runner.explain()
+    # a dropped bucket's batches use the next larger graph within the padding factor
+    assert runner.can_run(2).bucket == 4
+    assert runner.can_run(1).reason is Reason.OUT_OF_MEMORY
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+    assert torch.equal(runner.run({"x": rows_of_x(1)}), rows_of_x(1) * 2)
+    assert runner.stats().eager == {"out_of_memory": 1}
+
+
+def test_exhaustion_at_the_first_bucket_leaves_an_eager_runner(monkeypatch):
+    """FAULTS 3."""
+    Recorder(monkeypatch, fail_at=0, error=torch.OutOfMemoryError("no memory"))
+    runner = double_runner()
+    assert runner.effective_policy == "disabled"
+    assert runner.requested_policy == "full"
+    assert runner.run({"x": rows_of_x(2)}).shape == (2, 3)
+
+
+def test_strict_exhaustion_raises_with_what_is_missing(monkeypatch):
+    """FAULTS 3."""
+    Recorder(monkeypatch, fail_at=2, error=torch.OutOfMemoryError("no memory"))
+    runner = double_runner(strict=True, captured=False)
+    with pytest.raises(dg.ResourceError, match=r"2 graphs captured, .*B in their pool.*: 2, 1\."):
+        runner.capture()
+    assert runner.can_run(8).ok
+
+
+def test_invalidate_gives_dropped_buckets_another_chance(monkeypatch):
+    recorder = Recorder(monkeypatch, fail_at=2, error=dg.ResourceError("no streams"))
+    runner = double_runner()
+    recorder.fail_at = None
+    runner.capture()
+    assert runner.can_run(1).reason is Reason.OUT_OF_MEMORY
+    runner.invalidate("more memory now")
+    runner.capture()
+    assert runner.can_run(1).ok
+
+
+def test_a_spent_time_budget_drops_the_rest():
+    runner = double_runner(config={"time_budget_s": 1e-9})
+    assert [b.state for b in runner.plan().buckets] == ["captured"] + ["time_budget"] * 3
+    assert runner.can_run(2).reason is Reason.TIME_BUDGET
+    runner.run({"x": rows_of_x(2)})
+    assert runner.stats().eager == {"time_budget": 1}
+
+
+def test_a_graph_over_the_memory_budget_is_dropped_with_the_rest():
+    runner = double_runner(config={"memory_budget_bytes": 1})
+    assert {b.state for b in runner.plan().buckets} == {"memory_budget"}
+    assert runner.stats().graph_bytes == 0
+    assert torch.equal(runner.run({"x": rows_of_x(8)}), rows_of_x(8) * 2)
+
+
+def test_one_summary_line_per_capture_names_buckets_seconds_and_bytes(caplog):
+    with caplog.at_level(logging.INFO, logger="devgraph.runners"):
+        double_runner(name="demo")
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("devgraph.runners")]
+    assert len(lines) == 1
+    assert lines[0].startswith("demo: captured 4 of 4 buckets in ")
+    assert lines[0].endswith("(full on cpu)")
+    assert "B (" in lines[0]
+
+
+def test_progress_is_shown_when_asked_for(capsys):
+    double_runner(progress=True)
+    shown = capsys.readouterr()
+    assert "capturing" in shown.err
+    assert shown.out == ""
+    double_runner(progress=False)
+    double_runner()  # standard error is no terminal here
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_does_not_need_rich_unless_asked_for(monkeypatch):
+    for name in [n for n in sys.modules if n == "rich" or n.startswith("rich.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    double_runner()
+    with pytest.raises(ModuleNotFoundError):
+        double_runner(progress=True)
+
+
+def test_lazy_captures_a_bucket_after_enough_batches_wanted_it():
+    runner = double_runner(config={"capture": "lazy", "lazy_hits": 3})
+    assert runner.stats().captures == 0
+    for _ in range(3):
+        assert torch.equal(runner.run({"x": rows_of_x(3)}), rows_of_x(3) * 2)
+    assert runner.stats().captures == 1
+    assert runner.can_run(4).ok
+    assert runner.can_run(8).reason is Reason.NOT_CAPTURED
+    runner.run({"x": rows_of_x(3)})
+    stats = runner.stats()
+    assert (stats.graph_steps, stats.eager) == (1, {"not_captured": 3})
+
+
+def test_lazy_capture_of_a_small_bucket_first_leaves_room_for_the_largest():
+    runner = double_runner(config={"capture": "lazy", "lazy_hits": 1})
+    small = [runner.run({"x": rows_of_x(1)}) for _ in range(2)][-1]
+    large = [runner.run({"x": rows_of_x(8)}) for _ in range(2)][-1]
+    assert runner.stats().graph_steps == 2
+    assert torch.equal(large, rows_of_x(8) * 2)
+    assert small.data_ptr() == large.data_ptr()
+
+
+def test_a_lazy_capture_does_not_overwrite_the_outputs_of_its_own_step():
+    runner = double_runner(config={"capture": "lazy", "lazy_hits": 2})
+    x = rows_of_x(2)
+    for _ in range(4):  # eager, eager and capture, graph, graph: each fed with the one before
+        x = runner.run({"x": x})
+    assert torch.equal(x, rows_of_x(2) * 16)
+
+
+def test_a_lazy_capture_that_fails_leaves_the_step_and_the_bucket_eager(caplog):
+    def step(batch):
+        if dg.is_capturing():
+            raise ValueError("cannot be captured")
+        return batch.x * 2
+
+    runner = decode_of(step, (X,), config={"capture": "lazy", "lazy_hits": 1})
+    for _ in range(3):
+        assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+    assert runner.stats().eager == {"not_captured": 1, "capture_failed": 2}
+    assert "cannot be captured" in caplog.text
+    assert "cannot be captured" in runner.explain()
+
+
+def test_background_captures_one_bucket_per_idle_call():
+    runner = double_runner(config={"capture": "background"})
+    assert runner.run({"x": rows_of_x(8)}).shape == (8, 3)
+    results = [runner.idle() for _ in range(6)]
+    assert results == [True] * 4 + [False] * 2
+    assert runner.can_run(8).ok and runner.can_run(1).ok
+    assert runner.stats().eager == {"not_captured": 1}
+
+
+def test_idle_stops_at_a_bucket_that_cannot_be_captured():
+    def step(batch):
+        if dg.is_capturing() and batch.tokens == 8:
+            raise ValueError("too large")
+        return batch.x * 2
+
+    runner = decode_of(step, (X,), config={"capture": "background"})
+    with pytest.raises(ValueError, match="too large"):
+        runner.idle()
+    assert [runner.idle() for _ in range(4)] == [True, True, True, False]
+
+
+def test_invalidate_destroys_the_old_graphs_before_anything_is_captured(monkeypatch):
+    """FAULTS 10."""
+    runner = double_runner()
+    old = [weakref.ref(entry.captured) for entry in runner._parts.entries]
+    view = runner.run({"x": rows_of_x(2)})
+    runner.invalidate("weights")
+    gc.collect()
+    assert all(ref() is None for ref in old)
+    assert runner.effective_policy == "disabled"
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+    assert runner.stats().eager == {"invalidated": 1}
+    runner.capture()
+    assert runner.run({"x": rows_of_x(2)}).data_ptr() == view.data_ptr()
+    assert runner.stats().recaptures == 4
+
+
+def test_invalidate_needs_no_reason():
+    with decode_of(double, (X,), config={"buckets": [2]}, max_requests=2) as runner:
+        runner.capture()
+        runner.invalidate()
+        assert runner.can_run(2).reason is Reason.INVALIDATED
+        runner.capture()
+        assert runner.can_run(2).ok
+
+
+def test_invalidate_is_followed_by_lazy_captures_in_lazy_mode():
+    runner = double_runner(config={"capture": "lazy", "lazy_hits": 1})
+    for _ in range(2):
+        runner.run({"x": rows_of_x(2)})
+    runner.invalidate("weights")
+    for _ in range(2):
+        runner.run({"x": rows_of_x(2)})
+    assert runner.stats().eager == {"not_captured": 1, "invalidated": 1}
+    assert runner.stats().graph_steps == 2
+
+
+def test_weights_that_changed_are_never_replayed():
+    """FAULTS 10."""
+    weight = torch.ones(3)
+    epoch = [0]
+    holder = {"weight": weight}
+
+    def step(batch):
+        return batch.x * holder["weight"]
+
+    runner = decode_of(step, (X,), weights_epoch=lambda: epoch[0])
+    assert runner.can_run(2).ok
+    holder["weight"] = torch.full((3,), 5.0)
+    epoch[0] += 1
+    assert runner.can_run(2).reason is Reason.WEIGHTS_CHANGED
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 5)
+    assert runner.stats().eager == {"weights_changed": 1}
+    runner.invalidate("weights")
+    runner.capture()
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 5)
+    assert runner.stats().graph_steps == 1
+
+
+def test_strict_refuses_changed_weights():
+    """FAULTS 10."""
+    epoch = [0]
+    runner = double_runner(weights_epoch=lambda: epoch[0], strict=True)
+    runner.run({"x": rows_of_x(1)})
+    epoch[0] = 1
+    with pytest.raises(dg.StateError, match=r"weights changed; call invalidate\('weights'\)"):
+        runner.run({"x": rows_of_x(1)})
+
+
+def test_a_bound_tensor_that_moved_is_refused_until_invalidated():
+    """FAULTS 9."""
+    cache = torch.ones(3)
+    runner = decode_of(lambda b: b.x * cache, (X,), bound={"cache": cache})
+    cache.fill_(2)
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+    cache.data = torch.full((3,), 7.0)
+    with pytest.raises(dg.StateError, match="bound tensor 'cache' moved"):
+        runner.run({"x": rows_of_x(2)})
+    runner.invalidate("new cache")
+    runner.capture()
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 7)
+
+
+def test_suspend_and_resume_keep_the_graphs():
+    runner = double_runner()
+    runner.suspend()
+    runner.suspend()
+    assert runner.can_run(2).reason is Reason.SUSPENDED
+    assert runner.effective_policy == "disabled"
+    runner.run({"x": rows_of_x(2)})
+    runner.resume()
+    runner.run({"x": rows_of_x(2)})
+    stats = runner.stats()
+    assert (stats.graph_steps, stats.eager, stats.captures) == (1, {"suspended": 1}, 4)
+
+
+def test_close_frees_the_graphs_and_refuses_every_later_call():
+    runner = double_runner()
+    graphs = [weakref.ref(entry.captured) for entry in runner._parts.entries]
+    runner.run({"x": rows_of_x(2)})
+    runner.close()
+    runner.close()
+    gc.collect()
+    assert all(ref() is None for ref in graphs)
+    for call in (
+        lambda: runner.run({"x": rows_of_x(2)}),
+        lambda: runner.capture(),
+        lambda: runner.can_run(1),
+        lambda: runner.invalidate("x"),
+        lambda: runner.suspend(),
+        lambda: runner.idle(),
+        lambda: runner.prove(),
+    ):
+        with pytest.raises(dg.StateError, match="decode is closed; make a new one"):
+            call()
+    assert runner.stats().graph_steps == 1
+
+
+def test_a_runner_is_a_context_manager():
+    with double_runner() as runner:
+        runner.run({"x": rows_of_x(1)})
+    with pytest.raises(dg.StateError):
+        runner.capture()
+
+
+def test_dropping_a_runner_frees_its_graphs_without_a_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        runner = decode_of(double, (X,), config={"buckets": [2]}, max_requests=2)
+        graph = weakref.ref(runner._parts.entries.captured[0].captured)
+        pool = weakref.ref(runner.pool)
+        runner.run({"x": rows_of_x(2)})
+        runner.close()
+        assert graph() is None
+        del runner
+        assert pool() is None
+    finally:
+        gc.enable()
+
+
+def test_a_second_capture_call_captures_nothing_new(monkeypatch):
+    recorder = Recorder(monkeypatch)
+    runner = double_runner()
+    runner.capture()
+    assert recorder.sizes == [8, 4, 2, 1]
+
+
+def kinds_alive():
+    """Count the live objects that are devgraph's or torch's, by kind."""
+    gc.collect()
+    kinds = [type(o) for o in gc.get_objects()]
+    ours = [k for k in kinds if str(k.__module__).startswith(("devgraph.", "torch"))]
+    return collections.Counter(kind.__qualname__ for kind in ours)
+
+
+def test_a_hundred_captures_and_closes_hold_no_memory():
+    pool = dg.get_backend("cpu").make_pool()
+
+    def once():
+        runner = decode_of(
+            double, (X,), config={"buckets": [2], "warmup": 0}, max_requests=2, pool=pool
+        )
+        runner.run({"x": rows_of_x(1)})
+        runner.close()
+
+    for _ in range(3):
+        once()
+    before, size = kinds_alive(), pool.bytes
+    for _ in range(100):
+        once()
+    assert kinds_alive() == before
+    assert pool.bytes == size
+
+
+def test_the_default_device_of_the_thread_does_not_matter():
+    failures = []
+
+    def work():
+        try:
+            with torch.device("meta"):
+                runner = decode_of(lambda b: b.x * 2, (X,), config={"buckets": [2]}, max_requests=2)
+                x = torch.ones(1, 3, device="cpu")
+                assert runner.run({"x": x}).eq(2).all()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failures
+
+
+def test_capture_draws_no_random_numbers_of_the_program():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    runner = decode_of(lambda b: b.x + torch.rand(b.tokens, 3), (X,))
+    assert torch.equal(torch.rand(2), expected)
+    first = runner.run({"x": torch.zeros(2, 3)}, clone=True)
+    second = runner.run({"x": torch.zeros(2, 3)}, clone=True)
+    assert not torch.equal(first, second)
+
+
+def test_one_step_serves_slots_of_two_dtypes_in_one_capture():
+    runner = decode_of(lambda b: b.ids + b.rows, (IDS, ROWS))
+    assert runner.run(cache_inputs(2)).dtype is torch.int64

@@ -1,0 +1,487 @@
+"""DecodeRunner: decisions, variants, eager steps with a reason, strictness, host arguments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import devgraph as dg
+from devgraph import Reason
+from devgraph.runners import Decision, GraphKey, HostSlot, InputSlot, Pad
+from tests.support.runner_steps import (
+    IDS,
+    OFFSETS,
+    CacheStep,
+    X,
+    cache_inputs,
+    decode_of,
+    double_runner,
+    rows_of_x,
+    tokens,
+)
+
+
+def test_a_batch_takes_the_smallest_bucket_that_holds_it():
+    runner = double_runner()
+    assert list(runner.buckets) == [1, 2, 4, 8]
+    assert [runner.can_run(n).bucket for n in range(1, 9)] == [1, 2, 4, 4, 8, 8, 8, 8]
+    decision = runner.can_run(3)
+    assert decision == Decision(True, 4, Reason.GRAPH, GraphKey((), 4))
+
+
+def test_can_run_counts_nothing():
+    runner = double_runner()
+    for n in (0, 1, 5, 99):
+        runner.can_run(n)
+    assert runner.stats().steps == 0
+    assert runner.stats().eager == {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=st.integers(1, 20), width=st.sampled_from([1, 2, 3]), lora=st.booleans())
+def test_run_does_what_can_run_says(requests, width, lora):
+    runner = shared_runner()
+    variant = {"lora": True} if lora else {}
+    before = runner.stats()
+    decision = runner.can_run(requests, requests * width, variant)
+    x = torch.randn(requests * width, 3)
+    out = runner.run({"x": x, "n": torch.ones(requests)}, variant={**variant, "width": width})
+    factor = (3 if lora else 2) * torch.ones(requests).repeat_interleave(width)[:, None]
+    assert torch.equal(out, x * factor)
+    after = runner.stats()
+    assert after.steps == before.steps + 1
+    assert after.graph_steps == before.graph_steps + decision.ok
+    reason = decision.reason.value
+    assert after.eager.get(reason, 0) == before.eager.get(reason, 0) + (not decision.ok)
+
+
+_SHARED: list[dg.DecodeRunner] = []
+
+
+def shared_runner() -> dg.DecodeRunner:
+    """One runner with slots for tokens and requests and three variants, for property tests."""
+    if not _SHARED:
+        n = InputSlot("n", ("requests",), torch.float32, pad=Pad.fill(1))
+
+        def step(batch):
+            factor = 3 if batch.variant.get("lora") else 2
+            return batch.x * factor * batch.n.repeat_interleave(batch.width or 1)[:, None]
+
+        _SHARED.append(
+            decode_of(
+                step,
+                (X, n),
+                variants=[{}, {"width": 2}, {"lora": True}],
+                outputs=dg.OutputSlot(rows="tokens"),
+                config={"buckets": [2, 4, 8]},
+            )
+        )
+    return _SHARED[0]
+
+
+@pytest.mark.parametrize(
+    ("requests", "total", "variant", "reason"),
+    [
+        (3, 3, {}, Reason.GRAPH),
+        (3, 6, {}, Reason.GRAPH),
+        (3, 6, {"width": 2}, Reason.GRAPH),
+        (3, 9, {}, Reason.UNKNOWN_WIDTH),
+        (3, 7, {}, Reason.UNKNOWN_WIDTH),
+        (3, 6, {"width": 1}, Reason.UNKNOWN_WIDTH),
+        (3, 6, {"lora": True}, Reason.UNKNOWN_WIDTH),
+        (3, 3, {"lora": True}, Reason.GRAPH),
+        (3, 3, {"lora": False}, Reason.UNKNOWN_VARIANT),
+        (3, 3, {"adapter": 1}, Reason.UNKNOWN_VARIANT),
+        (9, 9, {}, Reason.OVER_LARGEST_BUCKET),
+        (0, 0, {}, Reason.EMPTY_BATCH),
+    ],
+)
+def test_width_and_variant_are_part_of_the_graph_key(requests, total, variant, reason):
+    assert shared_runner().can_run(requests, total, variant).reason is reason
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda r: r.can_run(-1), dg.InputError),
+        (lambda r: r.can_run(3, -3), dg.InputError),
+        (lambda r: r.can_run(2.0), dg.InputTypeError),
+        (lambda r: r.can_run(True), dg.InputTypeError),
+        (lambda r: r.can_run("3"), dg.InputTypeError),
+        (lambda r: r.can_run(3, None, {"lora": [1]}), dg.InputTypeError),
+    ],
+)
+def test_a_size_that_is_no_count_is_refused(call, kind):
+    with pytest.raises(kind) as caught:
+        call(double_runner(captured=False))
+    assert isinstance(caught.value, ValueError)
+
+
+def test_an_over_large_batch_runs_eagerly_and_whole():
+    step = CacheStep()
+    runner = decode_of(step)
+    inputs = cache_inputs(13)
+    want = step.expected(step.cache.clone(), **inputs)
+    torch.testing.assert_close(runner.run(inputs), want)
+    assert runner.stats().eager == {"over_largest_bucket": 1}
+    assert runner.stats().eager_tokens == 13
+
+
+def test_mostly_padding_runs_eagerly():
+    runner = double_runner(config={"buckets": [1, 8]})
+    assert runner.can_run(3).reason is Reason.PADDING
+    assert runner.can_run(4).ok
+    assert torch.equal(runner.run({"x": rows_of_x(3)}), rows_of_x(3) * 2)
+    assert runner.stats().eager == {"padding": 1}
+    assert double_runner(config={"buckets": [1, 8], "max_padding": 3}).can_run(3).ok
+
+
+def test_an_eager_step_sees_real_sizes_and_its_own_copies():
+    seen = []
+
+    def step(batch):
+        seen.append((batch.requests, batch.tokens, batch.width, batch.real.requests))
+        batch.x.add_(1)
+        return batch.x
+
+    runner = decode_of(step, (X,), captured=False)
+    x = rows_of_x(3)
+    out = runner.run({"x": x})
+    assert seen == [(3, 3, 1, 3)]
+    assert torch.equal(x, rows_of_x(3))
+    assert torch.equal(out, rows_of_x(3) + 1)
+    second = runner.run({"x": x})
+    assert out.data_ptr() != second.data_ptr()
+    assert runner.stats().eager == {"not_captured": 2}
+
+
+def test_eager_steps_run_without_grad():
+    modes = []
+
+    def step(batch):
+        modes.append(torch.is_grad_enabled())
+        return batch.x * 1
+
+    runner = decode_of(step, (X,))
+    runner.run({"x": rows_of_x(20)})
+    assert set(modes) == {False}
+
+
+def test_disabled_is_eager_by_choice_and_captures_nothing():
+    runner = double_runner(config="disabled", strict=True)
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+    assert runner.requested_policy == runner.effective_policy == "disabled"
+    assert runner.stats().eager == {"disabled": 1}
+    assert runner.plan().buckets == ()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "inputs", "kind", "text"),
+    [
+        (lambda r: None, 9, dg.InputError, "9 requests.*over largest bucket.*split the batch"),
+        (lambda r: None, 3, dg.InputError, "padding.*max_padding"),
+        (lambda r: r.suspend(), 1, dg.StateError, "suspended; call resume"),
+        (lambda r: r.invalidate("new weights"), 1, dg.StateError, r"invalidated \(new weights\)"),
+    ],
+)
+def test_strict_raises_what_would_run_eagerly(prepare, inputs, kind, text):
+    runner = double_runner(config={"buckets": [1, 8]}, strict=True)
+    prepare(runner)
+    with pytest.raises(kind, match=text):
+        runner.run({"x": rows_of_x(inputs)})
+    assert runner.stats().steps == 0
+
+
+def test_strict_before_capture_says_to_capture():
+    with pytest.raises(dg.StateError, match="not captured; call capture"):
+        double_runner(strict=True, captured=False).run({"x": rows_of_x(1)})
+
+
+def test_strictness_comes_from_the_configuration_unless_the_engine_says():
+    assert_raises = double_runner(config={"strict": True}, captured=False)
+    with pytest.raises(dg.StateError):
+        assert_raises.run({"x": rows_of_x(1)})
+    lenient = double_runner(config={"strict": True}, strict=False, captured=False)
+    assert lenient.run({"x": rows_of_x(1)}).shape == (1, 3)
+
+
+def test_every_reason_but_graph_and_by_choice_has_an_error_with_a_way_out():
+    from devgraph.runners.decision import refusal
+
+    for reason in Reason:
+        if reason in (Reason.GRAPH, Reason.EMPTY_BATCH):
+            continue
+        error = refusal(Decision.eager(reason), "a batch")
+        assert isinstance(error, dg.DeviceGraphError)
+        assert "a batch cannot run in a graph" in str(error)
+        assert ";" in str(error)
+
+
+def test_an_empty_batch_does_nothing():
+    step = CacheStep()
+    runner = decode_of(step)
+    before, calls = step.cache.clone(), step.calls
+    assert runner.run({"ids": tokens(), "rows": tokens()}) is None
+    assert torch.equal(before, step.cache)
+    assert step.calls == calls
+    assert runner.stats().eager == {"empty_batch": 1}
+
+
+def test_an_empty_batch_runs_the_declared_dummy():
+    """FAULTS 5."""
+    step = CacheStep()
+    runner = decode_of(step, idle_dummy=True)
+    step.cache.zero_()
+    assert runner.run({"ids": tokens(), "rows": tokens()}) is None
+    stats = runner.stats()
+    assert (stats.graph_steps, stats.idle_steps, stats.real_rows) == (1, 1, 0)
+    written = step.cache.any(dim=1).nonzero().flatten().tolist()
+    assert written == [31]  # pad values only
+    runner.suspend()
+    runner.run({"ids": tokens(), "rows": tokens()})
+    assert runner.stats().eager == {"empty_batch": 1}
+    assert step.cache[:31].eq(0).all()
+
+
+def test_slots_of_requests_and_offsets_are_padded_with_their_bucket():
+    def step(batch):
+        lengths = batch.offsets[1:] - batch.offsets[:-1]
+        return lengths * batch.ids
+
+    runner = decode_of(step, (IDS, OFFSETS), config={"buckets": [4]}, max_requests=4)
+    out = runner.run({"ids": tokens(5, 6, 7), "offsets": tokens(0, 1, 2, 3)})
+    assert out.tolist() == [5, 6, 7]
+    assert runner.buffers["offsets"].tolist() == [0, 1, 2, 3, 3]
+
+
+def test_requests_are_read_from_slots_of_requests_only():
+    n = InputSlot("n", ("requests", 2), torch.float32, pad=Pad.zero())
+    runner = decode_of(lambda b: b.n.sum(1), (n,))
+    assert runner.run({"n": torch.ones(3, 2)}).tolist() == [2, 2, 2]
+    assert runner.stats().graph_steps == 1
+
+
+def test_tokens_that_are_no_whole_number_of_requests_are_refused():
+    runner = double_runner(variants=[{"width": 4}], outputs=dg.OutputSlot(rows="tokens"))
+    with pytest.raises(dg.InputError, match="6 tokens are no whole number of requests of 4"):
+        runner.run({"x": rows_of_x(6)}, variant={"width": 4})
+    assert runner.run({"x": rows_of_x(8)}, variant={"width": 4}).shape == (8, 3)
+    assert runner.stats().graph_steps == 1
+
+
+def test_sequences_over_the_configured_length_run_eagerly():
+    runner = double_runner(config={"max_seq_len": 100})
+    with pytest.raises(dg.InputError, match="pass longest="):
+        runner.run({"x": rows_of_x(1)})
+    runner.run({"x": rows_of_x(1)}, longest=100)
+    runner.run({"x": rows_of_x(1)}, longest=101)
+    assert runner.stats().eager == {"over_max_seq_len": 1}
+    assert runner.can_run(1, longest=101).reason is Reason.OVER_MAX_SEQ_LEN
+
+
+def test_the_configured_maximum_is_the_largest_bucket():
+    runner = double_runner(config={"max_bs": 5}, captured=False)
+    assert list(runner.buckets) == [1, 2, 4, 5]
+    assert double_runner(config={"max_bs": 500}, captured=False).buckets.maximum == 8
+
+
+def test_aligned_buckets_hold_the_capacity():
+    runner = double_runner(config={"align": 4}, max_requests=10)
+    assert list(runner.buckets) == [4, 8, 12]
+    assert torch.equal(runner.run({"x": rows_of_x(10)}), rows_of_x(10) * 2)
+    assert runner.can_run(12).ok
+
+
+@dg.region(host_args=("length",), mutates=("out",))
+def windowed(x, out, *, length):
+    out.copy_(x[:, :length].sum(1))
+
+
+def windowed_step(batch):
+    out = torch.empty(batch.tokens)
+    windowed(batch.x, out, length=batch.host.length)
+    return out + 0
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_host_arguments_reach_regions_under_every_policy(policy):
+    runner = decode_of(windowed_step, (X,), host_args={"length": 1}, config=policy)
+    x = rows_of_x(3)
+    for length in (1, 3, 2, 1):
+        out = runner.run({"x": x}, host_args={"length": length})
+        assert torch.equal(out, x[:, :length].sum(1))
+    assert runner.stats().graph_steps == 4
+    big = rows_of_x(20)
+    assert torch.equal(runner.run({"x": big}, host_args={"length": 2}), big[:, :2].sum(1))
+
+
+@pytest.mark.parametrize("count", [3, 20])
+@pytest.mark.parametrize(
+    ("host_args", "text"),
+    [
+        (None, "missing host arguments: length"),
+        ({}, "missing host arguments: length"),
+        ({"length": 1, "lenght": 2}, "unknown host argument 'lenght'.*Did you mean 'length'"),
+        ({"length": "two"}, "was a int at capture and is a str"),
+    ],
+)
+def test_bad_host_arguments_are_refused_in_graphs_and_eagerly(count, host_args, text):
+    runner = decode_of(windowed_step, (X,), host_args={"length": 1})
+    with pytest.raises(dg.HostArgumentError, match=text) as caught:
+        runner.run({"x": rows_of_x(count)}, host_args=host_args)
+    assert isinstance(caught.value, TypeError)
+    assert runner.stats().steps == 0
+
+
+def test_host_arguments_that_nobody_declared_are_refused():
+    with pytest.raises(dg.HostArgumentError, match="unknown host argument 'length'"):
+        double_runner().run({"x": rows_of_x(1)}, host_args={"length": 1})
+
+
+@dg.region(host_args=("lengths",), mutates=("out",))
+def per_request(x, out, *, lengths):
+    for row, length in enumerate(lengths):
+        out[row] = x[row, :length].sum()
+
+
+def per_request_step(batch):
+    out = torch.empty(batch.requests)
+    per_request(batch.x, out, lengths=batch.host.lengths)
+    return out * 1
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_host_sequences_are_padded_to_the_bucket(policy):
+    runner = decode_of(
+        per_request_step,
+        (X,),
+        host_args={"lengths": HostSlot("requests", pad=Pad.fill(1))},
+        config={"policy": policy, "buckets": [4]},
+        max_requests=4,
+    )
+    x = rows_of_x(3)
+    for lengths in ([1, 2, 3], [3, 3, 1]):
+        out = runner.run({"x": x}, host_args={"lengths": lengths})
+        assert out.tolist() == [x[i, :n].sum().item() for i, n in enumerate(lengths)]
+    assert runner.stats().graph_steps == 2
+    with pytest.raises(dg.InputError, match="'lengths' has 2 entries; expected 3"):
+        runner.run({"x": x}, host_args={"lengths": [1, 2]})
+    with pytest.raises(dg.HostArgumentError, match="must be a sequence"):
+        runner.run({"x": x}, host_args={"lengths": 3})
+
+
+def test_a_backend_that_cannot_update_runs_such_steps_eagerly_with_the_reason():
+    backend = type(dg.get_backend("cpu"))()
+    import attrs
+
+    backend.capabilities = attrs.evolve(backend.capabilities, region_update=False)
+    options = {"host_args": {"length": 2}, "backend": backend}
+    runner = decode_of(windowed_step, (X,), **options)
+    x = rows_of_x(3)
+    assert torch.equal(runner.run({"x": x}, host_args={"length": 2}), x[:, :2].sum(1))
+    assert torch.equal(runner.run({"x": x}, host_args={"length": 3}), x.sum(1))
+    assert runner.stats().eager == {"update_unsupported": 1}
+    assert runner.stats().graph_steps == 1
+    strict = decode_of(windowed_step, (X,), strict=True, **options)
+    with pytest.raises(dg.UpdateUnsupportedError):
+        strict.run({"x": x}, host_args={"length": 3})
+
+
+def test_an_unknown_batch_attribute_lists_the_slots():
+    with pytest.raises(AttributeError, match=r"no slot 'id'.*Did you mean 'ids'"):
+        decode_of(lambda b: b.id, (IDS,))
+    with pytest.raises(AttributeError, match="no host argument 'kv_len'.*Declare it in host_args"):
+        decode_of(lambda b: b.ids + b.host.kv_len, (IDS,))
+
+
+def test_a_graph_that_reads_the_real_size_is_refused():
+    with pytest.raises(dg.CaptureError, match="batch.real changes from run to run"):
+        decode_of(lambda b: b.x * b.real.requests, (X,))
+
+
+def test_an_eager_body_reads_the_real_size():
+    seen = []
+
+    @dg.no_graph(mutates=("out",))
+    def note(batch, out):
+        seen.append(batch.real.requests)
+        out.fill_(batch.real.requests)
+
+    def step(batch):
+        out = torch.empty(batch.requests)
+        note(batch, out)
+        return out + 0
+
+    runner = decode_of(step, (X,), config={"policy": "breakable", "buckets": [4]}, max_requests=4)
+    seen.clear()
+    assert runner.run({"x": rows_of_x(3)}).tolist() == [3, 3, 3]
+    assert runner.run({"x": rows_of_x(2)}).tolist() == [2, 2]
+    assert seen == [3, 2]
+
+
+def test_a_run_inside_a_capture_is_refused_before_anything_is_copied():
+    runner = double_runner()
+    runner.run({"x": rows_of_x(2)})
+    before = runner.buffers["x"].clone()
+    with pytest.raises(dg.NestedCaptureError, match="decode cannot run inside a capture"):
+        dg.capture(lambda: runner.run({"x": rows_of_x(2, 50)}), backend="cpu", warmup=0)
+    assert torch.equal(before, runner.buffers["x"])
+
+
+def test_a_decision_may_be_handed_over():
+    runner = double_runner()
+    larger = runner.can_run(8)
+    assert torch.equal(runner.run({"x": rows_of_x(2)}, decision=larger), rows_of_x(2) * 2)
+    eager = Decision.eager(Reason.VOTED_EAGER)
+    runner.run({"x": rows_of_x(2)}, decision=eager)
+    stats = runner.stats()
+    assert {b.key: b.hits for b in stats.buckets}["8"] == 1
+    assert stats.eager == {"voted_eager": 1}
+    runner.run({"x": rows_of_x(2)})
+    assert {b.key: b.hits for b in runner.stats().buckets}["2"] == 1
+
+
+def test_a_decision_that_does_not_fit_is_refused():
+    runner = double_runner()
+    with pytest.raises(dg.InputError, match="bucket 2, and the batch has 3 requests"):
+        runner.run({"x": rows_of_x(3)}, decision=runner.can_run(2))
+    with pytest.raises(dg.StateError, match="not captured here"):
+        runner.run({"x": rows_of_x(1)}, decision=Decision.graph(GraphKey((), 3)))
+
+
+def test_a_rank_without_requests_replays_the_decided_bucket():
+    step = CacheStep()
+    runner = decode_of(step)
+    step.cache.zero_()
+    assert runner.run(None, decision=runner.agree(runner.can_run(4))) is None
+    assert step.cache[:31].eq(0).all()
+    stats = runner.stats()
+    assert (stats.graph_steps, stats.idle_steps) == (1, 1)
+    assert runner.run(None, decision=runner.agree(None)) is None
+    assert runner.run(None, decision=Decision.eager(Reason.VOTED_EAGER)) is None
+    assert runner.stats().eager == {"empty_batch": 1, "voted_eager": 1}
+    with pytest.raises(dg.InputTypeError, match="pass decision="):
+        runner.run(None)
+
+
+def test_threads_that_share_a_runner_get_their_own_results():
+    import threading
+
+    runner = double_runner()
+    wrong: list[int] = []
+
+    def work(seed):
+        for index in range(50):
+            x = rows_of_x(1 + (seed + index) % 8, start=seed * 1000)
+            if not torch.equal(runner.run({"x": x}, clone=True), x * 2):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert runner.stats().graph_steps == 200

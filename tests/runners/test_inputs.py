@@ -1,0 +1,325 @@
+"""Input data: copied in whatever its layout, padded by rule, refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import devgraph as dg
+from devgraph.runners import InputSlot, Pad, Size
+from devgraph.runners import inputs as inputs_module
+from devgraph.runners.inputs import InputArena
+from devgraph.runners.load import CopyPlan
+from tests.support.runner_steps import (
+    IDS,
+    OFFSETS,
+    ROWS,
+    CacheStep,
+    X,
+    cache_inputs,
+    decode_of,
+    double_runner,
+    rows_of_x,
+    tokens,
+)
+
+
+def arena_of(*slots):
+    return InputArena({slot.name: slot for slot in slots}, Size(8, 16), dg.get_backend("cpu"))
+
+
+def loaded(slot, data, real, padded, run_slots=frozenset()):
+    """Load ``data`` over poison and return the graph's view."""
+    arena = arena_of(slot)
+    arena.buffers[slot.name].fill_(99)
+    CopyPlan(arena, real, padded, arena.run_views(real, run_slots)).load({slot.name: data})
+    return arena.views(padded)[slot.name]
+
+
+@pytest.mark.parametrize(
+    ("pad", "tail"),
+    [
+        (Pad.zero(), [0, 0, 0]),
+        (Pad.fill(-1), [-1, -1, -1]),
+        (Pad.last(), [7, 7, 7]),
+        (Pad.ramp(2), [9, 11, 13]),
+        (Pad.value_of(torch.tensor(4)), [4, 4, 4]),
+    ],
+)
+def test_rows_beyond_the_real_ones_follow_the_pad_rule(pad, tail):
+    slot = InputSlot("n", ("requests",), torch.int64, pad=pad)
+    view = loaded(slot, tokens(5, 3, 7), Size(3, 3, 1), Size(6, 6, 1))
+    assert view.tolist() == [5, 3, 7, *tail]
+
+
+@pytest.mark.parametrize("pad", [Pad.fill(-2), Pad.last(), Pad.ramp(1)])
+def test_a_named_dimension_need_not_be_the_first(pad):
+    slot = InputSlot("position", (3, "tokens"), torch.int64, pad=pad)
+    data = torch.arange(6).reshape(3, 2) * 10
+    view = loaded(slot, data, Size(2, 2, 1), Size(4, 4, 1))
+    last = data[:, 1:]
+    tail = {
+        "fill": torch.full((3, 2), -2),
+        "last": last.expand(3, 2),
+        "ramp": last + torch.tensor([1, 2]),
+    }[pad.kind]
+    assert view.is_contiguous()
+    assert torch.equal(view, torch.cat([data, tail], dim=1))
+
+
+def test_a_row_tensor_pads_each_row_and_is_read_at_each_run():
+    row = torch.tensor([1.0, 2.0, 3.0])
+    slot = InputSlot("x", ("tokens", 3), torch.float32, pad=Pad.value_of(row))
+    arena = arena_of(slot)
+    plan = CopyPlan(arena, Size(1, 1, 1), Size(3, 3, 1), {})
+    plan.load({"x": torch.zeros(1, 3)})
+    row.fill_(8)
+    plan.load({"x": torch.zeros(1, 3)})
+    assert arena.views(Size(3, 3, 1))["x"].tolist() == [[0, 0, 0], [8, 8, 8], [8, 8, 8]]
+
+
+def test_large_pads_are_filled_in_place(monkeypatch):
+    monkeypatch.setattr(inputs_module, "TEMPLATE_BYTES", 8)
+    slot = InputSlot("n", ("tokens",), torch.int64, pad=Pad.fill(-1))
+    view = loaded(slot, tokens(1, 2), Size(2, 2, 1), Size(4, 4, 1))
+    assert view.tolist() == [1, 2, -1, -1]
+
+
+def test_a_nan_pad_reaches_every_padded_row():
+    slot = InputSlot("x", ("tokens",), torch.float32, pad=Pad.fill(float("nan")))
+    view = loaded(slot, torch.ones(1), Size(1, 1, 1), Size(3, 3, 1))
+    assert view.isnan().tolist() == [False, True, True]
+
+
+def test_a_slot_of_the_run_keeps_its_real_size():
+    view = loaded(
+        OFFSETS, tokens(0, 4, 9), Size(2, 9), Size(6, 16), run_slots=frozenset({"offsets"})
+    )
+    assert view.tolist() == [0, 4, 9, 99, 99, 99, 99]
+
+
+def test_a_slot_without_rows_is_copied_whole():
+    slot = InputSlot("scale", (2,), torch.float32, pad=Pad.zero())
+    view = loaded(slot, torch.tensor([3.0, 4.0]), Size(1, 1, 1), Size(4, 4, 1))
+    assert view.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("join", [False, True])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_mixed_slots_of_any_layout_arrive_whole(join, data):
+    real = Size(data.draw(st.integers(1, 4)), data.draw(st.integers(4, 9)))
+    padded = Size(4 + data.draw(st.integers(0, 3)), 9 + data.draw(st.integers(0, 6)))
+    slots = []
+    for index in range(data.draw(st.integers(1, 5))):
+        dims = data.draw(
+            st.sampled_from(
+                [("tokens",), (2, "tokens"), ("requests", 4), ("requests+1",), (2,), ()]
+            )
+        )
+        dtype = data.draw(
+            st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool])
+        )
+        pads = [Pad.zero(), Pad.fill(1), Pad.value_of(torch.tensor(6, dtype=dtype))]
+        if len(dims) == 1 and isinstance(dims[0], str) and dtype is not torch.bool:
+            pads += [Pad.last(), Pad.ramp(2)]
+        slots.append(InputSlot(f"s{index}", dims, dtype, pad=data.draw(st.sampled_from(pads))))
+    arena = arena_of(*slots)
+    given_inputs, expected = {}, {}
+    for slot in slots:
+        values = torch.randint(50, slot.shape(real)).to(slot.dtype)
+        if data.draw(st.booleans()):  # not contiguous
+            values = torch.stack([values, values], dim=-1)[..., 0]
+        given_inputs[slot.name] = values
+        arena.buffers[slot.name].fill_(99)
+        expected[slot.name] = slow_pad(slot, values, padded)
+    CopyPlan(arena, real, padded, {}, join=join).load(given_inputs)
+    for name, view in arena.views(padded).items():
+        assert torch.equal(view, expected[name]), name
+
+
+def test_slots_of_several_dtypes_share_one_copy_where_launches_cost(monkeypatch):
+    dtypes = [torch.int64, torch.int64, torch.int32, torch.float32, torch.bfloat16]
+    slots = [
+        InputSlot(f"s{i}", ("tokens", 2), dtype, pad=Pad.fill(i)) for i, dtype in enumerate(dtypes)
+    ]
+    arena = arena_of(*slots)
+    plan = CopyPlan(arena, Size(3, 3, 1), Size(5, 5, 1), {}, join=True)
+    calls = []
+    real = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a: (calls.append(a), real(*a)))
+    data = {slot.name: torch.full((3, 2), 7, dtype=slot.dtype) for slot in slots}
+    data["s4"] = torch.full((7, 2), 7, dtype=torch.bfloat16).view(-1)[1:7].view(3, 2)  # unaligned
+    plan.load(data)
+    assert len(calls) == 1
+    for index, view in enumerate(arena.views(Size(5, 5, 1)).values()):
+        assert view.tolist() == [[7, 7]] * 3 + [[index, index]] * 2
+
+
+def slow_pad(slot, values, padded):
+    """The pad rules once more, row by row."""
+    if slot.axis is None:
+        return values
+    rows = list(values.unbind(slot.axis))
+    while len(rows) < slot.shape(padded)[slot.axis]:
+        if slot.pad.source is not None:
+            rows.append(slot.pad.source.expand(rows[0].shape))
+        elif slot.pad.kind == "fill":
+            rows.append(torch.full_like(rows[0], slot.pad.value))
+        else:
+            rows.append(rows[-1] + slot.pad.step)
+    return torch.stack(rows, slot.axis)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"x": torch.zeros(2, 3, dtype=torch.float64)}, "'x' has dtype torch.float64"),
+        ({"x": torch.zeros(2, 4)}, r"'x' has shape \(2, 4\); expected torch.float32 \(2, 3\)"),
+        ({"x": torch.zeros(2)}, r"'x' has shape \(2,\)"),
+        ({"x": torch.zeros(3, 3)}, r"'(x|n)' has shape"),
+        ({"n": torch.zeros(3, dtype=torch.int64)}, r"'(x|n)' has shape"),
+        ({"x": torch.zeros(2, 3, device="meta")}, "'x' has device meta; expected .* on cpu"),
+        ({"x": torch.zeros(2, 3).to_sparse()}, "'x' has layout torch.sparse_coo"),
+        ({"y": torch.zeros(2)}, "unknown input 'y'"),
+    ],
+)
+@pytest.mark.parametrize("requests", [2, 7])
+def test_a_mismatched_input_is_refused_by_name_in_a_graph_and_eagerly(change, text, requests):
+    n = InputSlot("n", ("tokens",), torch.int64, pad=Pad.zero())
+    runner = decode_of(lambda b: b.x * b.n[:, None], (X, n), config={"buckets": [2]})
+    good = {"x": torch.ones(2, 3), "n": tokens(1, 2)}
+    assert runner.can_run(2).ok
+    runner.run(good)
+    if requests == 7:
+        runner.suspend()
+    with pytest.raises(dg.InputError, match=text):
+        runner.run({**good, **change})
+    runner.resume()
+    assert runner.run(good).tolist() == [[1, 1, 1], [2, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind", "text"),
+    [
+        ({}, dg.InputError, "missing input x; the runner has the slots x"),
+        ({"x": None}, dg.InputTypeError, "'x' must be a tensor, got None"),
+        ({"x": [[1.0, 2.0, 3.0]]}, dg.InputTypeError, "'x' must be a tensor, got list"),
+        ({"X": torch.zeros(1, 3)}, dg.InputError, "missing input x"),
+        ({"x": torch.tensor(1.0)}, dg.InputError, "expected 2 dimensions"),
+        ([torch.zeros(1, 3)], dg.InputTypeError, "mapping of slot names to tensors, got list"),
+    ],
+)
+def test_a_missing_or_unusable_input_is_refused(inputs, kind, text):
+    runner = double_runner()
+    with pytest.raises(kind, match=text):
+        runner.run(inputs)
+    assert runner.stats().steps == 0
+
+
+def test_a_refused_input_changes_nothing():
+    step = CacheStep()
+    runner = decode_of(step)
+    good = cache_inputs(3)
+    runner.run(good)
+    before = [buffer.clone() for buffer in runner.buffers.values()]
+    cache = step.cache.clone()
+    with pytest.raises(dg.InputError):
+        runner.run({**good, "rows": good["rows"].float()})
+    assert all(torch.equal(a, b) for a, b in zip(before, runner.buffers.values(), strict=True))
+    assert torch.equal(cache, step.cache)
+
+
+def test_overlapping_and_strided_inputs_are_copied_in():
+    runner = double_runner()
+    base = torch.arange(20.0)
+    sliding = base.as_strided((4, 3), (1, 1))
+    assert torch.equal(runner.run({"x": sliding}), sliding * 2)
+    turned = base[:12].reshape(3, 4).t()
+    assert torch.equal(runner.run({"x": turned}), turned * 2)
+    row = torch.tensor([1.0, 2.0, 3.0])
+    assert torch.equal(runner.run({"x": row.expand(4, 3)}), row.expand(4, 3) * 2)
+
+
+def test_an_input_that_lies_in_the_static_buffers_is_copied_in():
+    """FAULTS 8."""
+    runner = double_runner()
+    runner.buffers["x"].copy_(rows_of_x(8))
+    shifted = runner.buffers["x"][2:6]
+    assert torch.equal(runner.run({"x": shifted}), rows_of_x(8)[2:6] * 2)
+    in_place = runner.buffers.view("x", (4, 3))
+    in_place.copy_(rows_of_x(4, start=50))
+    assert torch.equal(runner.run({"x": in_place}), rows_of_x(4, start=50) * 2)
+
+
+def test_an_input_with_autograd_history_leaves_it_behind():
+    runner = double_runner()
+    x = torch.ones(2, 3, requires_grad=True)
+    out = runner.run({"x": x * 3})
+    assert not out.requires_grad
+    assert not runner.buffers["x"].requires_grad
+    assert out.eq(6).all()
+    assert runner.run({"x": torch.nn.Parameter(torch.ones(2, 3))}).eq(2).all()
+
+
+def test_inputs_under_inference_mode_are_taken():
+    runner = double_runner()
+    with torch.inference_mode():
+        x = rows_of_x(2)
+        assert torch.equal(runner.run({"x": x}), x * 2)
+    assert torch.equal(runner.run({"x": x}), x * 2)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_poisoned_padding_leaves_real_rows_bit_identical(poison):
+    """FAULTS 36."""
+    x = InputSlot("x", ("tokens", 3), torch.float32, pad=Pad.fill(poison))
+    weight = torch.randn(3, 3)
+    clean = decode_of(lambda b: b.x @ weight, (X,))
+    poisoned = decode_of(lambda b: b.x @ weight, (x,))
+    for count in (1, 3, 5, 7):
+        data = torch.randn(count, 3)
+        assert torch.equal(clean.run({"x": data}), poisoned.run({"x": data}))
+
+
+def test_padded_rows_of_an_earlier_larger_batch_do_not_survive():
+    """FAULTS 36."""
+    step = CacheStep()
+    runner = decode_of(step, config={"buckets": [8], "max_padding": 8})
+    runner.run(cache_inputs(8))
+    before = step.cache.clone()
+    runner.run({"ids": tokens(4), "rows": tokens(2)})
+    changed = (step.cache != before).any(dim=1).nonzero().flatten().tolist()
+    assert set(changed) <= {2, 31}
+
+
+def test_capture_writes_scratch_rows_only():
+    step = CacheStep()
+    step.cache[:31] = torch.randn(31, 6)
+    before = step.cache[:31].clone()
+    runner = decode_of(step)
+    assert torch.equal(step.cache[:31], before)
+    runner.invalidate("test")
+    runner.run(cache_inputs(8))
+    live = step.cache[:31].clone()
+    runner.capture()  # while serving: index slots still name real rows
+    assert torch.equal(step.cache[:31], live)
+    assert runner.stats().recaptures == 4
+
+
+def test_a_step_that_writes_its_inputs_finds_pad_values_at_each_warm_up():
+    seen = []
+
+    def step(batch):
+        if not dg.is_capturing():
+            seen.append(batch.rows.clone())
+        batch.rows.add_(100)
+        return batch.ids.float() + batch.rows
+
+    runner = decode_of(step, (IDS, ROWS), config={"buckets": [4], "warmup": 3}, max_requests=4)
+    assert len(seen) == 3  # the first of them shows the outputs
+    assert all(rows.eq(31).all() for rows in seen)
+    assert runner.run({"ids": tokens(1, 2), "rows": tokens(5, 6)}).tolist() == [106, 108]
+    assert runner.run({"ids": tokens(1, 2), "rows": tokens(5, 6)}).tolist() == [106, 108]

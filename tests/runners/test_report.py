@@ -1,0 +1,255 @@
+"""Statistics, plan, explanation and proof of a runner."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import devgraph as dg
+from devgraph.runners import InputSlot, Pad
+from devgraph.runners.stats import format_bytes
+from tests.support.runner_steps import (
+    IDS,
+    ROWS,
+    VOCAB,
+    CacheStep,
+    X,
+    cache_inputs,
+    decode_of,
+    double_runner,
+    rows_of_x,
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 12), max_size=30))
+def test_every_step_is_counted_once(counts):
+    runner = double_runner(config={"buckets": [1, 8]})
+    for count in counts:
+        runner.run({"x": rows_of_x(count)})
+    stats = runner.stats()
+    assert stats.steps == len(counts) == stats.graph_steps + stats.eager_steps
+    in_graph = [n for n in counts if n == 1 or 4 <= n <= 8]
+    assert stats.graph_steps == len(in_graph)
+    assert stats.real_rows == sum(in_graph)
+    assert stats.padded_rows == sum(0 if n == 1 else 8 - n for n in in_graph)
+    assert stats.eager_tokens == sum(n for n in counts if n not in in_graph)
+    assert stats.eager.get("padding", 0) == sum(n in (2, 3) for n in counts)
+    assert stats.eager.get("over_largest_bucket", 0) == sum(n > 8 for n in counts)
+    assert stats.eager.get("empty_batch", 0) == counts.count(0)
+    assert sum(bucket.hits for bucket in stats.buckets) == stats.graph_steps
+
+
+def test_ratios_and_plain_data():
+    runner = double_runner()
+    for count in (3, 8, 20):
+        runner.run({"x": rows_of_x(count)})
+    stats = runner.stats()
+    assert stats.hit_ratio == pytest.approx(2 / 3)
+    assert stats.padding_ratio == pytest.approx(1 / 12)
+    data = json.loads(json.dumps(stats.to_dict()))
+    assert data["eager"] == {"over_largest_bucket": 1}
+    assert data["hit_ratio"] == stats.hit_ratio
+    assert data["buckets"][0]["key"] == "8"
+    assert stats.summary() == (
+        "decode: 3 steps, 2 in graphs (67 %), padding 8 %, eager: over_largest_bucket 1"
+    )
+
+
+def test_prometheus_text_has_a_type_for_each_metric_and_escaped_labels():
+    runner = double_runner(name='de"co\\de')
+    runner.run({"x": rows_of_x(3)})
+    runner.run({"x": rows_of_x(9)})
+    text = runner.stats().to_prometheus(rank="0")
+    typed = set(re.findall(r"^# TYPE (\w+) (?:counter|gauge)$", text, re.M))
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    parsed = [re.fullmatch(r"(\w+)\{(.*)\} ([-+.e\d]+)", line) for line in samples]
+    assert all(parsed)
+    assert {match[1] for match in parsed} == typed
+    labels = r'runner="de\"co\\de",phase="decode",backend="cpu",rank="0"'
+    assert f"devgraph_graph_steps_total{{{labels}}} 1" in samples
+    assert f'devgraph_eager_steps_total{{{labels},reason="over_largest_bucket"}} 1' in samples
+    assert f'devgraph_bucket_hits_total{{{labels},bucket="4"}} 1' in samples
+    assert text.endswith("\n")
+
+
+def test_requested_and_effective_policy_are_both_visible():
+    runner = double_runner(config="breakable", captured=False)
+    assert (runner.stats().requested, runner.stats().effective) == ("breakable", "disabled")
+    runner.capture()
+    assert (runner.plan().requested, runner.plan().effective) == ("breakable", "breakable")
+    runner.suspend()
+    assert runner.plan().effective == "disabled"
+
+
+def test_a_plan_before_capture_names_rows_and_known_bytes():
+    runner = decode_of(
+        CacheStep(),
+        variants=[{}, {"width": 2}],
+        max_requests=4,
+        captured=False,
+        outputs=dg.OutputSlot(rows="tokens"),
+    )
+    plan = runner.plan()
+    assert [(b.requests, b.tokens) for b in plan.buckets] == [
+        (4, 8),
+        (4, 4),
+        (2, 4),
+        (2, 2),
+        (1, 2),
+        (1, 1),
+    ]
+    assert {b.state for b in plan.buckets} == {"pending"}
+    assert plan.graph_bytes is None
+    assert plan.input_bytes == 512
+    assert "graphs unknown" in str(plan)
+    assert json.loads(json.dumps(plan.to_dict()))["buckets"][0]["key"] == "4 (width=2)"
+
+
+def test_a_sampled_plan_estimates_without_capturing_for_real():
+    runner = double_runner(captured=False)
+    plan = runner.plan(sample=True)
+    assert plan.estimated
+    assert plan.graph_bytes == sum(b.bytes for b in plan.buckets) > 0
+    assert "(estimated)" in str(plan)
+    assert runner.stats().captures == 0
+    assert runner.pool.bytes == 0
+    runner.capture()
+    measured = runner.plan()
+    assert not measured.estimated
+    assert measured.graph_bytes == pytest.approx(plan.graph_bytes, rel=0.5)
+    assert runner.plan(sample=True) == measured
+
+
+def test_explain_names_slots_segments_reasons_and_counters():
+    runner = double_runner(name="demo")
+    runner.run({"x": rows_of_x(9)})
+    text = runner.explain()
+    for part in (
+        "demo: full on cpu (effective: full)",
+        "x: torch.float32 (tokens, 3), in the graph, pad 0",
+        "output (the tensor itself): torch.float32 (8, 3)",
+        "bucket 4: captured",
+        "policy full on cpu: 1 segment\n",
+        "eager: over_largest_bucket 1",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (2**31, "2.0 GiB")],
+)
+def test_bytes_for_people(count, text):
+    assert format_bytes(count) == text
+
+
+def sampled_slots():
+    """The slots of ``CacheStep`` with legal random data for ``prove``."""
+    return (
+        InputSlot(
+            "ids",
+            ("tokens",),
+            torch.int64,
+            pad=IDS.pad,
+            sample=lambda shape, g: torch.randint(VOCAB, shape, generator=g),
+        ),
+        InputSlot(
+            "rows",
+            ("tokens",),
+            torch.int64,
+            pad=ROWS.pad,
+            sample=lambda shape, g: torch.randperm(30, generator=g)[: shape[0]],
+        ),
+    )
+
+
+def test_prove_compares_every_bucket_on_fresh_data():
+    step = CacheStep()
+    runner = decode_of(step, sampled_slots(), reset_state=lambda: step.cache.fill_(0.25))
+    report = runner.prove(cases=3)
+    assert report.ok, str(report)
+    assert report.cases == 1 + 1 + 2 + 3  # buckets 1 and 2 serve one size, 4 two, 8 four
+    assert report.fixed_slots == ()
+    assert runner.stats().steps == 0
+
+
+def test_prove_says_which_slots_it_could_not_vary():
+    report = decode_of(CacheStep()).prove()
+    assert report.fixed_slots == ("ids", "rows")
+    assert "not varied: ids, rows" in str(report)
+
+
+def test_prove_finds_padding_that_reaches_real_rows():
+    runner = decode_of(lambda b: b.x + b.x.sum(0), (X,), config={"buckets": [4]}, max_requests=4)
+    report = runner.prove()
+    assert not report.ok
+    assert any("padding filled with NaN" in failure for failure in report.failures)
+    assert "bucket 4, 2 requests, 2 tokens" in str(report)
+
+
+def test_prove_finds_a_value_that_froze_at_capture():
+    scale = [1.0]
+    runner = decode_of(lambda b: b.x * scale[0], (X,), config={"buckets": [2]}, max_requests=2)
+    assert runner.prove().ok
+    scale[0] = 2.0
+    report = runner.prove()
+    assert not report.ok
+    assert any("replay against eager" in failure for failure in report.failures)
+
+
+def test_prove_finds_a_step_that_depends_on_the_size_of_its_bucket():
+    runner = decode_of(lambda b: b.x * b.tokens, (X,), config={"buckets": [4]}, max_requests=4)
+    report = runner.prove()
+    assert [f for f in report.failures if "replay against eager:" in f]
+    assert not [f for f in report.failures if "on the padded batch" in f]
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_prove_takes_host_arguments(policy):
+    @dg.region(host_args=("length",), mutates=("out",))
+    def window(x, out, *, length):
+        out.copy_(x[:, :length].sum(1))
+
+    def step(batch):
+        out = torch.empty(batch.tokens)
+        window(batch.x, out, length=batch.host.length)
+        return out * 2
+
+    runner = decode_of(step, (X,), host_args={"length": 1}, config=policy)
+    assert runner.prove(host_args={"length": 3}).ok
+    with pytest.raises(dg.HostArgumentError):
+        runner.prove(host_args={"size": 3})
+
+
+def test_prove_without_graphs_is_not_ok():
+    assert not double_runner(captured=False).prove().ok
+
+
+def test_prove_of_a_prefill_runner_covers_its_tail():
+    offsets = InputSlot("offsets", ("requests+1",), torch.int64, pad=Pad.last())
+    runner = dg.PrefillRunner(
+        lambda b: b.x * 2,
+        [X, offsets],
+        tail=lambda hidden, batch: hidden[: batch.requests] + batch.tokens,
+        config={"buckets": [4, 8]},
+        backend="cpu",
+        max_tokens=8,
+        max_requests=3,
+    )
+    runner.capture()
+    assert runner.prove(cases=4).ok
+
+
+def test_serving_goes_on_after_a_proof():
+    step = CacheStep()
+    runner = decode_of(step, sampled_slots())
+    runner.prove()
+    inputs = cache_inputs(3)
+    want = step.expected(step.cache.clone(), **inputs)
+    torch.testing.assert_close(runner.run(inputs), want)

@@ -1,0 +1,221 @@
+"""Declarations: input slots, pad rules, output slots, host slots, variants, options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.runners import HostSlot, InputSlot, OutputSlot, Pad, Size
+from devgraph.runners.inputs import fill_with_pad
+from devgraph.runners.slots import check_slots, whole
+from tests.support.runner_steps import IDS, double, double_runner
+
+
+def slot(dims=("tokens",), dtype=torch.int64, pad=None, name="x"):
+    return InputSlot(name, dims, dtype, pad=pad or Pad.zero())
+
+
+def test_shape_follows_the_named_dimension():
+    size = Size(requests=3, tokens=12, width=4)
+    assert slot(("tokens", 7)).shape(size) == (12, 7)
+    assert slot((3, "tokens")).shape(size) == (3, 12)
+    assert slot(("requests",)).shape(size) == (3,)
+    assert slot(("requests+1",)).shape(size) == (4,)
+    assert slot((5, 2)).shape(size) == (5, 2)
+    assert slot(()).shape(size) == ()
+
+
+def test_an_unknown_dim_is_refused_with_the_nearest_name():
+    with pytest.raises(dg.ConfigError, match="unknown dim 'token' .*Did you mean 'tokens'"):
+        slot(("token",))
+
+
+@pytest.mark.parametrize("dim", [0, -1, 2.0, True, None])
+def test_a_dim_that_is_no_positive_int_is_refused(dim):
+    with pytest.raises(dg.ConfigError, match="must be a positive int"):
+        slot((dim,))
+
+
+def test_two_named_dims_are_refused():
+    with pytest.raises(dg.ConfigError, match="at most one may be named"):
+        slot(("tokens", "requests"))
+
+
+@pytest.mark.parametrize("name", ["host", "real", "requests", "tokens", "variant", "width"])
+def test_a_slot_that_would_hide_a_batch_attribute_is_refused(name):
+    with pytest.raises(dg.ConfigError, match=f"hide batch.{name}"):
+        slot(name=name)
+
+
+@pytest.mark.parametrize("name", ["", "two words", "_private", 3])
+def test_a_slot_name_that_is_no_identifier_is_refused(name):
+    with pytest.raises(dg.ConfigError, match="Python identifier"):
+        slot(name=name)
+
+
+def test_the_pad_rule_is_mandatory():
+    with pytest.raises(TypeError, match="pad"):
+        InputSlot("x", ("tokens",), torch.int64)
+    with pytest.raises(dg.ConfigTypeError, match="needs pad="):
+        InputSlot("x", ("tokens",), torch.int64, pad=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.int32, 2**31),
+        (torch.uint8, -1),
+        (torch.int64, 0.5),
+        (torch.bool, 2),
+        (torch.float16, 70000.0),
+    ],
+)
+def test_a_pad_value_that_the_dtype_cannot_hold_is_refused(dtype, value):
+    with pytest.raises(dg.ConfigError, match="cannot hold its pad value"):
+        slot(dtype=dtype, pad=Pad.fill(value))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), -65504.0])
+def test_a_floating_pad_value_may_be_special(value):
+    assert slot(dtype=torch.float16, pad=Pad.fill(value)).pad.value is value
+
+
+@pytest.mark.parametrize("pad", [Pad.last(), Pad.ramp(1)])
+def test_padding_from_the_last_row_needs_rows(pad):
+    with pytest.raises(dg.ConfigError, match="has no named dim"):
+        slot((4,), pad=pad)
+
+
+def test_value_of_takes_a_tensor_of_the_right_kind():
+    with pytest.raises(dg.ConfigTypeError, match=r"use Pad.fill\(3\)"):
+        Pad.value_of(3)
+    with pytest.raises(dg.ConfigError, match=r"is torch.int64 .* tensor is torch.int32"):
+        slot(pad=Pad.value_of(torch.tensor(3, dtype=torch.int32)))
+    with pytest.raises(dg.ConfigError, match="does not expand"):
+        slot(("tokens", 4), pad=Pad.value_of(torch.zeros(3, dtype=torch.int64)))
+    assert slot(("tokens", 4), pad=Pad.value_of(torch.zeros(4, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize(
+    ("pad", "expected"),
+    [
+        (Pad.zero(), [0, 0, 0, 0]),
+        (Pad.fill(-1), [-1, -1, -1, -1]),
+        (Pad.last(5), [5, 5, 5, 5]),
+        (Pad.ramp(3), [0, 3, 6, 9]),
+        (Pad.ramp(3, start=1), [1, 4, 7, 10]),
+        (Pad.value_of(torch.tensor(9)), [9, 9, 9, 9]),
+    ],
+)
+def test_a_slot_without_real_rows_holds_its_pad_values(pad, expected):
+    view = torch.full((4,), 77)
+    fill_with_pad(view, slot(pad=pad))
+    assert view.tolist() == expected
+
+
+def test_duplicate_slots_are_refused():
+    with pytest.raises(dg.ConfigError, match="'ids' is declared twice"):
+        check_slots([IDS, IDS])
+
+
+def test_inputs_without_a_batch_dimension_are_refused():
+    with pytest.raises(dg.ConfigError, match="cannot see the size"):
+        check_slots([slot((4,))])
+    with pytest.raises(dg.ConfigTypeError, match="InputSlot objects"):
+        check_slots(["ids"])
+
+
+def test_a_bad_output_slot_is_refused():
+    with pytest.raises(dg.ConfigError, match="unknown rows 'request'.*Did you mean 'requests'"):
+        OutputSlot(rows="request")
+    with pytest.raises(dg.ConfigError, match="dim of an output slot"):
+        OutputSlot(dim=-1)
+    with pytest.raises(dg.ConfigTypeError, match="outputs must be an OutputSlot"):
+        double_runner(outputs={"y": "requests"}, captured=False)
+
+
+@pytest.mark.parametrize(
+    ("pad", "given", "expected"),
+    [
+        (Pad.fill(1), [5, 6], (5, 6, 1, 1)),
+        (Pad.last(), [5, 6], (5, 6, 6, 6)),
+        (Pad.ramp(2), [5, 6], (5, 6, 8, 10)),
+        (Pad.last(3), [], (3, 3, 3, 3)),
+        (Pad.ramp(2, start=1), [], (1, 3, 5, 7)),
+    ],
+)
+def test_a_host_slot_continues_a_list_by_its_pad_rule(pad, given, expected):
+    assert HostSlot("requests", pad=pad).padded(given, Size(4, 4)) == expected
+
+
+def test_a_bad_host_slot_is_refused():
+    with pytest.raises(dg.ConfigError, match="unknown dim 'rows'"):
+        HostSlot("rows", pad=Pad.zero())
+    with pytest.raises(dg.ConfigError, match="cannot pad with Pad.value_of"):
+        HostSlot("tokens", pad=Pad.value_of(torch.tensor(1)))
+
+
+@pytest.mark.parametrize(
+    ("variants", "text"),
+    [
+        ([], "variants is empty"),
+        ([{}, {"width": 1}], "declared twice"),
+        ([{"width": 0}], "width must be a positive int"),
+        ([{"width": True}], "width must be a positive int"),
+        ([{"lora": [1]}], "must be hashable"),
+        (["lora"], "a variant is a mapping"),
+    ],
+)
+def test_bad_variants_are_refused(variants, text):
+    with pytest.raises(dg.InputError if "hashable" in text else dg.ConfigError, match=text):
+        double_runner(variants=variants, captured=False)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name():
+    with pytest.raises(dg.ConfigError, match="Did you mean 'strict'"):
+        double_runner(strikt=True, captured=False)
+
+
+def test_an_unknown_configuration_is_refused():
+    with pytest.raises(dg.ConfigError, match="Did you mean 'buckets'"):
+        double_runner(config={"bucket": [1]}, captured=False)
+    with pytest.raises(dg.ConfigTypeError, match="one phase"):
+        double_runner(config=dg.DeviceGraphConfig(), captured=False)
+    with pytest.raises(dg.ConfigError, match="policy"):
+        double_runner(config="fulll", captured=False)
+
+
+def test_what_this_version_cannot_do_is_refused_before_anything_is_built():
+    with pytest.raises(dg.ConfigError, match="use capture='eager' or strict=False"):
+        double_runner(config={"capture": "lazy"}, strict=True, captured=False)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.5])
+def test_a_capacity_that_is_no_positive_int_is_refused(value):
+    with pytest.raises(ValueError, match="max_requests"):
+        double_runner(max_requests=value, captured=False)
+
+
+def test_a_host_argument_name_must_be_an_identifier():
+    with pytest.raises(dg.ConfigError, match="Python identifier"):
+        double_runner(host_args={"kv len": 3}, captured=False)
+
+
+def test_whole_takes_what_is_an_index():
+    assert whole("n", torch.tensor(3)) == 3
+    with pytest.raises(dg.InputTypeError, match="n must be an int"):
+        whole("n", 3.0)
+
+
+def test_a_pool_of_another_backend_is_refused():
+    backend = dg.get_backend("cpu")
+    foreign = type(backend)().make_pool()
+    with pytest.raises(dg.StateError, match="belongs to backend"):
+        dg.DecodeRunner(
+            double,
+            [InputSlot("x", ("tokens", 3), torch.float32, pad=Pad.zero())],
+            max_requests=4,
+            backend=backend,
+            pool=foreign,
+        )

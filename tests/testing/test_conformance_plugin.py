@@ -1,0 +1,363 @@
+"""The pytest plugin: options, markers, skips, undeclared capabilities, lost devices, workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import devgraph as dg
+from devgraph.api.registry import _registry
+from tests.support.suite import environment, plugin_options
+
+pytest_plugins = ["pytester"]
+
+ABSENT = next(
+    (info for info in dg.backends() if not info.available and info.name in ("cuda", "npu", "rocm")),
+    None,
+)
+"""A built-in backend that this machine cannot use."""
+
+needs_absent = pytest.mark.skipif(ABSENT is None, reason="every built-in backend is usable here")
+
+FAKE = """
+import devgraph as dg
+from devgraph.cpu.backend import CpuBackend
+
+class Fake(CpuBackend):
+    name = "fake"
+    bound = []
+
+    def bind_worker(self, index):
+        self.bound.append(index)
+
+    def lost_reason(self, error):
+        return "illegal address" if "sticky" in str(error) else None
+
+dg.register("fake", Fake)
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Run one test file in this process and return what pytest said."""
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT"):
+        monkeypatch.delenv(name, raising=False)  # this process may itself be a worker
+    for kept in ("_factories", "_instances"):  # forget what a conftest registers
+        monkeypatch.setattr(_registry, kept, dict(getattr(_registry, kept)))
+
+    def runner(source, *options, conftest=FAKE):
+        pytester.makeconftest(conftest)
+        pytester.makepyfile(test_inner=textwrap.dedent(source))
+        return pytester.runpytest_inprocess(
+            *plugin_options(), "-p", "no:cacheprovider", "--strict-markers", *options
+        )
+
+    return runner
+
+
+USES_BACKEND = """
+import pytest
+
+def test_named(devgraph_backend):
+    assert devgraph_backend.name == "{name}"
+
+def test_plain():
+    pass
+"""
+
+
+def test_backend_is_cpu_unless_chosen(run):
+    run(USES_BACKEND.format(name="cpu")).assert_outcomes(passed=2)
+
+
+def test_option_chooses_the_backend(run):
+    run(USES_BACKEND.format(name="fake"), "--devgraph-backend", "fake").assert_outcomes(passed=2)
+
+
+def test_ini_chooses_the_backend_and_the_option_wins(run, pytester):
+    pytester.makeini("[pytest]\ndevgraph_backend = fake")
+    run(USES_BACKEND.format(name="fake")).assert_outcomes(passed=2)
+    options = ("--devgraph-backend", "cpu")
+    run(USES_BACKEND.format(name="cpu"), *options).assert_outcomes(passed=2)
+
+
+def test_auto_takes_the_best_backend_of_this_machine(run):
+    name = dg.get_backend("auto").name
+    source, options = USES_BACKEND.format(name=name), ("--devgraph-backend", "auto")
+    run(source, *options, conftest="").assert_outcomes(passed=2)
+
+
+def test_tests_that_use_the_backend_carry_its_name_as_a_marker(run):
+    run(USES_BACKEND.format(name="cpu"), "-m", "cpu").assert_outcomes(passed=1, deselected=1)
+    options = ("--devgraph-backend", "fake", "-m", "fake")
+    run(USES_BACKEND.format(name="fake"), *options).assert_outcomes(passed=1, deselected=1)
+
+
+@needs_absent
+def test_marked_test_is_skipped_with_the_reason_of_its_backend(run):
+    result = run(
+        f"""
+        import pytest
+
+        @pytest.mark.{ABSENT.name}
+        def test_device(devgraph_backend):
+            raise AssertionError("it ran")
+        """,
+        "-rs",
+    )
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines([f"*backend '{ABSENT.name}': {ABSENT.reason[:30]}*"])
+
+
+@needs_absent
+def test_expression_of_one_backend_chooses_it(run):
+    result = run(USES_BACKEND.format(name="cpu"), "-m", ABSENT.name, "-rs")
+    result.assert_outcomes(skipped=1, deselected=1)
+    result.stdout.fnmatch_lines([f"*backend '{ABSENT.name}'*"])
+
+
+@needs_absent
+def test_chosen_backend_that_is_absent_stops_the_session_with_the_way_to_get_it(run):
+    """FAULTS 32."""
+    result = run(USES_BACKEND.format(name="cpu"), "--devgraph-backend", ABSENT.name)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert ABSENT.reason[:30] in result.stderr.str() + result.stdout.str()
+
+
+def test_unknown_backend_stops_the_session_with_the_nearest_name(run):
+    """FAULTS 32."""
+    result = run(USES_BACKEND.format(name="cpu"), "--devgraph-backend", "cpuu")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "Did you mean 'cpu'?" in result.stderr.str() + result.stdout.str()
+
+
+def test_header_shows_backend_device_version_and_capabilities(run):
+    result = run(USES_BACKEND.format(name="fake"), "--devgraph-backend", "fake")
+    backend = dg.get_backend("fake")
+    result.stdout.fnmatch_lines(
+        [
+            f"devgraph {dg.__version__}: backend fake on cpu (*), {backend.version}",
+            "declares: *region_update*capture_error_modes=*",
+            "does not declare: *",
+        ]
+    )
+
+
+def test_header_is_silent_in_sessions_that_are_not_about_devgraph(run):
+    result = run("def test_nothing(): pass")
+    assert "devgraph 0" not in result.stdout.str()
+
+
+CAPABILITIES = """
+import pytest
+
+@pytest.mark.devgraph_capability("region_update")
+def test_declared(devgraph_backend):
+    assert {declared}
+
+@pytest.mark.devgraph_capability("streams")
+def test_undeclared(devgraph_backend):
+    assert {undeclared}
+
+@pytest.mark.devgraph_capability("streams")
+def test_undeclared_too(devgraph_backend):
+    assert {undeclared_too}
+"""
+
+
+def _capabilities(declared=True, undeclared=True, undeclared_too=True):
+    return CAPABILITIES.format(
+        declared=declared, undeclared=undeclared, undeclared_too=undeclared_too
+    )
+
+
+def test_declared_and_failing_is_a_failure(run):
+    result = run(_capabilities(declared=False), "--devgraph-backend", "fake")
+    result.assert_outcomes(passed=2, failed=1)
+
+
+def test_undeclared_and_failing_is_a_skip_that_names_the_capability(run):
+    result = run(_capabilities(undeclared=False), "--devgraph-backend", "fake", "-rs")
+    result.assert_outcomes(passed=2, skipped=1)
+    result.stdout.fnmatch_lines(["*backend 'fake' does not declare streams*"])
+    result.stdout.no_fnmatch_line("*consider declaring*")
+
+
+def test_undeclared_and_working_is_reported(run):
+    result = run(_capabilities(), "--devgraph-backend", "fake")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(
+        ["*'fake' does not declare streams and passes all 2 tests of it; consider declaring it"]
+    )
+
+
+def test_undeclared_is_not_tried_on_request(run):
+    source = _capabilities(undeclared="1 / 0")
+    result = run(source, "--devgraph-backend", "fake", "--devgraph-skip-undeclared")
+    result.assert_outcomes(passed=1, skipped=2)
+
+
+def test_unknown_capability_is_an_error(run):
+    result = run(
+        """
+        import pytest
+
+        @pytest.mark.devgraph_capability("telepathy")
+        def test_typo(devgraph_backend):
+            pass
+        """
+    )
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*telepathy*"])
+
+
+SKIPS = """
+import pytest
+
+@pytest.mark.skip(reason="not today")
+def test_marked(): pass
+
+def test_called():
+    pytest.skip("nor now")
+
+@pytest.mark.xfail(strict=True)
+def test_expected(): assert False
+
+@pytest.mark.devgraph_capability("streams")
+def test_undeclared(devgraph_backend): assert False
+"""
+
+
+def test_skips_are_skips_by_default(run):
+    run(SKIPS).assert_outcomes(skipped=3, xfailed=1)
+
+
+def test_skips_fail_on_request_unless_the_capability_is_not_declared(run):
+    result = run(SKIPS, "--devgraph-fail-on-skip")
+    result.assert_outcomes(errors=1, failed=1, skipped=1, xfailed=1)
+    result.stdout.fnmatch_lines(["*not today*", "*nor now*"])
+
+
+def test_skipped_module_fails_on_request(run):
+    source = "import pytest\npytest.importorskip('no_such_module')"
+    assert run(source).ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result = run(source, "--devgraph-fail-on-skip")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*no_such_module*"])
+
+
+LOST = """
+import pytest
+import devgraph as dg
+
+def test_first(devgraph_backend): pass
+
+def test_lost(devgraph_backend):
+    raise {raised}
+
+def test_after(devgraph_backend): pass
+def test_later(devgraph_backend): pass
+"""
+
+
+@pytest.mark.parametrize("raised", ["dg.DeviceLost('gone')", "RuntimeError('sticky')"])
+def test_lost_device_ends_the_session(run, raised):
+    """FAULTS 34."""
+    result = run(LOST.format(raised=raised), "--devgraph-backend", "fake")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*the device is lost: *"])
+
+
+def test_expected_loss_ends_nothing(run):
+    """FAULTS 34."""
+    result = run(
+        """
+        import pytest
+        import devgraph as dg
+
+        def test_raises(devgraph_backend):
+            with pytest.raises(dg.DeviceLost):
+                raise dg.DeviceLost("gone")
+
+        def test_after(devgraph_backend): pass
+        """
+    )
+    result.assert_outcomes(passed=2)
+
+
+def test_lost_device_ends_its_worker_and_a_new_one_goes_on(pytester):
+    """FAULTS 34."""
+    pytest.importorskip("xdist")
+    pytester.makeconftest(FAKE)
+    pytester.makepyfile(test_inner=LOST.format(raised="RuntimeError('sticky')"))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", *plugin_options(), "-n", "1", "-v"),
+            *("-p", "no:cacheprovider", "--devgraph-backend", "fake"),
+        ],
+        cwd=pytester.path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "replacing crashed worker gw0" in done.stdout, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+    assert "RuntimeError: sticky" in done.stdout
+
+
+def test_worker_is_bound_to_the_device_of_its_number(run, monkeypatch):
+    source = """
+        import devgraph as dg
+
+        def test_first(devgraph_backend):
+            assert devgraph_backend.bound == [3]
+
+        def test_once_only(devgraph_backend):
+            assert devgraph_backend.bound == [3]
+        """
+    options = ("--devgraph-backend", "fake")
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
+    run(source, *options, "-p", "no:xdist").assert_outcomes(passed=2)
+
+
+def test_process_without_workers_is_not_bound(run):
+    source = "def test_unbound(devgraph_backend): assert devgraph_backend.bound == []"
+    run(source, "--devgraph-backend", "fake").assert_outcomes(passed=1)
+
+
+def test_loading_the_plugin_imports_no_torch(tmp_path):
+    test = tmp_path / "test_other.py"
+    test.write_text("import sys\n\ndef test_other():\n    assert 'torch' not in sys.modules\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugin_options(), "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_suite_runs_where_it_is_installed(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", *plugin_options(), "-p", "no:cacheprovider"),
+            *("--pyargs", "devgraph.testing.conformance", "--devgraph-backend", "cpu"),
+            *("--devgraph-fail-on-skip", "-k", "test_prove or test_streams"),
+        ],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "backend cpu on cpu" in done.stdout

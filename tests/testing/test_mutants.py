@@ -1,0 +1,50 @@
+"""The conformance suite is tested itself: every broken backend must be caught."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import devgraph.testing.conformance
+from tests.support.mutants import MUTANTS, SOUND, Mutant
+from tests.support.suite import run_suite
+
+NAMES = sorted({mutant.caught_by for mutant in MUTANTS})
+
+
+def _run(mutant: Mutant, names: list[str], cwd: Path, *options: str) -> dict[str, str]:
+    chosen = " or ".join(names)
+    backend = ("--devgraph-backend", mutant.backend)
+    return run_suite(
+        "-p", "tests.support.mutants", "-k", chosen, *backend, *options, cwd=cwd
+    ).outcomes
+
+
+def test_names_of_mutants_are_those_of_tests_in_the_suite():
+    folder = Path(inspect.getfile(devgraph.testing.conformance)).parent
+    found = {
+        node.name
+        for path in folder.glob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert set(NAMES) <= found
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_backend_without_a_fault_passes_every_test_that_catches_a_mutant(tmp_path):
+    outcomes = _run(SOUND, NAMES, tmp_path)
+    assert {name for name, outcome in outcomes.items() if outcome == "failed"} == set()
+    passed = {name.split("[")[0] for name, outcome in outcomes.items() if outcome == "passed"}
+    # Undeclared streams: the only tests that this backend may skip.
+    assert set(NAMES) - passed <= {"test_side_stream_that_is_not_joined_is_refused"}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_caught(mutant, tmp_path):
+    outcomes = _run(mutant, [mutant.caught_by], tmp_path, "-x")
+    failed = {name.split("[")[0] for name, outcome in outcomes.items() if outcome == "failed"}
+    assert failed == {mutant.caught_by}, f"{mutant.fault}, and the suite says {outcomes}"
