@@ -1,0 +1,212 @@
+"""How many Python functions each everyday walk through devgraph enters, and in how many files.
+
+    python benchmarks/walks.py [--only NAME ...] [--files] [--json FILE]
+
+A call of a Python function is one frame, whoever wrote the function; calls into C are none. Both
+sums are shown: all frames, and those of functions in devgraph's own files. Every walk is measured
+on the CPU reference, in the state that its line names, and after a walk of the same kind, so that
+imports and first uses are not in it. ``--files`` lists the files of each walk and their frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import devgraph as dg
+from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.resolve import resolve
+from devgraph.api.policy import get_policy
+
+MODE = json.dumps(
+    {
+        "decode": {"policy": "full", "buckets": [1, 2, 4, 8, 16], "max_bs": 16},
+        "prefill": {"policy": "breakable", "buckets": [64, 512]},
+        "backends": {"npu": {"prefill": "full"}},
+    }
+)
+ROOT = Path(__file__).parent.parent
+
+Walk = tuple[str, Callable[[], Any]]
+"""The state that is measured, and the call."""
+
+
+def frames_of(walk: Callable[[], Any]) -> Counter[str]:
+    """Return how many frames ``walk`` enters, by the file that holds the function."""
+    found: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            found[frame.f_code.co_filename] += 1
+
+    sys.setprofile(count)
+    try:
+        walk()
+    finally:
+        sys.setprofile(None)
+    found[walk.__code__.co_filename] -= 1  # the frame of the walk itself
+    return +found
+
+
+def mode() -> Walk:
+    """From the text of a mode on a command line to the policies of both phases."""
+    parser = argparse.ArgumentParser()
+    dg.add_cli_args(parser)
+
+    def walk() -> None:
+        config = dg.DeviceGraphConfig.from_args(parser.parse_args(["--device-graph-mode", MODE]))
+        facts = EngineFacts().on_backend("cpu", dg.get_backend("cpu").capabilities)
+        effective = resolve(config, facts).effective
+        for phase in (effective.decode, effective.prefill):
+            get_policy(phase.policy)
+
+    return (
+        "parse_args, from_args, resolve for cpu, get_policy twice; seven sizes, a part for npu",
+        walk,
+    )
+
+
+def capture() -> Walk:
+    """A capture and a replay without host arguments."""
+    x = torch.ones(4, 4)
+
+    def walk() -> None:
+        dg.capture(torch.tanh, x, backend="cpu").replay()
+
+    return "dg.capture of one operator with two warm-up runs, then the first replay", walk
+
+
+@dg.region(host_args=("length",), mutates=("out",))
+def _region(x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
+    out.copy_(x * length)
+
+
+def _layer(x: torch.Tensor, out: torch.Tensor, *, length: int) -> torch.Tensor:
+    hidden = torch.tanh(x @ x)
+    _region(hidden, out, length=length)
+    return torch.relu(out + hidden)
+
+
+def _step(x: torch.Tensor, out: torch.Tensor, *, length: int) -> torch.Tensor:
+    _region(x, out, length=length)
+    return out + 1
+
+
+def _captured(step: Callable[..., Any] = _step) -> dg.Captured:
+    x, out = torch.ones(4, 4), torch.zeros(4, 4)
+    return dg.capture(step, x, out, backend="cpu", host_args={"length": 3})
+
+
+def capture_region() -> Walk:
+    """A capture of a step with one region."""
+    return "dg.capture under full of six operators, two of them in a region; two warm-up runs", (
+        lambda: _captured(_layer)
+    )
+
+
+def replay() -> Walk:
+    """A replay without host arguments."""
+    captured = dg.capture(torch.tanh, torch.ones(4, 4), backend="cpu")
+    return "Captured.replay() without host arguments, third replay", lambda: captured.replay()
+
+
+def known_key() -> Walk:
+    """A replay of a key that has a recording and is not the key of the replay before."""
+    captured = _captured()
+    lengths = itertools.cycle((3, 4))
+    for _ in range(4):
+        captured.replay(length=next(lengths))
+    return (
+        "Captured.replay(length=...) of a recorded key, after another key",
+        lambda: captured.replay(length=next(lengths)),
+    )
+
+
+def repeated_key() -> Walk:
+    """A replay of the key of the replay before."""
+    captured = _captured()
+    for _ in range(3):
+        captured.replay(length=4)
+    return "Captured.replay(length=...) of the key of the replay before", lambda: captured.replay(
+        length=4
+    )
+
+
+def _forward(batch: Any) -> torch.Tensor:
+    out = torch.zeros(batch.x.shape)
+    _region(batch.x, out, length=batch.host.length)
+    return out + 1
+
+
+def decode() -> Walk:
+    """A step of a runner that has settled."""
+    runner = dg.DecodeRunner(
+        _forward,
+        inputs=[dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())],
+        outputs=dg.OutputSlot(rows="requests"),
+        host_args={"length": 1},
+        config={"policy": "full", "buckets": [4]},
+        backend="cpu",
+        max_requests=4,
+    )
+    runner.capture()
+    rows = torch.ones(3, 4)
+    for _ in range(3):
+        runner.run({"x": rows}, host_args={"length": 7})
+    return "DecodeRunner.run, 3 rows in a bucket of 4, one slot, the host argument of before", (
+        lambda: runner.run({"x": rows}, host_args={"length": 7})
+    )
+
+
+WALKS: dict[str, Callable[[], Walk]] = {
+    one.__name__: one
+    for one in (mode, capture, capture_region, replay, known_key, repeated_key, decode)
+}
+
+
+def measure(name: str) -> tuple[str, Counter[str]]:
+    """Return the state that a walk is measured in, and its frames by file."""
+    state, walk = WALKS[name]()
+    walk()
+    return state, frames_of(walk)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(WALKS), default=list(WALKS))
+    parser.add_argument("--files", action="store_true", help="also list the files")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found: dict[str, dict[str, Any]] = {}
+    for name in args.only:
+        state, frames = measure(name)
+        mine = {file for file in frames if Path(file).is_relative_to(ROOT / "devgraph")}
+        found[name] = {
+            "state": state,
+            "frames": frames.total(),
+            "own_frames": sum(frames[file] for file in mine),
+            "own_files": len(mine),
+        }
+        print(
+            f"{name:15} {frames.total():5} frames, {found[name]['own_frames']:5} of devgraph in "
+            f"{len(mine):2} files: {state}"
+        )
+        if args.files:
+            for file, count in frames.most_common():
+                print(f"    {count:5}  {file.removeprefix(str(ROOT) + '/')}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
