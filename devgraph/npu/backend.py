@@ -17,14 +17,12 @@ from devgraph.api.errors import BackendUnavailableError, UpdateError
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.base import TorchBackend, TorchPool
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
-from devgraph.npu.budget import StreamBudget
-from devgraph.npu.burial import Burials
-from devgraph.npu.codes import UNJOINED, error_code, lost_reason
-from devgraph.npu.events import EventStore
+from devgraph.npu.channel import UpdateChannel
+from devgraph.npu.diagnose import AUTOLOAD, diagnose
+from devgraph.npu.errors import UNJOINED, error_code, lost_reason
 from devgraph.npu.graph import NpuGraph, NpuPool, dumped_nodes
-from devgraph.npu.host import AUTOLOAD, diagnose
-from devgraph.npu.regions import Regions
-from devgraph.npu.updates import UpdateChannel
+from devgraph.npu.lifetimes import Burials, StreamBudget
+from devgraph.npu.task_groups import EventStore, TaskGroups
 
 __all__ = ["NpuBackend", "make_backend"]
 
@@ -157,7 +155,7 @@ class NpuBackend(TorchBackend):
         """Take back one use of the pool's memory."""
         self.native_module._npu_releasePool(self._device.index, pool.handle)
 
-    def retire(self, pool: NpuPool, native: Any, regions: Regions | None) -> None:
+    def retire(self, pool: NpuPool, native: Any, regions: TaskGroups | None) -> None:
         """Destroy a captured graph now, or once its last replay is over."""
         self._burials.retire(pool, native, regions)
         self.free_buried()

@@ -21,10 +21,10 @@ from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.marks import Mark
 from devgraph.api.torchlike.base import TorchGraph, TorchPool
 from devgraph.npu.attention import trusted
-from devgraph.npu.codes import NO_RESOURCE, means
+from devgraph.npu.channel import Job
 from devgraph.npu.dispatched import DispatchedCall, checked_inputs
-from devgraph.npu.regions import Group, Regions
-from devgraph.npu.updates import Job
+from devgraph.npu.errors import NO_RESOURCE, means
+from devgraph.npu.task_groups import Group, TaskGroups
 
 if TYPE_CHECKING:
     from devgraph.npu.backend import NpuBackend
@@ -141,7 +141,7 @@ class NpuGraph(TorchGraph):
 
     def __init__(self, backend: NpuBackend, pool: TorchPool) -> None:
         super().__init__(backend, pool)
-        self._regions: Regions | None = None
+        self._regions: TaskGroups | None = None
         self._group_open: Any = None
         self._capture_host: dict[Any, dict[str, Any]] = {}
         self._due: Mapping[Mark, dict[str, Any]] | None = None
@@ -207,11 +207,11 @@ class NpuGraph(TorchGraph):
             self._open_regions().add(call, Group(record.event, record.handle))
             self._capture_host[call] = call.values()
 
-    def _open_regions(self) -> Regions:
+    def _open_regions(self) -> TaskGroups:
         if self._regions is None:
             backend = self._torch
             backend.channel.start()
-            self._regions = Regions(backend.channel, backend.namespace, self.pool.update_memory)
+            self._regions = TaskGroups(backend.channel, backend.namespace, self.pool.update_memory)
         return self._regions
 
     def _abort(self) -> None:
@@ -341,7 +341,7 @@ class NpuGraph(TorchGraph):
             regions.launched(backend.namespace.current_stream(backend.device))
         self._job = job
 
-    def _settled(self) -> Regions:
+    def _settled(self) -> TaskGroups:
         """Return the regions once the last update was issued; raise what it raised."""
         regions, job = self._regions, self._job
         assert regions is not None
@@ -356,7 +356,7 @@ class NpuGraph(TorchGraph):
         self._refuse_broken(regions)
         return regions
 
-    def _refuse_broken(self, regions: Regions) -> None:
+    def _refuse_broken(self, regions: TaskGroups) -> None:
         """Raise why the regions are broken, and from then on that the graph is dirty."""
         if regions.failure is not None:
             self._state = GraphState.DIRTY
@@ -379,7 +379,7 @@ class NpuGraph(TorchGraph):
         if native is not None:
             self._torch.retire(self.pool, native, regions)
 
-    def _drop_regions(self) -> Regions | None:
+    def _drop_regions(self) -> TaskGroups | None:
         regions, self._regions = self._regions, None
         self._calls = []
         self._job = self._due = None

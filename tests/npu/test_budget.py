@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.npu.budget import StreamBudget
+from devgraph.npu.lifetimes import StreamBudget
 from tests.sim.ascend import Driver
 
 pytest_plugins = ["tests.sim.ascend.plugin"]

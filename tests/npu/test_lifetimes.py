@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.npu.budget import StreamBudget
-from tests.npu.test_updates import picky_step, step, wanted
+from devgraph.npu.lifetimes import StreamBudget
+from tests.npu.test_channel import picky_step, step, wanted
 from tests.sim.ascend import Driver
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
@@ -260,7 +260,7 @@ from tests.sim.ascend import activate
 driver = activate()
 import json, threading, torch
 import devgraph as dg
-from tests.npu.test_updates import step, wanted
+from tests.npu.test_channel import step, wanted
 
 torch.npu.set_device(1)
 backend = dg.get_backend("npu")

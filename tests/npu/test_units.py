@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.npu import host
+from devgraph.npu import diagnose
 from devgraph.npu.attention import FusedSlotAttention, fused_slot_attention, lengths_of
-from devgraph.npu.budget import StreamBudget
-from devgraph.npu.codes import NO_RESOURCE, OTHER_KERNELS, error_code, lost_reason, means
-from devgraph.npu.host import Diagnosis
-from devgraph.npu.updates import UpdateChannel
+from devgraph.npu.channel import UpdateChannel
+from devgraph.npu.diagnose import Diagnosis
+from devgraph.npu.errors import NO_RESOURCE, OTHER_KERNELS, error_code, lost_reason, means
+from devgraph.npu.lifetimes import StreamBudget
 
 # Lengths of the attention -----------------------------------------------------------------------
 
@@ -294,11 +294,11 @@ def test_host_without_autoload_is_not_told_to_turn_it_off():
 def test_autoload_that_the_command_line_turned_off_is_still_reported(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setenv(host.AUTOLOAD, "0")
-    monkeypatch.delenv(host.AUTOLOAD_WAS_ON, raising=False)
-    assert not host.diagnose().autoload
-    monkeypatch.setenv(host.AUTOLOAD_WAS_ON, "1")
-    assert host.diagnose().autoload
+    monkeypatch.setenv(diagnose.AUTOLOAD, "0")
+    monkeypatch.delenv(diagnose.AUTOLOAD_WAS_ON, raising=False)
+    assert not diagnose.diagnose().autoload
+    monkeypatch.setenv(diagnose.AUTOLOAD_WAS_ON, "1")
+    assert diagnose.diagnose().autoload
 
 
 @pytest.mark.skipif(
@@ -320,7 +320,7 @@ def test_doctor_explains_a_torch_npu_that_breaks_import_torch(tmp_path: Path):
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, root)))}
-    for name in (host.AUTOLOAD, host.AUTOLOAD_WAS_ON, "LD_LIBRARY_PATH"):
+    for name in (diagnose.AUTOLOAD, diagnose.AUTOLOAD_WAS_ON, "LD_LIBRARY_PATH"):
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "devgraph", "doctor", "--no-probe", "--json", "--backend", "npu"],

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.npu import updates
+from devgraph.npu.channel import Job, UpdateChannel
 from tests.sim.ascend import Driver
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
@@ -140,8 +140,8 @@ from tests.sim.ascend import activate
 driver = activate()
 import os, torch
 import devgraph as dg
-from devgraph.npu.regions import Regions
-from tests.npu.test_updates import _steps, step
+from devgraph.npu.task_groups import TaskGroups
+from tests.npu.test_channel import _steps, step
 
 backend = dg.get_backend("npu")
 backend.try_new_values, backend.channel.timeout = False, 1.0
@@ -151,13 +151,13 @@ captured.replay(factor=3.0)
 backend.synchronize()
 driver.set(replay_delay_ms=20, sync_timeout_ms=5000)
 print("with the fence", all(_steps(backend, captured)))
-real = Regions._job
+real = TaskGroups._job
 
 def unfenced(self, *args, **kwargs):
     self._fenced = True
     return real(self, *args, **kwargs)
 
-Regions._job = unfenced
+TaskGroups._job = unfenced
 try:
     print("without it", all(_steps(backend, captured)))
 except (dg.UpdateError, RuntimeError) as error:
@@ -232,16 +232,16 @@ def test_thread_that_dies_with_an_update_in_hand_is_a_typed_error(
     driver: Driver, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.ones(8).to("npu")
-    channel = updates.UpdateChannel(backend.namespace, backend.device.index, 2.0)
+    channel = UpdateChannel(backend.namespace, backend.device.index, 2.0)
     monkeypatch.setattr(backend, "channel", channel)
     with dg.capture(step, x, backend=backend, host_args={"factor": 2.0}) as captured:
         captured.replay(factor=3.0)
         backend.synchronize()
 
-        def die(self: updates.Job) -> None:
+        def die(self: Job) -> None:
             raise SystemExit
 
-        monkeypatch.setattr(updates.Job, "run", die)
+        monkeypatch.setattr(Job, "run", die)
         begun = time.perf_counter()
         with pytest.raises(dg.UpdateError, match="has ended"):
             captured.replay(factor=4.0)

@@ -13,16 +13,57 @@ import attrs
 from devgraph.api.errors import UpdateError, UpdateTopologyError
 from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.modes import Modes
-from devgraph.npu.codes import OTHER_KERNELS, means
+from devgraph.npu.channel import Job, UpdateChannel
 from devgraph.npu.dispatched import DispatchedCall
-from devgraph.npu.updates import Job, UpdateChannel
+from devgraph.npu.errors import OTHER_KERNELS, means
 
-__all__ = ["Group", "Regions"]
+__all__ = ["EventStore", "Group", "TaskGroups"]
 
 logger = logging.getLogger(__name__)
 
 Host = Mapping[Any, dict[str, Any]]
 """Values by mark, or by operator where torch_npu recorded them."""
+
+
+class EventStore:
+    """External events of one device, used again by later graphs.
+
+    A captured region waits for one, and an update records it, in either order. On current drivers
+    an event is a word of device memory that the wait resets by itself; on older ones a flag that
+    is reset by a task of its own, and that exists only from its first record on.
+
+    torch_npu never frees the memory of such an event, so a graph that goes away gives its events
+    back. One may be used again when each of its records was consumed by a replay that is done.
+
+    Args:
+        namespace: ``torch.npu``.
+    """
+
+    def __init__(self, namespace: Any) -> None:
+        self._namespace = namespace
+        self._free: list[Any] = []
+        self.made = 0
+        """Events made so far."""
+
+    def take(self, stream: Any) -> Any:
+        """Return an event that nothing waits for and that is not recorded.
+
+        Args:
+            stream: where a new one is set up, if it must be; not a capturing stream.
+        """
+        if self._free:
+            return self._free.pop()
+        event = self._namespace.ExternalEvent()
+        self.made += 1
+        if not event.npu_event:
+            # A flag: torch_npu ignores a wait for one that was never recorded.
+            event.record(stream)
+            event.reset(stream)
+        return event
+
+    def give_back(self, events: list[Any]) -> None:
+        """Take events whose records were all consumed."""
+        self._free.extend(events)
 
 
 @attrs.frozen
@@ -33,7 +74,7 @@ class Group:
     handle: Any
 
 
-class Regions:
+class TaskGroups:
     """Task groups in capture order, the values they hold, and the replays that use them.
 
     It holds no graph, so that the update thread never drops the last reference to one.

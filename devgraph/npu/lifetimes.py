@@ -1,4 +1,6 @@
-"""What may be freed only later: graphs that still run, and memory whose freeing waits.
+"""What graphs hold as long as they live, and what may be freed only later.
+
+Every captured graph holds at least one hardware stream.
 
 Nobody documents what a device does to a graph that is destroyed while it runs, so a graph outlives
 its last replay. Freeing a pool's memory waits for the device with the interpreter's lock held: a
@@ -8,25 +10,86 @@ capture forbids that, and a replay that waits for its update would never end.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from devgraph.api.errors import ResourceError
+
 if TYPE_CHECKING:
     from devgraph.npu.backend import NpuBackend
     from devgraph.npu.graph import NpuPool
-    from devgraph.npu.regions import Regions
+    from devgraph.npu.task_groups import TaskGroups
 
-__all__ = ["Burials"]
+__all__ = ["Burials", "StreamBudget"]
 
 logger = logging.getLogger(__name__)
+
+HARDWARE_STREAMS = 2048
+"""Streams of one device (reported for the 910 series by users whose captures ran out)."""
+OTHER_STREAMS = 248
+"""Set aside for eager work: 70 of torch_npu's own pools (2 + 32 + 32 + 4), the rest for
+collectives, of which each communicator takes several."""
+
+_CURE = (
+    "Capture fewer buckets, or with fewer segments each: a breakable capture holds a stream per "
+    "segment, policy='full' one per bucket."
+)
+
+
+class StreamBudget:
+    """Counts the streams that graphs hold, and learns the true limit when the driver refuses one.
+
+    Args:
+        limit: the most that graphs may hold.
+    """
+
+    def __init__(self, limit: int = HARDWARE_STREAMS - OTHER_STREAMS) -> None:
+        self.limit = limit
+        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def held(self) -> int:
+        """Graphs that exist now."""
+        return len(self._holders)
+
+    @property
+    def left(self) -> int:
+        """Graphs that may still be captured."""
+        return max(0, self.limit - self.held)
+
+    def take(self, graph: Any) -> None:
+        """Count ``graph``."""
+        self._holders.add(graph)
+
+    def give_back(self, graph: Any) -> None:
+        """Stop counting ``graph``. Idempotent."""
+        self._holders.discard(graph)
+
+    def require(self) -> None:
+        """Raise ResourceError if no further graph may be captured."""
+        if self.left == 0:
+            raise ResourceError(
+                f"{self.held} graphs hold a hardware stream each, and the limit is {self.limit}. "
+                f"{_CURE}"
+            )
+
+    def exhausted(self, error: BaseException) -> ResourceError:
+        """Return the error for a capture that the driver refused, and remember the limit."""
+        self.limit = min(self.limit, self.held)
+        logger.warning("the driver has no stream for another graph; %d exist", self.held)
+        return ResourceError(
+            f"the driver has no stream or event left for another graph; {self.held} graphs hold "
+            f"one or more each. {_CURE} ({error})"
+        )
 
 
 class _Retired:
     """A captured graph that nobody uses any more. It keeps its pool, which must go last."""
 
     def __init__(
-        self, backend: NpuBackend, pool: NpuPool, native: Any, regions: Regions | None
+        self, backend: NpuBackend, pool: NpuPool, native: Any, regions: TaskGroups | None
     ) -> None:
         self._backend, self._pool = backend, pool
         self._native, self._regions = native, regions
@@ -60,7 +123,7 @@ class Burials:
         self._memory: list[list[Any]] = []
         self._freeing = False
 
-    def retire(self, pool: NpuPool, native: Any, regions: Regions | None) -> None:
+    def retire(self, pool: NpuPool, native: Any, regions: TaskGroups | None) -> None:
         """Destroy a captured graph once its last replay is over."""
         self._graphs.append(_Retired(self._backend, pool, native, regions))
 
