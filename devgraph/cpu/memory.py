@@ -65,6 +65,8 @@ class Block:
     """A storage over the same bytes that does not hold the block."""
     origin: Any
     """What the allocation was made for, as given to ``empty``."""
+    recording: int
+    """Which recording it was made in."""
 
 
 class _Slab:
@@ -83,6 +85,26 @@ class _Slab:
         """Return the bytes at ``address``; the window keeps the slab, and nothing else, alive."""
         start = address - self.base
         return self._window[start : start + size]
+
+
+class _Ranges:
+    """Disjoint ranges of addresses."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, start: int, end: int) -> None:
+        """Add a range; it joins those that it touches."""
+        first, last = bisect.bisect_left(self._ends, start), bisect.bisect_right(self._starts, end)
+        if first < last:
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        self._starts[first:last], self._ends[first:last] = [start], [end]
+
+    def meet(self, start: int, end: int) -> bool:
+        """Whether some address from ``start`` to before ``end`` lies in a range."""
+        at = bisect.bisect_right(self._ends, start)
+        return at < len(self._starts) and self._starts[at] < end
 
 
 class Hold:
@@ -106,7 +128,9 @@ class Hold:
 class BlockPool:
     """Blocks of CPU memory for the tensors of captures; safe to use from several threads.
 
-    Every block is handed out poisoned: NaN, huge integers, True.
+    Every block is handed out poisoned: NaN, huge integers, True. Only memory that held results
+    before the recording under way keeps them: operations that read them are recorded and have not
+    run.
 
     Args:
         limit_bytes: the most that the pool may reserve, or None.
@@ -127,6 +151,16 @@ class BlockPool:
         self._free_size: dict[int, int] = {}
         self._free_end: dict[int, int] = {}
         self._holds = 0
+        self._recording = 0
+        self._unread = _Ranges()
+        """What died in the recording under way and is older than it."""
+
+    def begin_recording(self) -> None:
+        """Say that no recorded operation is still to read memory that is free now."""
+        with self._lock:
+            self._collect()
+            self._recording += 1
+            self._unread = _Ranges()
 
     @property
     def reserved_bytes(self) -> int:
@@ -186,8 +220,11 @@ class BlockPool:
                 storage_id=storage._cdata,
                 shared=shared,
                 origin=origin,
+                recording=self._recording,
             )
-        ctypes.memset(address, _poison_byte(dtype), nbytes)
+            read_later = self._unread.meet(address, address + nbytes)
+        if not read_later:
+            ctypes.memset(address, _poison_byte(dtype), nbytes)
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
@@ -241,7 +278,10 @@ class BlockPool:
         while self._dead:
             address = self._dead.popleft()
             del self._owners[address]
-            self._give(address, self._live.pop(address).bytes)
+            block = self._live.pop(address)
+            if block.recording != self._recording:
+                self._unread.add(address, address + block.bytes)
+            self._give(address, block.bytes)
         if self._holds == 0:
             self._trim()
 

@@ -112,6 +112,7 @@ class Recorder(Draft):
         stack.enter_context(autocast_uncached())
         self._autocast = torch.is_autocast_enabled("cpu")
         self._holds = [pool.hold() for pool in self._pools]
+        self._pool.begin_recording()
         self._dispatching = Dispatching(self)
         for mode in (Functions(self), self._dispatching):
             mode.install()

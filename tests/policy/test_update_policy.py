@@ -195,7 +195,7 @@ def test_keys_of_another_topology_share_one_copy() -> None:
 
 
 def test_copies_past_their_budget_break_and_are_counted() -> None:
-    """FAULTS 21."""
+    """FAULTS 21, 43."""
     cap, x = captured(uneven_step, 2, copies=1, misses=100)
     held = addresses(cap.outputs)
     for n in (5, 9, 13, 5, 9, 2, 13):

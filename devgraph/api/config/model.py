@@ -92,8 +92,9 @@ class PhaseConfig:
     """Seconds to spend on capture; buckets beyond it are dropped. None: no limit."""
 
     miss_budget: int | None = None
-    """New host-argument keys to record under ``full`` before steps with new keys run breakable.
-    None: no limit."""
+    """New host-argument keys that ``full`` records when they are first seen; a step with a known
+    key earns one back. Past it a new key runs breakable until it comes again. None: 8, and no
+    limit on a backend that runs the regions' host code for known keys as well."""
 
     explicit: frozenset[str] = attrs.field(
         default=frozenset({"policy"}), converter=_names, eq=False

@@ -55,6 +55,34 @@ def test_result_of_a_region_reaches_the_work_after_it(kit: Kit, policy: str, nam
         kit.check(captured, step, x, seed=seed)
 
 
+@pytest.mark.parametrize("policy", BREAKING)
+def test_memory_that_dies_in_a_segment_is_whole_for_the_work_before_it_dies(
+    kit: Kit, policy: str
+) -> None:
+    """FAULTS 35."""
+    seen: list[torch.Tensor] = []
+
+    @dg.no_graph(fake=lambda table, rows: torch.empty_like(rows, dtype=table.dtype))
+    def looked_up(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(rows.clone())
+        return table[rows]
+
+    def step(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        older = rows + 1
+        first = looked_up(table, older.clone())
+        newer = older * 2 - older  # reads what the next result may take the memory of
+        del older
+        zeros = torch.zeros_like(rows)
+        return first + looked_up(table, newer) + zeros
+
+    table, rows = kit.tensor(10), torch.arange(4, device=kit.device)
+    captured = kit.capture(step, table, rows, policy=policy)
+    assert all(torch.equal(found, rows + 1) for found in seen)
+    for shift in (0, 3):
+        rows.copy_(torch.arange(4, device=kit.device) + shift)
+        same(captured.replay(), step(table, rows))
+
+
 CHANGED: dict[str, Callable[[torch.Tensor], Any]] = {
     "shape": lambda x: (x * 2)[:1],
     "dtype": lambda x: (x * 2).to(torch.float16),

@@ -40,6 +40,47 @@ def test_decode_equals_eager_for_every_size_in_any_order(kit: Kit, policy: str) 
     assert stats.padded_rows == 0
 
 
+@dg.region(host_args=("length",), mutates=("cache", "out"))
+def attended(cache: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
+    """Append the rows of ``x`` to the cache, and sum all that it then holds."""
+    cache[length - 1].copy_(x[0])
+    out.copy_(cache[:length].sum(0, keepdim=True) + x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_argument_that_grows_past_every_budget_is_right_at_each_step(
+    kit: Kit, policy: str
+) -> None:
+    """FAULTS 43."""
+    cache = torch.zeros(64, WIDTH, device=kit.device)
+
+    def forward(batch: Any) -> torch.Tensor:
+        x: torch.Tensor = batch.x
+        for _ in range(3):
+            hidden = x + 1
+            query = hidden * 2
+            del hidden
+            out = torch.empty_like(query)
+            attended(cache, query, out, length=batch.host.length)
+            x = (x + out) * 0.5
+        return x
+
+    def outputs(config: str) -> list[torch.Tensor]:
+        runner = dg.DecodeRunner(
+            forward, [X], max_requests=1, host_args={"length": 1}, backend=kit.backend,
+            progress=False, config=config,
+        )  # fmt: skip
+        runner.capture()
+        cache.zero_()
+        return [
+            runner.run({"x": kit.tensor(1, WIDTH, seed=n)}, host_args={"length": n}, clone=True)
+            for n in range(1, 33)
+        ]
+
+    for got, want in zip(outputs(policy), outputs("disabled"), strict=True):
+        same(got, want)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_padded_rows_change_neither_outputs_nor_state(kit: Kit, policy: str) -> None:
     """FAULTS 36."""
