@@ -7,22 +7,20 @@ import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from devgraph.api.errors import CaptureError, HostArgumentError
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.marks import Mark
 from devgraph.api.torchlike.base import TorchGraph, TorchPool
+from devgraph.api.torchlike.guards import RandomGuard
 from devgraph.npu.attention import trusted
 from devgraph.npu.channel import Job
-from devgraph.npu.dispatched import DispatchedCall, checked_inputs
 from devgraph.npu.errors import NO_RESOURCE, means
 from devgraph.npu.task_groups import Group, TaskGroups
 
@@ -49,29 +47,6 @@ class _Recording:
 
     def close(self) -> None:
         """Nothing to free."""
-
-
-class _NoRandomNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators that draw random numbers while a region is captured."""
-
-    def __init__(self, mark: Mark) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._mark = mark
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise CaptureError(
-                f"region {self._mark.name} draws random numbers ({func.name()}). The numbers of a "
-                f"re-run region would not follow the replays: draw them outside the region and "
-                f"pass the tensor in."
-            )
-        return func(*args, **(kwargs or {}))
 
 
 class NpuPool(TorchPool):
@@ -143,16 +118,11 @@ class NpuGraph(TorchGraph):
         super().__init__(backend, pool)
         self._regions: TaskGroups | None = None
         self._group_open: Any = None
-        self._capture_host: dict[Any, dict[str, Any]] = {}
+        self._capture_host: dict[Mark, dict[str, Any]] = {}
         self._due: Mapping[Mark, dict[str, Any]] | None = None
         self._job: Job | None = None
         self._told = False
         self._nodes: int | None = None
-        self._dispatch_mode: Any = None
-        self._calls: list[DispatchedCall] = []
-        self.auto_dispatch = False
-        """Set before a capture: operators that torch_npu can update are made updatable by it,
-        without a region; ``update_inputs`` gives them new arguments. Their tensors are not kept."""
 
     @property
     def state(self) -> GraphState:
@@ -175,37 +145,18 @@ class NpuGraph(TorchGraph):
                 raise self._torch.budget.exhausted(error) from error
             raise
         self._torch.budget.take(self._native)
-        if self.auto_dispatch:
-            self._native.auto_dispatch_capture = True
-            self._dispatch_mode = self._native.graph_dispatch_mode
-            self._dispatch_mode.__enter__()
-
-    def _end_dispatch(self) -> None:
-        mode, self._dispatch_mode = self._dispatch_mode, None
-        if mode is not None:
-            mode.__exit__(None, None, None)
 
     def _end(self) -> None:
-        self._end_dispatch()
         try:
             super()._end()
         except Exception as error:
             if means(error, NO_RESOURCE):
                 raise self._torch.budget.exhausted(error) from error
             raise
-        if self.auto_dispatch:
-            self._adopt(self._native.graph_dispatch_mode.graph_dispatch_records)
         if self._regions is not None:
             self._regions.applied = self._regions.planned = self._capture_host
             del self.__dict__["_launch"]  # the native replay: a launch has to signal as well
         self._nodes = self._torch.count_nodes(self._native)
-
-    def _adopt(self, records: Sequence[Any]) -> None:
-        """Take over what torch_npu recorded for updates."""
-        self._calls = [DispatchedCall(record) for record in records]
-        for call, record in zip(self._calls, records, strict=True):
-            self._open_regions().add(call, Group(record.event, record.handle))
-            self._capture_host[call] = call.values()
 
     def _open_regions(self) -> TaskGroups:
         if self._regions is None:
@@ -215,7 +166,6 @@ class NpuGraph(TorchGraph):
         return self._regions
 
     def _abort(self) -> None:
-        self._end_dispatch()
         group, self._group_open = self._group_open, None
         if group is not None:
             with contextlib.suppress(Exception):
@@ -236,15 +186,14 @@ class NpuGraph(TorchGraph):
         self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
     ) -> Any:
         self._capture_host[mark] = host
-        with _NoRandomNumbers(mark):
+        why = (
+            f"the numbers of the re-run region {mark.name} would not follow the replays. Draw them "
+            f"outside the region and pass the tensor in."
+        )
+        with RandomGuard(why):
             return super().capture_region(mark, args, kwargs, host)
 
     def _region_begin(self, hit: RegionHit) -> None:
-        if self.auto_dispatch:
-            raise CaptureError(
-                f"region {hit.mark.name} was called in a capture with auto_dispatch, where "
-                f"torch_npu would record its operators a second time; use one of the two"
-            )
         backend = self._torch
         self._open_regions()
         stream = backend.namespace.current_stream(backend.device)
@@ -258,7 +207,7 @@ class NpuGraph(TorchGraph):
         stream, self._group_open = self._group_open, None
         handle = self._torch.namespace.graph_task_group_end(stream)
         assert self._regions is not None
-        self._regions.add(hit, Group(hit.note, handle))
+        self._regions.add(Group(hit, hit.note, handle))
 
     # Updates.
 
@@ -278,33 +227,6 @@ class NpuGraph(TorchGraph):
             regions.try_values(host, f"the update of {self!r}")
             self._refuse_broken(regions)
         return _Recording(host)
-
-    def update_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> None:
-        """Give the operators of a capture with ``auto_dispatch`` new arguments.
-
-        The next replay sees them, and so do later ones. Nothing has changed after an error.
-
-        Args:
-            inputs: one mapping of names to values for all operators, or one for each of them in
-                capture order.
-
-        Raises:
-            HostArgumentError: another number of mappings, or a name that an operator lacks.
-            UpdateTopologyError: the values need other kernels.
-        """
-        self._require("update", GraphState.READY)
-        if not self._calls:
-            raise HostArgumentError(
-                "this graph has no operators to update: set graph.auto_dispatch = True before its "
-                "capture, or mark a region and use update()"
-            )
-        with self.pool.lock:
-            regions = self._settled()
-            host = checked_inputs(self._calls, inputs, regions.planned)
-            self.pool.order()
-            self._torch.drain()
-            regions.try_values(host, f"the update of {self!r}")
-            self._refuse_broken(regions)
 
     def _apply(self, recording: _Recording) -> None:  # type: ignore[override]
         assert self._regions is not None
@@ -381,7 +303,6 @@ class NpuGraph(TorchGraph):
 
     def _drop_regions(self) -> TaskGroups | None:
         regions, self._regions = self._regions, None
-        self._calls = []
         self._job = self._due = None
         self._told = False
         return regions

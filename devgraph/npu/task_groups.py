@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
 from devgraph.api.errors import UpdateError, UpdateTopologyError
 from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
 from devgraph.npu.channel import Job, UpdateChannel
-from devgraph.npu.dispatched import DispatchedCall
 from devgraph.npu.errors import OTHER_KERNELS, means
 
 __all__ = ["EventStore", "Group", "TaskGroups"]
 
 logger = logging.getLogger(__name__)
 
-Host = Mapping[Any, dict[str, Any]]
-"""Values by mark, or by operator where torch_npu recorded them."""
+Host = Mapping[Mark, dict[str, Any]]
 
 
 class EventStore:
@@ -68,8 +67,9 @@ class EventStore:
 
 @attrs.frozen
 class Group:
-    """One captured task group: what it waits for, and its handle for updates."""
+    """One captured region: its call, the event it waits for, the handle of its task group."""
 
+    call: RegionHit
     event: Any
     handle: Any
 
@@ -95,7 +95,6 @@ class TaskGroups:
         self._namespace = namespace
         self._memory = memory
         self._groups: list[Group] = []
-        self._hits: list[RegionHit | DispatchedCall] = []
         self._modes = Modes.current()
         # Two, because the one that a queued job waits for must not be recorded again meanwhile.
         self._done = (namespace.Event(), namespace.Event())
@@ -112,9 +111,8 @@ class TaskGroups:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, hit: RegionHit | DispatchedCall, group: Group) -> None:
+    def add(self, group: Group) -> None:
         """Remember one captured region."""
-        self._hits.append(hit)
         self._groups.append(group)
 
     def free_events(self) -> list[Any]:
@@ -206,9 +204,9 @@ class TaskGroups:
         record = self._channel.stream if signal else None
         done = 0
         try:
-            for hit, group in zip(self._hits, self._groups, strict=True):
+            for group in self._groups:
                 if host is not None:
-                    self._update(hit, group, host)
+                    self._update(group, host)
                 if record is not None:
                     group.event.record(record)
                 done += 1
@@ -223,13 +221,14 @@ class TaskGroups:
         if host is not None:
             self.applied = host
 
-    def _update(self, hit: RegionHit | DispatchedCall, group: Group, host: Host) -> None:
+    def _update(self, group: Group, host: Host) -> None:
         stream = self._channel.stream
-        values = host[hit.mark]
+        mark = group.call.mark
+        values = host[mark]
         try:
             self._namespace.graph_task_update_begin(stream, group.handle)
             try:
-                hit.run(values)
+                group.call.run(values)
             except BaseException:
                 with contextlib.suppress(Exception):
                     self._namespace.graph_task_update_end(stream)
@@ -238,7 +237,7 @@ class TaskGroups:
         except Exception as error:
             if means(error, OTHER_KERNELS):
                 raise UpdateTopologyError(
-                    f"region {hit.mark.name} needs other kernels for {values} than at capture, and "
+                    f"region {mark.name} needs other kernels for {values} than at capture, and "
                     f"a task group can only be given new arguments. Capture again with these "
                     f"values, or use policy='breakable'. ({error})"
                 ) from error
@@ -247,14 +246,9 @@ class TaskGroups:
     def _take_back(self, last: int, why: BaseException) -> None:
         """Give the regions up to ``last`` their old values again."""
         try:
-            for hit, group in zip(self._hits[: last + 1], self._groups, strict=False):
-                self._update(hit, group, self.applied)
+            for group in self._groups[: last + 1]:
+                self._update(group, self.applied)
         except Exception as error:
             logger.exception("taking back a refused update failed")
             error.__context__ = why
             self.failure = error
-
-    @property
-    def hits(self) -> Sequence[RegionHit | DispatchedCall]:
-        """The captured calls."""
-        return self._hits

@@ -456,7 +456,13 @@ class TorchBackend(Backend):
                 self.join(current, side)
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.capabilities.rng else RandomGuard(self.name)
+        if self.capabilities.rng:
+            return contextlib.nullcontext()
+        return RandomGuard(
+            f"backend {self.name!r} does not declare that replays draw new ones. Draw them before "
+            f"the step into a bound tensor, or in a function marked @dg.no_graph under "
+            f"policy='breakable'."
+        )
 
     def join(self, current: Any, side: Any) -> None:
         """Make ``current`` wait for ``side``, on which captures were made."""

@@ -31,12 +31,12 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     draw as ever.
 
     Args:
-        backend: the name for messages.
+        why: the reason, and what to do instead; ends the message.
     """
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, why: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._backend = backend
+        self._why = why
 
     def __torch_dispatch__(
         self,
@@ -47,9 +47,6 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if is_capturing() and _draws(func, args, kwargs or {}):
             raise CaptureError(
-                f"{func} draws random numbers inside a capture, at {user_line()}, and backend "
-                f"{self._backend!r} does not declare that replays draw new ones. Draw them before "
-                f"the step into a bound tensor, or in a function marked @dg.no_graph under "
-                f"policy='breakable'."
+                f"{func} draws random numbers inside a capture, at {user_line()}, and {self._why}"
             )
         return func(*args, **(kwargs or {}))
