@@ -22,7 +22,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 import torch
@@ -36,6 +36,7 @@ from devgraph.api.errors import (
     StateError,
     UpdateUnsupportedError,
 )
+from devgraph.api.executable import Call, Executable, weakly
 from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
@@ -44,13 +45,9 @@ if TYPE_CHECKING:
     from devgraph.api.backend import Backend
     from devgraph.api.pool import Pool, Recording
 
-__all__ = ["BoundCall", "DeviceGraph", "GraphInfo", "GraphState"]
+__all__ = ["DeviceGraph", "GraphInfo", "GraphState"]
 
 logger = logging.getLogger(__name__)
-
-
-BoundCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A function, its arguments and its keyword arguments, which may change between calls."""
 
 
 class GraphState(str, enum.Enum):
@@ -104,12 +101,23 @@ class DeviceGraph(abc.ABC):
     implements the methods that begin with one underscore; they are called in a legal state.
     """
 
+    replay: Callable[[], None]
+    """Launch the graph once on the current stream; with regions, as last updated.
+
+    Replays of graphs that share a pool are ordered after each other.
+
+    Raises:
+        StateError: the graph is not ready; the message names the way out.
+        NestedCaptureError: this thread is inside a capture.
+        DeviceLost: the device is in a sticky error state.
+    """
+
     def __init__(self, backend: Backend, pool: Pool) -> None:
         self.backend = backend
         self.pool = pool
         self.hits: list[RegionHit] = []
         """The updatable regions in capture order."""
-        self.bound: tuple[torch.Tensor, ...] = ()
+        self.touchable: tuple[torch.Tensor, ...] = ()
         """Tensors of the caller, besides those that the capture touched, that regions may touch."""
         self.spoiled: CaptureError | None = None
         """Why the capture under way cannot become a graph, though its body goes on."""
@@ -117,9 +125,11 @@ class DeviceGraph(abc.ABC):
         """Whether the error for side streams that a capture left unjoined names them: the driver
         must be asked of every stream before it ends the capture (30 us on one H200)."""
         self._process = process.identity.token
-        self._next_launch: list[Callable[[], None]] = [_nothing]
         self._state = GraphState.EMPTY
-        self.replay = self._make_replay()  # type: ignore[method-assign]
+        self._unready = Call(weakly(self._refuse_replay))
+        self._executable: Executable = self._unready
+        self._slot = [self._unready.launch]
+        self.replay = self._make_replay()
         self._capture_seconds = 0.0
         self._spec = NO_HOST_ARGS
         self._values: dict[str, Any] = {}
@@ -134,20 +144,12 @@ class DeviceGraph(abc.ABC):
         """Start recording on the current stream. On failure leave nothing begun."""
 
     @abc.abstractmethod
-    def _end(self) -> None:
-        """Finish recording and make the graph launchable."""
+    def _end(self) -> Executable:
+        """Finish recording and return what launches the graph."""
 
     @abc.abstractmethod
     def _abort(self) -> None:
         """After a failure in the body or in ``_end``: stop recording if it still is, free all."""
-
-    @abc.abstractmethod
-    def _launch(self) -> None:
-        """Replay once on the current stream."""
-
-    def _native_launch(self) -> Callable[[], None]:
-        """Return the shortest call that launches once on the current stream."""
-        return self._launch
 
     @abc.abstractmethod
     def _free(self) -> None:
@@ -176,7 +178,7 @@ class DeviceGraph(abc.ABC):
         raise NotImplementedError
 
     def _apply(self, recording: Recording) -> None:
-        """Make ``recording`` the one that the next launch uses."""
+        """Make ``recording`` the one that the next launch uses; ``use`` its executable, if any."""
         raise NotImplementedError
 
     # The public life of a graph.
@@ -185,28 +187,6 @@ class DeviceGraph(abc.ABC):
     def state(self) -> GraphState:
         """The current state."""
         return self._state
-
-    @property
-    def _state(self) -> GraphState:
-        return self._current_state
-
-    @_state.setter
-    def _state(self, state: GraphState) -> None:
-        self._current_state = state
-        self.choose_launch()
-
-    def replay(self) -> None:
-        """Launch the graph once on the current stream; with regions, as last updated.
-
-        Replays of graphs that share a pool are ordered after each other.
-
-        Raises:
-            StateError: the graph is not ready; the message names the way out.
-            NestedCaptureError: this thread is inside a capture.
-            DeviceLost: the device is in a sticky error state.
-        """
-        # Every instance has its own: see _make_replay.
-        raise NotImplementedError
 
     def update(self, **host_args: Any) -> None:
         """Give regions new host arguments; the next replay sees them, and so do later ones.
@@ -230,8 +210,7 @@ class DeviceGraph(abc.ABC):
         if self._state is GraphState.EMPTY:
             return
         self._require("reset", GraphState.READY, GraphState.DIRTY, GraphState.STALE)
-        self._clear()
-        self._state = GraphState.EMPTY
+        self._clear(GraphState.EMPTY)
 
     def close(self) -> None:
         """Free everything for good. Idempotent; refused only while capturing."""
@@ -239,15 +218,15 @@ class DeviceGraph(abc.ABC):
             return
         if self._state is GraphState.CAPTURING:
             self._refuse_state("close")
-        if self._state is not GraphState.EMPTY:
-            self._clear()
-        self._state = GraphState.CLOSED
+        if self._state is GraphState.EMPTY:
+            self._leave_for(GraphState.CLOSED)
+        else:
+            self._clear(GraphState.CLOSED)
 
     def expire(self) -> None:
         """Mark a ready graph stale: what it captured (weights, buffers) is no longer valid."""
         if self._state is GraphState.READY:
-            self._state = GraphState.STALE
-            self.pool.epoch += 1
+            self._leave_for(GraphState.STALE)
 
     def info(self) -> GraphInfo:
         """Return nodes, regions, bytes and capture seconds."""
@@ -264,8 +243,7 @@ class DeviceGraph(abc.ABC):
 
     def give_up(self) -> None:
         """Refuse every replay from now on: the device is lost."""
-        self.choose_launch()
-        self.pool.epoch += 1
+        self.use(self._unready)
 
     # What scopes and policies call.
 
@@ -273,40 +251,38 @@ class DeviceGraph(abc.ABC):
         """Raise the StateError of ``replay`` if the graph cannot be replayed now."""
         self._require("replay", GraphState.READY)
 
-    def launcher(self) -> Callable[[], None]:
-        """Return what replays the graph once, without the checks of ``replay``.
+    def use(self, executable: Executable) -> None:
+        """Launch ``executable`` from now on: the one place where a graph changes what it launches.
 
-        For a caller that holds the pool's lock, has called ``pool.order()``, is on the backend's
-        device, and asks again whenever ``pool.epoch`` has changed.
+        What an earlier executable was bound to is void, as ``pool.epoch`` tells.
         """
-        return self._launch
+        self._executable = executable
+        self._slot[0] = executable.launch
+        if not self.hits:  # of a graph with regions nothing is bound
+            self.pool.epoch += 1
 
-    def bound_launch(self) -> BoundCall:
-        """Return ``launcher`` as a call that is bound to the stream that is current now.
+    def bound(self, stream: int | None = None) -> Callable[[], Any]:
+        """Return a replay as one call, without the checks and the lock of ``replay``; for a graph
+        with regions ``replay`` itself.
 
-        What it returns is None, or a tuple whose first element is true if the launch failed; hand
-        that to ``refuse``.
-        """
-        return self.launcher(), (), {}
-
-    @property
-    def recorded_nothing(self) -> bool:
-        """Whether the capture is known to have recorded no device work."""
-        return self._size()[0] == 0
-
-    def native_launcher(self) -> Callable[[], None]:
-        """Return the vendor's own replay, without the checks and locks of ``replay``, and without
-        its order between streams where the vendor needs none; for a graph with regions ``replay``
-        itself.
-
-        For an engine that replays on one thread, stream and device, and lets go of the callable
-        when it closes the graph.
+        Args:
+            stream: the stream that is current whenever it is called, for a caller that holds the
+                pool's lock, has called ``pool.order()``, is on the backend's device, hands what
+                the call returns to ``refuse`` unless it is None or begins with zero, and asks
+                again whenever ``pool.epoch`` has changed. Without it, the vendor's own replay, for
+                an engine that replays on one thread, stream and device, and lets go of the call
+                when it closes the graph.
 
         Raises:
             StateError: the graph is not ready.
         """
         self.require_ready()
-        return self.replay if self.hits else self._native_launch()
+        return self.replay if self.hits else self._executable.bound(stream)
+
+    @property
+    def recorded_nothing(self) -> bool:
+        """Whether the capture is known to have recorded no device work."""
+        return self._size()[0] == 0
 
     def refuse(self, result: Any) -> NoReturn:
         """Raise the error that ``result`` of a bound launch stands for."""
@@ -317,7 +293,7 @@ class DeviceGraph(abc.ABC):
         self._require("move", GraphState.EMPTY)
         pool.check(self.backend)
         self.pool = pool
-        self.replay = self._make_replay()  # type: ignore[method-assign]
+        self.replay = self._make_replay()
 
     @contextlib.contextmanager
     def recording(self, mode: str, *, spec: HostSpec | None = None) -> Iterator[None]:
@@ -349,25 +325,28 @@ class DeviceGraph(abc.ABC):
         """Finish the recording.
 
         Args:
-            allow_empty: keep an empty graph (a policy drops it) instead of raising.
+            allow_empty: keep an empty graph, whose replay does nothing, instead of raising.
 
         Raises:
             EmptyCaptureError: nothing was recorded.
         """
         try:
             self._refuse_spoiled()
-            self._end()
-            if self.recorded_nothing and not allow_empty:
-                raise EmptyCaptureError(
-                    "the capture recorded no device work. Run the step on this backend's device "
-                    f"({self.backend.device}) and inside the with block."
-                )
+            executable = self._end()
+            if self.recorded_nothing:
+                if not allow_empty:
+                    raise EmptyCaptureError(
+                        "the capture recorded no device work. Run the step on this backend's "
+                        f"device ({self.backend.device}) and inside the with block."
+                    )
+                executable = _NOTHING
             self._remember_capture()
+            self._capture_seconds += time.perf_counter()
+            self._state = GraphState.READY
+            self.use(executable)
         except BaseException:
             self.cancel()
             raise
-        self._capture_seconds += time.perf_counter()
-        self._state = GraphState.READY
 
     def cancel(self) -> None:
         """Undo a recording that failed; never raises, so that the first exception stays."""
@@ -375,10 +354,10 @@ class DeviceGraph(abc.ABC):
             self._abort()
         except Exception:
             logger.exception("cleaning up after a failed capture failed as well")
-        self.hits, self.bound = [], ()
+        self.hits, self.touchable = [], ()
         self._key = None
         self.pool.recordings.drop(self)
-        self._state = GraphState.EMPTY
+        self._leave_for(GraphState.EMPTY)
 
     def capture_region(
         self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
@@ -412,12 +391,12 @@ class DeviceGraph(abc.ABC):
             with self.pool.region_memory():
                 recording = self._record(host)
             recordings.put(self, key, recording)
+        self.require_ready()
         try:
             self._apply(recording)
         except BaseException:
-            self._state = GraphState.DIRTY
+            self._leave_for(GraphState.DIRTY)
             raise
-        self.choose_launch()
         self._key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
@@ -450,19 +429,19 @@ class DeviceGraph(abc.ABC):
         """Return ``replay`` with everything bound, for a native replay takes about 4 us itself.
 
         It refers to the graph weakly, so that dropping the last reference frees device memory at
-        once, and launches whatever ``choose_launch`` put in place last.
+        once, and launches what ``use`` put into the slot last.
         """
-        next_launch, scope, identity = self._next_launch, current_scope, process.identity
+        slot, refuse, scope, identity = self._slot, self._unready, current_scope, process.identity
         order, acquire, release = self.pool.order, self.pool.lock.acquire, self.pool.lock.release
         known, graph_of = self._process, weakref.ref(self)
 
         def replay() -> None:
             if scope() is not None or identity.token is not known:
-                _held(graph_of)._refuse_replay()
+                refuse.launch()
             acquire()
             try:
                 order()
-                next_launch[0]()
+                slot[0]()
             except Exception as error:
                 graph = graph_of()
                 if graph is not None:
@@ -473,19 +452,10 @@ class DeviceGraph(abc.ABC):
 
         return replay
 
-    def choose_launch(self) -> None:
-        """Make the next replay do what the state and the last update ask for."""
-        if self._current_state is not GraphState.READY or self.backend.lost:
-            launch: Callable[[], None] = self._refuse_replay
-        else:
-            launch = self._launch
-        if getattr(launch, "__self__", None) is self:
-            method = weakref.WeakMethod(launch)
-
-            def launch() -> None:
-                _held(method)()
-
-        self._next_launch[0] = launch
+    def _leave_for(self, state: GraphState) -> None:
+        """Enter a state in which nothing may be launched."""
+        self._state = state
+        self.use(self._unready)
 
     def _refuse_replay(self) -> NoReturn:
         self._require("replay", GraphState.READY)
@@ -503,12 +473,12 @@ class DeviceGraph(abc.ABC):
         if own is not None:
             self.pool.recordings.put(self, self._key, own)
 
-    def _clear(self) -> None:
+    def _clear(self, state: GraphState) -> None:
         with self.pool.lock:
+            self._leave_for(state)
             self.pool.recordings.drop(self)
             self._free()
-            self.pool.epoch += 1
-            self.hits, self.bound = [], ()
+            self.hits, self.touchable = [], ()
             self._host = {}
             self._key = None
 
@@ -558,20 +528,8 @@ class DeviceGraph(abc.ABC):
         return f"<{type(self).__name__} {self._state.value} on {self.backend.device}>"
 
 
-def _nothing() -> None:
-    """Launch nothing; stands in until a graph has a state."""
-
-
-_Held = TypeVar("_Held")
-
-
-def _held(reference: Callable[[], _Held | None]) -> _Held:
-    """Return what a ``replay`` that was kept refers to."""
-    found = reference()
-    if found is None:
-        raise StateError("cannot replay a graph that is gone: keep the graph, not its replay.")
-    return found
-
+_NOTHING = Call(lambda: None)
+"""Launches a graph without work: a driver need not have an executable of it."""
 
 _BY_IDENTITY: Any = object.__hash__
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import StateError
+from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.marks import Mark
@@ -88,11 +89,12 @@ class CpuGraph(DeviceGraph):
         recorder.__enter__()
         self._recorder = recorder
 
-    def _end(self) -> None:
+    def _end(self) -> Executable:
         recorder = self._leave()
         assert recorder is not None
-        self._tape = recorder.tape()
+        self._tape = tape = recorder.tape()
         self._touched = recorder.touched if self.hits else {}
+        return Call(tape.replay)
 
     def _abort(self) -> None:
         self._leave()
@@ -103,10 +105,6 @@ class CpuGraph(DeviceGraph):
         if recorder is not None:
             recorder.__exit__(None, None, None)
         return recorder
-
-    def _launch(self) -> None:
-        assert self._tape is not None
-        self._tape.replay()
 
     def _free(self) -> None:
         tape, self._tape = self._tape, None
@@ -147,7 +145,7 @@ class CpuGraph(DeviceGraph):
 
     def _bound_addresses(self, host: Mapping[Mark, dict[str, Any]]) -> set[int]:
         """Return where memory begins that a recording for these host values may touch."""
-        tensors = [*self.bound, *self.pool.registered]
+        tensors = [*self.touchable, *self.pool.registered]
         for hit in self.hits:
             tensors.extend(hit.tensors)
         keyed = {value for value in pytree.tree_leaves(list(host.values())) if type(value) is int}

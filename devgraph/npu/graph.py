@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import torch
 
+from devgraph.api.executable import Call, Executable, weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.marks import Mark
@@ -108,6 +109,29 @@ class NpuPool(TorchPool):
         super().keep_alive()
 
 
+class _Ordered:
+    """A graph without regions, which orders itself where nobody does it.
+
+    A closed graph outlives its last replay, and ``order`` tells on which stream that was.
+    """
+
+    def __init__(self, executable: Executable, order: Callable[[], None]) -> None:
+        self.launch = executable.launch
+        self._order = order
+
+    def bound(self, stream: int | None) -> Callable[[], Any]:
+        """Return the launch; without a stream one that orders itself."""
+        if stream is not None:
+            return self.launch
+        launch, order = self.launch, self._order
+
+        def ordered() -> None:
+            order()
+            launch()
+
+        return ordered
+
+
 class NpuGraph(TorchGraph):
     """A graph that is updated in task groups while it is being replayed."""
 
@@ -129,7 +153,7 @@ class NpuGraph(TorchGraph):
         regions = self._regions
         broken = regions is not None and regions.failure is not None
         if broken and self._state is GraphState.READY:
-            self._state = GraphState.DIRTY
+            self._leave_for(GraphState.DIRTY)
         return self._state
 
     # Capture.
@@ -146,17 +170,18 @@ class NpuGraph(TorchGraph):
             raise
         self._torch.budget.take(self._native)
 
-    def _end(self) -> None:
+    def _end(self) -> Executable:
         try:
-            super()._end()
+            executable = super()._end()
         except Exception as error:
             if means(error, NO_RESOURCE):
                 raise self._torch.budget.exhausted(error) from error
             raise
-        if self._regions is not None:
-            self._regions.applied = self._regions.planned = self._capture_host
-            del self.__dict__["_launch"]  # the native replay: a launch has to signal as well
         self._nodes = self._torch.count_nodes(self._native)
+        if self._regions is None:
+            return _Ordered(executable, self.pool.order)
+        self._regions.applied = self._regions.planned = self._capture_host
+        return Call(weakly(self._launch_and_signal))
 
     def _open_regions(self) -> TaskGroups:
         if self._regions is None:
@@ -233,16 +258,7 @@ class NpuGraph(TorchGraph):
         current = self._regions.planned
         self._due = None if recording.host is current else recording.host
 
-    def _native_launch(self) -> Callable[[], None]:
-        order, replay = self.pool.order, super()._native_launch()
-
-        def launch() -> None:
-            order()  # A closed graph outlives its last replay, and this tells on which stream.
-            replay()
-
-        return launch
-
-    def _launch(self) -> None:
+    def _launch_and_signal(self) -> None:
         regions = self._settled()
         regions.make_room()
         self._refuse_broken(regions)
@@ -272,7 +288,7 @@ class NpuGraph(TorchGraph):
             try:
                 self._torch.channel.finish(job, f"the last update of {self!r}")
             except BaseException:
-                self._state = GraphState.DIRTY
+                self._leave_for(GraphState.DIRTY)
                 self._told = True
                 raise
         self._refuse_broken(regions)
@@ -281,7 +297,7 @@ class NpuGraph(TorchGraph):
     def _refuse_broken(self, regions: TaskGroups) -> None:
         """Raise why the regions are broken, and from then on that the graph is dirty."""
         if regions.failure is not None:
-            self._state = GraphState.DIRTY
+            self._leave_for(GraphState.DIRTY)
             self._torch.channel.unwatch(regions)
             if self._told:
                 self.require_ready()
@@ -295,7 +311,6 @@ class NpuGraph(TorchGraph):
 
     def _free(self) -> None:
         native, self._native = self._native, None
-        self.__dict__.pop("_launch", None)
         self._nodes = None
         regions = self._drop_regions()
         if native is not None:

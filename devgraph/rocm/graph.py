@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from devgraph.api.errors import UpdateError, UpdateTopologyError
+from devgraph.api.executable import Executable, Finding
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.marks import Mark
 from devgraph.api.torchlike.base import TorchPool
@@ -33,6 +34,29 @@ _State = tuple[int, int]
 """The number of a recording, and its executable; 0 for torch's own, which others share."""
 
 
+class _Verified(Finding["RocmGraph"]):
+    """Verifies in its first launch that the runtime uses the parameters that were written.
+
+    Args:
+        state: what is launched.
+        executable: launches it.
+    """
+
+    def __init__(self, graph: RocmGraph, state: _State, executable: Executable) -> None:
+        super().__init__(graph)
+        self._state = state
+        self._executable = executable
+
+    def find(self) -> Executable:
+        inner = self._executable
+        if isinstance(inner, Finding):
+            self._executable = inner.find()
+        else:
+            inner.launch()
+        self.graph._verify(self._state)
+        return self._executable
+
+
 class RocmGraph(NodeGraph):
     """A graph of the ROCm build of torch.
 
@@ -54,8 +78,6 @@ class RocmGraph(NodeGraph):
         self._verified: set[_State] = set()
         self._own_verified = False
         """Whether torch's executable, since it was made last, was seen to use what was written."""
-        self._unverified: tuple[_State, Callable[[], None] | None] | None = None
-        """What the next launch verifies, and that launch; None before the graph's first."""
 
     @property
     def leaked_bytes(self) -> int:
@@ -74,9 +96,9 @@ class RocmGraph(NodeGraph):
         super()._begin(mode)
         self._torch.guard_reads(True)
 
-    def _end(self) -> None:
+    def _end(self) -> Executable:
         self._torch.guard_reads(False)
-        super()._end()
+        return super()._end()
 
     def _abort(self) -> None:
         self._torch.guard_reads(False)
@@ -88,7 +110,6 @@ class RocmGraph(NodeGraph):
         self._as_captured = True
         self._verified.clear()
         self._own_verified = False
-        self._unverified = None
 
     def _close_regions(self, number: int) -> None:
         self.pool.make_word().fill_(number)
@@ -132,50 +153,28 @@ class RocmGraph(NodeGraph):
         self._own_verified = False
         self._native.instantiate()
         self._written = 0
-        if self._own_launch is not None:
-            self._use_own_executable()
+        if self._random is not None:
+            self._own = self._own_executable()
 
     def _apply(self, recording: NodeRecording) -> None:  # type: ignore[override]
-        self._unverified = None
         super()._apply(recording)
         state = (recording.number, recording.executable)
         if not recording.executable and self._as_captured:
             return  # torch's executable, into which nothing was written
         if state not in self._verified or not (recording.executable or self._own_verified):
-            self._unverified = (state, None)
-            self._hold_launch_back()
+            self.use(_Verified(self, state, self._executable))
 
-    def _use_own_executable(self) -> None:
-        super()._use_own_executable()
-        if self._unverified is not None:  # the graph's first launch found its own
-            self._hold_launch_back()
-
-    def _hold_launch_back(self) -> None:
-        """Let the class's ``_launch``, which verifies, run the launch that was chosen; an attribute
-        that verifies would be a reference cycle."""
-        assert self._unverified is not None
-        self._unverified = (self._unverified[0], self.__dict__.pop("_launch", None))
-
-    def _launch(self) -> None:
-        if self._unverified is None:
-            super()._launch()
-            return
-        state, launch = self._unverified
-        (launch or super()._launch)()
+    def _verify(self, state: _State) -> None:
+        """Raise UpdateError unless the last launch was of ``state``."""
         number, executable = state
         found = int(self.pool.make_word().item())
         if found != number:
             self._refuse_stale(number, found)
         self._verified.add(state)
         self._own_verified = self._own_verified or not executable
-        _, held = self._unverified
-        assert held is not None
-        self._unverified = None
-        self._launch = held  # type: ignore[method-assign]
-        self.choose_launch()
 
     def _refuse_stale(self, number: int, found: int) -> None:
-        self._state = GraphState.DIRTY
+        self._leave_for(GraphState.DIRTY)
         self._torch.distrust_updates()
         raise UpdateError(
             f"the HIP runtime ({self._torch.library.version}) reported a successful update and "

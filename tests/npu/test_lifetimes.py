@@ -104,7 +104,7 @@ def test_graph_that_ends_with_an_update_outstanding_outlives_its_replay(
     assert driver.report()[reported:] == []
 
 
-@pytest.mark.parametrize("how", ["replay", "native_launcher"])
+@pytest.mark.parametrize("how", ["replay", "bound"])
 def test_graph_without_regions_outlives_its_replay(driver: Driver, backend: Any, how: str) -> None:
     x, pool = torch.ones(4).to("npu"), backend.make_pool()
     graph, other = backend.make_graph(pool), backend.make_graph(pool)
@@ -114,7 +114,7 @@ def test_graph_without_regions_outlives_its_replay(driver: Driver, backend: Any,
         x + 1
     driver.set(replay_delay_ms=int(SLOW * 1000))
     with driver.counting() as moved:
-        launch = graph.replay if how == "replay" else graph.native_launcher()
+        launch = graph.replay if how == "replay" else graph.bound()
         launch()
         graph.close()
         other.close()  # Its pool is in use, though it never ran.

@@ -6,6 +6,7 @@ registers every one of them as a backend named ``mutant-<name>``.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ import attrs
 import torch
 
 import devgraph as dg
+from devgraph.api.executable import Call, Executable
 from devgraph.api.marks.marks import Mark
 from devgraph.api.pool import Recordings
 from devgraph.cpu.backend import CpuBackend, CpuGraph, CpuPool, CpuRecording
@@ -60,26 +62,37 @@ class _MutantBackend(CpuBackend):
         return self._mutant.graph(self, pool)
 
 
-class ReplayDoesNothing(CpuGraph):
-    def _launch(self) -> None:
+class _Launches(CpuGraph):
+    """Launches by ``launch_as``, which is given the launch that would be right."""
+
+    def _end(self) -> Executable:
+        return Call(functools.partial(self.launch_as, super()._end().launch))
+
+    def launch_as(self, launch: Callable[[], None]) -> None:
+        raise NotImplementedError
+
+
+class ReplayDoesNothing(_Launches):
+    def launch_as(self, launch: Callable[[], None]) -> None:
         pass
 
 
 class CaptureExecutes(CpuGraph):
-    def _end(self) -> None:
-        super()._end()
-        self._launch()
+    def _end(self) -> Executable:
+        executable = super()._end()
+        executable.launch()
+        return executable
 
 
-class InputsAreCopiedAtCapture(CpuGraph):
+class InputsAreCopiedAtCapture(_Launches):
     """Replays once, on the first launch, and never looks at its inputs again."""
 
     _launched = False
 
-    def _launch(self) -> None:
+    def launch_as(self, launch: Callable[[], None]) -> None:
         if not self._launched:
             self._launched = True
-            super()._launch()
+            launch()
 
 
 class CapturesShareNothing(CpuGraph):
@@ -130,15 +143,15 @@ class WeakPool(CpuPool):
             )
 
 
-class RandomNumbersAreFrozen(CpuGraph):
+class RandomNumbersAreFrozen(_Launches):
     _seed: torch.Tensor | None = None
 
-    def _launch(self) -> None:
+    def launch_as(self, launch: Callable[[], None]) -> None:
         state = torch.get_rng_state()
         if self._seed is None:
             self._seed = state
         torch.set_rng_state(self._seed)
-        super()._launch()
+        launch()
         torch.set_rng_state(state)
 
 
@@ -200,7 +213,7 @@ class UpdateIsIgnored(CpuGraph):
         pass
 
 
-class UpdateComesLate(CpuGraph):
+class UpdateComesLate(_Launches):
     """The replay after the next one is the first to see an update."""
 
     _pending: CpuRecording | None = None
@@ -208,8 +221,8 @@ class UpdateComesLate(CpuGraph):
     def _apply(self, recording: CpuRecording) -> None:
         self._pending = recording
 
-    def _launch(self) -> None:
-        super()._launch()
+    def launch_as(self, launch: Callable[[], None]) -> None:
+        launch()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             super()._apply(pending)

@@ -14,10 +14,12 @@ from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
 
 if TYPE_CHECKING:
-    from devgraph.api.graph import BoundCall
     from devgraph.api.pool import Pool
 
-__all__ = ["RegionHit", "describe"]
+__all__ = ["BoundCall", "RegionHit", "describe"]
+
+BoundCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function, its arguments and its keyword arguments, which may change between calls."""
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from devgraph.api.errors import CaptureError, EmptyCaptureError, StateError
-from devgraph.api.graph import BoundCall, DeviceGraph
-from devgraph.api.marks.calls import RegionHit
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.marks.calls import BoundCall, RegionHit
 from devgraph.api.marks.marks import Mark, entered
 from devgraph.api.marks.scopes import captured_call, swallowed
 from devgraph.api.policy import Job, Policy
@@ -40,7 +40,7 @@ class EagerSegment:
         """
         self._held().run(self._host)
 
-    def bound_launch(self) -> BoundCall:
+    def bound(self) -> BoundCall:
         """Return ``replay`` as a call for the modes of torch at this moment; what it returns goes
         to ``refuse`` unless it is None."""
         return self._held().bound_run(self._host)
@@ -81,7 +81,6 @@ class BreakablePlan:
         self.marks = [mark for mark in host if mark.dynamic]
         self._steps: dict[int | None, tuple[_Step, ...]] = {}
         self._epoch: int | None = None
-        self._binds = 0
 
     def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
         """Refresh the host values in the dictionaries that the eager segments hold."""
@@ -124,14 +123,15 @@ class BreakablePlan:
             if isinstance(segment, DeviceGraph):
                 segment.require_ready()
         self._steps.clear()
-        self._binds += 1
-        # A graph may find its cheapest launch in its first one, so the first run binds but once.
-        self._epoch = self._pool.epoch if self._binds > 1 else None
+        self._epoch = self._pool.epoch
 
     def _bound_steps(self) -> tuple[_Step, ...]:
         """Bind every segment to the stream that is current now."""
-        steps = tuple((isinstance(s, DeviceGraph), *s.bound_launch()) for s in self.segments)
-        self._steps[self._pool.ordered_stream] = steps
+        stream = self._pool.ordered_stream
+        self._steps[stream] = steps = tuple(
+            (True, s.bound(stream), (), {}) if isinstance(s, DeviceGraph) else (False, *s.bound())
+            for s in self.segments
+        )
         return steps
 
     def close(self) -> None:

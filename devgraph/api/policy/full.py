@@ -159,7 +159,7 @@ class UpdatablePlan:
         """Capture the whole callable for a key whose nodes differ, or return None if it fails."""
         job, started = self._job, time.perf_counter()
         graph = job.backend.make_graph(job.pool)
-        graph.bound = job.tensors
+        graph.touchable = job.tensors
         scope = GraphScope(graph, job.spec, host=host)
         try:
             with (
@@ -240,7 +240,7 @@ class _Full(Policy):
 
     def capture(self, job: Job) -> FullPlan | UpdatablePlan:
         graph = job.backend.make_graph(job.pool)
-        graph.bound = job.tensors
+        graph.touchable = job.tensors
         scope = GraphScope(graph, job.spec)
         with graph.recording(job.capture_error_mode, spec=job.spec), entered(scope):
             outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())

@@ -19,6 +19,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.errors import BackendUnavailableError, UnjoinedStreamError
+from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.guards import RandomGuard
@@ -220,7 +221,7 @@ class TorchGraph(DeviceGraph):
         self._open = True
         self._ended = False
 
-    def _end(self) -> None:
+    def _end(self) -> Executable:
         self._open = False  # Never end twice: a second end of a failed capture can crash.
         try:
             self._end_native()
@@ -234,7 +235,7 @@ class TorchGraph(DeviceGraph):
             raise
         self._ended = True
         self._finish()
-        self._launch = self._native.replay  # type: ignore[method-assign]
+        return Call(self._native.replay)
 
     def _end_native(self) -> None:
         """End the capture; torch's warning of an empty graph is not shown."""
@@ -249,7 +250,6 @@ class TorchGraph(DeviceGraph):
 
     def _abort(self) -> None:
         native, self._native = self._native, None
-        self.__dict__.pop("_launch", None)
         if native is None:
             return
         if self._open:
@@ -284,12 +284,8 @@ class TorchGraph(DeviceGraph):
             )
             self.pool.renew(native)
 
-    def _launch(self) -> None:
-        self._native.replay()
-
     def _free(self) -> None:
         native, self._native = self._native, None
-        self.__dict__.pop("_launch", None)
         if native is not None:
             native.reset()
 

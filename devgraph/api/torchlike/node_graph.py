@@ -7,6 +7,7 @@ offer for that is ``devgraph.api.torchlike.nodes.NodeRuntime``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 
 from devgraph.api.errors import CaptureError, UnjoinedStreamError, UpdateError, UpdateTopologyError
-from devgraph.api.graph import BoundCall
+from devgraph.api.executable import Call, Executable, Finding
 from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
@@ -61,6 +62,44 @@ class _Span:
     """The stream that it was called on, or None for the capture stream."""
 
 
+class _Direct:
+    """An executable of the driver, launched without torch.
+
+    Args:
+        handle: the driver's handle.
+        replay: torch's launch of the same executable, where it has one.
+    """
+
+    def __init__(
+        self, backend: NodeBackend, handle: int, replay: Callable[[], None] | None = None
+    ) -> None:
+        assert backend.runtime is not None
+        self._runtime = backend.runtime
+        self._handle = handle
+        launch = self._runtime.launcher(handle, backend.current_stream_id)
+        self._replay = replay or launch
+        self.launch = backend.guarded(launch)
+
+    def bound(self, stream: int | None) -> Callable[[], Any]:
+        """Return torch's launch, or for a stream the driver's own call."""
+        if stream is None:
+            return self._replay
+        call, args, kwargs = self._runtime.bound_launch(self._handle, stream)
+        return functools.partial(call, *args, **kwargs)
+
+
+class _FirstLaunch(Finding["NodeGraph"]):
+    """Launches through torch, and finds out whether the graph draws random numbers."""
+
+    def find(self) -> Executable:
+        return self.graph._find_random()
+
+    def bound(self, stream: int | None) -> Callable[[], Any]:
+        """Return torch's launch, which needs to know nothing, or for a stream this one."""
+        replay: Callable[[], None] = self.graph._native.replay
+        return replay if stream is None else self.launch
+
+
 class NodeGraph(TorchGraph):
     """One captured graph, its executable, and the recordings of its regions.
 
@@ -81,8 +120,7 @@ class NodeGraph(TorchGraph):
         self._current: NodeRecording | None = None
         self._held: NodeRecording | None = None
         self._random: bool | None = None
-        self._own_launch: Callable[[], None] | None = None
-        self._direct = False
+        self._own: Executable = self._unready
         self._closing: tuple[int, ...] = ()
         self._made = 0
 
@@ -113,11 +151,10 @@ class NodeGraph(TorchGraph):
             return super()._make_native()
         return self._torch.make_kept_graph()
 
-    def _end(self) -> None:
+    def _end(self) -> Executable:
         runtime = self._torch.runtime
         if runtime is None:
-            super()._end()
-            return
+            return super()._end()
         if self.hits and self._updatable:
             self._find_region_nodes(runtime)
         stream = self._torch.current_stream_id()
@@ -133,8 +170,8 @@ class NodeGraph(TorchGraph):
             if not unjoined:
                 raise
             raise UnjoinedStreamError(name_streams(unjoined)) from error
-        # Not torch's replay but the class's first launch; as an attribute, that would be a cycle.
-        del self.__dict__["_launch"]
+        self._own = _FirstLaunch(self)
+        return self._own
 
     def _finish(self) -> None:
         runtime = self._torch.runtime
@@ -148,39 +185,18 @@ class NodeGraph(TorchGraph):
             regions.append(("(behind the regions)", self._closing))
             self._template = Template(runtime, self._native.raw_cuda_graph(), regions)
 
-    def _launch(self) -> None:
-        """Launch for the first time: through torch, to find out whether the graph draws random
-        numbers."""
+    def _find_random(self) -> Executable:
+        """Launch through torch, find out whether that drew random numbers, and return what launches
+        torch's executable from now on."""
         self._random = self._torch.draws_random(self._native, self.pool)
-        self._use_own_executable()
-        self.choose_launch()
+        self._own = self._own_executable()
+        return self._own
 
-    def _use_own_executable(self) -> None:
-        """Launch torch's executable; directly if that is the same."""
-        backend = self._torch
-        launch: Callable[[], None] = self._native.replay
-        if backend.runtime is not None and self._random is False:
-            launch = backend.runtime.launcher(
-                self._native.raw_cuda_graph_exec(), backend.current_stream_id
-            )
-            self._direct = True
-        self._own_launch = launch
-        self._launch = backend.guarded(launch)  # type: ignore[method-assign]
-
-    def launcher(self) -> Callable[[], None]:
-        if self._own_launch is None or self.hits:
-            return super().launcher()
-        return self._own_launch
-
-    def _native_launch(self) -> Callable[[], None]:
-        replay: Callable[[], None] = self._native.replay
-        return replay
-
-    def bound_launch(self) -> BoundCall:
-        if not self._direct or self.hits:
-            return super().bound_launch()
-        stream = self._torch.current_stream_id()
-        return self._runtime().bound_launch(self._native.raw_cuda_graph_exec(), stream)
+    def _own_executable(self) -> Executable:
+        """Return torch's executable, launched directly if that is the same."""
+        if self._torch.runtime is None or self._random is not False:
+            return Call(self._native.replay)
+        return _Direct(self._torch, self._native.raw_cuda_graph_exec(), self._native.replay)
 
     def refuse(self, result: Any) -> NoReturn:
         error = result[0]
@@ -201,8 +217,7 @@ class NodeGraph(TorchGraph):
         self._current = None
         self._held = None
         self._random = None
-        self._own_launch = None
-        self._direct = False
+        self._own = self._unready
         self._closing = ()
 
     def _size(self) -> tuple[int | None, int]:
@@ -404,17 +419,13 @@ class NodeGraph(TorchGraph):
         if not recording.executable and self._deserves_executable(recording):
             self._give_executable(recording)
         if recording.executable:
-            launch = self._runtime().launcher(recording.executable, self._torch.current_stream_id)
-            self._launch = self._torch.guarded(launch)  # type: ignore[method-assign]
+            self.use(_Direct(self._torch, recording.executable))
         else:
             if self._held is not recording:
                 self._held = None
                 self._write(recording)
                 self._held = recording
-            if self._own_launch is None:
-                self.__dict__.pop("_launch", None)  # the first launch is still to come
-            else:
-                self._launch = self._torch.guarded(self._own_launch)  # type: ignore[method-assign]
+            self.use(self._own)
         self._current = recording
 
     # What a vendor may add.

@@ -18,7 +18,7 @@ from devgraph.api.pool import Pool
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.memory import weak
 
-__all__ = ["Entry", "Replayable", "addresses", "capture_broken", "capture_whole", "launcher"]
+__all__ = ["Entry", "Replayable", "addresses", "capture_broken", "capture_whole"]
 
 
 class Entry:
@@ -69,7 +69,7 @@ def capture_whole(
 ) -> tuple[DeviceGraph, Any]:
     """Capture ``body`` into one graph; return it and the body's result.
 
-    A body without device work gives a graph that is never launched. On an exception nothing is
+    A body without device work gives a graph whose replay does nothing. On an exception nothing is
     left behind.
 
     Args:
@@ -108,7 +108,7 @@ class Replayable:
 
     def __init__(self, graph: DeviceGraph, count: ModeCount) -> None:
         self.graph = graph
-        self._launch = launcher(graph)
+        self._launch = graph.bound()
         self._count = count
 
     def replay(self) -> None:
@@ -120,12 +120,6 @@ class Replayable:
         """Free the graph."""
         self._launch = self.graph.replay  # which says that it is closed
         self.graph.close()
-
-
-def launcher(graph: DeviceGraph) -> Callable[[], None]:
-    """Return what replays ``graph`` once, as shortly as the engine's own layer does: an engine
-    replays on one thread and stream. Nothing for a graph without work."""
-    return _nothing if graph.recorded_nothing else graph.native_launcher()
 
 
 def capture_broken(
@@ -158,7 +152,3 @@ def capture_broken(
     )
     count.captured(captured, time.perf_counter() - started)
     return captured
-
-
-def _nothing() -> None:
-    """Stands for a graph without device work."""

@@ -18,7 +18,6 @@ from devgraph.integrations.engine.table import (
     addresses,
     capture_broken,
     capture_whole,
-    launcher,
 )
 from devgraph.integrations.vllm.breaks import AttentionBreaks, attention_ops
 from devgraph.integrations.vllm.layer import Layer, current_layer
@@ -104,7 +103,7 @@ class _Graphs:
 
             within = self._layer.within(pool)
             graph, output = capture_whole(pool, count, body, release=release, within=within)
-        entry = Entry(graph, launcher(graph), self._layer.weak(pool, output))
+        entry = Entry(graph, graph.bound(), self._layer.weak(pool, output))
         return entry, output
 
     def _moved(

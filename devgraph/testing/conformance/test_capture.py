@@ -48,11 +48,11 @@ def test_replay_reads_the_data_of_now(kit: Kit) -> None:
         same(y, torch.relu(x @ w) + 1)
 
 
-def test_native_launcher_replays_the_same_before_and_after_other_replays(kit: Kit) -> None:
+def test_bound_replay_replays_the_same_before_and_after_other_replays(kit: Kit) -> None:
     x, count = kit.tensor(4, 16), torch.zeros(1, device=kit.device)
     graph, y = kit.record(lambda: (count.add_(1), torch.relu(x) * 3)[1], warm=False)
-    native = graph.native_launcher()
-    for seed, launch in enumerate((native, graph.replay, native, graph.native_launcher())):
+    native = graph.bound()
+    for seed, launch in enumerate((native, graph.replay, native, graph.bound())):
         kit.refill(x, seed)
         launch()
         kit.backend.synchronize()

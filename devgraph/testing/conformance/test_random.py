@@ -29,10 +29,10 @@ DRAWS: list[Callable[[torch.Tensor], Any]] = [_dropout, _drawn, _in_place]
 
 
 @declares("rng")
-def test_native_launcher_draws_what_eager_steps_draw(kit: Kit) -> None:
+def test_bound_replay_draws_what_eager_steps_draw(kit: Kit) -> None:
     x = kit.tensor(64)
     graph, y = kit.record(lambda: _dropout(x))
-    native = graph.native_launcher()
+    native = graph.bound()
     state = kit.backend.get_rng_state()
     eager = [_dropout(x) for _ in range(3)]
     kit.backend.set_rng_state(state)

@@ -271,15 +271,15 @@ def _in_child(work: Callable[[], object]) -> str:
     return told
 
 
-def test_native_launcher_is_for_ready_graphs(kit: Kit) -> None:
+def test_bound_replay_is_for_ready_graphs(kit: Kit) -> None:
     x = kit.tensor(4)
     graph = kit.backend.make_graph()
     with pytest.raises(dg.StateError, match="capture into it first"):
-        graph.native_launcher()
+        graph.bound()
     graph, _ = kit.record(lambda: x + 1)
     graph.close()
     with pytest.raises(dg.StateError, match="closed"):
-        graph.native_launcher()
+        graph.bound()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -463,14 +463,14 @@ def test_replay_that_is_kept_without_its_graph_is_refused(kit: Kit) -> None:
         replay()
 
 
-@pytest.mark.parametrize("how", ["never", "replay", "native_launcher"])
+@pytest.mark.parametrize("how", ["never", "replay", "bound"])
 def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
     x = kit.tensor(4)
 
     def make() -> dg.DeviceGraph:
         graph, _ = kit.record(lambda: x + 1)
         if how != "never":
-            (graph.replay if how == "replay" else graph.native_launcher())()
+            (graph.replay if how == "replay" else graph.bound())()
         return graph
 
     assert_gone_when_dropped(make)

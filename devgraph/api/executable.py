@@ -1,0 +1,107 @@
+"""Executable: what a graph launches.
+
+A graph holds one at a time, swaps it with ``use`` and refers to it strongly. So an executable holds
+what it launches and never the graph: that cycle would keep device memory until a collection.
+"""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from devgraph.api.errors import StateError
+
+__all__ = ["Call", "Executable", "Finding", "Launches", "weakly"]
+
+
+class Executable(Protocol):
+    """What a graph launches; called in legal states only, under the lock of the graph's pool."""
+
+    def launch(self) -> None:
+        """Launch once on the current stream, whichever device is this thread's own."""
+
+    def bound(self, stream: int | None) -> Callable[[], Any]:
+        """Return the launch as one call, for threads on the graph's device.
+
+        Args:
+            stream: the stream that is current whenever it is called; None if that is not known.
+
+        Returns:
+            a call that raises, or that returns None or a tuple whose first element is true if the
+            launch failed, for ``DeviceGraph.refuse``. Without a stream it raises.
+        """
+
+
+class Call:
+    """An executable that is one call.
+
+    Args:
+        launch: launches once on the current stream.
+    """
+
+    def __init__(self, launch: Callable[[], None]) -> None:
+        self.launch = launch
+
+    def bound(self, stream: int | None) -> Callable[[], Any]:
+        """Return the call."""
+        return self.launch
+
+
+class Launches(Protocol):
+    """A graph, as an executable that replaces itself sees it."""
+
+    def use(self, executable: Executable) -> None:
+        """Launch ``executable`` from now on."""
+
+
+_Graph = TypeVar("_Graph", bound=Launches)
+
+
+class Finding(abc.ABC, Generic[_Graph]):
+    """An executable that finds something out in its first launch and then replaces itself.
+
+    Args:
+        graph: the graph that uses it.
+    """
+
+    def __init__(self, graph: _Graph) -> None:
+        self._graph = weakref.ref(graph)
+
+    @property
+    def graph(self) -> _Graph:
+        """The graph that uses it."""
+        return _held(self._graph)
+
+    @abc.abstractmethod
+    def find(self) -> Executable:
+        """Launch once, and return what takes this one's place.
+
+        If it raises, this one stays, unless it gave the graph another.
+        """
+
+    def launch(self) -> None:
+        """Launch once, and let the graph use what was found."""
+        self.graph.use(self.find())
+
+    def bound(self, stream: int | None) -> Callable[[], Any]:
+        """Return the launch; what replaces it is asked for anew."""
+        return self.launch
+
+
+_Held = TypeVar("_Held")
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Return a call of a graph's method that does not keep the graph."""
+    reference = weakref.WeakMethod(method)
+    return lambda: _held(reference)()
+
+
+def _held(reference: Callable[[], _Held | None]) -> _Held:
+    """Return what a ``replay`` that was kept refers to."""
+    found = reference()
+    if found is None:
+        raise StateError("cannot replay a graph that is gone: keep the graph, not its replay.")
+    return found
