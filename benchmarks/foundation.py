@@ -147,7 +147,7 @@ def measure_runner(backend: Any, model: Model, repeats: int) -> dict[str, float]
     """Host time of a padded run above the native replay of the graph that it launches."""
     runner = make_runner(backend, model, [BUCKET])
     data = inputs(BUCKET - 3, backend.device)
-    entry = next(iter(runner._parts.entries))
+    entry = next(iter(runner.graphs))
     native = entry.captured.segments[0]._native.replay
     runs = {"native": native, "run": lambda: runner.run(data)}
     result = interleaved(runs, backend.synchronize, repeats)

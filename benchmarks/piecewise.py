@@ -253,7 +253,7 @@ class Contender:
 
     def captured(self, tokens: int) -> dg.Captured:
         """Return the captured step of one bucket."""
-        entries = self.runner._parts.entries
+        entries = self.runner.graphs
         return next(e.captured for e in entries if e.key.bucket == tokens)
 
 

@@ -98,7 +98,7 @@ def rows_of(engine: Engine, phase: str) -> dict[str, torch.Tensor]:
 
 def segments_of(runner: Any) -> tuple[Any, list[Any]]:
     """Return the largest capture of a runner and its segments."""
-    captured = next(iter(runner._parts.entries)).captured
+    captured = next(iter(runner.graphs)).captured
     return captured, captured.segments
 
 

@@ -75,17 +75,30 @@ class Captured:
             NestedCaptureError: inside a capture.
         """
         self._check()
-        plan = self._plan
         values = self._spec.fill(host_args)
         with self._lock:
-            if plan.marks:
-                plan.bind({mark: mark.host_kwargs(values) for mark in plan.marks})
-            if self._broken and Modes.current() != self.modes:
-                with self.modes.restored():
-                    plan.run()
-            else:
+            self.run(values)
+        return self._plan.outputs
+
+    def run(self, host: Mapping[str, Any]) -> None:
+        """Do what ``replay`` does for a caller that has checked already what it would check.
+
+        The caller holds the pool's lock, is outside of captures, has not closed this one, and gives
+        a value of the declared type for every host argument.
+
+        Raises:
+            StateError: in a forked process.
+        """
+        if process.identity.token is not self._process:
+            self._check()
+        plan = self._plan
+        if plan.marks:
+            plan.bind({mark: mark.host_kwargs(host) for mark in plan.marks})
+        if self._broken and Modes.current() != self.modes:
+            with self.modes.restored():
                 plan.run()
-        return plan.outputs
+        else:
+            plan.run()
 
     def _check(self) -> None:
         if self._job is None:

@@ -17,7 +17,7 @@ from devgraph.cli.contenders import Row, measure
 from devgraph.cli.dtypes import dtype_named
 from devgraph.cli.tables import CommandError, print_json, print_table, ratio, say, time_text
 from devgraph.cli.workload import Shape
-from devgraph.runners.stats import format_bytes
+from devgraph.runners.report import format_bytes
 
 __all__ = ["run"]
 

@@ -17,7 +17,7 @@ from devgraph.api.errors import did_you_mean
 from devgraph.api.registry import BackendInfo, backends, get_backend
 from devgraph.cli.probes import Probe, probe_backend
 from devgraph.cli.tables import CommandError, print_json, print_table, say, working
-from devgraph.runners.stats import format_bytes
+from devgraph.runners.report import format_bytes
 
 __all__ = ["run"]
 

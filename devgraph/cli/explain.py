@@ -16,7 +16,7 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.registry import get_backend
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text
 from devgraph.cli.target import Target, find_target, user_code
-from devgraph.runners.stats import format_bytes
+from devgraph.runners.report import format_bytes
 
 __all__ = ["run"]
 

@@ -21,7 +21,7 @@ from devgraph.integrations.transformers import (
     SamplingParams,
     TokenEvent,
 )
-from devgraph.runners.stats import RunnerStats
+from devgraph.runners.report import RunnerStats
 
 __all__ = ["Run", "Setup", "Task", "first_difference", "run_all"]
 

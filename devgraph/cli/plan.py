@@ -18,7 +18,7 @@ from devgraph.api.registry import backends, get_backend, names
 from devgraph.cli.dtypes import dtype_named
 from devgraph.cli.estimate import Estimate, ModelSizes, estimate, ranges
 from devgraph.cli.tables import CommandError, print_json, print_table, say
-from devgraph.runners.stats import format_bytes
+from devgraph.runners.report import format_bytes
 
 __all__ = ["run"]
 

@@ -11,7 +11,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.config.resolve import Resolution
 from devgraph.cli.generating import Run, Task, first_difference
 from devgraph.cli.tables import number, percent, print_table, ratio, say, time_text
-from devgraph.runners.stats import RunnerStats, format_bytes
+from devgraph.runners.report import RunnerStats, format_bytes
 
 __all__ = ["print_runs", "report", "same_tokens"]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets, default_buckets
-from devgraph.runners.decision import Decision, GraphKey, Reason
 from devgraph.runners.decode import DecodeRunner
+from devgraph.runners.graphs import Decision, GraphKey, Reason
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.prove import RunnerReport
 from devgraph.runners.ranks import RankGroup
-from devgraph.runners.report import BucketPlan, RunnerPlan
+from devgraph.runners.report import BucketPlan, BucketStats, RunnerPlan, RunnerStats
 from devgraph.runners.slots import HostSlot, InputSlot, OutputSlot, Pad, Size
-from devgraph.runners.stats import BucketStats, RunnerStats
 
 __all__ = [
     "Batch",

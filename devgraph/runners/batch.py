@@ -1,19 +1,27 @@
-"""The batch that a step function receives."""
+"""The batch that a step function receives: its tensors and its host arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from devgraph.api.errors import CaptureError, StateError, did_you_mean
+from devgraph.api.errors import (
+    CaptureError,
+    ConfigError,
+    HostArgumentError,
+    InputError,
+    StateError,
+    did_you_mean,
+)
+from devgraph.api.marks.host_values import HostSpec, declared_names
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.source import user_line
-from devgraph.runners.slots import Size
+from devgraph.runners.slots import HostSlot, Size
 
-__all__ = ["Batch", "HostValues", "Live", "end_batch"]
+__all__ = ["Batch", "HostArgs", "HostValues", "Live", "end_batch"]
 
 
 class HostValues(Mapping[str, Any]):
@@ -145,3 +153,76 @@ def end_batch(batch: Batch) -> None:
         delattr(batch, name)
     del batch.host
     batch._over = True
+
+
+class HostArgs:
+    """The declared host arguments.
+
+    Args:
+        declared: name to the value used at capture, or to a ``HostSlot`` for a sequence with one
+            entry per request or token.
+    """
+
+    def __init__(self, declared: Mapping[str, Any] | None) -> None:
+        self.declared = declared_names(declared)
+        for name in self.declared:
+            if not name.isidentifier():
+                raise ConfigError(f"host argument {name!r} must be a Python identifier")
+        self._slots = {n: v for n, v in self.declared.items() if isinstance(v, HostSlot)}
+        self._plain = HostSpec({n: v for n, v in self.declared.items() if n not in self._slots})
+        self._kinds = {n: None if n in self._slots else type(v) for n, v in self.declared.items()}
+
+    def at_capture(self, size: Size) -> dict[str, Any]:
+        """Return the values that a graph of ``size`` is captured with."""
+        return {
+            name: value.padded((), size) if isinstance(value, HostSlot) else value
+            for name, value in self.declared.items()
+        }
+
+    def resolve(self, given: Mapping[str, Any] | None, real: Size, padded: Size) -> dict[str, Any]:
+        """Return a value for every declared argument, sequences continued to ``padded``.
+
+        Raises:
+            HostArgumentError: a name is missing or unknown, or a value of another type than
+                declared (a TypeError).
+            InputError: a sequence has not one entry per row of ``real``.
+        """
+        # This runs in every step: values of exactly the declared types need no closer look.
+        if type(given) is dict:
+            kinds = zip(given, map(type, given.values()), strict=True)
+            if dict(kinds) == self._kinds:
+                return given
+        if given is not None and not isinstance(given, Mapping):
+            raise HostArgumentError(f"host_args of a run must be a mapping of names, got {given!r}")
+        given = given or {}
+        missing = sorted(self.declared.keys() - given.keys())
+        if missing:
+            raise HostArgumentError(
+                f"missing host arguments: {', '.join(missing)}. Each run needs all that the "
+                f"runner declares: {', '.join(sorted(self.declared))}."
+            )
+        for name in given:
+            if name not in self.declared:
+                raise HostArgumentError(
+                    f"unknown host argument {name!r}. {did_you_mean(str(name), self.declared)}"
+                )
+        if not self._slots:
+            return self._plain.checked(given)
+        resolved = self._plain.checked({n: v for n, v in given.items() if n not in self._slots})
+        for name, slot in self._slots.items():
+            resolved[name] = slot.padded(_checked(name, slot, given[name], real), padded)
+        return resolved
+
+
+def _checked(name: str, slot: HostSlot, values: Any, real: Size) -> Sequence[Any]:
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise HostArgumentError(
+            f"host argument {name!r} must be a sequence with one entry per row of {slot.dim!r}, "
+            f"got {type(values).__name__}"
+        )
+    if len(values) != real.rows(slot.dim):
+        raise InputError(
+            f"host argument {name!r} has {len(values)} entries; expected {real.rows(slot.dim)} "
+            f"({slot.dim} of {real.requests} requests, {real.tokens} tokens)"
+        )
+    return values

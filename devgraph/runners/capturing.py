@@ -1,103 +1,177 @@
-"""A capture round: which graphs are captured, in which order, and what happens when one fails."""
+"""How the graphs of a runner are captured: in which order, and what happens when one fails."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from devgraph.api.capture import Captured, capture
+from devgraph.api.config.model import PhaseConfig
 from devgraph.api.errors import AgreementError, InputError, ResourceError
 from devgraph.api.policy import UpdateBudget
 from devgraph.api.pool import Pool
-from devgraph.runners.collector import collector_at_rest
-from devgraph.runners.decision import Reason
-from devgraph.runners.entries import Entries, Entry
-from devgraph.runners.parts import Parts, StaticBatch
-from devgraph.runners.progress import progress_bar
-from devgraph.runners.ranks import PeerFailed
-from devgraph.runners.stats import format_bytes
+from devgraph.runners.graphs import BucketGraph, Graphs, Reason
+from devgraph.runners.options import Options
+from devgraph.runners.ranks import PeerFailed, Solo
+from devgraph.runners.report import Counters, format_bytes
+from devgraph.runners.step import StaticBatch, Step
 
-__all__ = ["Round", "captured_seconds", "check_ranks", "sample_bytes"]
+__all__ = ["Capturing"]
 
 logger = logging.getLogger(__name__)
 
 _EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)
 
 
-class Round:
-    """One call of ``capture``: the graphs in ``entries``, largest first.
+class Capturing:
+    """Captures the graphs of a runner, in rounds that all ranks take part in.
 
     Args:
-        parts: the runner's.
-        number: how many rounds came before, which keeps the exchanges of ranks apart.
+        step: what is captured.
+        graphs: what it is captured into.
+        counters: the runner's.
+
+    Attributes:
+        rounds: how many rounds there were, which keeps the exchanges of ranks apart.
     """
 
-    def __init__(self, parts: Parts, entries: Sequence[Entry], number: int) -> None:
-        self._parts = parts
-        self._entries = list(entries)
-        self._tag = f"{parts.options.name}/capture{number}"
-        self._held = parts.pool.bytes
-        self._first = True
+    def __init__(
+        self,
+        step: Step,
+        graphs: Graphs,
+        counters: Counters,
+        *,
+        ranks: Solo,
+        config: PhaseConfig,
+        options: Options,
+    ) -> None:
+        self._step = step
+        self._graphs = graphs
+        self._counters = counters
+        self._ranks = ranks
+        self._config = config
+        self._options = options
+        self._name = options.name
+        self._backend, self._pool = step.backend, step.pool
+        self._held = 0
+        self.rounds = 0
 
-    def run(self) -> list[Entry]:
-        """Capture; return what was captured.
+    def require_together(self, capture_mode: str) -> None:
+        """Raise InputError where a rank would capture alone."""
+        if self._ranks.size > 1 and capture_mode != "eager":
+            raise InputError(
+                f"capture={capture_mode!r} lets a rank capture alone, and this runner has a group "
+                f"of {self._ranks.size} ranks; use capture='eager'"
+            )
+
+    def round(self, graphs: Sequence[BucketGraph]) -> None:
+        """Capture ``graphs``, which are ordered largest first.
 
         Raises:
             ResourceError: memory or another resource ran out and the runner is strict.
             AgreementError: another rank failed, is late, or is gone.
             Exception: whatever the step raised. Earlier captures of the round are kept.
         """
-        parts = self._parts
+        self.rounds += 1
+        self._held = self._pool.bytes
         started = time.perf_counter()
-        done: list[Entry] = []
-        name = parts.options.name
+        done: list[BucketGraph] = []
         with (
-            collector_at_rest(sweep=len(self._entries) > 1),
+            _collector_at_rest(sweep=len(graphs) > 1),
             torch.no_grad(),
-            progress_bar(f"{name}: capturing", len(self._entries), parts.options.progress) as step,
+            _progress_bar(
+                f"{self._name}: capturing", len(graphs), self._options.progress
+            ) as advance,
         ):
-            for index, entry in enumerate(self._entries):
-                step(str(entry.key))
-                reason, detail = self._turn(entry)
+            for index, graph in enumerate(graphs):
+                advance(str(graph.key))
+                reason, detail = self._turn(graph, first=not done)
                 if reason is not None:
-                    self._drop(self._entries[index:], reason, detail)
+                    self._drop(graphs[index:], reason, detail)
                     break
-                done.append(entry)
+                done.append(graph)
         self._share_growth(done[1:])
-        self._summarise(done, time.perf_counter() - started)
-        return done
+        logger.info(
+            "%s: captured %d of %d buckets in %.2f s, %s (%s on %s)",
+            self._name,
+            len(done),
+            len(graphs),
+            time.perf_counter() - started,
+            format_bytes(sum(graph.bytes for graph in done)),
+            self._config.policy,
+            self._backend.device,
+        )
 
-    def _turn(self, entry: Entry) -> tuple[Reason | None, str]:
+    def learn_outputs(self, barrier: Callable[[], None] | None = None) -> None:
+        """Run every variant once at its largest size, to see what it returns. Idempotent."""
+        step = self._step
+        if step.outputs.ready:
+            return
+        rng = self._backend.get_rng_state()
+        with self._backend.capturing(self._pool):
+            for variant in self._graphs.variants:
+                graph = self._graphs.largest(variant)
+                batch = StaticBatch(step, graph).batch(step.host.at_capture(graph.size))
+                step.outputs.learn(variant, step.function(batch), graph.size)
+                graph.warm = 1
+                (barrier or self._backend.synchronize)()
+        self._backend.set_rng_state(rng)
+        step.outputs.allocate(self._backend.device)
+
+    def sample_bytes(self) -> list[int]:
+        """Capture the two largest graphs into a throwaway pool and return what each added to it.
+
+        In a shared pool the first costs what it needs and every later one about what the second
+        added, so that the list's last number stands for all the rest.
+        """
+        pool = self._backend.make_pool()
+        added, kept = [], []
+        with torch.no_grad():
+            try:
+                for graph in list(self._graphs)[:2]:
+                    self.learn_outputs()
+                    before = pool.bytes
+                    kept.append(self._captured(graph, self._backend.synchronize, pool))
+                    added.append(max(0, pool.bytes - before) + kept[-1].info().bytes)
+            finally:
+                for captured in reversed(kept):
+                    captured.close()
+        return added
+
+    def _turn(self, graph: BucketGraph, *, first: bool) -> tuple[Reason | None, str]:
         """Capture one graph on every rank; return why it and the rest are dropped, if they are."""
-        parts, tag = self._parts, f"{self._tag}/{entry.key}"
+        ranks, tag = self._ranks, f"{self._name}/capture{self.rounds}/{graph.key}"
         spent = self._over_budget()
-        begun = parts.ranks.gather(f"{tag}/begin", spent.value if spent else "")
+        begun = ranks.gather(f"{tag}/begin", spent.value if spent else "")
         if any(begun):
             return self._common(begun, spent)
         problem: Reason | None = None
         detail = ""
         try:
-            self._capture(entry, tag)
+            self._capture(graph, self._barrier(tag), first=first)
             problem = self._over_memory()
         except PeerFailed as error:
             problem, detail = Reason.RANKS_DROPPED, str(error)
         except _EXHAUSTED as error:
-            problem, detail = Reason.OUT_OF_MEMORY, self._shortage(entry, error)
+            problem, detail = Reason.OUT_OF_MEMORY, self._shortage(graph, error)
             error.__traceback__ = None  # It holds the frames, and so the memory, of the capture.
         except BaseException as error:
-            entry.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
-            parts.ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
+            graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
+            ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
             raise
         mine = f"{problem.value}: {detail}" if problem else ""
-        outcomes = parts.ranks.gather(f"{tag}/outcome", mine)
+        outcomes = ranks.gather(f"{tag}/outcome", mine)
         for rank, text in enumerate(outcomes):
             if text.startswith("raised "):
-                entry.drop(Reason.RANKS_DROPPED, text)
-                raise AgreementError(f"rank {rank} could not capture {entry.key}: it {text}")
+                graph.drop(Reason.RANKS_DROPPED, text)
+                raise AgreementError(f"rank {rank} could not capture {graph.key}: it {text}")
         if any(outcomes):
             return self._common(outcomes, problem, detail)
         return None, ""
@@ -111,198 +185,172 @@ class Round:
         rank = next(rank for rank, text in enumerate(texts) if text)
         return Reason.RANKS_DROPPED, detail or f"rank {rank}: {texts[rank]}"
 
-    def _capture(self, entry: Entry, tag: str) -> None:
-        parts = self._parts
-        if not parts.store.ready:
-            self.learn_outputs(self._barrier(tag))
-        for name, tensor in parts.arena.buffers.bound.items():
-            parts.store.refuse_overlap(name, tensor)
-        epoch = parts.options.weights_epoch() if parts.options.weights_epoch else None
-        captured = capture_graph(parts, entry, self._barrier(tag))
-        if parts.options.reset_state is not None:
-            parts.options.reset_state()
-        entry.captured = captured
-        entry.epoch = epoch
-        entry.seconds = captured.capture_seconds
-        entry.bytes = captured.info().bytes
-        if self._first or parts.config.memory_budget_bytes is not None:
-            entry.bytes += self._grown()
-        self._first = False
-        entry.detail = ""
-        parts.counters.captures += 1
-        if entry.reason is Reason.INVALIDATED:
-            parts.counters.recaptures += 1
-        entry.reason = Reason.NOT_CAPTURED
+    def _capture(self, graph: BucketGraph, barrier: Callable[[], None], *, first: bool) -> None:
+        options, outputs = self._options, self._step.outputs
+        self.learn_outputs(barrier)
+        for name, tensor in self._step.inputs.buffers.bound.items():
+            outputs.refuse_overlap(name, tensor)
+        epoch = options.weights_epoch() if options.weights_epoch else None
+        captured = self._captured(graph, barrier, self._pool)
+        if options.reset_state is not None:
+            options.reset_state()
+        graph.captured = captured
+        graph.epoch = epoch
+        graph.seconds = captured.capture_seconds
+        graph.bytes = captured.info().bytes
+        if first or self._config.memory_budget_bytes is not None:
+            graph.bytes += self._grown()
+        graph.detail = ""
+        self._counters.captures += 1
+        if graph.reason is Reason.INVALIDATED:
+            self._counters.recaptures += 1
+        graph.reason = Reason.NOT_CAPTURED
 
-    def learn_outputs(self, barrier: Callable[[], None] | None = None) -> None:
-        """Run every variant once at its largest size, to see what it returns."""
-        parts = self._parts
-        rng = parts.backend.get_rng_state()
-        with parts.backend.capturing(parts.pool):
-            for variant in parts.entries.variants:
-                entry = parts.entries.largest(variant)
-                static = StaticBatch(parts, entry)
-                batch = static.batch(parts.host.at_capture(entry.size))
-                parts.store.learn(variant, parts.step(batch), entry.size)
-                entry.warm = 1
-                (barrier or parts.backend.synchronize)()
-        parts.backend.set_rng_state(rng)
-        parts.store.allocate(parts.backend.device)
+    def _captured(self, graph: BucketGraph, barrier: Callable[[], None], pool: Pool) -> Captured:
+        """Capture one graph into ``pool``: the only place where a step becomes a capture.
+
+        Args:
+            barrier: called after each warm-up run, the last one included, and before each eager
+                body of a breakable capture.
+        """
+        step, config, options = self._step, self._config, self._options
+        write = step.outputs.writer(graph.key.variant, graph.size)
+        static = StaticBatch(step, graph)
+
+        def run(**host: Any) -> Any:
+            # Capture may change the grad mode that the engine set for the step; apply it again.
+            with torch.no_grad():
+                return write(step.function(static.batch(host)))
+
+        def settle() -> None:
+            # Also after the last warm-up: a rank must not begin to record while another still
+            # runs, and a step that writes its inputs must find pad values again.
+            barrier()
+            if options.reset_state is not None:
+                options.reset_state()
+            static.refill()
+
+        misses = config.miss_budget
+        return capture(
+            run,
+            policy=config.policy,
+            backend=self._backend,
+            host_args=step.host.at_capture(graph.size),
+            warmup=max(0, config.warmup - graph.warm),
+            pool=pool,
+            compiler=config.compiler if config.policy == "piecewise" else None,
+            before_break=barrier if self._ranks.size > 1 else None,
+            after_warmup=settle,
+            budget=None if misses is None else UpdateBudget(misses=misses),
+        )
 
     def _barrier(self, tag: str) -> Callable[[], None]:
-        ranks = self._parts.ranks
-
         def barrier() -> None:
             escape = f"{tag}/outcome"
-            if ranks.size > 1:
+            if self._ranks.size > 1:
                 # A warm-up with a collective in it never ends where another rank is gone.
-                ranks.wait(self._parts.backend.fence(), f"{tag}/warm-up", escape=escape)
-            self._parts.backend.synchronize()
-            ranks.gather(f"{tag}/barrier", "", escape=escape)
+                self._ranks.wait(self._backend.fence(), f"{tag}/warm-up", escape=escape)
+            self._backend.synchronize()
+            self._ranks.gather(f"{tag}/barrier", "", escape=escape)
 
         return barrier
 
     def _grown(self) -> int:
         """Return by how many bytes the pool grew since the last call; looking takes 0.2 ms."""
-        held = self._parts.pool.bytes
+        held = self._pool.bytes
         grown, self._held = max(0, held - self._held), held
         return grown
 
-    def _share_growth(self, entries: Sequence[Entry]) -> None:
-        if entries:
-            share = self._grown() // len(entries)
-            for entry in entries:
-                entry.bytes += share
+    def _share_growth(self, graphs: Sequence[BucketGraph]) -> None:
+        if graphs:
+            share = self._grown() // len(graphs)
+            for graph in graphs:
+                graph.bytes += share
 
     def _over_budget(self) -> Reason | None:
-        budget = self._parts.config.time_budget_s
-        if budget is not None and captured_seconds(self._parts.entries) >= budget:
+        budget = self._config.time_budget_s
+        if budget is not None and self._graphs.seconds >= budget:
             return Reason.TIME_BUDGET
         return self._over_memory()
 
     def _over_memory(self) -> Reason | None:
-        budget = self._parts.config.memory_budget_bytes
-        if budget is not None and sum(e.bytes for e in self._parts.entries) > budget:
+        budget = self._config.memory_budget_bytes
+        if budget is not None and sum(graph.bytes for graph in self._graphs) > budget:
             return Reason.MEMORY_BUDGET
         return None
 
-    def _shortage(self, entry: Entry, error: BaseException) -> str:
-        parts = self._parts
-        info = parts.backend.memory_info()
+    def _shortage(self, graph: BucketGraph, error: BaseException) -> str:
+        info = self._backend.memory_info()
         free = f"{format_bytes(info[0])} of {format_bytes(info[1])} free, " if info else ""
-        kept = parts.entries.captured
         return (
-            f"capturing {entry.key} of {parts.options.name} exhausted the device ({free}"
-            f"{len(kept)} graphs captured, {format_bytes(parts.pool.bytes)} in their pool): {error}"
+            f"capturing {graph.key} of {self._name} exhausted the device ({free}"
+            f"{len(self._graphs.captured)} graphs captured, {format_bytes(self._pool.bytes)} in "
+            f"their pool): {error}"
         )
 
-    def _drop(self, entries: Sequence[Entry], reason: Reason, detail: str) -> None:
-        parts = self._parts
-        for entry in entries:
-            entry.drop(reason, detail)
-        keys = ", ".join(str(entry.key) for entry in entries)
+    def _drop(self, graphs: Sequence[BucketGraph], reason: Reason, detail: str) -> None:
+        for graph in graphs:
+            graph.drop(reason, detail)
+        keys = ", ".join(str(graph.key) for graph in graphs)
         logger.warning(
             "%s: dropped %d buckets (%s): %s%s",
-            parts.options.name,
-            len(entries),
+            self._name,
+            len(graphs),
             keys,
             reason.value.replace("_", " "),
             f", {detail}" if detail else "",
         )
-        if reason is Reason.OUT_OF_MEMORY and parts.config.strict:
+        if reason is Reason.OUT_OF_MEMORY and self._config.strict:
             raise ResourceError(
                 f"{detail}. Buckets not captured: {keys}. Use fewer or smaller buckets, leave more "
                 f"memory for graphs, or allow eager steps with strict=False."
             )
 
-    def _summarise(self, done: Sequence[Entry], seconds: float) -> None:
-        parts = self._parts
-        logger.info(
-            "%s: captured %d of %d buckets in %.2f s, %s (%s on %s)",
-            parts.options.name,
-            len(done),
-            len(self._entries),
-            seconds,
-            format_bytes(sum(entry.bytes for entry in done)),
-            parts.config.policy,
-            parts.backend.device,
-        )
 
-
-def capture_graph(
-    parts: Parts, entry: Entry, barrier: Callable[[], None], pool: Pool | None = None
-) -> Captured:
-    """Capture one graph of a runner: the only place that knows how a step becomes a capture.
+@contextlib.contextmanager
+def _progress_bar(title: str, total: int, wanted: bool | None) -> Iterator[Callable[[str], None]]:
+    """Show a bar while the block runs; yields a function that advances it by one.
 
     Args:
-        barrier: called after each warm-up run, the last one included, and before each eager body
-            of a breakable capture.
-        pool: memory to capture into, if it is not the runner's.
+        title: what is being done.
+        total: number of steps.
+        wanted: True shows it and leaves it standing, False does not; None shows it meanwhile when
+            standard error is a terminal and rich is installed.
     """
-    config = parts.config
-    write = parts.store.writer(entry.key.variant, entry.size)
-    static = StaticBatch(parts, entry)
-
-    def step(**host: Any) -> Any:
-        # Capture may change the grad mode that the engine set for the step; apply it again.
-        with torch.no_grad():
-            return write(parts.step(static.batch(host)))
-
-    def settle() -> None:
-        # Also after the last warm-up: a rank must not begin to record while another still
-        # runs, and a step that writes its inputs must find pad values again.
-        barrier()
-        if parts.options.reset_state is not None:
-            parts.options.reset_state()
-        static.refill()
-
-    misses = config.miss_budget
-    return capture(
-        step,
-        policy=config.policy,
-        backend=parts.backend,
-        host_args=parts.host.at_capture(entry.size),
-        warmup=max(0, config.warmup - entry.warm),
-        pool=pool or parts.pool,
-        compiler=config.compiler if config.policy == "piecewise" else None,
-        before_break=barrier if parts.ranks.size > 1 else None,
-        after_warmup=settle,
-        budget=None if misses is None else UpdateBudget(misses=misses),
-    )
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield lambda _: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ModuleNotFoundError:
+        if wanted:
+            raise
+        yield lambda _: None
+        return
+    with Progress(console=Console(stderr=True), transient=wanted is None) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda label: bar.update(task, advance=1, description=f"{title} {label}")
 
 
-def captured_seconds(entries: Entries) -> float:
-    """Return the time that captures took so far."""
-    return sum(entry.seconds for entry in entries)
+@contextlib.contextmanager
+def _collector_at_rest(*, sweep: bool) -> Iterator[None]:
+    """Keep the garbage collector from running meanwhile; a collection may unload kernels.
 
-
-def sample_bytes(parts: Parts) -> list[int]:
-    """Capture the two largest graphs into a throwaway pool and return what each added to it.
-
-    In a shared pool the first costs what it needs and every later one about what the second
-    added, so that the list's last number stands for all the rest.
+    Args:
+        sweep: collect young objects first, so that the memory of what was just dropped is free.
+            A full collection takes longer than the captures of a small model.
     """
-    pool = parts.backend.make_pool()
-    round_ = Round(parts, [], -1)
-    added, kept = [], []
-    with torch.no_grad():
-        try:
-            for entry in list(parts.entries)[:2]:
-                if not parts.store.ready:
-                    round_.learn_outputs()
-                before = pool.bytes
-                kept.append(capture_graph(parts, entry, parts.backend.synchronize, pool))
-                added.append(max(0, pool.bytes - before) + kept[-1].info().bytes)
-        finally:
-            for captured in reversed(kept):
-                captured.close()
-    return added
-
-
-def check_ranks(parts: Parts, capture_mode: str) -> None:
-    """Raise InputError where a rank would capture alone."""
-    if parts.ranks.size > 1 and capture_mode != "eager":
-        raise InputError(
-            f"capture={capture_mode!r} lets a rank capture alone, and this runner has a group of "
-            f"{parts.ranks.size} ranks; use capture='eager'"
-        )
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    if sweep:
+        gc.collect(1)
+    if not frozen:  # thawing ours would thaw what the program froze as well
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()

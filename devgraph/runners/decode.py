@@ -9,13 +9,10 @@ from devgraph.api.backend import Backend
 from devgraph.api.config.model import PhaseConfig, phase_config
 from devgraph.api.errors import ConfigError, InputError
 from devgraph.api.pool import Pool
-from devgraph.api.registry import get_backend
-from devgraph.runners.base import Runner
 from devgraph.runners.batch import Batch
-from devgraph.runners.buckets import Buckets
-from devgraph.runners.decision import GraphKey, Reason, Variant
-from devgraph.runners.entries import Entry, canonical_variant, check_variants
-from devgraph.runners.settings import Options, RunnerOptions
+from devgraph.runners.graphs import Reason, Variant, canonical_variant, check_variants
+from devgraph.runners.options import Options, RunnerOptions
+from devgraph.runners.runner import Runner
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, Size, check_slots, whole
 
 if TYPE_CHECKING:
@@ -62,6 +59,7 @@ class DecodeRunner(Runner):
     """
 
     phase = "decode"
+    _counts = "requests"
 
     def __init__(
         self,
@@ -78,68 +76,35 @@ class DecodeRunner(Runner):
         max_requests: int,
         **options: Unpack[RunnerOptions],
     ) -> None:
-        settings = phase_config(config, "decode")
         capacity = whole("max_requests", max_requests)
         if not capacity:
             raise ConfigError("max_requests must be at least 1")
-        declared = check_variants(variants, with_width=True)
-        largest = min(settings.max_bs or capacity, capacity)
-        buckets = Buckets.of(
-            settings.buckets, phase="decode", maximum=largest, multiple_of=settings.align
-        )
-        sizes = {
-            GraphKey(variant, bucket): _size(bucket, int(named.get("width", 1)))
-            for variant, named in declared.items()
-            for bucket in (buckets if settings.policy != "disabled" else ())
-        }
-        widest = max(int(named.get("width", 1)) for named in declared.values())
         super().__init__(
             slots=check_slots(inputs),
-            step=forward,
-            eager=forward,
+            function=forward,
+            whole_step=forward,
             tail=None,
             outputs=outputs,
-            variants=declared,
+            variants=check_variants(variants, with_width=True),
             host_args=host_args,
-            config=settings,
+            config=phase_config(config, "decode"),
             options=Options.of("decode", options),
-            backend=backend if isinstance(backend, Backend) else get_backend(backend),
+            backend=backend,
             pool=pool,
             group=group,
-            buckets=buckets,
-            sizes=sizes,
-            largest=_size(buckets.maximum, widest),
-            run_slots=frozenset(),
+            capacity=capacity,
         )
 
-    def _rows(self, size: Size) -> int:
-        return size.requests
+    def _padded(self, bucket: int, options: Mapping[str, Any]) -> Size:
+        return self._batch_of(bucket, options)
 
-    def _variant_of(
-        self, requests: int, tokens: int, options: Mapping[str, Any]
-    ) -> Variant | Reason:
-        width = options.get("width")
-        if width is None and tokens % requests == 0:
-            width = tokens // requests
-        if width is None or tokens != requests * width:
-            return Reason.UNKNOWN_WIDTH
-        declared = self._parts.entries.variants
-        variant = canonical_variant({**options, "width": width})
-        if variant in declared:
-            return variant
-        others = {**options, "width": None}
-        if any(dict(named) | {"width": None} == others for named in declared.values()):
-            return Reason.UNKNOWN_WIDTH
-        return Reason.UNKNOWN_VARIANT
+    def _batch_of(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
+        width = options.get("width", 1)
+        return Size(rows, rows * width, width)
 
-    def _fits_requests(self, requests: int) -> bool:
-        return True  # Buckets count requests already.
-
-    def _size_of(self, requests: int, tokens: int, options: Mapping[str, Any]) -> Size:
-        uniform = requests and tokens % requests == 0
-        return Size(requests, tokens, tokens // requests if uniform else None)
-
-    def _infer(self, requests: int | None, tokens: int | None, options: Mapping[str, Any]) -> Size:
+    def _size_of(
+        self, requests: int | None, tokens: int | None, options: Mapping[str, Any]
+    ) -> Size:
         width = options.get("width", 1)
         if requests is None:
             assert tokens is not None
@@ -149,20 +114,26 @@ class DecodeRunner(Runner):
                     f"{dict(options)}); batches with mixed widths are prefill"
                 )
             requests = tokens // width
-        elif tokens is not None and 0 < tokens < requests:
+        elif tokens is None:
+            tokens = requests * width
+        elif 0 < tokens < requests:
             raise InputError(
                 f"{requests} requests have only {tokens} tokens; every request of a decode batch "
                 f"has at least one. Give the slots of 'requests' and 'tokens' as many rows as the "
                 f"batch has"
             )
-        return Size(requests, requests * width if tokens is None else tokens)
+        uniform = requests and tokens % requests == 0
+        return Size(requests, tokens, tokens // requests if uniform else None)
 
-    def _dummy_size(self, options: Mapping[str, Any]) -> Size:
-        return _size(1, options.get("width", 1))
-
-    def _real_size(self, entry: Entry, rows: int, index: int) -> Size:
-        return _size(rows, entry.size.width or 1)
-
-
-def _size(requests: int, width: int) -> Size:
-    return Size(requests, requests * width, width)
+    def _variant_of(self, size: Size, options: Mapping[str, Any]) -> Variant | Reason:
+        width = options.get("width", size.width)
+        if width is None or size.tokens != size.requests * width:
+            return Reason.UNKNOWN_WIDTH
+        declared = self.graphs.variants
+        variant = canonical_variant({**options, "width": width})
+        if variant in declared:
+            return variant
+        others = {**options, "width": None}
+        if any(dict(named) | {"width": None} == others for named in declared.values()):
+            return Reason.UNKNOWN_WIDTH
+        return Reason.UNKNOWN_VARIANT

@@ -1,4 +1,5 @@
-"""Static input buffers: their views, their pad values, and the check of what is put in."""
+"""Static input buffers: their views, their pad values, the check of what is put in, and the way of
+host inputs to the device."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import InputError, InputTypeError, did_you_mean
 from devgraph.runners.lease import LeasedTensor, released
 from devgraph.runners.slots import InputSlot, Pad, Size
-from devgraph.runners.staging import StagingMemory
 
-__all__ = ["InputArena", "fill_with_pad", "ramp"]
+__all__ = ["InputArena", "Staging", "StagingMemory", "fill_with_pad", "ramp"]
+
+_ALIGNMENT = 16
+"""Bytes between the starts of packed tensors."""
 
 TEMPLATE_BYTES = 2**20
 """Largest pad template: up to it padding costs memory once and no launch of its own, because the
@@ -29,11 +32,20 @@ class InputArena:
         slots: input slots by name.
         largest: the batch size that every slot must be able to hold.
         backend: whose device the buffers are on.
+        run_slots: names of the slots that belong to a run and not to its graph.
     """
 
-    def __init__(self, slots: Mapping[str, InputSlot], largest: Size, backend: Backend) -> None:
+    def __init__(
+        self,
+        slots: Mapping[str, InputSlot],
+        largest: Size,
+        backend: Backend,
+        run_slots: frozenset[str] = frozenset(),
+    ) -> None:
         self.slots = dict(slots)
         self.largest = largest
+        self.run_slots = run_slots
+        self.graph_slots = frozenset(slots) - run_slots
         self._backend = backend
         self.buffers = StaticBuffers(
             {name: (slot.shape(largest), slot.dtype) for name, slot in slots.items()},
@@ -55,19 +67,19 @@ class InputArena:
         """Whether the static buffers are large enough for a batch of ``size``."""
         return size.requests <= self.largest.requests and size.tokens <= self.largest.tokens
 
-    def run_views(self, size: Size, names: frozenset[str]) -> dict[str, torch.Tensor]:
+    def run_views(self, size: Size) -> dict[str, torch.Tensor]:
         """Return tensors for the slots that belong to a run and not to its graph.
 
         They are the static views, or, for more requests than those hold, tensors of their own: no
         graph knows their addresses.
         """
         if self.holds(size):
-            return self.views(size, names)
+            return self.views(size, self.run_slots)
         with torch.inference_mode(False):
             return {
                 name: torch.empty(slot.shape(size), dtype=slot.dtype, device=self.device)
                 for name, slot in self.slots.items()
-                if name in names
+                if name in self.run_slots
             }
 
     def filler(self, views: Mapping[str, torch.Tensor]) -> Callable[[], None]:
@@ -220,3 +232,69 @@ def fill_with_pad(view: torch.Tensor, slot: InputSlot) -> None:
 
 def _kind(value: Sequence[Any] | Any) -> str:
     return "None" if value is None else type(value).__name__
+
+
+class StagingMemory:
+    """One block on the host and its twin on the device, for all sizes of a runner.
+
+    The device block is written and read in stream order, and the host block is copied into
+    pinned memory of the allocator before a transfer starts; so neither is reused too early.
+    """
+
+    def __init__(self, backend: Backend, device: torch.device) -> None:
+        self._backend = backend
+        self._device = device
+        with torch.inference_mode(False):
+            self._host = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._twin = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def blocks(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``nbytes`` of both blocks, growing them when they are smaller."""
+        if self._host.numel() < nbytes:
+            with torch.inference_mode(False):
+                self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                self._twin = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return self._host[:nbytes], self._twin[:nbytes]
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the data of ``tensor`` in memory from which transfers are asynchronous."""
+        return self._backend.pin(tensor)
+
+
+class Staging:
+    """Sends host tensors of fixed shapes and dtypes to the device, packed: a transfer for each
+    would cost about 25 us of host time.
+
+    Args:
+        memory: where they are packed.
+        layouts: shape and dtype of each tensor.
+    """
+
+    def __init__(
+        self, memory: StagingMemory, layouts: Sequence[tuple[Sequence[int], torch.dtype]]
+    ) -> None:
+        self._memory = memory
+        offsets, total = [], 0
+        for shape, dtype in layouts:
+            offsets.append(total)
+            total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self._host, self._twin = memory.blocks(total)
+        self._packed = _cut(self._host, offsets, layouts)
+        self._sent = _cut(self._twin, offsets, layouts)
+
+    def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return ``tensors`` on the device, valid until the next ``send`` of this memory."""
+        torch._foreach_copy_(self._packed, tensors)
+        self._twin.copy_(self._memory.pin(self._host), non_blocking=True)
+        return self._sent
+
+
+def _cut(
+    block: torch.Tensor,
+    offsets: Sequence[int],
+    layouts: Sequence[tuple[Sequence[int], torch.dtype]],
+) -> list[torch.Tensor]:
+    return [
+        block[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+        for at, (shape, dtype) in zip(offsets, layouts, strict=True)
+    ]

@@ -14,9 +14,8 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.runners.inputs import InputArena, ramp
+from devgraph.runners.inputs import InputArena, Staging, ramp
 from devgraph.runners.slots import InputSlot, Pad, Size
-from devgraph.runners.staging import Staging
 
 __all__ = ["CopyPlan"]
 

@@ -8,7 +8,7 @@ the same address whichever bucket ran.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, ConfigTypeError, InputError
-from devgraph.runners.decision import Variant
+from devgraph.runners.graphs import Variant
 from devgraph.runners.slots import OutputSlot, Size
 
-__all__ = ["OutputStore", "OutputViews"]
+__all__ = ["OutputStore"]
 
 
 @attrs.frozen
@@ -46,34 +46,6 @@ class _Layout:
     spec: Any
     leaves: tuple[_Leaf | None, ...]
     largest: Size
-
-
-class OutputViews:
-    """Hands out the views of one (padded size, real size); built once, used every run."""
-
-    __slots__ = ("_leaves", "_make", "_spec")
-
-    def __init__(self, spec: Any, leaves: list[torch.Tensor | None]) -> None:
-        self._spec = spec
-        self._leaves = leaves
-        self._make = self._maker()
-
-    def __call__(self) -> Any:
-        """Return the output tree. Containers are new, so that callers may change them."""
-        return self._make()
-
-    def _maker(self) -> Callable[[], Any]:
-        tree = pytree.tree_unflatten(self._leaves, self._spec)
-        if self._spec.is_leaf():
-            return lambda: tree
-        if type(tree) is dict and self._is_flat(tree.values()):
-            return tree.copy
-        if type(tree) is tuple and self._is_flat(tree):
-            return lambda: tree
-        return lambda: pytree.tree_unflatten(self._leaves, self._spec)
-
-    def _is_flat(self, children: Iterable[Any]) -> bool:
-        return [id(child) for child in children] == [id(leaf) for leaf in self._leaves]
 
 
 class OutputStore:
@@ -206,15 +178,18 @@ class OutputStore:
 
         return write
 
-    def views(self, variant: Variant, padded: Size, real: Size) -> OutputViews:
-        """Return what hands out the real rows of a result of ``padded``."""
+    def views(self, variant: Variant, padded: Size, real: Size) -> Callable[[], Any]:
+        """Return what hands out the real rows of a result of ``padded``, in the tree of the step.
+
+        Containers that can be changed are new in every call.
+        """
         layout = self._layouts[variant]
         leaves: list[torch.Tensor | None] = []
         for view, leaf in zip(self._full_views(variant, padded), layout.leaves, strict=True):
             if leaf is not None and view is not None and leaf.slot.rows is not None:
                 view = view.narrow(leaf.slot.dim, 0, real.rows(leaf.slot.rows))
             leaves.append(view)
-        return OutputViews(layout.spec, leaves)
+        return _handing_out(pytree.tree_unflatten(leaves, layout.spec), leaves, layout.spec)
 
     def poison(self, fill: Callable[[torch.Tensor], None]) -> None:
         """Fill every output buffer of every variant through ``fill``, typed as its output."""
@@ -231,6 +206,20 @@ class OutputStore:
             for leaf in layout.leaves
             if leaf is not None
         }
+
+
+def _handing_out(tree: Any, leaves: list[torch.Tensor | None], spec: Any) -> Callable[[], Any]:
+    """Return what makes ``tree``: the shortest call for the usual ones, because every run calls."""
+    children = tree.values() if type(tree) is dict else tree
+    if spec.is_leaf() or (type(tree) is tuple and _same(children, leaves)):
+        return lambda: tree
+    if type(tree) is dict and _same(children, leaves):
+        return tree.copy
+    return lambda: pytree.tree_unflatten(leaves, spec)
+
+
+def _same(children: Iterable[Any], leaves: Sequence[Any]) -> bool:
+    return [id(child) for child in children] == [id(leaf) for leaf in leaves]
 
 
 def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:

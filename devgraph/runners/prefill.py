@@ -11,13 +11,10 @@ from devgraph.api.backend import Backend
 from devgraph.api.config.model import PhaseConfig, phase_config
 from devgraph.api.errors import ConfigError, InputError
 from devgraph.api.pool import Pool
-from devgraph.api.registry import get_backend
-from devgraph.runners.base import Runner
 from devgraph.runners.batch import Batch
-from devgraph.runners.buckets import Buckets
-from devgraph.runners.decision import GraphKey, Reason, Variant
-from devgraph.runners.entries import Entry, canonical_variant, check_variants
-from devgraph.runners.settings import Options, RunnerOptions
+from devgraph.runners.graphs import Reason, Variant, canonical_variant, check_variants
+from devgraph.runners.options import Options, RunnerOptions
+from devgraph.runners.runner import Runner
 from devgraph.runners.slots import (
     ROW_PER_REQUEST,
     ROW_PER_TOKEN,
@@ -67,6 +64,7 @@ class PrefillRunner(Runner):
     """
 
     phase = "prefill"
+    _counts = "tokens"
 
     def __init__(
         self,
@@ -99,63 +97,44 @@ class PrefillRunner(Runner):
             _check_hidden(hidden, settings.policy)
         if whole_step and settings.max_requests is not None:
             requests = min(requests, settings.max_requests)
-        largest = min(settings.max_bs or capacity, capacity)
-        buckets = Buckets.of(
-            settings.buckets, phase="prefill", maximum=largest, multiple_of=settings.align
-        )
-        declared = check_variants(variants, with_width=False)
         eager = body if tail is None else _joined(body, tail)
         self._max_requests = requests
         super().__init__(
             slots=slots,
-            step=eager if whole_step else body,
-            eager=eager,
+            function=eager if whole_step else body,
+            whole_step=eager,
             tail=None if whole_step else tail,
             outputs=outputs if whole_step and tail is not None else hidden,
-            variants=declared,
+            variants=check_variants(variants, with_width=False),
             host_args=host_args,
             config=settings,
             options=Options.of("prefill", options),
-            backend=backend if isinstance(backend, Backend) else get_backend(backend),
+            backend=backend,
             pool=pool,
             group=group,
-            buckets=buckets,
-            sizes={
-                GraphKey(variant, bucket): Size(requests, bucket)
-                for variant in declared
-                for bucket in (buckets if settings.policy != "disabled" else ())
-            },
-            largest=Size(requests, buckets.maximum),
+            capacity=capacity,
+            request_limit=requests if whole_step else None,
             run_slots=frozenset(
                 () if whole_step else (s.name for s in slots.values() if s.by_requests)
             ),
         )
 
-    def _rows(self, size: Size) -> int:
-        return size.tokens
+    def _padded(self, bucket: int, options: Mapping[str, Any]) -> Size:
+        return Size(self._max_requests, bucket)
 
-    def _variant_of(
-        self, requests: int, tokens: int, options: Mapping[str, Any]
-    ) -> Variant | Reason:
-        variant = canonical_variant(options)
-        return variant if variant in self._parts.entries.variants else Reason.UNKNOWN_VARIANT
-
-    def _fits_requests(self, requests: int) -> bool:
-        return self._parts.config.policy != "full" or requests <= self._max_requests
-
-    def _size_of(self, requests: int, tokens: int, options: Mapping[str, Any]) -> Size:
-        return Size(requests, tokens)
-
-    def _infer(self, requests: int | None, tokens: int | None, options: Mapping[str, Any]) -> Size:
+    def _size_of(
+        self, requests: int | None, tokens: int | None, options: Mapping[str, Any]
+    ) -> Size:
         if tokens is None:
             raise InputError("prefill needs the number of tokens: can_run(requests, tokens)")
         return Size((1 if tokens else 0) if requests is None else requests, tokens)
 
-    def _dummy_size(self, options: Mapping[str, Any]) -> Size:
-        return Size(1, 1)
-
-    def _real_size(self, entry: Entry, rows: int, index: int) -> Size:
+    def _batch_of(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
         return Size(1 + index % min(self._max_requests, rows), rows)
+
+    def _variant_of(self, size: Size, options: Mapping[str, Any]) -> Variant | Reason:
+        variant = canonical_variant(options)
+        return variant if variant in self.graphs.variants else Reason.UNKNOWN_VARIANT
 
 
 def _joined(

@@ -9,15 +9,13 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.prove import compare, compare_near, require_cases
-from devgraph.runners.batch import Batch
-from devgraph.runners.decision import GraphKey
-from devgraph.runners.entries import Entry
+from devgraph.api.prove import compare, compare_near
+from devgraph.runners.graphs import BucketGraph
 from devgraph.runners.inputs import fill_with_pad
-from devgraph.runners.parts import Parts, eager_batch, static_batch
 from devgraph.runners.slots import InputSlot, Size
+from devgraph.runners.step import GraphStep, StaticBatch, Step
 
-__all__ = ["Hooks", "RunnerReport", "prove_runner"]
+__all__ = ["RunnerReport", "prove_batches", "rows_to_try"]
 
 
 @attrs.frozen(kw_only=True)
@@ -44,83 +42,66 @@ class RunnerReport:
         return "\n".join([f"{len(self.failures)} differences{note}:", *self.failures])
 
 
-@attrs.frozen(kw_only=True)
-class Hooks:
-    """What a runner lends to its proof."""
-
-    eager: Callable[[Batch], Any]
-    """The whole step, run eagerly."""
-    step_for: Callable[[GraphKey, Size], Any]
-    """Returns the bound step that replays a graph for a real size."""
-    finish: Callable[[Any, Any, Mapping[str, Any]], Any]
-    """Returns the whole step's outputs from such a step, its graph's outputs and host values."""
-    real_size: Callable[[Entry, int, int], Size]
-    """Returns the real size of a batch with so many rows, from an entry and a number to vary by."""
-
-
 class _Proof:
     def __init__(
         self,
-        parts: Parts,
-        hooks: Hooks,
+        step: Step,
         host: Mapping[str, Any] | None,
+        reset_state: Callable[[], None] | None,
         rtol: float | None,
         atol: float | None,
     ) -> None:
-        self._parts = parts
-        self._hooks = hooks
+        self._step = step
         self._host = host
+        self._reset_state = reset_state
         self._rtol, self._atol = rtol, atol
         self._generator = torch.Generator().manual_seed(0)
         self.failures: list[str] = []
 
-    def case(self, entry: Entry, rows: int, index: int) -> None:
-        parts, hooks = self._parts, self._hooks
-        real = hooks.real_size(entry, rows, index)
-        inputs = {n: self._data(slot, real) for n, slot in parts.arena.slots.items()}
-        given = self._host if self._host is not None else parts.host.at_capture(real)
-        step = hooks.step_for(entry.key, real)
-        padded_host = parts.host.resolve(given, real, entry.size)
-        real_host = parts.host.resolve(given, real, real)
-        rng = parts.backend.get_rng_state()
-        where = f"bucket {entry.key}, {real.requests} requests, {real.tokens} tokens"
+    def case(self, graph: BucketGraph, real: Size) -> None:
+        step, backend = self._step, self._step.backend
+        inputs = {n: self._data(slot, real) for n, slot in step.inputs.slots.items()}
+        given = self._host if self._host is not None else step.host.at_capture(real)
+        padded_host = step.host.resolve(given, real, graph.size)
+        real_host = step.host.resolve(given, real, real)
+        rng = backend.get_rng_state()
+        where = f"bucket {graph.key}, {real.requests} requests, {real.tokens} tokens"
+        static = StaticBatch(step, graph)
+        bound = GraphStep(step, graph, real, 0)
 
         def begin() -> None:
-            parts.backend.set_rng_state(rng)
-            if parts.options.reset_state is not None:
-                parts.options.reset_state()
-            step.load(inputs)
-            step.enter(parts.live)
+            backend.set_rng_state(rng)
+            if self._reset_state is not None:
+                self._reset_state()
+            bound.load(inputs)
 
         begin()
-        write = parts.store.writer(entry.key.variant, entry.size)
-        views = parts.arena.views(entry.size, parts.graph_slots)
-        write(parts.step(static_batch(parts, entry, views, padded_host)))
-        padded = _copied(hooks.finish(step, step.outputs(), real_host))
+        write = step.outputs.writer(graph.key.variant, graph.size)
+        write(step.function(static.batch(padded_host)))
+        padded = _copied(bound.result(given))
 
         begin()
-        parts.store.poison(parts.backend.poison)
-        step.replay(**padded_host)
-        replayed = _copied(hooks.finish(step, step.outputs(), real_host))
-        assert entry.captured is not None
-        same = self._exact if entry.captured.exact else self._close
+        step.outputs.poison(backend.poison)
+        bound.replay(padded_host)
+        replayed = _copied(bound.result(given))
+        assert graph.captured is not None
+        same = self._exact if graph.captured.exact else self._close
         same(f"{where}: replay against eager on the padded batch", padded, replayed)
 
         begin()
-        self._poison_padding(entry, real)
-        step.replay(**padded_host)
-        poisoned = _copied(hooks.finish(step, step.outputs(), real_host))
+        self._poison_padding(graph, real)
+        bound.replay(padded_host)
+        poisoned = _copied(bound.result(given))
         self._exact(f"{where}: padding filled with NaN", replayed, poisoned)
 
         begin()
-        views = parts.arena.eager_views(inputs, real)
-        with eager_batch(parts, views, real, host=real_host, variant=entry.options) as batch:
-            eager = hooks.eager(batch)
+        views = step.inputs.eager_views(inputs, real)
+        eager = step.call_eagerly(views, real, real_host, graph.options)
         self._close(f"{where}: replay against eager", eager, replayed)
 
     def _data(self, slot: InputSlot, real: Size) -> torch.Tensor:
         shape = slot.shape(real)
-        device = self._parts.arena.device
+        device = self._step.inputs.device
         if slot.sample is not None:
             return slot.sample(shape, self._generator).to(device=device, dtype=slot.dtype)
         if slot.dtype.is_floating_point or slot.dtype.is_complex:
@@ -131,10 +112,10 @@ class _Proof:
         fill_with_pad(data, slot)
         return data
 
-    def _poison_padding(self, entry: Entry, real: Size) -> None:
-        parts = self._parts
-        for name, view in parts.arena.views(entry.size, parts.graph_slots).items():
-            slot = parts.arena.slots[name]
+    def _poison_padding(self, graph: BucketGraph, real: Size) -> None:
+        inputs = self._step.inputs
+        for name, view in inputs.views(graph.size, inputs.graph_slots).items():
+            slot = inputs.slots[name]
             if slot.axis is not None and slot.dtype.is_floating_point:
                 rows = slot.shape(real)[slot.axis]
                 view.narrow(slot.axis, rows, view.shape[slot.axis] - rows).fill_(float("nan"))
@@ -166,41 +147,42 @@ def _pairs(expected: Any, got: Any) -> list[tuple[str, torch.Tensor, torch.Tenso
     ]
 
 
-def rows_to_try(entry: Entry, buckets: Sequence[int], max_padding: float, cases: int) -> list[int]:
-    """Return row counts that this bucket serves: the bucket itself, the fewest, and between."""
-    bucket = entry.key.bucket
+def rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:
+    """Return row counts that this bucket serves: the bucket itself, the fewest, and between.
+
+    Args:
+        most: times its rows that a batch may be padded to.
+        cases: how many.
+    """
+    bucket = graph.key.bucket
     below = max((size for size in buckets if size < bucket), default=0)
-    fewest = max(below + 1, -int(-bucket // max_padding))
+    fewest = max(below + 1, -int(-bucket // most))
     picks = [bucket, fewest]
     picks += [fewest + (bucket - fewest) * k // cases for k in range(1, cases)]
     return list(dict.fromkeys(picks))[:cases]
 
 
-def prove_runner(
-    parts: Parts,
-    hooks: Hooks,
+def prove_batches(
+    step: Step,
+    batches: Sequence[tuple[BucketGraph, Size]],
     *,
-    cases: int,
     host_args: Mapping[str, Any] | None,
+    reset_state: Callable[[], None] | None,
     rtol: float | None,
     atol: float | None,
 ) -> RunnerReport:
-    """Implement ``Runner.prove``."""
-    require_cases(cases)
-    proof = _Proof(parts, hooks, host_args, rtol, atol)
-    count = 0
-    rng = parts.backend.get_rng_state()
+    """Compare each graph with eager on a batch of that real size; see ``Runner.prove``."""
+    proof = _Proof(step, host_args, reset_state, rtol, atol)
+    rng = step.backend.get_rng_state()
     with torch.no_grad():
-        for entry in parts.entries.captured:
-            for rows in rows_to_try(entry, parts.entries.buckets, parts.config.max_padding, cases):
-                proof.case(entry, rows, count)
-                count += 1
-    parts.backend.set_rng_state(rng)
-    if parts.options.reset_state is not None:
-        parts.options.reset_state()
+        for graph, real in batches:
+            proof.case(graph, real)
+    step.backend.set_rng_state(rng)
+    if reset_state is not None:
+        reset_state()
     fixed = tuple(
         name
-        for name, slot in parts.arena.slots.items()
+        for name, slot in step.inputs.slots.items()
         if slot.sample is None and not slot.dtype.is_floating_point and not slot.dtype.is_complex
     )
-    return RunnerReport(cases=count, failures=tuple(proof.failures), fixed_slots=fixed)
+    return RunnerReport(cases=len(batches), failures=tuple(proof.failures), fixed_slots=fixed)

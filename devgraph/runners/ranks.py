@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from devgraph.api.errors import AgreementError, ConfigError, ConfigTypeError
+from devgraph.runners.graphs import Decision, GraphKey, Reason, Variant
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,6 +35,9 @@ _LOOK_S = 0.1
 
 _ROLL_CALL_S = 2.0
 """Seconds for an answer to a roll call: whoever waits for the same hears it within ``_LOOK_S``."""
+
+_NEUTRAL = 2**31
+"""In a vote of minima: this rank has no opinion."""
 
 _SPIN_S = 0.002
 """Seconds that ``wait`` asks without a pause: about one decode step of a small model."""
@@ -69,6 +73,14 @@ class Solo:
     def minimum(self, tag: str, values: Sequence[int]) -> list[int]:
         """Return the element-wise minimum over ranks."""
         return list(values)
+
+    def agree(self, decision: Decision | None, variants: Sequence[Variant], name: str) -> Decision:
+        """Return what all ranks of runner ``name`` do in this step; None stands for no requests.
+
+        Args:
+            variants: those that the runner declares, in the same order on every rank.
+        """
+        return decision if decision is not None else Decision.eager(Reason.EMPTY_BATCH)
 
     def wait(self, done: Callable[[], bool], what: str, *, escape: str | None = None) -> None:
         """Return once ``done()`` says so; it is asked again and again."""
@@ -224,6 +236,35 @@ class RankGroup(Solo):
             raise
         except Exception as error:
             self._roll_call(tag, f"the vote {tag!r} failed on rank {self.rank} ({error})", error)
+
+    def agree(self, decision: Decision | None, variants: Sequence[Variant], name: str) -> Decision:
+        """Return what all ranks of runner ``name`` do in this step, by one vote of minima.
+
+        Raises:
+            AgreementError: ranks want different variants, or one did not vote.
+        """
+        if self.size == 1:
+            return super().agree(decision, variants, name)
+        ok, bucket, variant = 1, 0, None
+        if decision is not None and decision.reason is not Reason.EMPTY_BATCH:
+            ok = int(decision.ok)
+            if decision.key is not None:
+                bucket, variant = decision.key.bucket, variants.index(decision.key.variant)
+        low, high = (_NEUTRAL, _NEUTRAL) if variant is None else (variant, -variant)
+        ok, bucket, low, high = self.minimum(f"{name}/vote", (ok, -bucket, low, high))
+        key = None if low == _NEUTRAL else GraphKey(variants[low], -bucket)
+        if not ok:
+            if decision is not None and not decision.ok:
+                return decision
+            return Decision.eager(Reason.VOTED_EAGER, decision.key if decision else key)
+        if key is None:
+            return Decision.eager(Reason.EMPTY_BATCH)
+        if low != -high:
+            raise AgreementError(
+                f"the ranks of {name} want different variants in one step: {dict(variants[low])} "
+                f"and {dict(variants[-high])}; give all ranks of a step the same variant"
+            )
+        return Decision.graph(key)
 
     def wait(self, done: Callable[[], bool], what: str, *, escape: str | None = None) -> None:
         """Return once ``done()`` says so: for work that ends only if the other ranks take part.

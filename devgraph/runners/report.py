@@ -1,18 +1,204 @@
-"""What a runner says about itself: statistics, plan and explanation."""
+"""What a runner says about itself: counters, plan and explanation, as data and as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
-from devgraph.api.capture import Captured
-from devgraph.runners.capturing import captured_seconds, sample_bytes
-from devgraph.runners.parts import Parts
-from devgraph.runners.stats import RunnerStats, format_bytes
+from devgraph.runners.graphs import BucketGraph, Graphs, Reason
+from devgraph.runners.inputs import InputArena
+from devgraph.runners.outputs import OutputStore
+from devgraph.runners.slots import Pad
 
-__all__ = ["BucketPlan", "RunnerPlan", "explain_runner", "plan_runner", "runner_stats"]
+__all__ = [
+    "BucketPlan",
+    "BucketStats",
+    "Counters",
+    "RunnerPlan",
+    "RunnerStats",
+    "explained",
+    "format_bytes",
+]
+
+
+class Counters:
+    """The live counters of a runner, besides those of its graphs."""
+
+    __slots__ = ("captures", "eager_tokens", "idle", "reasons", "recaptures")
+
+    def __init__(self) -> None:
+        self.reasons: dict[Reason, int] = {}
+        self.eager_tokens = 0
+        self.idle = 0
+        self.captures = 0
+        self.recaptures = 0
+
+    def count(self, reason: Reason) -> None:
+        """Count one step that did not run in a graph."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+
+@attrs.frozen(kw_only=True)
+class BucketStats:
+    """One graph: its key, how often it ran, and the rows it was given and held."""
+
+    key: str
+    state: str
+    """``captured``, ``pending`` or the reason why it was dropped."""
+    hits: int
+    real_rows: int
+    padded_rows: int
+    """Rows beyond the real ones, summed over all hits."""
+    bytes: int
+    """Device memory that this capture added: measured for the first of a round and under a memory
+    budget, else an equal share of what the round's others added."""
+    capture_seconds: float
+
+    @classmethod
+    def of(cls, graph: BucketGraph) -> BucketStats:
+        """Return the counters of ``graph``."""
+        return cls(
+            key=str(graph.key),
+            state=graph.state,
+            hits=graph.hits,
+            real_rows=graph.real_rows,
+            padded_rows=graph.hits * graph.key.bucket - graph.real_rows,
+            bytes=graph.bytes,
+            capture_seconds=graph.seconds,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class RunnerStats:
+    """A snapshot of a runner.
+
+    ``steps == graph_steps + sum(eager.values())`` always holds.
+    """
+
+    name: str
+    phase: str
+    backend: str
+    requested: str
+    """The policy of the configuration."""
+    effective: str
+    """The policy that graphs run under now; ``disabled`` while there is none to run."""
+    steps: int
+    graph_steps: int
+    eager: Mapping[str, int]
+    """Steps that ran outside a graph, by ``Reason`` value."""
+    idle_steps: int
+    """Graph steps among ``graph_steps`` without a real request, for the other ranks' sake."""
+    real_rows: int
+    padded_rows: int
+    eager_tokens: int
+    captures: int
+    recaptures: int
+    """Captures after an ``invalidate``."""
+    capture_seconds: float
+    phase_seconds: Mapping[str, float]
+    """Time that the present graphs took to make, by phase: warm-up and capture, and under
+    ``piecewise`` activate and compile before them."""
+    updates: Mapping[str, float]
+    """What the policy counted over the present graphs: how host arguments were applied, or, under
+    ``piecewise``, pieces and compilations."""
+    graph_bytes: int
+    input_bytes: int
+    output_bytes: int
+    buckets: tuple[BucketStats, ...]
+
+    @classmethod
+    def of(cls, graphs: Graphs, counters: Counters, **facts: Any) -> RunnerStats:
+        """Return the snapshot of a runner.
+
+        Args:
+            **facts: the fields that neither graphs nor counters know.
+        """
+        buckets = tuple(BucketStats.of(graph) for graph in graphs)
+        graph_steps = sum(bucket.hits for bucket in buckets)
+        eager = {reason.value: count for reason, count in counters.reasons.items()}
+        captured = [graph.captured for graph in graphs if graph.captured is not None]
+        return cls(
+            **facts,
+            steps=graph_steps + sum(eager.values()),
+            graph_steps=graph_steps,
+            eager=eager,
+            idle_steps=counters.idle,
+            real_rows=sum(bucket.real_rows for bucket in buckets),
+            padded_rows=sum(bucket.padded_rows for bucket in buckets),
+            eager_tokens=counters.eager_tokens,
+            captures=counters.captures,
+            recaptures=counters.recaptures,
+            capture_seconds=graphs.seconds,
+            phase_seconds=_totals(each.phases for each in captured),
+            updates=_totals(each.stats() for each in captured),
+            graph_bytes=sum(bucket.bytes for bucket in buckets),
+            buckets=buckets,
+        )
+
+    @property
+    def eager_steps(self) -> int:
+        """Steps that ran eagerly, whatever the reason."""
+        return sum(self.eager.values())
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padded rows per row computed in graphs, from 0 to below 1."""
+        total = self.real_rows + self.padded_rows
+        return self.padded_rows / total if total else 0.0
+
+    @property
+    def hit_ratio(self) -> float:
+        """Graph steps per step, from 0 to 1."""
+        return self.graph_steps / self.steps if self.steps else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON."""
+        found: dict[str, Any] = attrs.asdict(self)
+        return {
+            **found,
+            "eager_steps": self.eager_steps,
+            "padding_ratio": self.padding_ratio,
+            "hit_ratio": self.hit_ratio,
+        }
+
+    def to_prometheus(self, **labels: str) -> str:
+        """Return the counters in the Prometheus text format.
+
+        Args:
+            **labels: added to every sample, for example ``rank="0"``.
+        """
+        base = {"runner": self.name, "phase": self.phase, "backend": self.backend, **labels}
+        page = _Page(base)
+        page.metric("graph_steps_total", "counter", "Steps that replayed a graph.")
+        page.sample("graph_steps_total", self.graph_steps)
+        page.metric("eager_steps_total", "counter", "Steps outside a graph, by reason.")
+        for reason, count in sorted(self.eager.items()):
+            page.sample("eager_steps_total", count, reason=reason)
+        page.metric("bucket_hits_total", "counter", "Replays by bucket.")
+        for bucket in self.buckets:
+            page.sample("bucket_hits_total", bucket.hits, bucket=bucket.key)
+        for name, kind, text, value in (
+            ("real_rows_total", "counter", "Rows of real requests in graphs.", self.real_rows),
+            ("padded_rows_total", "counter", "Padded rows in graphs.", self.padded_rows),
+            ("captures_total", "counter", "Graphs captured.", self.captures),
+            ("capture_seconds_total", "counter", "Time spent capturing.", self.capture_seconds),
+            ("graph_bytes", "gauge", "Device memory of the graphs.", self.graph_bytes),
+            ("static_bytes", "gauge", "Static buffers.", self.input_bytes + self.output_bytes),
+        ):
+            page.metric(name, kind, text)
+            page.sample(name, value)
+        return page.text()
+
+    def summary(self) -> str:
+        """Return one line about the steps so far."""
+        eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))
+        return (
+            f"{self.name}: {self.steps} steps, {self.graph_steps} in graphs "
+            f"({100 * self.hit_ratio:.0f} %), padding {100 * self.padding_ratio:.0f} %"
+            + (f", eager: {eager}" if eager else "")
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -52,6 +238,42 @@ class RunnerPlan:
     """All graphs together: measured, or estimated after sampling; None when neither is known."""
     estimated: bool
 
+    @classmethod
+    def of(
+        cls, graphs: Graphs, *, per_request: bool, estimates: Sequence[int], **facts: Any
+    ) -> RunnerPlan:
+        """Return the plan of a runner.
+
+        Args:
+            per_request: whether graphs have request slots.
+            estimates: bytes of the graphs that are not captured, largest first, the last standing
+                for all that follow; empty if unknown.
+            **facts: the fields that the graphs do not know.
+        """
+        buckets = []
+        for index, graph in enumerate(graphs):
+            known = graph.bytes if graph.captured is not None else None
+            if known is None and estimates:
+                known = estimates[min(index, len(estimates) - 1)]
+            buckets.append(
+                BucketPlan(
+                    key=str(graph.key),
+                    bucket=graph.key.bucket,
+                    requests=graph.size.requests if per_request else None,
+                    tokens=graph.size.tokens,
+                    state=graph.state,
+                    bytes=known,
+                )
+            )
+        complete = all(bucket.bytes is not None for bucket in buckets)
+        return cls(
+            **facts,
+            variants=tuple(str(dict(options)) for options in graphs.variants.values()),
+            buckets=tuple(buckets),
+            graph_bytes=sum(bucket.bytes or 0 for bucket in buckets) if complete else None,
+            estimated=bool(estimates),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""
         return attrs.asdict(self)
@@ -72,79 +294,29 @@ class RunnerPlan:
         )
 
 
-def plan_runner(parts: Parts, phase: str, effective: str, *, sample: bool) -> RunnerPlan:
-    """Implement ``Runner.plan``."""
-    entries = list(parts.entries)
-    all_done = bool(entries) and all(entry.captured is not None for entry in entries)
-    estimates: Sequence[int] = sample_bytes(parts) if sample and entries and not all_done else ()
-    buckets = []
-    for index, entry in enumerate(entries):
-        known = entry.bytes if entry.captured is not None else None
-        if known is None and estimates:
-            known = estimates[min(index, len(estimates) - 1)]
-        buckets.append(
-            BucketPlan(
-                key=str(entry.key),
-                bucket=entry.key.bucket,
-                requests=None if parts.run_slots else entry.size.requests,
-                tokens=entry.size.tokens,
-                state=entry.state,
-                bytes=known,
-            )
-        )
-    complete = all(bucket.bytes is not None for bucket in buckets)
-    return RunnerPlan(
-        name=parts.options.name,
-        phase=phase,
-        backend=parts.backend.name,
-        requested=parts.config.policy,
-        effective=effective,
-        capture=parts.config.capture,
-        ranks=parts.ranks.size,
-        variants=tuple(str(dict(options)) for options in parts.entries.variants.values()),
-        buckets=tuple(buckets),
-        input_bytes=parts.arena.buffers.nbytes,
-        output_bytes=parts.store.nbytes,
-        graph_bytes=sum(bucket.bytes or 0 for bucket in buckets) if complete else None,
-        estimated=bool(estimates),
-    )
+def explained(
+    plan: RunnerPlan, stats: RunnerStats, graphs: Graphs, inputs: InputArena, outputs: OutputStore
+) -> str:
+    """Return slots, buckets, segments, reasons and counters as text."""
+    lines = [str(plan), "  inputs:"]
+    for name, slot in inputs.slots.items():
+        dims = ", ".join(map(str, slot.dims))
+        where = "of the run" if name in inputs.run_slots else "in the graph"
+        lines.append(f"    {name}: {slot.dtype} ({dims}), {where}, pad {_pad_text(slot.pad)}")
+    lines += [f"  output {path}: {text}" for path, text in outputs.describe().items()]
+    for graph in graphs:
+        detail = f": {graph.detail}" if graph.detail else ""
+        lines.append(f"  bucket {graph.key}: {graph.state}{detail}")
+        if graph.captured is not None:
+            lines += [f"    {line}" for line in graph.captured.explain().splitlines()]
+    lines.append(f"  {stats.summary()}")
+    return "\n".join(lines)
 
 
-def runner_stats(parts: Parts, phase: str, effective: str) -> RunnerStats:
-    """Implement ``Runner.stats``."""
-    counters = parts.counters
-    buckets = tuple(entry.stats() for entry in parts.entries)
-    graph_steps = sum(bucket.hits for bucket in buckets)
-    eager = {reason.value: count for reason, count in counters.reasons.items()}
-    return RunnerStats(
-        name=parts.options.name,
-        phase=phase,
-        backend=parts.backend.name,
-        requested=parts.config.policy,
-        effective=effective,
-        steps=graph_steps + sum(eager.values()),
-        graph_steps=graph_steps,
-        eager=eager,
-        idle_steps=counters.idle,
-        real_rows=sum(bucket.real_rows for bucket in buckets),
-        padded_rows=sum(bucket.padded_rows for bucket in buckets),
-        eager_tokens=counters.eager_tokens,
-        captures=counters.captures,
-        recaptures=counters.recaptures,
-        capture_seconds=captured_seconds(parts.entries),
-        phase_seconds=_totals(e.phases for e in _captured(parts)),
-        updates=_totals(e.stats() for e in _captured(parts)),
-        graph_bytes=sum(bucket.bytes for bucket in buckets),
-        input_bytes=parts.arena.buffers.nbytes,
-        output_bytes=parts.store.nbytes,
-        buckets=buckets,
-    )
-
-
-def _captured(parts: Parts) -> Iterator[Captured]:
-    for entry in parts.entries.captured:
-        assert entry.captured is not None
-        yield entry.captured
+def _pad_text(pad: Pad) -> str:
+    if pad.kind == "fill":
+        return str(pad.value)
+    return {"last": "the last row", "ramp": f"ramp of {pad.step}"}.get(pad.kind, "a tensor's value")
 
 
 def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -155,25 +327,31 @@ def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return totals
 
 
-def explain_runner(parts: Parts, phase: str, effective: str) -> str:
-    """Implement ``Runner.explain``."""
-    plan = plan_runner(parts, phase, effective, sample=False)
-    lines = [str(plan), "  inputs:"]
-    for name, slot in parts.arena.slots.items():
-        dims = ", ".join(map(str, slot.dims))
-        where = "of the run" if name in parts.run_slots else "in the graph"
-        lines.append(f"    {name}: {slot.dtype} ({dims}), {where}, pad {_pad_text(slot.pad)}")
-    lines += [f"  output {path}: {text}" for path, text in parts.store.describe().items()]
-    for entry in parts.entries:
-        detail = f": {entry.detail}" if entry.detail else ""
-        lines.append(f"  bucket {entry.key}: {entry.state}{detail}")
-        if entry.captured is not None:
-            lines += [f"    {line}" for line in entry.captured.explain().splitlines()]
-    lines.append(f"  {runner_stats(parts, phase, effective).summary()}")
-    return "\n".join(lines)
+class _Page:
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+        self._lines: list[str] = []
+
+    def metric(self, name: str, kind: str, text: str) -> None:
+        self._lines += [f"# HELP devgraph_{name} {text}", f"# TYPE devgraph_{name} {kind}"]
+
+    def sample(self, name: str, value: float, **labels: str) -> None:
+        inner = ",".join(f'{k}="{_escape(v)}"' for k, v in {**self._labels, **labels}.items())
+        self._lines.append(f"devgraph_{name}{{{inner}}} {value}")
+
+    def text(self) -> str:
+        return "\n".join(self._lines) + "\n"
 
 
-def _pad_text(pad: Any) -> str:
-    if pad.kind == "fill":
-        return str(pad.value)
-    return {"last": "the last row", "ramp": f"ramp of {pad.step}"}.get(pad.kind, "a tensor's value")
+def _escape(value: str) -> str:
+    return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def format_bytes(count: int) -> str:
+    """Return a byte count for people: ``"1.5 GiB"``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

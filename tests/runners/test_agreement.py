@@ -386,7 +386,7 @@ def test_a_warm_up_that_never_ends_on_a_device_is_noticed():
         if rank == 1:
             group.handshake("decode/0", runner._facts())
             return
-        runner._parts.backend.fence = lambda: lambda: False
+        runner.backend.fence = lambda: lambda: False
         runner.capture()
 
     results = in_ranks(2, work, timeout_s=0.3)
@@ -400,7 +400,7 @@ def test_the_barrier_after_a_warm_up_waits_for_the_device_on_this_thread():
 
     def work(rank, group):
         runner = ranked(group, captured=False)
-        backend = runner._parts.backend
+        backend = runner.backend
         wait = backend.synchronize
         backend.synchronize = lambda: (threads.append(threading.current_thread()), wait())
         runner.capture()

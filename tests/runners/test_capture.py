@@ -15,7 +15,6 @@ import torch
 import devgraph as dg
 from devgraph import Reason
 from devgraph.runners import capturing as rounds_module
-from devgraph.runners.collector import no_full_collections
 from tests.support.runner_steps import (
     IDS,
     ROWS,
@@ -57,7 +56,7 @@ def test_buckets_are_captured_largest_first_in_one_pool(monkeypatch):
     recorder = Recorder(monkeypatch)
     runner = double_runner()
     assert recorder.sizes == [8, 4, 2, 1]
-    assert {entry.captured.pool for entry in runner._parts.entries} == {runner.pool}
+    assert {entry.captured.pool for entry in runner.graphs} == {runner.pool}
 
 
 def test_two_runners_share_a_pool():
@@ -79,35 +78,6 @@ def test_the_collector_rests_during_capture_and_is_as_before_afterwards(monkeypa
     assert all(recorder.frozen)
     assert not any(recorder.enabled)
     assert gc.isenabled() and gc.get_freeze_count() == 0
-
-
-def test_no_full_collection_comes_where_they_are_deferred():
-    def generations():
-        found = []
-        note = lambda phase, info: found.append(info["generation"])  # noqa: E731
-        gc.callbacks.append(note)
-        try:
-            kept = [[] for _ in range(20_000)]
-        finally:
-            gc.callbacks.remove(note)
-        assert kept
-        return found
-
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.collect()  # a full collection comes when enough is new beside what the last one left
-    gc.set_threshold(10, 2, 2)
-    try:
-        if 2 not in generations():
-            pytest.skip("this Python has no full collections of its own accord")
-        with no_full_collections():
-            found = generations()
-        assert 1 in found
-        assert 2 not in found
-        assert gc.get_threshold() == (10, 2, 2)
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 def test_the_collector_is_restored_after_a_failed_capture(monkeypatch):
@@ -366,7 +336,7 @@ def test_idle_stops_at_a_bucket_that_cannot_be_captured():
 def test_invalidate_destroys_the_old_graphs_before_anything_is_captured(monkeypatch):
     """FAULTS 10."""
     runner = double_runner()
-    old = [weakref.ref(entry.captured) for entry in runner._parts.entries]
+    old = [weakref.ref(entry.captured) for entry in runner.graphs]
     view = runner.run({"x": rows_of_x(2)})
     runner.invalidate("weights")
     gc.collect()
@@ -460,7 +430,7 @@ def test_suspend_and_resume_keep_the_graphs():
 
 def test_close_frees_the_graphs_and_refuses_every_later_call():
     runner = double_runner()
-    graphs = [weakref.ref(entry.captured) for entry in runner._parts.entries]
+    graphs = [weakref.ref(entry.captured) for entry in runner.graphs]
     runner.run({"x": rows_of_x(2)})
     runner.close()
     runner.close()
@@ -492,7 +462,7 @@ def test_dropping_a_runner_frees_its_graphs_without_a_collection():
     gc.disable()
     try:
         runner = decode_of(double, (X,), config={"buckets": [2]}, max_requests=2)
-        graph = weakref.ref(runner._parts.entries.captured[0].captured)
+        graph = weakref.ref(runner.graphs.captured[0].captured)
         pool = weakref.ref(runner.pool)
         runner.run({"x": rows_of_x(2)})
         runner.close()

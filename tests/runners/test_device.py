@@ -10,9 +10,8 @@ import torch
 
 import devgraph as dg
 from devgraph.runners import InputSlot, Pad, Size
-from devgraph.runners.inputs import InputArena
+from devgraph.runners.inputs import InputArena, Staging, StagingMemory
 from devgraph.runners.load import CopyPlan
-from devgraph.runners.staging import Staging, StagingMemory
 
 SCRATCH = 63
 SLOTS = (

@@ -26,15 +26,16 @@ from tests.support.runner_steps import (
 )
 
 
-def arena_of(*slots):
-    return InputArena({slot.name: slot for slot in slots}, Size(8, 16), dg.get_backend("cpu"))
+def arena_of(*slots, run_slots=frozenset()):
+    named = {slot.name: slot for slot in slots}
+    return InputArena(named, Size(8, 16), dg.get_backend("cpu"), run_slots)
 
 
 def loaded(slot, data, real, padded, run_slots=frozenset()):
     """Load ``data`` over poison and return the graph's view."""
-    arena = arena_of(slot)
+    arena = arena_of(slot, run_slots=run_slots)
     arena.buffers[slot.name].fill_(99)
-    CopyPlan(arena, real, padded, arena.run_views(real, run_slots)).load({slot.name: data})
+    CopyPlan(arena, real, padded, arena.run_views(real)).load({slot.name: data})
     return arena.views(padded)[slot.name]
 
 

@@ -140,7 +140,7 @@ def test_one_graph_serves_any_number_of_requests():
 
 def test_a_body_has_its_breaks_and_its_real_rows():
     runner = prefill_of(Model(), config={"buckets": [8]}, max_tokens=8)
-    (entry,) = runner._parts.entries
+    (entry,) = runner.graphs
     assert len(entry.captured.segments) == 3
     assert "starts: torch.int64 (requests+1), of the run" in runner.explain()
     assert "ids: torch.int64 (tokens), in the graph" in runner.explain()
@@ -221,7 +221,7 @@ def test_a_full_graph_holds_a_fixed_number_of_request_slots_with_sentinels():
     torch.testing.assert_close(runner.run(inputs), model.expected([3, 4], inputs["ids"]))
     assert runner.buffers["starts"].tolist() == [0, 3, 7, 7, 7, 7, 7]
     assert runner.buffers["bases"].tolist() == [0, 3, ROWS, ROWS, ROWS, ROWS]
-    (entry,) = runner._parts.entries
+    (entry,) = runner.graphs
     assert len(entry.captured.segments) == 1
     assert runner.plan().buckets[0].requests == 6
 

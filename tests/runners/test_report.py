@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import devgraph as dg
 from devgraph.runners import InputSlot, Pad
-from devgraph.runners.stats import format_bytes
+from devgraph.runners.report import format_bytes
 from tests.support.runner_steps import (
     IDS,
     ROWS,

@@ -37,9 +37,9 @@ from devgraph.integrations.transformers.scheduler import (
     Scheduler,
 )
 from devgraph.integrations.transformers.text import TextStream
-from devgraph.runners.base import Runner
 from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.prefill import PrefillRunner
+from devgraph.runners.runner import Runner
 from devgraph.runners.slots import OutputSlot
 
 __all__ = ["Engine"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from devgraph.integrations.engine.ledger import EagerReason
 from devgraph.integrations.engine.table import Replayable, capture_whole
 from devgraph.integrations.vllm.layer import current_layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
-from devgraph.runners.collector import no_full_collections
 
-__all__ = ["graph_manager"]
+__all__ = ["graph_manager", "no_full_collections"]
+
+_NEVER = 2**31 - 1
+"""The largest threshold: so many collections of the middle generation do not happen."""
 
 
 @functools.cache
@@ -129,3 +133,20 @@ def _progress(items: list[Any], title: str, shown: bool) -> Any:
     from tqdm import tqdm
 
     return tqdm(items, desc=title)
+
+
+@contextlib.contextmanager
+def no_full_collections() -> Iterator[None]:
+    """Let the collector visit young objects only. A full collection walks the whole heap (0.4 s in
+    an engine of vLLM) and would come several times in a round of captures; one that the program
+    asks for itself still does, and where Python collects in steps they stay as they are.
+
+    Not by freezing the heap: thawing it afterwards would thaw what the program froze itself, and
+    asking whether it did walks what is frozen.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*thresholds[:2], _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)

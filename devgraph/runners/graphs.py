@@ -1,0 +1,389 @@
+"""The graphs of a runner, one for each variant and bucket, and the choice of one for a batch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from devgraph.api.capture import Captured
+from devgraph.api.errors import (
+    AgreementError,
+    ConfigError,
+    ConfigTypeError,
+    DeviceGraphError,
+    InputError,
+    InputTypeError,
+    ResourceError,
+    StateError,
+    UpdateError,
+    UpdateTopologyError,
+    UpdateUnsupportedError,
+)
+from devgraph.runners.buckets import Buckets
+from devgraph.runners.slots import Size
+
+__all__ = [
+    "BucketGraph",
+    "Decision",
+    "GraphKey",
+    "Graphs",
+    "Reason",
+    "Variant",
+    "canonical_variant",
+    "check_variants",
+    "options_of",
+    "refusal",
+    "update_reason",
+]
+
+Variant = tuple[tuple[str, Hashable], ...]
+"""A variant in the form that keys use: sorted items, without ``width`` where that is 1."""
+
+
+class Reason(str, enum.Enum):
+    """Why a batch runs as it does; the values are the keys of the runner's counters."""
+
+    GRAPH = "graph"
+    """A captured graph is replayed."""
+    DISABLED = "disabled"
+    """The mode of this phase is ``disabled``: eager was chosen."""
+    EMPTY_BATCH = "empty_batch"
+    """The batch has no requests."""
+    OVER_LARGEST_BUCKET = "over_largest_bucket"
+    """More rows than the largest bucket."""
+    OVER_MAX_REQUESTS = "over_max_requests"
+    """More requests than the graphs have request slots."""
+    OVER_MAX_SEQ_LEN = "over_max_seq_len"
+    """A sequence is longer than the configured limit for graphs."""
+    PADDING = "padding"
+    """The smallest bucket that holds the batch would be mostly padding."""
+    UNKNOWN_WIDTH = "unknown_width"
+    """The requests do not all have the same captured width."""
+    UNKNOWN_VARIANT = "unknown_variant"
+    """The variant was not declared."""
+    NOT_CAPTURED = "not_captured"
+    """The bucket has not been captured yet."""
+    CAPTURE_FAILED = "capture_failed"
+    """The capture of this bucket raised."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """Memory or another device resource ran out while buckets were captured."""
+    MEMORY_BUDGET = "memory_budget"
+    """The memory budget for graphs was spent before this bucket."""
+    TIME_BUDGET = "time_budget"
+    """The time budget for captures was spent before this bucket."""
+    RANKS_DROPPED = "ranks_dropped"
+    """Another rank could not capture this bucket."""
+    VOTED_EAGER = "voted_eager"
+    """Another rank has to run this step eagerly."""
+    INVALIDATED = "invalidated"
+    """``invalidate`` was called and the bucket has not been captured again."""
+    WEIGHTS_CHANGED = "weights_changed"
+    """The weights epoch is not that of the capture."""
+    SUSPENDED = "suspended"
+    """``suspend`` was called."""
+    UPDATE_UNSUPPORTED = "update_unsupported"
+    """The backend cannot apply new host arguments to this graph."""
+    UPDATE_TOPOLOGY = "update_topology"
+    """The host arguments need other nodes than the captured ones."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@attrs.frozen
+class GraphKey:
+    """What one captured graph is for: a variant and a bucket."""
+
+    variant: Variant
+    bucket: int
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name}={value}" for name, value in self.variant)
+        return f"{self.bucket} ({named})" if named else str(self.bucket)
+
+
+@attrs.frozen
+class Decision:
+    """How one batch will run.
+
+    Attributes:
+        ok: whether a captured graph will be replayed.
+        bucket: rows of that graph; None when the batch runs eagerly.
+        reason: why; ``Reason.GRAPH`` exactly when ``ok``.
+        key: variant and bucket of the graph; also given where the bucket exists but its graph
+            does not.
+    """
+
+    ok: bool
+    bucket: int | None
+    reason: Reason
+    key: GraphKey | None
+
+    @classmethod
+    def graph(cls, key: GraphKey) -> Decision:
+        """Return the decision to replay the graph ``key``."""
+        return cls(True, key.bucket, Reason.GRAPH, key)
+
+    @classmethod
+    def eager(cls, reason: Reason, key: GraphKey | None = None) -> Decision:
+        """Return the decision to run eagerly; ``key`` is the graph that could have served."""
+        return cls(False, None, reason, key)
+
+
+_WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
+    Reason.DISABLED: (ConfigError, "choose the policy 'full' or 'breakable' for this phase"),
+    Reason.OVER_LARGEST_BUCKET: (InputError, "raise the maximum of the runner or split the batch"),
+    Reason.OVER_MAX_REQUESTS: (InputError, "raise max_requests or split the batch"),
+    Reason.OVER_MAX_SEQ_LEN: (InputError, "raise max_seq_len in the configuration"),
+    Reason.PADDING: (InputError, "add a bucket near this size or raise max_padding"),
+    Reason.UNKNOWN_WIDTH: (InputError, "declare a variant of that width"),
+    Reason.UNKNOWN_VARIANT: (InputError, "declare it in variants"),
+    Reason.NOT_CAPTURED: (StateError, "call capture() first"),
+    Reason.CAPTURE_FAILED: (StateError, "see explain() for the error of that capture"),
+    Reason.OUT_OF_MEMORY: (ResourceError, "use fewer buckets or leave more memory for graphs"),
+    Reason.MEMORY_BUDGET: (ResourceError, "raise memory_budget_bytes or use fewer buckets"),
+    Reason.TIME_BUDGET: (ResourceError, "raise time_budget_s or use fewer buckets"),
+    Reason.RANKS_DROPPED: (AgreementError, "see explain() for the rank that dropped it"),
+    Reason.VOTED_EAGER: (AgreementError, "see the reason on the other ranks"),
+    Reason.INVALIDATED: (StateError, "call capture() to capture again"),
+    Reason.WEIGHTS_CHANGED: (StateError, "call invalidate('weights') and then capture()"),
+    Reason.SUSPENDED: (StateError, "call resume()"),
+    Reason.UPDATE_UNSUPPORTED: (
+        UpdateUnsupportedError,
+        "choose the policy 'breakable', or hand the value over in a device tensor",
+    ),
+    Reason.UPDATE_TOPOLOGY: (
+        UpdateTopologyError,
+        "choose the policy 'breakable', or reduce the host argument",
+    ),
+}
+
+
+def refusal(decision: Decision, what: str, detail: Any = None) -> DeviceGraphError:
+    """Return the error that a strict runner raises instead of running ``what`` eagerly."""
+    kind, way_out = _WAYS_OUT[decision.reason]
+    why = decision.reason.value.replace("_", " ")
+    more = f" ({detail})" if detail else ""
+    return kind(f"{what} cannot run in a graph: {why}{more}; {way_out}")
+
+
+def update_reason(error: UpdateError) -> Reason:
+    """Return the reason under which a step that failed to update its graph runs eagerly."""
+    if isinstance(error, UpdateTopologyError):
+        return Reason.UPDATE_TOPOLOGY
+    return Reason.UPDATE_UNSUPPORTED
+
+
+class BucketGraph:
+    """What is known of one graph.
+
+    ``reason`` says why the graph cannot be used while ``captured`` is None; ``dropped`` whether
+    that is for good (until the next ``invalidate``).
+    """
+
+    def __init__(self, key: GraphKey, size: Size, options: Mapping[str, Any]) -> None:
+        self.key = key
+        self.size = size
+        self.options = options
+        """The variant as the engine wrote it."""
+        self.captured: Captured | None = None
+        self.epoch: Hashable = None
+        """The weights epoch of the capture."""
+        self.reason = Reason.NOT_CAPTURED
+        self.detail = ""
+        self.dropped = False
+        self.warm = 0
+        """Warm-up runs that the first look at the outputs already was."""
+        self.wants = 0
+        """Steps that ran eagerly because the graph was not captured yet."""
+        self.hits = 0
+        self.real_rows = 0
+        self.bytes = 0
+        self.seconds = 0.0
+
+    def drop(self, reason: Reason, detail: str) -> None:
+        """Give the graph up, with the reason that steps which wanted it will count."""
+        self.close()
+        self.reason, self.detail, self.dropped = reason, detail, True
+
+    def forget(self, reason: Reason, detail: str) -> None:
+        """Close the graph; it may be captured again."""
+        self.close()
+        self.reason, self.detail, self.dropped, self.wants = reason, detail, False, 0
+
+    def close(self) -> None:
+        """Free the graph. Idempotent."""
+        captured, self.captured = self.captured, None
+        self.bytes = 0
+        if captured is not None:
+            captured.close()
+
+    @property
+    def state(self) -> str:
+        if self.captured is not None:
+            return "captured"
+        return self.reason.value if self.dropped else "pending"
+
+
+class Graphs:
+    """All graphs of a runner, and the choice of one for a batch.
+
+    Args:
+        variants: the declared variants.
+        buckets: the sizes.
+        sizes: size of a bucket under a variant.
+        counts: what buckets count, ``"requests"`` or ``"tokens"``.
+        max_padding: the most times its rows that a batch may be padded to.
+    """
+
+    def __init__(
+        self,
+        variants: Mapping[Variant, Mapping[str, Any]],
+        buckets: Buckets,
+        sizes: Mapping[GraphKey, Size],
+        *,
+        counts: str,
+        max_padding: float,
+    ) -> None:
+        self.buckets = buckets
+        self.variants = dict(variants)
+        self._counts = counts
+        self._max_padding = max_padding
+        self._by_key = {
+            key: BucketGraph(key, size, variants[key.variant]) for key, size in sizes.items()
+        }
+        self._order = sorted(
+            self._by_key.values(), key=lambda g: (g.size.tokens, g.size.requests), reverse=True
+        )
+
+    def __iter__(self) -> Iterator[BucketGraph]:
+        """Iterate largest first."""
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, key: GraphKey) -> BucketGraph:
+        return self._by_key[key]
+
+    def get(self, key: GraphKey | None) -> BucketGraph | None:
+        return None if key is None else self._by_key.get(key)
+
+    @property
+    def captured(self) -> list[BucketGraph]:
+        return [graph for graph in self._order if graph.captured is not None]
+
+    @property
+    def pending(self) -> list[BucketGraph]:
+        """What may still be captured, largest first."""
+        return [g for g in self._order if g.captured is None and not g.dropped]
+
+    @property
+    def seconds(self) -> float:
+        """The time that captures took so far."""
+        return sum(graph.seconds for graph in self._order)
+
+    def rows(self, size: Size) -> int:
+        """Return what buckets count of a batch."""
+        return size.rows(self._counts)
+
+    def largest(self, variant: Variant) -> BucketGraph:
+        return self._by_key[GraphKey(variant, self.buckets.maximum)]
+
+    def choose(self, variant: Variant, size: Size) -> Decision:
+        """Return the decision for a batch of a declared variant.
+
+        A bucket that was dropped lets its batches use the next larger graph, within the padding
+        factor. One that is only not captured yet does not: its batches are what gets it captured.
+        """
+        rows = self.rows(size)
+        exact = self.buckets.fitting(rows)
+        if exact is None:
+            return Decision.eager(Reason.OVER_LARGEST_BUCKET)
+        wanted = self._by_key[GraphKey(variant, exact)]
+        if exact > self._max_padding * rows:
+            return Decision.eager(Reason.PADDING, wanted.key)
+        if wanted.captured is not None:
+            return Decision.graph(wanted.key)
+        if wanted.dropped:
+            for bucket in self.buckets.at_least(exact + 1):
+                if bucket > self._max_padding * rows:
+                    break
+                if self._by_key[GraphKey(variant, bucket)].captured is not None:
+                    return Decision.graph(GraphKey(variant, bucket))
+        return Decision.eager(wanted.reason, wanted.key)
+
+
+def canonical_variant(options: Mapping[str, Any]) -> Variant:
+    """Return the form of a variant that keys use; InputTypeError if it cannot be a key."""
+    _check_mapping(options)
+    items = [(k, v) for k, v in options.items() if not (k == "width" and v == 1)]
+    variant = tuple(sorted(items, key=lambda item: item[0]))
+    try:
+        hash(variant)
+    except TypeError:
+        raise InputTypeError(
+            f"variant {dict(options)}: values are part of the graph key and must be hashable"
+        ) from None
+    return variant
+
+
+def options_of(variant: object) -> Mapping[str, Any]:
+    """Return the variant that a batch asks for as a mapping; None asks for none of its own.
+
+    Raises:
+        InputError: its ``width`` is none. InputTypeError: it is no mapping.
+    """
+    if variant is None:
+        return {}
+    _check_mapping(variant)
+    assert isinstance(variant, Mapping)
+    _check_width(variant, InputError)
+    return variant
+
+
+def _check_mapping(variant: object) -> None:
+    if not isinstance(variant, Mapping):
+        raise InputTypeError(f"a variant is a mapping such as {{'lora': True}}, got {variant!r}")
+
+
+def _check_width(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:
+    width = options.get("width", 1)
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise error(f"variant {dict(options)}: width must be a positive int")
+
+
+def check_variants(
+    variants: Sequence[Mapping[str, Any]], *, with_width: bool
+) -> dict[Variant, Mapping[str, Any]]:
+    """Return the declared variants by canonical form.
+
+    Raises:
+        ConfigError: no variant, a duplicate, a bad ``width``, or a ``width`` where requests differ
+            in length. ``ConfigTypeError`` for no mapping. InputTypeError: it cannot be a key.
+    """
+    found: dict[Variant, Mapping[str, Any]] = {}
+    if isinstance(variants, str | Mapping) or not isinstance(variants, Iterable):
+        raise ConfigTypeError(
+            f"variants is a list of mappings such as [{{}}, {{'lora': True}}], got {variants!r}"
+        )
+    for options in variants:
+        if not isinstance(options, Mapping):
+            raise ConfigTypeError(f"a variant is a mapping such as {{'lora': True}}: {options!r}")
+        if not all(isinstance(name, str) for name in options):
+            raise ConfigTypeError(f"variant {dict(options)}: names must be strings")
+        _check_width(options, ConfigError)
+        if "width" in options and not with_width:
+            raise ConfigError(
+                f"variant {dict(options)}: width is for decode; prefill requests differ in length"
+            )
+        variant = canonical_variant(options)
+        if variant in found:
+            raise ConfigError(f"variant {dict(options)} is declared twice")
+        found[variant] = options
+    if not found:
+        raise ConfigError("variants is empty; [{}] declares the one without options")
+    return found

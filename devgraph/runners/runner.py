@@ -1,0 +1,755 @@
+"""Runner: data through fixed buffers, a graph per bucket, and eager steps with a reason."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
+from typing import Any
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from devgraph.api.backend import Backend
+from devgraph.api.buffers import StaticBuffers
+from devgraph.api.config.model import PhaseConfig
+from devgraph.api.errors import (
+    ConfigError,
+    ConfigTypeError,
+    InputError,
+    InputTypeError,
+    NestedCaptureError,
+    StateError,
+    UpdateTopologyError,
+    UpdateUnsupportedError,
+)
+from devgraph.api.marks.marks import current_scope
+from devgraph.api.policy import get_policy
+from devgraph.api.pool import Pool
+from devgraph.api.prove import require_cases
+from devgraph.api.registry import get_backend
+from devgraph.runners.batch import Batch, HostArgs
+from devgraph.runners.buckets import Buckets, Phase
+from devgraph.runners.capturing import Capturing
+from devgraph.runners.graphs import (
+    BucketGraph,
+    Decision,
+    GraphKey,
+    Graphs,
+    Reason,
+    Variant,
+    canonical_variant,
+    options_of,
+    refusal,
+    update_reason,
+)
+from devgraph.runners.inputs import InputArena
+from devgraph.runners.lease import LeaseClock, lease
+from devgraph.runners.options import Options
+from devgraph.runners.outputs import OutputStore
+from devgraph.runners.prove import RunnerReport, prove_batches, rows_to_try
+from devgraph.runners.ranks import ranks_of
+from devgraph.runners.report import Counters, RunnerPlan, RunnerStats, explained
+from devgraph.runners.slots import InputSlot, Size, whole
+from devgraph.runners.step import GraphStep, Step
+
+__all__ = ["Runner"]
+
+logger = logging.getLogger(__name__)
+
+MAX_STEPS = 4096
+"""Bound steps that are kept; a step is a few KiB and costs some 20 us to bind again."""
+
+
+class Runner(abc.ABC):
+    """What decode and prefill have in common. Make a ``DecodeRunner`` or a ``PrefillRunner``.
+
+    A runner belongs to one process. Its methods may be called from any thread; steps of runners
+    that share a pool follow each other.
+
+    Attributes:
+        graphs: the graphs by variant and bucket, largest first.
+    """
+
+    phase: Phase
+    _counts: str
+    """What buckets count: ``"requests"`` or ``"tokens"``."""
+
+    def __init__(
+        self,
+        *,
+        slots: Mapping[str, InputSlot],
+        function: Callable[[Batch], Any],
+        whole_step: Callable[[Batch], Any],
+        tail: Callable[[Any, Batch], Any] | None,
+        outputs: Any,
+        variants: Mapping[Variant, Mapping[str, Any]],
+        host_args: Mapping[str, Any] | None,
+        config: PhaseConfig,
+        options: Options,
+        backend: str | Backend,
+        pool: Pool | None,
+        group: Any,
+        capacity: int,
+        request_limit: int | None = None,
+        run_slots: frozenset[str] = frozenset(),
+    ) -> None:
+        if options.strict is not None:
+            config = attrs.evolve(config, strict=options.strict)
+        _check_config(config)
+        for what, given in (("step", function), ("tail", tail)):
+            if given is not None and not callable(given):
+                raise ConfigTypeError(f"the {what} of a runner must be callable: {given!r}")
+        buckets = Buckets.of(
+            config.buckets,
+            phase=self.phase,
+            maximum=min(config.max_bs or capacity, capacity),
+            multiple_of=config.align,
+        )
+        self._request_limit = request_limit
+        largest = [self._padded(buckets.maximum, named) for named in variants.values()]
+        backend = backend if isinstance(backend, Backend) else get_backend(backend)
+        pool = backend.own_pool(pool)
+        arena = InputArena(
+            slots,
+            Size(max(size.requests for size in largest), max(size.tokens for size in largest)),
+            backend,
+            run_slots,
+        )
+        for name, tensor in options.bound.items():
+            arena.buffers.bind(name, tensor)
+        pool.register(arena.buffers)
+        self._config = config
+        self._options = options
+        self._name = options.name
+        self._clock = LeaseClock(options.name)
+        self._step = Step(
+            function,
+            whole=whole_step,
+            tail=tail,
+            inputs=arena,
+            outputs=OutputStore(outputs),
+            host=HostArgs(host_args),
+            clock=self._clock,
+            pool=pool,
+        )
+        self.graphs = Graphs(
+            variants,
+            buckets,
+            {
+                GraphKey(variant, bucket): self._padded(bucket, named)
+                for variant, named in variants.items()
+                for bucket in (buckets if config.policy != "disabled" else ())
+            },
+            counts=self._counts,
+            max_padding=config.max_padding,
+        )
+        self._counters = Counters()
+        self._ranks = ranks_of(group)
+        self._capturing = Capturing(
+            self._step,
+            self.graphs,
+            self._counters,
+            ranks=self._ranks,
+            config=config,
+            options=options,
+        )
+        self._capturing.require_together(config.capture)
+        self._lock = pool.lock
+        self._steps: dict[Any, GraphStep] = {}
+        """By what tells steps apart: (requests and tokens as the inputs show them, variant, agreed
+        bucket)."""
+        self._suspended = False
+        self._closed = False
+        self._token_lead = _lead(slots, by_requests=False)
+        self._request_lead = _lead(slots, by_requests=True)
+        # Where this is False, a size that once ran in a graph needs no decision any more: the
+        # table of bound steps is emptied whenever a decision could change.
+        self._decide_always = bool(
+            options.weights_epoch or options.bound or config.max_seq_len is not None
+        )
+
+    # What the phases differ in.
+
+    @abc.abstractmethod
+    def _padded(self, bucket: int, options: Mapping[str, Any]) -> Size:
+        """Return the size of the graph of a bucket."""
+
+    @abc.abstractmethod
+    def _size_of(
+        self, requests: int | None, tokens: int | None, options: Mapping[str, Any]
+    ) -> Size:
+        """Return the size of a real batch, of which one number may be None: unknown."""
+
+    @abc.abstractmethod
+    def _batch_of(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
+        """Return the size of some batch with so many rows of a bucket; ``index`` varies it."""
+
+    @abc.abstractmethod
+    def _variant_of(self, size: Size, options: Mapping[str, Any]) -> Variant | Reason:
+        """Return the declared variant of a batch, or why there is none."""
+
+    # Decisions.
+
+    def can_run(
+        self,
+        requests: int,
+        tokens: int | None = None,
+        variant: Mapping[str, Any] | None = None,
+        *,
+        longest: int | None = None,
+    ) -> Decision:
+        """Return how a batch would run now. Changes nothing and counts nothing.
+
+        It is the only rule of eligibility: ``run`` asks it too.
+
+        Args:
+            requests, tokens: real sizes of the batch.
+            variant: the variant as declared; without ``width``, decode takes tokens per request.
+            longest: tokens of the longest sequence, needed where ``max_seq_len`` is configured.
+
+        Raises:
+            InputError: a number is negative (a ValueError). InputTypeError: it is no int.
+        """
+        self._require_open("decide")
+        options = options_of(variant)
+        count = None if tokens is None else whole("tokens", tokens)
+        return self._decide(
+            self._size_of(whole("requests", requests), count, options), options, longest
+        )
+
+    def _decide(self, size: Size, options: Mapping[str, Any], longest: int | None) -> Decision:
+        config = self._config
+        if not size.requests or not size.tokens:
+            return Decision.eager(Reason.EMPTY_BATCH)
+        if config.policy == "disabled":
+            return Decision.eager(Reason.DISABLED)
+        if self._suspended:
+            return Decision.eager(Reason.SUSPENDED)
+        if config.max_seq_len is not None:
+            if longest is None:
+                raise InputError(
+                    f"max_seq_len={config.max_seq_len} is configured: pass longest=, the tokens "
+                    f"of the longest sequence of the batch"
+                )
+            if whole("longest", longest) > config.max_seq_len:
+                return Decision.eager(Reason.OVER_MAX_SEQ_LEN)
+        variant = self._variant_of(size, options)
+        if isinstance(variant, Reason):
+            return Decision.eager(variant)
+        if not self._fits_requests(size):
+            return Decision.eager(Reason.OVER_MAX_REQUESTS)
+        return self._at_epoch(self.graphs.choose(variant, size))
+
+    def _fits_requests(self, size: Size) -> bool:
+        return self._request_limit is None or size.requests <= self._request_limit
+
+    def _at_epoch(self, decision: Decision) -> Decision:
+        epoch_of = self._options.weights_epoch
+        if decision.ok and epoch_of is not None:
+            assert decision.key is not None
+            if self.graphs[decision.key].epoch != epoch_of():
+                return Decision.eager(Reason.WEIGHTS_CHANGED, decision.key)
+        return decision
+
+    def agree(self, decision: Decision | None) -> Decision:
+        """Return the decision that all ranks take for this step; every rank must call it.
+
+        A step runs in a graph only if every rank can, and then in the largest bucket that a rank
+        needs. A rank without requests passes None and then calls ``run(None, decision=...)``.
+
+        Raises:
+            AgreementError: ranks want different variants, or one did not vote.
+        """
+        self._require_open("agree")
+        _require_decision(decision)
+        return self._ranks.agree(decision, list(self.graphs.variants), self._name)
+
+    # Running.
+
+    def run(
+        self,
+        inputs: Mapping[str, torch.Tensor] | None,
+        *,
+        host_args: Mapping[str, Any] | None = None,
+        variant: Mapping[str, Any] | None = None,
+        decision: Decision | None = None,
+        longest: int | None = None,
+        clone: bool = False,
+    ) -> Any:
+        """Run one step and return its outputs, real rows only.
+
+        The inputs are copied first, in order on the current stream, so that an output of the last
+        run may be an input of this one. The returned tensors are valid until the next run of this
+        runner, which overwrites them.
+
+        Args:
+            inputs: a tensor for every slot, on the device or on the host; None for a rank that
+                takes part without requests, which returns None.
+            host_args: a value for every declared host argument.
+            variant: as for ``can_run``.
+            decision: what ``agree`` returned; without it the runner decides itself.
+            longest: as for ``can_run``.
+            clone: return copies that stay.
+
+        Returns:
+            what the step returns; None for an empty batch.
+
+        Raises:
+            InputError, InputTypeError, HostArgumentError: bad data; nothing was changed.
+            StateError: closed, or a bound tensor has moved.
+            DeviceGraphError: the step cannot run in a graph and the runner is strict.
+            DeviceLost: the device is in a sticky error state.
+        """
+        if current_scope() is not None:
+            raise NestedCaptureError(
+                f"{self._name} cannot run inside a capture; leave the capture first"
+            )
+        with self._lock:
+            if not clone and self._clock.caller != get_ident():
+                self._clock.called_by(get_ident())
+            try:
+                if decision is None and not self._decide_always and inputs is not None:
+                    requests, tokens = self._measure(inputs)
+                    key = canonical_variant(variant) if variant else ()
+                    step = self._steps.get((requests, tokens, key, None))
+                    if step is not None:
+                        return self._replay(step, inputs, host_args, clone)
+                options = options_of(variant)
+                return self._run_decided(inputs, host_args, options, decision, longest, clone)
+            except Exception as error:
+                self.backend.raise_if_lost(error)
+                raise
+
+    def _measure(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        requests = tokens = None
+        if type(inputs) is not dict:
+            self._require_open("run")
+            self._step.inputs.require_mapping(inputs)
+        lead = self._token_lead
+        try:
+            if lead is not None:
+                tokens = inputs[lead[0]].shape[lead[1]]
+            lead = self._request_lead
+            if lead is not None:
+                requests = inputs[lead[0]].shape[lead[1]] - lead[2]
+        except (KeyError, TypeError, AttributeError, IndexError):
+            assert lead is not None
+            self._require_open("run")
+            self._step.inputs.extent(inputs, lead[0])
+            raise
+        return requests, tokens
+
+    def _run_decided(
+        self,
+        inputs: Mapping[str, Any] | None,
+        host_args: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+        decision: Decision | None,
+        longest: int | None,
+        clone: bool,
+    ) -> Any:
+        self._require_open("run")
+        self.buffers.check()
+        _require_decision(decision)
+        if inputs is None:
+            return self._run_without_requests(decision)
+        measured = self._measure(inputs)
+        size = self._size_of(*measured, options)
+        agreed = decision
+        if decision is None:
+            decision = self._decide(size, options, longest)
+        elif decision.ok:
+            self._check_agreed(decision, size)
+        if decision.reason is Reason.EMPTY_BATCH:
+            return self._run_empty(options)
+        if decision.ok:
+            key = (*measured, canonical_variant(options), agreed and agreed.bucket)
+            step = self._steps.get(key) or self._bind(key, decision, size)
+            return self._replay(step, inputs, host_args, clone)
+        if self._config.strict and decision.reason is not Reason.DISABLED:
+            what = f"{self._name}: {size.requests} requests, {size.tokens} tokens"
+            graph = self.graphs.get(decision.key)
+            raise refusal(decision, what, graph.detail if graph else None)
+        return self._run_eager(inputs, host_args, size, options, decision, clone)
+
+    def _bind(self, key: Any, decision: Decision, size: Size) -> GraphStep:
+        assert decision.key is not None
+        step = GraphStep(self._step, self.graphs[decision.key], size, self.graphs.rows(size))
+        if self._step.inputs.holds(size):  # Any other step has memory of its own.
+            if len(self._steps) >= MAX_STEPS:
+                del self._steps[next(iter(self._steps))]
+            self._steps[key] = step
+        return step
+
+    def _replay(
+        self,
+        step: GraphStep,
+        inputs: Mapping[str, Any],
+        host_args: Mapping[str, Any] | None,
+        clone: bool,
+    ) -> Any:
+        try:
+            step.run(inputs, host_args)
+        except (UpdateUnsupportedError, UpdateTopologyError) as error:
+            if self._config.strict:
+                raise
+            logger.debug("%s: %s", self._name, error)
+            graph = step.graph
+            decision = Decision.eager(update_reason(error), graph.key)
+            return self._run_eager(inputs, host_args, step.real, graph.options, decision, clone)
+        outputs = step.result(host_args)
+        return self._handed(outputs, clone) if clone or self._options.debug else outputs
+
+    def _run_eager(
+        self,
+        inputs: Mapping[str, Any],
+        host_args: Mapping[str, Any] | None,
+        size: Size,
+        options: Mapping[str, Any],
+        decision: Decision,
+        clone: bool,
+    ) -> Any:
+        outputs = self._step.run_eagerly(inputs, size, host_args, options)
+        self._counters.count(decision.reason)
+        self._counters.eager_tokens += size.tokens
+        self._want(decision)
+        return self._handed(outputs, clone) if clone or self._options.debug else outputs
+
+    def _want(self, decision: Decision) -> None:
+        """Capture a bucket that enough batches wanted; after the step, whose outputs are safe."""
+        graph = self.graphs.get(decision.key)
+        if graph is None or decision.reason not in (Reason.NOT_CAPTURED, Reason.INVALIDATED):
+            return
+        graph.wants += 1
+        config = self._config
+        if config.capture == "lazy" and graph.wants >= config.lazy_hits and not graph.dropped:
+            try:
+                self._capture([graph])
+            except Exception:
+                # The step itself is done and right; its bucket stays eager, with this reason.
+                logger.exception("%s: capture of bucket %s failed", self._name, graph.key)
+
+    def _handed(self, outputs: Any, clone: bool) -> Any:
+        if clone:
+            return pytree.tree_map(
+                lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs
+            )
+        return lease(outputs, self._clock)
+
+    def _check_agreed(self, decision: Decision, size: Size) -> None:
+        graph = self.graphs.get(decision.key)
+        if graph is None or graph.captured is None:
+            raise StateError(
+                f"the decision asks for graph {decision.key}, which is not captured here "
+                f"({graph.reason.value if graph else 'unknown'}); capture on all ranks together"
+            )
+        if self.graphs.rows(size) > graph.key.bucket or not self._fits_requests(size):
+            raise InputError(
+                f"the decision asks for bucket {graph.key}, and the batch has {size.requests} "
+                f"requests and {size.tokens} tokens"
+            )
+
+    def _run_empty(self, options: Mapping[str, Any]) -> None:
+        """An empty batch: nothing, or the declared idle dummy."""
+        if not self._options.idle_dummy:
+            self._counters.count(Reason.EMPTY_BATCH)
+            return
+        usable = [g for g in self.graphs.captured if g.key.variant == canonical_variant(options)]
+        if usable and not self._suspended:
+            decision = self._at_epoch(Decision.graph(usable[-1].key))
+        else:
+            decision = Decision.eager(Reason.EMPTY_BATCH)
+        self._run_pads(decision, options)
+
+    def _run_without_requests(self, decision: Decision | None) -> None:
+        if decision is None:
+            raise InputTypeError(
+                "run(None) is for a rank without requests in an agreed step: pass decision=, as "
+                "agree(None) returned it"
+            )
+        if decision.ok:
+            self._check_agreed(decision, Size(0, 0))
+        if decision.reason is Reason.EMPTY_BATCH:
+            self._counters.count(decision.reason)
+            return
+        self._run_pads(decision, dict(decision.key.variant) if decision.key else {})
+
+    def _run_pads(self, decision: Decision, options: Mapping[str, Any]) -> None:
+        """Take part in a step on pad values only."""
+        self.pool.order()
+        if decision.ok:
+            assert decision.key is not None
+            self._step.replay_pads(self.graphs[decision.key])
+            self._counters.idle += 1
+        else:
+            self._step.run_pads(self._batch_of(1, options), options)
+            self._counters.count(decision.reason)
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise StateError(f"cannot {call}: {self._name} is closed; make a new one")
+        self.backend.require_alive()
+
+    # Capture.
+
+    def capture(self) -> None:
+        """Capture the buckets that are not captured yet, largest first; failed ones again.
+
+        With ``capture="lazy"`` or ``"background"`` in the configuration it only finds out what the
+        step returns; buckets follow after enough batches wanted one, or one per ``idle`` call.
+
+        Every capture starts from pad values in all slots; memory of buckets is shared. When memory
+        runs out, the rest is dropped: the steps that wanted it run eagerly, counted.
+
+        Raises:
+            ResourceError: memory or another resource ran out and the runner is strict.
+            AgreementError: ranks differ, or one failed, is late or gone.
+            Exception: what the step raised in warm-up or capture; earlier captures are kept.
+        """
+        with self._lock:
+            self._require_open("capture")
+            if self._config.policy == "disabled":
+                return
+            self._ranks.handshake(f"{self._name}/{self._capturing.rounds}", self._facts())
+            if self._config.capture == "eager":
+                self._capture(self.graphs.pending)
+            else:
+                self._capturing.learn_outputs()
+
+    def idle(self) -> bool:
+        """Capture one bucket while the engine has nothing else to do; False when none is left.
+
+        For ``capture="background"`` and ``"lazy"``. Outputs of earlier runs are overwritten.
+        """
+        with self._lock:
+            self._require_open("capture")
+            pending = [g for g in self.graphs.pending if g.reason is not Reason.CAPTURE_FAILED]
+            if not pending or self._config.policy == "disabled" or self._suspended:
+                return False
+            self._capturing.require_together("background")
+            self._capture(pending[:1])
+            return True
+
+    def _capture(self, graphs: Sequence[BucketGraph]) -> None:
+        self._steps.clear()
+        self._clock.tick()
+        try:
+            self._capturing.round(graphs)
+        finally:
+            self._steps.clear()
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what all ranks must have in common."""
+        return {
+            "phase": self.phase,
+            "mode": self._config.to_dict(everything=True),
+            "buckets": list(self.buckets),
+            "variants": [dict(options) for options in self.graphs.variants.values()],
+            "inputs": {n: f"{s.dtype} {s.dims}" for n, s in self._step.inputs.slots.items()},
+            "backend": self.backend.name,
+            "backend_version": self.backend.version,
+            "torch": torch.__version__,
+            "devgraph": _version(),
+        }
+
+    # Life.
+
+    def invalidate(self, reason: str = "") -> None:
+        """Close all graphs, because what they captured (weights, buffers) is no longer valid.
+
+        Steps run eagerly until ``capture`` captures again; with ``capture="lazy"`` or
+        ``"background"`` buckets come back as they did at first. Bound tensors are bound again at
+        their present addresses.
+        """
+        with self._lock:
+            self._require_open("invalidate")
+            self._steps.clear()
+            for graph in reversed(list(self.graphs)):
+                graph.forget(Reason.INVALIDATED, reason)
+            self.buffers.rebind()
+
+    def suspend(self) -> None:
+        """Run eagerly until ``resume``; graphs are kept. Idempotent."""
+        with self._lock:
+            self._require_open("suspend")
+            self._suspended = True
+            self._steps.clear()
+
+    def resume(self) -> None:
+        """Use the graphs again. Idempotent."""
+        with self._lock:
+            self._require_open("resume")
+            self._suspended = False
+
+    def close(self) -> None:
+        """Free all graphs. Idempotent. Close a runner before the communicators its graphs use."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._steps.clear()
+            self._clock.tick()
+            for graph in reversed(list(self.graphs)):
+                graph.close()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        policy = "closed" if self._closed else self.effective_policy
+        graphs = f"{len(self.graphs.captured)} of {len(self.graphs)} graphs"
+        return f"<{type(self).__name__} {self._name}: {policy} on {self.backend.name}, {graphs}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a runner owns graphs of its process and cannot be pickled or copied")
+
+    # Reports.
+
+    @property
+    def backend(self) -> Backend:
+        return self._step.backend
+
+    @property
+    def pool(self) -> Pool:
+        """Graph memory; hand it to other runners of the engine so that they share it."""
+        return self._step.pool
+
+    @property
+    def buckets(self) -> Buckets:
+        return self.graphs.buckets
+
+    @property
+    def buffers(self) -> StaticBuffers:
+        """The static buffers of the input slots."""
+        return self._step.inputs.buffers
+
+    @property
+    def requested_policy(self) -> str:
+        """The policy of the configuration."""
+        return self._config.policy
+
+    @property
+    def effective_policy(self) -> str:
+        """The policy that graphs run under now; ``disabled`` while there is none to run."""
+        usable = self.graphs.captured and not self._suspended and not self._closed
+        return self._config.policy if usable else "disabled"
+
+    def stats(self) -> RunnerStats:
+        """Return a snapshot of the counters."""
+        return RunnerStats.of(self.graphs, self._counters, **self._identity())
+
+    def plan(self, *, sample: bool = False) -> RunnerPlan:
+        """Return buckets, rows and bytes.
+
+        Args:
+            sample: capture the two largest graphs into a throwaway pool, if they are not all
+                captured, and estimate the rest from them.
+        """
+        with self._lock:
+            self._require_open("plan")
+            missing = len(self.graphs) > len(self.graphs.captured)
+            return self._plan(self._capturing.sample_bytes() if sample and missing else ())
+
+    def _plan(self, estimates: Sequence[int]) -> RunnerPlan:
+        return RunnerPlan.of(
+            self.graphs,
+            per_request=not self._step.inputs.run_slots,
+            estimates=estimates,
+            capture=self._config.capture,
+            ranks=self._ranks.size,
+            **self._identity(),
+        )
+
+    def explain(self) -> str:
+        """Return slots, buckets, segments, reasons and counters as text."""
+        step = self._step
+        return explained(self._plan(()), self.stats(), self.graphs, step.inputs, step.outputs)
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what statistics and plan begin with."""
+        return {
+            "name": self._name,
+            "phase": self.phase,
+            "backend": self.backend.name,
+            "requested": self.requested_policy,
+            "effective": self.effective_policy,
+            "input_bytes": self.buffers.nbytes,
+            "output_bytes": self._step.outputs.nbytes,
+        }
+
+    def prove(
+        self,
+        cases: int = 2,
+        *,
+        host_args: Mapping[str, Any] | None = None,
+        rtol: float | None = None,
+        atol: float | None = None,
+    ) -> RunnerReport:
+        """Replay every captured graph against eager runs on fresh random inputs.
+
+        A replay must equal the same padded batch run eagerly bit for bit, also with padding that
+        is poisoned, and the real batch run eagerly within tolerance (another number of rows may
+        choose other kernels). Where a compiler chose other kernels than eager, every comparison
+        with eager is within tolerance.
+
+        Args:
+            cases: batch sizes to try per bucket: the full one, the smallest, and between.
+            host_args: host arguments for all cases; those of capture by default.
+            rtol, atol: tolerances against the real batch; torch's by default.
+        """
+        with self._lock:
+            self._require_open("prove")
+            require_cases(cases)
+            self._clock.tick()
+            tried = [
+                (graph, rows)
+                for graph in self.graphs.captured
+                for rows in rows_to_try(graph, self.buckets, self._config.max_padding, cases)
+            ]
+            return prove_batches(
+                self._step,
+                [
+                    (graph, self._batch_of(rows, graph.options, index))
+                    for index, (graph, rows) in enumerate(tried)
+                ],
+                host_args=host_args,
+                reset_state=self._options.reset_state,
+                rtol=rtol,
+                atol=atol,
+            )
+
+
+def _check_config(config: PhaseConfig) -> None:
+    """Raise ConfigError or CapabilityError for what this version cannot do, before building."""
+    if config.policy != "disabled":
+        get_policy(config.policy)
+    if config.strict and config.capture != "eager":
+        raise ConfigError(
+            f"strict with capture={config.capture!r} would refuse every batch whose bucket is not "
+            f"captured yet; use capture='eager' or strict=False"
+        )
+
+
+def _version() -> str:
+    from devgraph import __version__
+
+    return __version__
+
+
+def _require_decision(decision: object) -> None:
+    if decision is not None and not isinstance(decision, Decision):
+        raise InputTypeError(f"decision must be what can_run or agree returned, got {decision!r}")
+
+
+def _lead(slots: Mapping[str, InputSlot], *, by_requests: bool) -> tuple[str, int, int] | None:
+    """Return (name, axis, rows beyond the count) of the slot that shows tokens or requests."""
+    for slot in slots.values():
+        if slot.axis is not None and slot.by_requests == by_requests:
+            return slot.name, slot.axis, slot.shape(Size(0, 0))[slot.axis]
+    return None

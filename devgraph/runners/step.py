@@ -1,0 +1,233 @@
+"""One step: what the engine wrote, over the buffers that its graphs read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from devgraph.api.backend import Backend
+from devgraph.api.pool import Pool
+from devgraph.runners.batch import Batch, HostArgs, Live, end_batch
+from devgraph.runners.graphs import BucketGraph
+from devgraph.runners.inputs import InputArena
+from devgraph.runners.lease import LeaseClock
+from devgraph.runners.load import CopyPlan
+from devgraph.runners.outputs import OutputStore
+from devgraph.runners.slots import Size
+
+__all__ = ["GraphStep", "StaticBatch", "Step"]
+
+
+class Step:
+    """The engine's functions, and the inputs, outputs and host arguments that they are given.
+
+    Attributes:
+        live: what eager bodies of graphs see of the run that is under way.
+
+    Args:
+        function: what one graph does.
+        whole: the whole step, for eager runs.
+        tail: what follows a replay; None where the graph is the whole step.
+        inputs, outputs, host: its data.
+        clock: counts the runs, each of which overwrites the outputs of the one before.
+        pool: the memory of its graphs.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Batch], Any],
+        *,
+        whole: Callable[[Batch], Any],
+        tail: Callable[[Any, Batch], Any] | None,
+        inputs: InputArena,
+        outputs: OutputStore,
+        host: HostArgs,
+        clock: LeaseClock,
+        pool: Pool,
+    ) -> None:
+        self.function = function
+        self.tail = tail
+        self.inputs = inputs
+        self.outputs = outputs
+        self.host = host
+        self.clock = clock
+        self.pool = pool
+        self.backend: Backend = pool.backend
+        self.live = Live()
+        self._whole = whole
+
+    def run_eagerly(
+        self,
+        inputs: Mapping[str, Any],
+        size: Size,
+        host_args: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> Any:
+        """Run the whole step on copies of ``inputs`` and return what it returns.
+
+        Raises as ``InputArena.admit`` and ``HostArgs.resolve``, before anything is changed.
+        """
+        host = self.host.resolve(host_args, size, size)
+        tensors = self.inputs.eager_views(inputs, size)
+        self.clock.now += 1
+        return self.call_eagerly(tensors, size, host, options)
+
+    def run_pads(self, size: Size, options: Mapping[str, Any]) -> None:
+        """Run the whole step eagerly on pad values."""
+        tensors = self.inputs.views(size)
+        self.inputs.filler(tensors)()
+        self.clock.now += 1
+        self.call_eagerly(tensors, size, self.host.at_capture(size), options)
+
+    def replay_pads(self, graph: BucketGraph) -> None:
+        """Replay ``graph`` on pad values."""
+        assert graph.captured is not None
+        StaticBatch(self, graph)
+        self.clock.now += 1
+        graph.captured.run(self.host.at_capture(graph.size))
+        graph.hits += 1
+
+    def call_eagerly(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        size: Size,
+        host: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> Any:
+        """Call the whole step with a batch that is over when the step is.
+
+        Slots of the run are read as in a graph: whatever batch a step kept, they are the current
+        ones.
+        """
+        run_slots = self.inputs.run_slots
+        self.live.size = size
+        self.live.tensors = {name: tensors[name] for name in run_slots}
+        batch = Batch(
+            {name: tensor for name, tensor in tensors.items() if name not in run_slots},
+            size,
+            host=host,
+            variant=options,
+            live=self.live if run_slots else None,
+            live_names=run_slots,
+        )
+        try:
+            with torch.no_grad():
+                return self._whole(batch)
+        finally:
+            end_batch(batch)
+
+
+class StaticBatch:
+    """The static views of one graph, in which every slot holds pad values from here on.
+
+    Slots of the run hold one request on pad values meanwhile.
+    """
+
+    def __init__(self, step: Step, graph: BucketGraph) -> None:
+        inputs = step.inputs
+        run = Size(1, graph.size.tokens)
+        self._graph = graph
+        self._live, self._run_slots = step.live, inputs.run_slots
+        self._run_size = run if inputs.run_slots else graph.size
+        self._run_views = inputs.views(run, inputs.run_slots)
+        self._views = inputs.views(graph.size, inputs.graph_slots)
+        self._fill = inputs.filler({**self._views, **self._run_views})
+        self.refill()
+
+    def refill(self) -> None:
+        """Put pad values into every slot that the graph or its eager bodies can see."""
+        self._fill()
+        self._live.size, self._live.tensors = self._run_size, self._run_views
+
+    def batch(self, host: Mapping[str, Any]) -> Batch:
+        """Return the batch that the step receives."""
+        return Batch(
+            self._views,
+            self._graph.size,
+            host=host,
+            variant=self._graph.options,
+            live=self._live,
+            live_names=self._run_slots,
+        )
+
+
+class GraphStep:
+    """A replay of one graph for batches of one real size, bound: a run looks nothing up.
+
+    Args:
+        graph: a captured graph.
+        real: the size of the batches.
+        rows: what buckets count of it.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_declares_host",
+        "_live",
+        "_load",
+        "_order",
+        "_padded",
+        "_replay",
+        "_resolve",
+        "_run_tensors",
+        "_tail",
+        "_tensors",
+        "graph",
+        "outputs",
+        "real",
+        "rows",
+    )
+
+    def __init__(self, step: Step, graph: BucketGraph, real: Size, rows: int) -> None:
+        assert graph.captured is not None
+        inputs = step.inputs
+        self.graph = graph
+        self.real = real
+        self.rows = rows
+        self.outputs: Callable[[], Any] = step.outputs.views(graph.key.variant, graph.size, real)
+        """Returns the graph's outputs, real rows only."""
+        self._padded = graph.size
+        self._resolve = step.host.resolve
+        self._declares_host = bool(step.host.declared)
+        self._order = step.pool.order
+        self._clock, self._live, self._tail = step.clock, step.live, step.tail
+        self._run_tensors = inputs.run_views(real)
+        self._load = CopyPlan(inputs, real, graph.size, self._run_tensors).load
+        self._replay = graph.captured.run
+        self._tensors = {**inputs.views(real, inputs.graph_slots), **self._run_tensors}
+
+    def run(self, inputs: Mapping[str, Any], host_args: Mapping[str, Any] | None) -> None:
+        """Load a batch and replay the graph on it. Called under the pool's lock.
+
+        Raises as ``CopyPlan.load`` and ``HostArgs.resolve``, before anything is changed.
+        """
+        # Everything is bound beforehand: this is host time of every step.
+        values: Mapping[str, Any] = {}
+        if host_args or self._declares_host:
+            values = self._resolve(host_args, self.real, self._padded)
+        self._order()
+        self.load(inputs)
+        self._clock.now += 1
+        self._replay(values)
+        self.graph.hits += 1
+        self.graph.real_rows += self.rows
+
+    def load(self, inputs: Mapping[str, Any]) -> None:
+        """Copy and pad the inputs, and make this run the one that eager bodies see."""
+        self._load(inputs)
+        self._live.size, self._live.tensors = self.real, self._run_tensors
+
+    def replay(self, host: Mapping[str, Any]) -> None:
+        """Replay the graph on what was loaded."""
+        self._replay(host)
+
+    def result(self, host_args: Mapping[str, Any] | None) -> Any:
+        """Return the whole step's outputs after a replay, real rows only."""
+        if self._tail is None:
+            return self.outputs()
+        host = self._resolve(host_args, self.real, self.real)
+        batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options)
+        with torch.no_grad():
+            return self._tail(self.outputs(), batch)
