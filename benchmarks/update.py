@@ -11,12 +11,13 @@ full+update  dg.capture(policy="full") with a recording for every length
 Host time is one call on an idle device, wall time is a call in a row of them; medians. Contenders
 take turns, and times to meta are medians of the ratios of one turn: a host with other guests is
 slower for seconds at a time, for all of them. Every length of every contender must equal eager bit
-for bit. Needs a CUDA device and cuda-python.
+for bit. Needs a CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import itertools
 import json
@@ -145,12 +146,11 @@ def captured(
 
 
 def bare_launches(natives: Sequence[Any]) -> Callable[[int], None]:
-    """Return what only launches the graphs, through cuda-python with prepared handles."""
-    from cuda.bindings import runtime
-
-    stream = runtime.cudaStream_t(init_value=torch.cuda.current_stream().cuda_stream)
-    handles = [runtime.cudaGraphExec_t(init_value=g.raw_cuda_graph_exec()) for g in natives]
-    launch = runtime.cudaGraphLaunch
+    """Return what only launches the graphs, through the driver with prepared handles."""
+    launch = ctypes.CDLL("libcuda.so.1").cuGraphLaunch
+    launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    stream = torch.cuda.current_stream().cuda_stream
+    handles = [g.raw_cuda_graph_exec() for g in natives]
 
     def run(_: int) -> None:
         for handle in handles:

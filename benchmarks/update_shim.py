@@ -5,7 +5,7 @@
 The shim of ``tests/sim/hip`` stands for libamdhip64 and forwards to the CUDA driver, so that both
 backends capture, update and launch the same kernels, and what is compared is the host's work. Runs
 the model of ``update.py``: every length of both backends must equal eager bit for bit. Needs an
-NVIDIA GPU, cuda-python and a C++ compiler (or a shim named by ``DEVGRAPH_HIP_SHIM``).
+NVIDIA GPU and a C++ compiler (or a shim named by ``DEVGRAPH_HIP_SHIM``).
 """
 
 from __future__ import annotations

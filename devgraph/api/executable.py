@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from devgraph.api.errors import StateError
 
@@ -22,15 +22,11 @@ class Executable(Protocol):
     def launch(self) -> None:
         """Launch once on the current stream, whichever device is this thread's own."""
 
-    def bound(self, stream: int | None) -> Callable[[], Any]:
+    def bound(self, stream: int | None) -> Callable[[], None]:
         """Return the launch as one call, for threads on the graph's device.
 
         Args:
             stream: the stream that is current whenever it is called; None if that is not known.
-
-        Returns:
-            a call that raises, or that returns None or a tuple whose first element is true if the
-            launch failed, for ``DeviceGraph.refuse``. Without a stream it raises.
         """
 
 
@@ -44,7 +40,7 @@ class Call:
     def __init__(self, launch: Callable[[], None]) -> None:
         self.launch = launch
 
-    def bound(self, stream: int | None) -> Callable[[], Any]:
+    def bound(self, stream: int | None) -> Callable[[], None]:
         """Return the call."""
         return self.launch
 
@@ -85,7 +81,7 @@ class Finding(abc.ABC, Generic[_Graph]):
         """Launch once, and let the graph use what was found."""
         self.graph.use(self.find())
 
-    def bound(self, stream: int | None) -> Callable[[], Any]:
+    def bound(self, stream: int | None) -> Callable[[], None]:
         """Return the launch; what replaces it is asked for anew."""
         return self.launch
 

@@ -261,14 +261,13 @@ class DeviceGraph(abc.ABC):
         if not self.hits:  # of a graph with regions nothing is bound
             self.pool.epoch += 1
 
-    def bound(self, stream: int | None = None) -> Callable[[], Any]:
+    def bound(self, stream: int | None = None) -> Callable[[], None]:
         """Return a replay as one call, without the checks and the lock of ``replay``; for a graph
         with regions ``replay`` itself.
 
         Args:
             stream: the stream that is current whenever it is called, for a caller that holds the
-                pool's lock, has called ``pool.order()``, is on the backend's device, hands what
-                the call returns to ``refuse`` unless it is None or begins with zero, and asks
+                pool's lock, has called ``pool.order()``, is on the backend's device, and asks
                 again whenever ``pool.epoch`` has changed. Without it, the vendor's own replay, for
                 an engine that replays on one thread, stream and device, and lets go of the call
                 when it closes the graph.
@@ -283,10 +282,6 @@ class DeviceGraph(abc.ABC):
     def recorded_nothing(self) -> bool:
         """Whether the capture is known to have recorded no device work."""
         return self._size()[0] == 0
-
-    def refuse(self, result: Any) -> NoReturn:
-        """Raise the error that ``result`` of a bound launch stands for."""
-        raise AssertionError(f"a launch returned {result!r}")
 
     def use_pool(self, pool: Pool) -> None:
         """Move an empty graph to ``pool``."""

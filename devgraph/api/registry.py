@@ -31,7 +31,7 @@ ENTRY_POINT_GROUP = "devgraph.backends"
 
 # Preference order of "auto": real devices first. The value is (module, how to get it).
 _BUILT_IN = {
-    "cuda": ("devgraph.cuda", "install a CUDA build of torch and devgraph[cuda]"),
+    "cuda": ("devgraph.cuda", "install a CUDA build of torch"),
     "npu": ("devgraph.npu", "install CANN and devgraph[npu] (torch-npu)"),
     "rocm": ("devgraph.rocm", "install the ROCm build of torch from its own index"),
     "cpu": ("devgraph.cpu", "it is part of devgraph"),

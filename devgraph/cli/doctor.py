@@ -27,11 +27,6 @@ _PACKAGES = (
     ("attrs", "everything", "pip install attrs"),
     ("rich", "the command line", "pip install rich"),
     (
-        "cuda-bindings",
-        "region update and node counts on NVIDIA GPUs",
-        "pip install 'cuda-bindings>=13'",
-    ),
-    (
         "torch-npu",
         "Ascend NPUs",
         "pip install torch-npu (torch's version), and CANN from the vendor",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ class CudaBackend(NodeBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.use_runtime(Runtime.find())
+        self.use_runtime(Runtime.find(lambda: torch.cuda.mem_get_info(self._device)))
         self.capabilities = Capabilities(
             region_update=self.runtime is not None,
             shared_pool=True,
@@ -55,7 +56,7 @@ class CudaBackend(NodeBackend):
         if torch.version.cuda is None:
             raise BackendUnavailableError(
                 f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch "
-                f"(https://pytorch.org/get-started/locally) and devgraph[cuda]."
+                f"(https://pytorch.org/get-started/locally)."
             )
         super().check_available()
 
@@ -79,6 +80,15 @@ class CudaBackend(NodeBackend):
             or "not permitted when stream is capturing" in text
             or "during CUDA graph capture unless the CPU tensor is pinned" in text
         )
+
+    def raw_graph(self, native: Any) -> int:
+        return int(native.raw_cuda_graph())
+
+    def raw_executable(self, native: Any) -> int:
+        return int(native.raw_cuda_graph_exec())
+
+    def stream_handle(self, stream: Any) -> int:
+        return int(stream.cuda_stream)
 
     def elsewhere(self) -> bool:
         return bool(torch._C._cuda_getDevice() != self._device.index)

@@ -1,273 +1,238 @@
-"""The runtime and driver calls that torch does not expose, through cuda-python where installed."""
+"""CUDA's node calls: what the driver has of its own beside the table that vendors share."""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+import os
+from collections.abc import Callable, Mapping
+from ctypes import addressof, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any, ClassVar
 
-from devgraph.api.torchlike.nodes import Read, RuntimeCallError, Update
-from devgraph.cuda.library import Library
+from devgraph.api.torchlike.node_calls import BRIEF, Arguments, NodeCalls
+from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET, Read
 
 __all__ = ["Runtime"]
 
 logger = logging.getLogger(__name__)
 
-_KERNEL, _MEMCPY, _MEMSET = "kernel", "memcpy", "memset"
+_LaunchAttribute = c_uint * 32
+"""CUlaunchAttributeValue, a union of 64 bytes, with room for a larger one."""
+
+_COOPERATIVE, _CLUSTER, _PREFERRED_CLUSTER = 2, 4, 11
+"""CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _CLUSTER_DIMENSION and _PREFERRED_CLUSTER_DIMENSION"""
+
+_HOST_MEMORY, _ANY_MEMORY = 1, 4
+"""CU_MEMORYTYPE_HOST and CU_MEMORYTYPE_UNIFIED"""
+
+_MEMORY_TYPE = 2
+"""CU_POINTER_ATTRIBUTE_MEMORY_TYPE"""
 
 
-def _fail(name: str, error: Any) -> NoReturn:
-    raise RuntimeCallError(f"{name} failed ({int(error)}: {error!s})", int(error))
+class KernelParams(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2"""
+
+    _fields_ = (
+        ("func", c_void_p),
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("sharedMemBytes", c_uint),
+        ("kernelParams", c_void_p),
+        ("extra", c_void_p),
+        ("kern", c_void_p),
+        ("ctx", c_void_p),
+    )
 
 
-class Runtime:
-    """A ``NodeRuntime`` over ``cuda.bindings``.
+class _CopySide(ctypes.Structure):
+    _fields_ = (
+        ("xyzLOD", c_size_t * 4),
+        ("memoryType", c_int),
+        ("host", c_void_p),
+        ("device", c_uint64),
+        ("array", c_void_p),
+        ("reserved", c_void_p),
+        ("pitch", c_size_t),
+        ("height", c_size_t),
+    )
 
-    Node parameters go through the driver's functions: the runtime's getter can fail for kernels
-    that the driver loaded (Triton, cuBLAS).
+
+class CopyParams(ctypes.Structure):
+    """CUDA_MEMCPY3D_v2"""
+
+    _fields_ = (
+        ("src", _CopySide),
+        ("dst", _CopySide),
+        ("width", c_size_t),
+        ("height", c_size_t),
+        ("depth", c_size_t),
+    )
+
+
+class FillParams(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS_v1"""
+
+    _fields_ = (
+        ("dst", c_uint64),
+        ("pitch", c_size_t),
+        ("value", c_uint),
+        ("elementSize", c_uint),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    )
+
+
+class Runtime(NodeCalls):
+    """A ``NodeRuntime`` over the driver's library.
+
+    Not over the runtime's, whose getter can fail for kernels that the driver loaded (Triton,
+    cuBLAS). Calls of the driver want a context, which a thread that is new to CUDA gets when its
+    first call fails.
 
     Args:
-        cudart: the module ``cuda.bindings.runtime``.
-        driver: the module ``cuda.bindings.driver``.
-        library: the calls that do not go through them.
+        enter: gives this thread a context, as the first call of CUDA's runtime does.
     """
 
-    def __init__(self, cudart: Any, driver: Any, library: Library) -> None:
-        self._cudart = cudart
-        self._driver = driver
-        flags = cudart.cudaGraphInstantiateFlags
-        # torch's own flags: another set would run other priorities and keep graph allocations.
-        self._instantiate_flags = int(flags.cudaGraphInstantiateFlagAutoFreeOnLaunch) | int(
-            flags.cudaGraphInstantiateFlagUseNodePriority
-        )
-        prefix = "CU_GRAPH_NODE_TYPE_"
-        self._kinds = {
-            int(kind): kind.name.removeprefix(prefix).lower() for kind in driver.CUgraphNodeType
-        }
-        self._host_memory = driver.CUmemorytype.CU_MEMORYTYPE_HOST
-        self._any_memory = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        self._library = library
-        self.capture_of, self.capturing = library.capture_of, library.capturing
-        self.count, self.nodes, self.edges = library.count, library.nodes, library.edges
+    prefix = "cu"
+    suffixes: ClassVar[Mapping[str, str]] = {
+        "GraphExecKernelNodeSetParams": "_v2",
+        "GraphGetEdges": "_v2",
+        "GraphKernelNodeGetParams": "_v2",
+        "GraphKernelNodeSetParams": "_v2",
+        "StreamBeginCapture": "_v2",
+        "StreamGetCaptureInfo": "_v3",
+    }
+    calls: ClassVar[Mapping[str, Arguments]] = {
+        # With the data of edges, without which some captures are refused.
+        "StreamGetCaptureInfo": (c_void_p,) * 7,
+        "GraphGetEdges": (c_void_p,) * 5,
+        "GraphExecMemcpyNodeSetParams": (*BRIEF["GraphExecMemcpyNodeSetParams"], c_void_p),
+        "GraphExecMemsetNodeSetParams": (*BRIEF["GraphExecMemsetNodeSetParams"], c_void_p),
+        "GraphKernelNodeGetAttribute": (c_void_p, c_int, c_void_p),
+        "PointerGetAttribute": (c_void_p, c_int, c_uint64),
+        "CtxGetCurrent": (c_void_p,),
+        "GetErrorName": (c_int, c_void_p),
+    }
+    structures: ClassVar[Mapping[str, type[Any]]] = {
+        KERNEL: KernelParams,
+        MEMCPY: CopyParams,
+        MEMSET: FillParams,
+    }
+    instantiate_flags = 1 | 8  # free what it allocates at its next launch; priorities of nodes
+
+    def __init__(self, brief: Any, waiting: Any, enter: Callable[[], object]) -> None:
+        super().__init__(brief, waiting)
+        self._enter = enter
 
     @staticmethod
-    def find() -> Runtime | None:
-        """Return the runtime; None if cuda-python is not installed (``devgraph[cuda]``) or the
-        driver is older than CUDA 12.3."""
+    def find(enter: Callable[[], object]) -> Runtime | None:
+        """Return the calls of the driver that the process uses; None if it is older than CUDA
+        12.3."""
+        name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
         try:
-            from cuda.bindings import driver, runtime
-        except ImportError:
-            logger.info("cuda-python is not installed: no region update and no node counts")
-            return None
-        try:
-            library = Library.find()
-        except (OSError, AttributeError) as error:
-            logger.warning("no region update and no node counts: upgrade the driver (%s)", error)
-            return None
-        return Runtime(runtime, driver, library)
+            runtime = Runtime(ctypes.PyDLL(name), ctypes.CDLL(name), enter)
+        except OSError as error:
+            lacks = str(error)
+        else:
+            if not runtime.missing:
+                return runtime
+            lacks = f"{name} lacks {', '.join(sorted(runtime.missing))}"
+        logger.warning("no region update and no node counts: upgrade the driver (%s)", lacks)
+        return None
 
-    def call(self, name: str, *args: Any) -> Any:
-        """Call a runtime function; return its result without the error code.
+    def error_text(self, error: int) -> str:
+        text = ctypes.c_char_p()
+        self.function("GetErrorName")(error, addressof(text))
+        return (text.value or b"unknown").decode()
 
-        Raises:
-            RuntimeCallError: the call failed.
-        """
-        error, *result = getattr(self._cudart, name)(*args)
-        if error:
-            _fail(name, error)
-        return result[0] if len(result) == 1 else tuple(result)
+    def recovers(self) -> bool:
+        context = c_uint64()
+        if self.function("CtxGetCurrent")(addressof(context)) or context.value:
+            return False
+        self._enter()
+        return True
 
-    def drive(self, name: str, *args: Any) -> Any:
-        """Call a driver function; otherwise like ``call``."""
-        error, *result = getattr(self._driver, name)(*args)
-        if error:
-            _fail(name, error)
-        return result[0] if len(result) == 1 else tuple(result)
+    def context(self) -> tuple[int]:
+        context = self.made("CtxGetCurrent")
+        if not context:
+            self._enter()
+            context = self.made("CtxGetCurrent")
+        return (context,)
 
-    # Captures in progress.
+    def copy_attributes(self, source: int, target: int) -> None:
+        super().copy_attributes(target, source)  # this driver names the target first
 
-    def begin_capture(self, stream: int) -> None:
-        """Begin a thread-local capture on ``stream`` that torch does not know of."""
-        mode = self._cudart.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        self.call("cudaStreamBeginCapture", stream, mode)
-
-    def end_capture(self, stream: int) -> int:
-        """End the capture on ``stream`` and return its graph, which the caller owns."""
-        return int(self.call("cudaStreamEndCapture", stream))
-
-    # Graphs.
-
-    def destroy(self, graph: int) -> None:
-        """Free a graph."""
-        self.call("cudaGraphDestroy", graph)
-
-    # Nodes.
-
-    def kind(self, node: int) -> str:
-        """Return the kind of a node by name."""
-        error, kind = self._driver.cuGraphNodeGetType(node)
-        if error:
-            _fail("cuGraphNodeGetType", error)
-        return self._kinds.get(int(kind)) or f"type-{int(kind)}"
-
-    def params(self, kind: str, node: int) -> Any:
-        """Return the parameters of a node; pointers in them belong to the node's graph."""
-        if kind == _KERNEL:
-            return self._library.kernel(node)
-        return self.drive(f"cuGraph{kind.title()}NodeGetParams", node)
+    # What an executable's node takes.
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
-        """Return what an executable's node keeps for ever: of a kernel its function and launch
-        attributes, of a copy the kinds of memory, of a fill the geometry."""
-        if kind == _KERNEL:
-            library = self._library
-            return library.function(params), library.cluster(node), library.cooperates(node)
-        if kind == _MEMCPY:
-            return int(params.srcMemoryType), int(params.dstMemoryType)
+        if kind == KERNEL:
+            return _function(params), self._cluster(node), self._cooperates(node)
+        if kind == MEMCPY:
+            return params.src.memoryType, params.dst.memoryType
         return params.elementSize, params.width, params.height
 
-    def reader(self) -> Read:
-        """Return a function that reads nodes, for one thread.
+    def takes(self, kind: str, fixed: Any, node: int, params: Any) -> bool:
+        if kind == KERNEL:
+            return self._takes_kernel(fixed, node, params, self._cluster(node))
+        # Copies and fills of one dimension only (cuGraphExecMemcpyNodeSetParams).
+        flat = params.height <= 1 and (kind == MEMSET or params.depth <= 1)
+        return bool(flat) and super().takes(kind, fixed, node, params)
 
-        An executable takes copies and fills of one dimension only, and no other cluster size or
-        cooperation than it has (cuGraphExecKernelNodeSetParams).
-        """
-        library = self._library
-        launch_of, function_of = library.launches(), library.function
+    def _takes_kernel(self, fixed: Any, node: int, params: Any, cluster: Any) -> bool:
+        # No other cluster size or cooperation than it has (cuGraphExecKernelNodeSetParams).
+        # Whether it cooperates belongs to the function, the size of clusters to the call.
+        function, cluster_before, cooperates = fixed
+        same = _function(params) == function or self._cooperates(node) == cooperates
+        return same and bool(cluster == cluster_before)
+
+    def reader(self) -> Read:
+        # A recording reads hundreds of kernel nodes: with few calls, and memory that is shared.
+        get, ask = (self.function(f"GraphKernelNodeGet{what}") for what in ("Params", "Attribute"))
+        value = _LaunchAttribute()
+        where, first = addressof(value), c_uint64.from_buffer(value)
 
         def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-            try:
-                if kind != _KERNEL:
-                    return self._read(kind, fixed, node)
-                params, cluster = launch_of(node)
-            except RuntimeCallError:
-                if self.kind(node) != kind:
-                    return None
-                raise
-            # Whether it cooperates belongs to the function, the size of clusters to the call.
-            exact = cluster == fixed[1] and (
-                function_of(params) == fixed[0] or library.cooperates(node) == fixed[2]
-            )
-            return params, exact, False
+            params = KernelParams()
+            if kind != KERNEL or get(node, addressof(params)):
+                return self.read(kind, fixed, node)
+            plain = ask(node, _CLUSTER, where) or not first.value  # not set reads as zeros
+            cluster = None if plain else self._cluster(node)
+            return params, self._takes_kernel(fixed, node, params, cluster), False
 
         return read
 
-    def _read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool]:
-        """Read a copy or a fill."""
-        params = self.params(kind, node)
-        same = self.fixed(kind, node, params) == fixed
-        if kind == _MEMSET:
-            return params, same and params.height <= 1, False
-        return params, same and params.Height <= 1 and params.Depth <= 1, self._uses_host(params)
+    def _cluster(self, node: int) -> tuple[list[int], list[int] | None] | None:
+        """Return the sizes of the clusters that a kernel node is launched in, asked for and
+        preferred (None where the driver knows no such); None for no clusters."""
+        ask, value = self.function("GraphKernelNodeGetAttribute"), _LaunchAttribute()
+        where = addressof(value)
+        if ask(node, _CLUSTER, where):
+            return None
+        # Not set reads as zeros, one block per cluster is the same.
+        if value[0] <= 1 and value[1] <= 1 and value[2] <= 1:
+            return None
+        size = value[:3]
+        unknown = ask(node, _PREFERRED_CLUSTER, where)
+        return size, None if unknown else value[:3]
 
-    def _uses_host(self, params: Any) -> bool:
-        """Whether a copy reads or writes host memory."""
-        return self._is_host(params.srcMemoryType, params.srcDevice) or self._is_host(
-            params.dstMemoryType, params.dstDevice
-        )
+    def _cooperates(self, node: int) -> bool:
+        """Whether the blocks of a kernel node's launch may wait for each other."""
+        value = _LaunchAttribute()
+        unknown = self.function("GraphKernelNodeGetAttribute")(node, _COOPERATIVE, addressof(value))
+        return not unknown and bool(value[0])
 
-    def _is_host(self, memory: Any, address: Any) -> bool:
-        if memory != self._any_memory:
-            return bool(memory == self._host_memory)
-        which = self._driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-        error, found = self._driver.cuPointerGetAttribute(which, address)
+    def uses_host(self, params: Any) -> bool:
+        return self._is_host(params.src) or self._is_host(params.dst)
+
+    def _is_host(self, side: Any) -> bool:
+        if side.memoryType != _ANY_MEMORY:
+            return bool(side.memoryType == _HOST_MEMORY)
+        found = c_int()
+        error = self.function("PointerGetAttribute")(addressof(found), _MEMORY_TYPE, side.device)
         # The driver knows every address on a device; others are pageable memory of the host.
-        return bool(error) or int(found) == int(self._host_memory)
+        return bool(error) or found.value == _HOST_MEMORY
 
-    def clone(self, graph: int, updates: Sequence[Update]) -> int:
-        """Return a copy of ``graph`` with new parameters; the caller owns it.
 
-        Launch attributes (cluster size, cooperation), which an executable that exists cannot take,
-        are copied where they differ.
-        """
-        copy = int(self.call("cudaGraphClone", graph))
-        try:
-            with self._in_context():
-                for update in updates:
-                    node = int(self.call("cudaGraphNodeFindInClone", update.node, copy))
-                    if update.kind != _KERNEL:
-                        self.drive(
-                            f"cuGraph{update.kind.title()}NodeSetParams", node, update.params
-                        )
-                    elif update.exact:
-                        self._library.set_kernel(node, update.params)
-                    else:
-                        self._relaunch(node, update)
-        except BaseException:
-            self.destroy(copy)
-            raise
-        return copy
-
-    def _relaunch(self, node: int, update: Update) -> None:
-        """Give a node the kernel of ``update`` with its launch attributes.
-
-        A node refuses attributes that do not fit the kernel which it holds, and a kernel that does
-        not fit the attributes: one order or the other passes.
-        """
-        set_kernel = self._library.set_kernel
-        try:
-            set_kernel(node, update.params)
-            self.drive("cuGraphKernelNodeCopyAttributes", node, update.source)
-        except RuntimeCallError:
-            self.drive("cuGraphKernelNodeCopyAttributes", node, update.source)
-            set_kernel(node, update.params)
-
-    # Executables.
-
-    def write(self, updates: Sequence[Update], executable: int) -> None:
-        """Write parameters into an executable of the captured graph; seen by later launches.
-
-        Raises:
-            RuntimeCallError: the driver refused; the executable holds a part of them.
-        """
-        update_kernel = self._library.update_kernel
-        with self._in_context() as context:
-            for node, kind, params, _, _ in updates:
-                if kind == _KERNEL:
-                    update_kernel(executable, node, params)
-                else:
-                    name = f"cuGraphExec{kind.title()}NodeSetParams"
-                    self.drive(name, executable, node, params, context)
-
-    @contextlib.contextmanager
-    def _in_context(self) -> Iterator[Any]:
-        """Yield the context of this thread's device; a thread that is new to CUDA gets it now."""
-        context = self.drive("cuCtxGetCurrent")
-        if not int(context):
-            self.call("cudaSetDevice", self.call("cudaGetDevice"))
-            context = self.drive("cuCtxGetCurrent")
-        yield context
-
-    def instantiate(self, graph: int, stream: int) -> int:
-        """Return an executable of ``graph``, made as torch makes its own and uploaded."""
-        executable = int(self.call("cudaGraphInstantiate", graph, self._instantiate_flags))
-        self.upload(executable, stream)
-        return executable
-
-    def upload(self, executable: int, stream: int) -> None:
-        """Copy an executable graph to the device now, so that the first launch is like any."""
-        self.call("cudaGraphUpload", executable, stream)
-
-    def destroy_executable(self, executable: int) -> None:
-        """Free an executable; one in flight is freed when it completes (cuGraphExecDestroy)."""
-        self.call("cudaGraphExecDestroy", executable)
-
-    def bound_launch(self, executable: int, stream: int) -> tuple[Callable[..., Any], Any, Any]:
-        """Return function, arguments and keyword arguments of a launch on ``stream``; it returns
-        a tuple of the error code."""
-        executable = self._cudart.cudaGraphExec_t(init_value=executable)
-        stream = self._cudart.cudaStream_t(init_value=stream)
-        return self._cudart.cudaGraphLaunch, (executable, stream), {}
-
-    def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:
-        """Return a callable that launches ``executable`` on the current stream."""
-        launch = self._cudart.cudaGraphLaunch
-        handle = self._cudart.cudaGraphExec_t(init_value=executable)
-
-        def run() -> None:
-            (error,) = launch(handle, current_stream())
-            if error:
-                _fail("cudaGraphLaunch", error)
-
-        return run
+def _function(params: Any) -> Any:
+    """Return what a kernel node runs: the driver gives a function, or a kernel of a library."""
+    return params.func or params.kern

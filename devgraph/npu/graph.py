@@ -119,7 +119,7 @@ class _Ordered:
         self.launch = executable.launch
         self._order = order
 
-    def bound(self, stream: int | None) -> Callable[[], Any]:
+    def bound(self, stream: int | None) -> Callable[[], None]:
         """Return the launch; without a stream one that orders itself."""
         if stream is not None:
             return self.launch

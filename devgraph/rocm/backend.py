@@ -22,7 +22,6 @@ from devgraph.api.torchlike.base import TorchPool
 from devgraph.api.torchlike.node_backend import NodeBackend
 from devgraph.rocm.graph import RocmGraph
 from devgraph.rocm.guard import HostReadGuard
-from devgraph.rocm.library import Library
 from devgraph.rocm.probe import Findings, probe
 from devgraph.rocm.runtime import Runtime
 
@@ -83,12 +82,11 @@ class RocmBackend(NodeBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attach(Library.find())
+        self.attach(Runtime.find())
 
-    def attach(self, library: Library) -> None:
-        """Take HIP's graph calls from ``library``."""
-        self.library = library
-        self.use_runtime(Runtime(library))
+    def attach(self, runtime: Runtime) -> None:
+        """Take HIP's graph calls from ``runtime``."""
+        self.use_runtime(runtime)
         self.retired: set[int] = set()
         """Streams that a failed capture left capturing; they are never used again."""
         self.findings: Findings | None = None
@@ -102,7 +100,7 @@ class RocmBackend(NodeBackend):
             refuses_host_reads=True,
             streams=True,
             capture_error_modes=("thread_local", "global", "relaxed"),
-            concurrent_threads=library.version.reports_unsafe_calls,
+            concurrent_threads=runtime.version.reports_unsafe_calls,
             collectives=True,
             piecewise=True,
             compilers=_compilers(),
@@ -132,13 +130,13 @@ class RocmBackend(NodeBackend):
 
     @property
     def version(self) -> str:
-        return f"HIP {self.library.version}, torch {torch.__version__}"
+        return f"HIP {self.runtime.version}, torch {torch.__version__}"
 
     def details(self) -> dict[str, str]:
-        reports = self.library.version.reports_unsafe_calls
+        reports = self.runtime.version.reports_unsafe_calls
         told = {
-            "library": self.library.path,
-            "functions that it lacks": ", ".join(sorted(self.library.missing)) or "none",
+            "library": self.runtime.path,
+            "functions that it lacks": ", ".join(sorted(self.runtime.missing)) or "none",
             "unsafe calls in a capture": "reported by the runtime"
             if reports
             else "not reported before HIP 7.14; devgraph refuses host reads, prove() the rest",
@@ -204,7 +202,7 @@ class RocmBackend(NodeBackend):
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
         with super().side_stream(pool, stream):
-            if self.library.version.reports_unsafe_calls:
+            if self.runtime.version.reports_unsafe_calls:
                 yield
                 return
             with HostReadGuard(self.is_device_memory) as guard:
@@ -238,6 +236,17 @@ class RocmBackend(NodeBackend):
         square = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
         torch.addmm(square[0], square, square)
         self._prepared.add(here)
+
+    # What torch's objects are asked for.
+
+    def raw_graph(self, native: Any) -> int:
+        return int(native.raw_cuda_graph())
+
+    def raw_executable(self, native: Any) -> int:
+        return int(native.raw_cuda_graph_exec())
+
+    def stream_handle(self, stream: Any) -> int:
+        return int(stream.cuda_stream)
 
     # What this runtime does.
 

@@ -122,7 +122,7 @@ class RocmGraph(NodeGraph):
         recording = super()._record(host)
         if not self._torch.find_out().updates and self._random is not False:
             raise UpdateTopologyError(
-                f"this HIP runtime ({self._torch.library.version}) does not use parameters that "
+                f"this HIP runtime ({self._torch.runtime.version}) does not use parameters that "
                 f"are written into an executable, and only torch's own executable may run a graph "
                 f"that draws random numbers or has not been replayed yet. Replay it once before "
                 f"the first update, draw random numbers outside, or use policy='breakable'."
@@ -151,7 +151,7 @@ class RocmGraph(NodeGraph):
         """Make torch's executable anew, which frees what its updates leaked."""
         logger.debug("rocm: %d bytes leaked, making the executable anew", self.leaked_bytes)
         self._own_verified = False
-        self._native.instantiate()
+        self._torch.instantiate(self._native)
         self._written = 0
         if self._random is not None:
             self._own = self._own_executable()
@@ -177,7 +177,7 @@ class RocmGraph(NodeGraph):
         self._leave_for(GraphState.DIRTY)
         self._torch.distrust_updates()
         raise UpdateError(
-            f"the HIP runtime ({self._torch.library.version}) reported a successful update and "
+            f"the HIP runtime ({self._torch.runtime.version}) reported a successful update and "
             f"launched the graph with the parameters of an earlier one (recording {found} instead "
             f"of {number}). What this replay wrote is wrong, and the graph is dirty: "
             f"reset() and capture again. From now on this process gives every key an executable "

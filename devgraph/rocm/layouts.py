@@ -8,29 +8,19 @@ it. They are not CUDA's: fields come in another order.
 from __future__ import annotations
 
 import ctypes
-import enum
 
 import attrs
 
 __all__ = [
-    "CAPTURE_ACTIVE",
-    "CAPTURE_INVALIDATED",
-    "CAPTURE_NONE",
-    "CAPTURE_THREAD_LOCAL",
+    "COPY_KINDS",
+    "HOST_COPIES",
     "INSTANTIATE_AUTO_FREE",
     "Dim3",
     "KernelNodeParams",
-    "Kind",
     "MemcpyParams",
     "MemsetParams",
     "Version",
 ]
-
-CAPTURE_THREAD_LOCAL = 1
-"""hipStreamCaptureModeThreadLocal"""
-
-CAPTURE_NONE, CAPTURE_ACTIVE, CAPTURE_INVALIDATED = 0, 1, 2
-"""hipStreamCaptureStatus"""
 
 INSTANTIATE_AUTO_FREE = 1
 """hipGraphInstantiateFlagAutoFreeOnLaunch: the one flag that torch instantiates with."""
@@ -40,21 +30,6 @@ HOST_COPIES = frozenset({0, 1, 2})
 
 COPY_KINDS = frozenset({0, 1, 2, 3, 4, 1024})
 """Every hipMemcpyKind that headers up to 7 define."""
-
-
-class Kind(enum.Enum):
-    """Kinds of graph nodes that devgraph tells apart."""
-
-    KERNEL = "kernel"
-    MEMCPY = "memcpy"
-    MEMSET = "memset"
-    HOST = "host"
-    GRAPH = "graph"
-    EMPTY = "empty"
-    OTHER = "other"
-
-
-_KINDS = (Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET, Kind.HOST, Kind.GRAPH, Kind.EMPTY)
 
 
 @attrs.frozen(order=True)
@@ -77,14 +52,6 @@ class Version:
     def first_kind(self) -> int:
         """Value of ``hipGraphNodeTypeKernel``: 1 up to release 5.2, 0 from 5.3 on."""
         return 1 if self < Version(5, 3) else 0
-
-    def kind(self, value: int) -> Kind:
-        """Return what a ``hipGraphNodeType`` of this version means."""
-        at = value - self.first_kind
-        if 0 <= at < len(_KINDS):
-            return _KINDS[at]
-        # 5.2 gives one-dimensional copies a type of their own; later releases do not.
-        return Kind.MEMCPY if self.first_kind == 1 and value == 9 else Kind.OTHER
 
     @property
     def reports_unsafe_calls(self) -> bool:

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from devgraph.api.errors import UpdateTopologyError
-from devgraph.api.torchlike.nodes import RuntimeCallError, Template
+from devgraph.api.torchlike.nodes import RegionPattern, RuntimeCallError
 
 if TYPE_CHECKING:
     from devgraph.rocm.backend import RocmBackend
@@ -64,13 +64,13 @@ def _updates(backend: RocmBackend, words: torch.Tensor) -> bool:
     runtime, stream = backend.runtime, backend.current_stream_id()
     first = _captured(backend, lambda: words[:1].fill_(1))
     second = _captured(backend, lambda: words[:1].fill_(2))
-    executable = runtime.instantiate(first, stream)
+    executable = runtime.instantiate(first)
     try:
         nodes = runtime.nodes(first)
-        template = Template(runtime, first, [("probe", nodes)])
-        (updates,) = template.match([0], second, [len(nodes)])
+        pattern = RegionPattern(runtime, first, [("probe", nodes)])
+        (updates,) = pattern.match([0], second, [len(nodes)])
         runtime.write(updates, executable)
-        runtime.launcher(executable, lambda: stream)()
+        runtime.bound(executable, stream)()
         return int(words[0].item()) == 2
     except RuntimeCallError:
         return False

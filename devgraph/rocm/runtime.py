@@ -1,130 +1,138 @@
-"""HIP's graph calls on raw handles: what ``devgraph.api.torchlike.nodes`` needs of a driver."""
+"""HIP's node calls: what libamdhip64 has of its own beside the table that vendors share."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
-from typing import Any
+import logging
+import re
+from collections.abc import Mapping
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
-from devgraph.api.errors import UpdateTopologyError
-from devgraph.api.torchlike.nodes import Capture, Edges, Read, RuntimeCallError, Update
+from devgraph.api.errors import BackendUnavailableError, UpdateTopologyError
+from devgraph.api.torchlike.node_calls import Arguments, NodeCalls
+from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET
 from devgraph.rocm.layouts import (
-    CAPTURE_ACTIVE,
-    CAPTURE_NONE,
-    CAPTURE_THREAD_LOCAL,
     COPY_KINDS,
     HOST_COPIES,
     INSTANTIATE_AUTO_FREE,
     KernelNodeParams,
-    Kind,
     MemcpyParams,
     MemsetParams,
+    Version,
 )
-from devgraph.rocm.library import Library
 
-__all__ = ["Runtime"]
+__all__ = ["Runtime", "mapped_library"]
 
-_GETTERS: dict[str, tuple[str, type[ctypes.Structure]]] = {
-    "kernel": ("hipGraphKernelNodeGetParams", KernelNodeParams),
-    "memcpy": ("hipGraphMemcpyNodeGetParams", MemcpyParams),
-    "memset": ("hipGraphMemsetNodeGetParams", MemsetParams),
-}
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"/libamdhip64[^/]*\.so[.\d]*$")
+
+_COPY_ATTRIBUTES = "hipGraphKernelNodeCopyAttributes"
+"""Absent in release 5.2 and present by 6.4: without it the launch attributes of a kernel stay those
+of the capture."""
+
+_TEXT = ("GetErrorName", "GetErrorString")
 
 
-class Runtime:
+def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """Return the path of the libamdhip64 that is mapped into this process, or None.
+
+    A second copy of the runtime, found by name, would have streams and graphs of its own.
+    """
+    with contextlib.suppress(OSError), open(maps, encoding="utf-8") as lines:
+        for line in lines:
+            path = line.split(maxsplit=5)[-1].strip()
+            if _NAME.search(path):
+                return path
+    return None
+
+
+class Runtime(NodeCalls):
     """A ``NodeRuntime`` over libamdhip64.
 
     ``hipGraphExecUpdate`` is never called: in releases up to 7.14 it answers success while the
     executable keeps old packets (ROCm/rocm-systems pull request 10714), and its time grows with the
-    square of the nodes (11069). Nodes are written one at a time, where errors are reported.
+    square of the nodes (11069). Nodes are written one at a time, where errors are reported. Nor is
+    ``hipGraphUpload``, which does nothing where it is supported.
+
+    Args:
+        path: the library to bind.
+
+    Raises:
+        BackendUnavailableError: the library lacks functions that devgraph cannot do without.
     """
 
-    def __init__(self, library: Library) -> None:
-        self._library = library
-        self.version = library.version
+    prefix = "hip"
+    suffixes: ClassVar[Mapping[str, str]] = {
+        "StreamGetCaptureInfo": "_v2",
+        # The addresses of a captured copy are all that is reported reliably.
+        "GraphMemcpyNodeSetParams": "1D",
+        "GraphExecMemcpyNodeSetParams": "1D",
+    }
+    calls: ClassVar[Mapping[str, Arguments]] = {
+        "GraphMemcpyNodeSetParams": (c_void_p, c_void_p, c_void_p, c_size_t, c_int),
+        "GraphExecMemcpyNodeSetParams": (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t, c_int),
+        "RuntimeGetVersion": (POINTER(c_int),),
+        "GetErrorName": (c_int,),
+        "GetErrorString": (c_int,),
+        "GetLastError": (),
+    }
+    structures: ClassVar[Mapping[str, type[Any]]] = {
+        KERNEL: KernelNodeParams,
+        MEMCPY: MemcpyParams,
+        MEMSET: MemsetParams,
+    }
+    instantiate_flags = INSTANTIATE_AUTO_FREE
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(ctypes.PyDLL(path), ctypes.CDLL(path))
+        if required := self.missing - {_COPY_ATTRIBUTES}:
+            raise BackendUnavailableError(
+                f"{path} lacks {', '.join(sorted(required))}: this HIP runtime is too old for "
+                f"graph updates. Install a ROCm build of torch that brings a newer one (devgraph "
+                f"is written against HIP 5.2 to 7)."
+            )
+        if self.missing:
+            logger.info("%s has no %s; doing without", path, ", ".join(self.missing))
+        for name in _TEXT:
+            self._functions[name].restype = c_char_p
+        number = c_int()
+        self.call("RuntimeGetVersion", number)
+        self.version = Version.decode(number.value)
+        self.first_kind = self.version.first_kind
         self.reports_copies = True
         """Whether a captured copy tells its addresses; found out by ``probe`` of the backend."""
-        self._setters = {
-            "kernel": library.function("hipGraphExecKernelNodeSetParams"),
-            "memcpy": library.function("hipGraphExecMemcpyNodeSetParams1D"),
-            "memset": library.function("hipGraphExecMemsetNodeSetParams"),
-        }
 
-    # Captures in progress.
+    @staticmethod
+    def find() -> Runtime:
+        """Return the runtime that torch uses.
 
-    def capture_of(self, stream: int) -> Capture | None:
-        """Return the capture that ``stream`` is part of, or None."""
-        status, capture, graph = c_int(), c_ulonglong(), c_void_p()
-        last, count = c_void_p(), c_size_t()
-        self._library.call(
-            "hipStreamGetCaptureInfo_v2", stream, status, capture, graph, last, count
-        )
-        if status.value != CAPTURE_ACTIVE:
-            return None
-        ends = (c_void_p * count.value).from_address(last.value) if last.value else ()
-        return capture.value, graph.value or 0, _handles(ends)
+        Raises:
+            BackendUnavailableError: no libamdhip64 is mapped into this process.
+        """
+        path = mapped_library()
+        if path is None:
+            raise BackendUnavailableError(
+                "no libamdhip64 is mapped into this process, although torch is a ROCm build: its "
+                "libraries are incomplete. Reinstall the ROCm build of torch."
+            )
+        return Runtime(path)
 
-    def status(self, stream: int) -> int:
-        """Return the hipStreamCaptureStatus of ``stream``."""
-        status = c_int()
-        self._library.call("hipStreamIsCapturing", stream, status)
-        return status.value
+    def refuse(self, error: int, name: str) -> NoReturn:
+        self.function("GetLastError")()  # else torch would find it later
+        super().refuse(error, name)
 
-    def capturing(self, streams: Sequence[int]) -> list[int]:
-        """Return those of ``streams`` that are part of a capture, an invalidated one included."""
-        return [stream for stream in streams if self.status(stream) != CAPTURE_NONE]
+    def error_text(self, error: int) -> str:
+        found: list[Any] = [self.function(source)(error) or b"unknown" for source in _TEXT]
+        return ", ".join(text.decode(errors="replace") for text in found)
 
-    def begin_capture(self, stream: int) -> None:
-        """Begin a thread-local capture on ``stream`` that torch does not know of."""
-        self._library.call("hipStreamBeginCapture", stream, CAPTURE_THREAD_LOCAL)
-
-    def end_capture(self, stream: int) -> int:
-        """End the capture on ``stream`` and return its graph, which the caller owns."""
-        graph = c_void_p()
-        self._library.call("hipStreamEndCapture", stream, graph)
-        return graph.value or 0
-
-    # Graphs.
-
-    def count(self, graph: int) -> int:
-        """Return the number of nodes."""
-        count = c_size_t()
-        self._library.call("hipGraphGetNodes", graph, None, count)
-        return count.value
-
-    def nodes(self, graph: int) -> list[int]:
-        """Return all nodes, in the order in which they were captured."""
-        count = c_size_t(self.count(graph))
-        if not count.value:
-            return []
-        found = (c_void_p * count.value)()
-        self._library.call("hipGraphGetNodes", graph, found, count)
-        return _handles(found)
-
-    def edges(self, graph: int) -> Edges:
-        """Return every edge; all are of kind None, because HIP has one kind."""
-        count = c_size_t()
-        self._library.call("hipGraphGetEdges", graph, None, None, count)
-        if not count.value:
-            return [], [], []
-        sources, targets = (c_void_p * count.value)(), (c_void_p * count.value)()
-        self._library.call("hipGraphGetEdges", graph, sources, targets, count)
-        return _handles(sources), _handles(targets), [None] * count.value
-
-    def destroy(self, graph: int) -> None:
-        """Free a graph."""
-        self._library.call("hipGraphDestroy", graph)
-
-    # Nodes.
-
-    def kind(self, node: int) -> str:
-        """Return the kind of a node by name."""
-        value = c_uint()
-        self._library.call("hipGraphNodeGetType", node, value)
-        kind = self.version.kind(value.value)
-        return kind.value if kind is not Kind.OTHER else f"type-{value.value}"
+    def kind_of(self, value: int) -> str:
+        # 5.2 gives one-dimensional copies a type of their own; later releases do not.
+        return MEMCPY if (value, self.first_kind) == (9, 1) else super().kind_of(value)
 
     def params(self, kind: str, node: int) -> Any:
         """Return the parameters of a node; pointers in them belong to the node's graph.
@@ -132,7 +140,7 @@ class Runtime:
         Raises:
             UpdateTopologyError: this runtime does not report the parameters of this copy.
         """
-        if kind == "memcpy" and not self.reports_copies:
+        if kind == MEMCPY and not self.reports_copies:
             raise UpdateTopologyError(
                 f"a region copies memory, and this HIP runtime ({self.version}) does not report "
                 f"the addresses of a captured copy, so that it cannot be updated. Write with a "
@@ -140,10 +148,8 @@ class Runtime:
                 f"the region is given, for a tensor that it returns is copied as well; or use "
                 f"policy='breakable'."
             )
-        name, structure = _GETTERS[kind]
-        params = structure()
-        self._library.call(name, node, byref(params))
-        if kind == "memcpy" and not self._is_flat(params):
+        params = super().params(kind, node)
+        if kind == MEMCPY and not _is_flat(params):
             raise UpdateTopologyError(
                 "a region copies memory of several dimensions, whose parameters HIP does not "
                 "report reliably. Write with a kernel instead (index_copy_, or an operation with "
@@ -152,126 +158,29 @@ class Runtime:
         return params
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
-        """Return what an executable's node keeps for ever."""
-        if kind == "kernel":
+        if kind == KERNEL:
             return params.func
-        if kind == "memcpy":
+        if kind == MEMCPY:
             return params.kind
         return params.elementSize, params.width, params.height, params.pitch
 
-    def reader(self) -> Read:
-        """Return a function that reads nodes."""
-        return self._read
+    def uses_host(self, params: Any) -> bool:
+        return params.kind in HOST_COPIES
 
-    def _read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-        if self.kind(node) != kind:
-            return None
-        params = self.params(kind, node)
-        on_host = kind == "memcpy" and params.kind in HOST_COPIES
-        return params, bool(self.fixed(kind, node, params) == fixed), on_host
+    def arguments(self, kind: str, params: Any) -> tuple[Any, ...]:
+        if kind == MEMCPY:
+            return params.dstPtr.ptr, params.srcPtr.ptr, params.extent.width, params.kind
+        return super().arguments(kind, params)
 
-    @staticmethod
-    def _is_flat(params: Any) -> bool:
-        """Whether ``params`` describe one run of bytes; positions are not filled in for those."""
-        return (
-            params.kind in COPY_KINDS
-            and (params.extent.height, params.extent.depth) == (1, 1)
-            and not (params.srcArray or params.dstArray)
-        )
-
-    def clone(self, graph: int, updates: Sequence[Update]) -> int:
-        """Return a copy of ``graph`` with new parameters; the caller owns it."""
-        copy = c_void_p()
-        self._library.call("hipGraphClone", copy, graph)
-        made = copy.value or 0
-        try:
-            for update in updates:
-                node = c_void_p()
-                self._library.call("hipGraphNodeFindInClone", node, update.node, made)
-                self._set(node.value or 0, update)
-        except BaseException:
-            self.destroy(made)
-            raise
-        return made
-
-    def _set(self, node: int, update: Update) -> None:
-        call, params = self._library.call, update.params
-        if update.kind == "memcpy":
-            call("hipGraphMemcpyNodeSetParams1D", node, *self._flat(params))
-        elif update.kind == "memset":
-            call("hipGraphMemsetNodeSetParams", node, byref(params))
-        elif update.exact or not self._library.has("hipGraphKernelNodeCopyAttributes"):
-            call("hipGraphKernelNodeSetParams", node, byref(params))
-        else:
-            self._change_kernel(node, update)
-
-    def _change_kernel(self, node: int, update: Update) -> None:
-        """Give a node another kernel and the launch attributes of that one."""
-        call, params = self._library.call, byref(update.params)
-        # Attributes have to fit the kernel that the node holds, and the kernel those attributes:
-        # which of the two goes first depends on both.
-        try:
-            call("hipGraphKernelNodeSetParams", node, params)
-            call("hipGraphKernelNodeCopyAttributes", update.source, node)
-        except RuntimeCallError:
-            call("hipGraphKernelNodeCopyAttributes", update.source, node)
-            call("hipGraphKernelNodeSetParams", node, params)
-
-    @staticmethod
-    def _flat(params: Any) -> tuple[int, int, int, int]:
-        return params.dstPtr.ptr, params.srcPtr.ptr, params.extent.width, params.kind
-
-    # Executables.
-
-    def write(self, updates: Sequence[Update], executable: int) -> None:
-        """Write parameters into an executable of the captured graph; seen by later launches.
-
-        Raises:
-            RuntimeCallError: the runtime refused; the executable holds a part of them.
-        """
-        for update in updates:
-            setter = self._setters[update.kind]
-            if update.kind == "memcpy":
-                error = setter(executable, update.node, *self._flat(update.params))
-            else:
-                error = setter(executable, update.node, byref(update.params))
-            if error:
-                self._library.fail(f"updating a {update.kind} node", error)
-
-    def instantiate(self, graph: int, stream: int) -> int:
-        """Return an executable of ``graph``, made as torch makes its own and uploaded."""
-        executable = c_void_p()
-        self._library.call("hipGraphInstantiateWithFlags", executable, graph, INSTANTIATE_AUTO_FREE)
-        made = executable.value or 0
-        self.upload(made, stream)
-        return made
-
-    def upload(self, executable: int, stream: int) -> None:
-        """Copy an executable to the device now, where the runtime has a call for it."""
-        if self._library.has("hipGraphUpload"):
-            self._library.call("hipGraphUpload", executable, stream)
-
-    def destroy_executable(self, executable: int) -> None:
-        """Free an executable; from 6.2 on the runtime itself waits until it is not in flight."""
-        self._library.call("hipGraphExecDestroy", executable)
-
-    def bound_launch(self, executable: int, stream: int) -> tuple[Callable[..., Any], Any, Any]:
-        """Return function, arguments and keyword arguments of a launch on ``stream``."""
-        return self.launcher(executable, lambda: stream), (), {}
-
-    def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:
-        """Return a callable that launches ``executable`` on the current stream."""
-        launch = functools.partial(self._library.function("hipGraphLaunch"), c_void_p(executable))
-        fail = self._library.fail
-
-        def run() -> None:
-            error = launch(current_stream())
-            if error:
-                fail("hipGraphLaunch", error)
-
-        return run
+    def copy_attributes(self, source: int, target: int) -> None:
+        if not self.missing:
+            super().copy_attributes(source, target)
 
 
-def _handles(found: Iterable[int | None]) -> list[int]:
-    """Return the nodes that the runtime wrote into an array; ctypes reads a null as None."""
-    return [int(node or 0) for node in found]
+def _is_flat(params: Any) -> bool:
+    """Whether ``params`` describe one run of bytes; positions are not filled in for those."""
+    return (
+        params.kind in COPY_KINDS
+        and (params.extent.height, params.extent.depth) == (1, 1)
+        and not (params.srcArray or params.dstArray)
+    )

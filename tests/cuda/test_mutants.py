@@ -13,7 +13,7 @@ import torch
 import devgraph as dg
 from devgraph.api.pool import Recordings
 from devgraph.api.torchlike.base import TorchPool
-from devgraph.api.torchlike.nodes import Template
+from devgraph.api.torchlike.nodes import RegionPattern
 from devgraph.cuda.runtime import Runtime
 from devgraph.testing.conformance import test_pool, test_update
 from devgraph.testing.conformance.support import Kit
@@ -57,9 +57,9 @@ def test_weak_break_inputs_are_caught(kit: Kit) -> None:
 
 def test_update_of_the_wrong_region_is_caught(kit: Kit) -> None:
     test = test_update.test_each_region_gets_its_own_argument
-    match = Template.match
+    match = RegionPattern.match
 
-    def rotated(self: Template, *args: Any) -> Any:
+    def rotated(self: RegionPattern, *args: Any) -> Any:
         found = match(self, *args)
         *regions, behind = found
         turned = [*regions[1:], *regions[:1]]
@@ -75,7 +75,7 @@ def test_update_of_the_wrong_region_is_caught(kit: Kit) -> None:
         ]
 
     assert not caught(test, kit)
-    with mock.patch.object(Template, "match", rotated):
+    with mock.patch.object(RegionPattern, "match", rotated):
         assert caught(test, kit)
 
 

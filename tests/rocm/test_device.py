@@ -175,7 +175,7 @@ def test_runtime_is_found_to_update_and_to_report_copies(be: Any):
     ):
         findings = be.find_out()
     assert findings.updates, "this runtime does not use parameters written into an executable"
-    assert findings.reports_copies or be.library.version.major < 7
+    assert findings.reports_copies or be.runtime.version.major < 7
 
 
 def test_updates_without_executables_renew_torchs_own_and_stay_right(

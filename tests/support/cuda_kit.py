@@ -15,7 +15,6 @@ __all__ = ["KEEP_ALL", "backend", "check", "graph_of", "randn", "record", "repla
 
 if not torch.cuda.is_available() or torch.version.hip:
     pytest.skip("needs an NVIDIA device", allow_module_level=True)
-pytest.importorskip("cuda.bindings", reason="region update needs cuda-python")
 
 KEEP_ALL = UpdateBudget(misses=10**6)
 """Every new key is recorded at once."""

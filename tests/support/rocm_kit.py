@@ -75,7 +75,7 @@ def graph_of(cap: dg.Captured) -> Any:
 
 def library(be: Any) -> Any:
     """Return the bound libamdhip64 for calls of its own that a region makes."""
-    found = ctypes.CDLL(be.library.path)
+    found = ctypes.CDLL(be.runtime.path)
     found.hipMemsetAsync.argtypes = (
         ctypes.c_void_p,
         ctypes.c_int,

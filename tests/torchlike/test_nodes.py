@@ -10,8 +10,8 @@ import attrs
 import pytest
 
 import devgraph as dg
-from devgraph.api.torchlike.nodes import Edges, Read, Template, Update
-from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, Part, Scratch
+from devgraph.api.torchlike.nodes import Edges, Read, RegionPattern, Update
+from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RegionUpdate, Scratch
 from devgraph.api.torchlike.side_streams import SideStreams
 
 
@@ -77,7 +77,7 @@ class Driver:
         ]
         return self.graph(*copies)
 
-    def instantiate(self, graph: int, stream: int) -> int:
+    def instantiate(self, graph: int) -> int:
         executable = self.new()
         self.executables[executable] = {n: self.all[n].params for n in self.graphs[graph]}
         return executable
@@ -101,27 +101,27 @@ def driver() -> Driver:
     return Driver()
 
 
-def template_of(driver: Driver, graph: int, *spans: tuple[str, int, int]) -> Template:
+def pattern_of(driver: Driver, graph: int, *spans: tuple[str, int, int]) -> RegionPattern:
     nodes = driver.nodes(graph)
-    return Template(driver, graph, [(name, nodes[a:b]) for name, a, b in spans])
+    return RegionPattern(driver, graph, [(name, nodes[a:b]) for name, a, b in spans])
 
 
 def test_nodes_pair_by_position_whatever_is_between_the_regions(driver: Driver) -> None:
     graph = driver.graph(*(kernel(i) for i in range(7)))
     nodes = driver.nodes(graph)
-    template = template_of(driver, graph, ("first", 1, 3), ("second", 5, 6))
-    assert template.node_count == 3
+    pattern = pattern_of(driver, graph, ("first", 1, 3), ("second", 5, 6))
+    assert pattern.node_count == 3
     scratch = driver.graph(kernel("a"), kernel("b"), kernel("c"))
-    first, second = template.match([0, 1], scratch, [2, 3])
+    first, second = pattern.match([0, 1], scratch, [2, 3])
     assert [(u.node, u.params) for u in first] == [(nodes[1], "a"), (nodes[2], "b")]
     assert [(u.node, u.params) for u in second] == [(nodes[5], "c")]
-    (only,) = template.match([1], driver.graph(kernel("d")), [1])
+    (only,) = pattern.match([1], driver.graph(kernel("d")), [1])
     assert [(u.node, u.params, u.exact) for u in only] == [(nodes[5], "d", True)]
 
 
 def test_other_number_kind_or_order_of_nodes_is_another_topology(driver: Driver) -> None:
     graph = driver.graph(kernel(0), kernel(1), Node("memset", 2))
-    template = template_of(driver, graph, ("attend", 0, 3))
+    pattern = pattern_of(driver, graph, ("attend", 0, 3))
     for other, says in (
         (driver.graph(kernel(0), kernel(1)), "needs 2 nodes .* had 3"),
         (driver.graph(kernel(0), kernel(1), kernel(2)), "kernel, kernel, kernel, was .*memset"),
@@ -131,48 +131,48 @@ def test_other_number_kind_or_order_of_nodes_is_another_topology(driver: Driver)
         ),
     ):
         with pytest.raises(dg.UpdateTopologyError, match=says) as caught:
-            template.match([0], other, [len(driver.nodes(other))])
+            pattern.match([0], other, [len(driver.nodes(other))])
         assert "attend" in str(caught.value)
 
 
 def test_kernel_that_only_a_new_executable_takes_is_not_exact(driver: Driver) -> None:
     graph = driver.graph(kernel(0, fixed="cluster 1"), kernel(1))
-    template = template_of(driver, graph, ("attend", 0, 2))
-    (found,) = template.match([0], driver.graph(kernel(5, fixed="cluster 2"), kernel(6)), [2])
+    pattern = pattern_of(driver, graph, ("attend", 0, 2))
+    (found,) = pattern.match([0], driver.graph(kernel(5, fixed="cluster 2"), kernel(6)), [2])
     assert [update.exact for update in found] == [False, True]
 
 
 def test_kind_that_cannot_be_updated_and_copies_of_host_memory_are_refused(driver: Driver) -> None:
     with pytest.raises(dg.UpdateError, match="reader holds a host node"):
-        template_of(driver, driver.graph(kernel(0), Node("host", 1)), ("reader", 0, 2))
+        pattern_of(driver, driver.graph(kernel(0), Node("host", 1)), ("reader", 0, 2))
     graph = driver.graph(Node("memcpy", "device"))
-    template = template_of(driver, graph, ("reader", 0, 1))
+    pattern = pattern_of(driver, graph, ("reader", 0, 1))
     with pytest.raises(dg.UpdateError, match="reader copies from or to host memory"):
-        template.match([0], driver.graph(Node("memcpy", "pageable", host=True)), [1])
+        pattern.match([0], driver.graph(Node("memcpy", "pageable", host=True)), [1])
 
 
 def test_empty_nodes_are_paired_and_never_written(driver: Driver) -> None:
     graph = driver.graph(kernel(0), Node("empty", None), kernel(1))
-    template = template_of(driver, graph, ("join", 0, 3))
+    pattern = pattern_of(driver, graph, ("join", 0, 3))
     scratch = driver.graph(kernel(7), Node("empty", None), kernel(8))
-    (found,) = template.match([0], scratch, [3])
+    (found,) = pattern.match([0], scratch, [3])
     assert [update.params for update in found] == [7, 8]
     for wrong in ((kernel(7), kernel(8), kernel(9)), (kernel(7), kernel(8), Node("empty", None))):
         with pytest.raises(dg.UpdateTopologyError, match="join"):
-            template.match([0], driver.graph(*wrong), [3])
+            pattern.match([0], driver.graph(*wrong), [3])
 
 
 def test_regions_that_were_right_once_are_still_compared(driver: Driver) -> None:
     graph = driver.graph(kernel(0), kernel(1), kernel(2))
-    template = template_of(driver, graph, ("first", 0, 2), ("second", 2, 3))
+    pattern = pattern_of(driver, graph, ("first", 0, 2), ("second", 2, 3))
     for _ in range(2):
-        template.match([0, 1], driver.graph(kernel(5), kernel(6), kernel(7)), [2, 3])
+        pattern.match([0, 1], driver.graph(kernel(5), kernel(6), kernel(7)), [2, 3])
     with pytest.raises(dg.UpdateTopologyError, match="another order"):
-        template.match([0, 1], driver.graph(*(kernel(i) for i in range(3)), edges=[(0, 2)]), [2, 3])
+        pattern.match([0, 1], driver.graph(*(kernel(i) for i in range(3)), edges=[(0, 2)]), [2, 3])
     with pytest.raises(dg.UpdateTopologyError, match="kernel, memset, was kernel, kernel"):
         other = driver.graph(kernel(5), Node("memset", 6), kernel(7))
-        template.match([0, 1], other, [2, 3])
-    assert len(template.match([0, 1], driver.graph(*(kernel(i) for i in range(3))), [2, 3])) == 2
+        pattern.match([0, 1], other, [2, 3])
+    assert len(pattern.match([0, 1], driver.graph(*(kernel(i) for i in range(3))), [2, 3])) == 2
 
 
 class Memory:
@@ -185,22 +185,22 @@ class Memory:
 def recording_of(
     driver: Driver, graph: int, meter: ExecutableMeter, values: Sequence[Any]
 ) -> NodeRecording:
-    template = template_of(driver, graph, ("attend", 0, len(driver.nodes(graph))))
+    pattern = pattern_of(driver, graph, ("attend", 0, len(driver.nodes(graph))))
     scratch = driver.graph(*(kernel(v) for v in values))
-    (updates,) = template.match([0], scratch, [len(values)])
-    part = Part({}, updates, Scratch(driver, scratch))
+    (updates,) = pattern.match([0], scratch, [len(values)])
+    part = RegionUpdate({}, updates, Scratch(driver, scratch))
     nodes = len(driver.nodes(graph))
-    return NodeRecording(driver, meter, template, nodes, "key", {None: part}, 1)
+    return NodeRecording(driver, meter, pattern, nodes, "key", {None: part}, 1)
 
 
 def test_recording_is_written_or_built_and_charges_for_what_it_holds(driver: Driver) -> None:
     graph = driver.graph(kernel(0), kernel(1))
-    own = driver.instantiate(graph, 0)
+    own = driver.instantiate(graph)
     recording = recording_of(driver, graph, ExecutableMeter(lambda: 10**9), ["a", "b"])
     recording.write(own)
     assert list(driver.executables[own].values()) == ["a", "b"]
     without = recording.bytes
-    recording.build(graph, 0)
+    recording.build(graph)
     assert recording.bytes == without + recording.executable_bytes
     assert sorted(driver.executables[recording.executable].values()) == ["a", "b"]
     assert [driver.all[n].params for n in driver.nodes(graph)] == [0, 1], "the graph is as captured"
@@ -219,7 +219,7 @@ def test_closed_recording_frees_its_scratch_graph_with_the_last_that_shares_it(
     (part,) = first.parts.values()
     scratch = part.scratch.graph
     second = NodeRecording(
-        driver, ExecutableMeter(lambda: 10**9), template_of(driver, graph), 1, "b", first.parts, 2
+        driver, ExecutableMeter(lambda: 10**9), pattern_of(driver, graph), 1, "b", first.parts, 2
     )
     del part
     first.close()
@@ -269,21 +269,17 @@ class Forks:
         return self._driver.edges(graph)
 
 
-class Stream:
-    handed_out = 0
-
-    def __init__(self, device: object, *, priority: int) -> None:
-        Stream.handed_out = Stream.handed_out % 3 + 1
-        self.cuda_stream = Stream.handed_out
-
-
 def test_streams_that_hold_unjoined_work_are_named_and_joined_ones_are_not(driver: Driver) -> None:
     graph = driver.graph(*(kernel(i) for i in range(4)), edges=[(0, 1), (1, 3), (0, 2)])
     a, joined, loose, end = driver.nodes(graph)
     forks = {1: [end], 2: [loose], 3: [joined]}
 
     def unjoined(forks: dict[int, list[int]]) -> list[int]:
-        return SideStreams(Forks(driver, graph, forks), Stream, None).unjoined(1, (1, graph, [end]))
+        handed_out = itertools.cycle((1, 2, 3))
+        streams = SideStreams(
+            Forks(driver, graph, forks), lambda priority: next(handed_out), lambda stream: stream
+        )
+        return streams.unjoined(1, (1, graph, [end]))
 
     assert unjoined(forks) == [2]
     assert unjoined({1: [end]}) == []

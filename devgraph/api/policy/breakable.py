@@ -15,10 +15,6 @@ from devgraph.api.policy import Job, Policy
 __all__ = ["POLICY", "BreakablePlan", "EagerSegment", "capture_segments"]
 
 
-_Step = tuple[bool, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""Whether it launches a graph, and the call."""
-
-
 class EagerSegment:
     """The eager body of one break, bound to its tensors and to the live host values.
 
@@ -79,7 +75,7 @@ class BreakablePlan:
         self._backend = job.backend
         self._host = host
         self.marks = [mark for mark in host if mark.dynamic]
-        self._steps: dict[int | None, tuple[_Step, ...]] = {}
+        self._steps: dict[int | None, tuple[BoundCall, ...]] = {}
         self._epoch: int | None = None
 
     def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
@@ -106,13 +102,13 @@ class BreakablePlan:
             self._forget_steps()
         steps = self._steps.get(pool.ordered_stream) or self._bound_steps()
         try:
-            for launches, call, args, keywords in steps:
+            for call, args, keywords in steps:
                 result = call(*args, **keywords)
-                if result is not None and (not launches or result[0]):
+                if result is not None:
                     break
             else:
                 return
-            index = next(i for i, step in enumerate(steps) if step[1] is call and step[2] is args)
+            index = next(i for i, step in enumerate(steps) if step[0] is call and step[1] is args)
             self.segments[index].refuse(result)
         except Exception as error:
             self._backend.raise_if_lost(error)
@@ -125,11 +121,11 @@ class BreakablePlan:
         self._steps.clear()
         self._epoch = self._pool.epoch
 
-    def _bound_steps(self) -> tuple[_Step, ...]:
+    def _bound_steps(self) -> tuple[BoundCall, ...]:
         """Bind every segment to the stream that is current now."""
         stream = self._pool.ordered_stream
         self._steps[stream] = steps = tuple(
-            (True, s.bound(stream), (), {}) if isinstance(s, DeviceGraph) else (False, *s.bound())
+            (s.bound(stream), (), {}) if isinstance(s, DeviceGraph) else s.bound()
             for s in self.segments
         )
         return steps

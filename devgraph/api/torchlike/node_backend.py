@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,16 +29,37 @@ class NodeBackend(TorchBackend):
         namespace = self.namespace
         self.meter = ExecutableMeter(lambda: int(namespace.mem_get_info(self._device)[0]))
         if runtime is not None:
-            self.side_streams = SideStreams(runtime, namespace.Stream, self._device)
+            make = functools.partial(namespace.Stream, self._device)
+            self.side_streams = SideStreams(runtime, make, self.stream_handle)
         self._lazy_generators: bool | None = None
 
     def bind_worker(self, index: int) -> None:
         super().bind_worker(index)
         self.use_runtime(self.runtime)  # streams and memory are those of the device
 
+    # What the vendor's graph and stream objects are asked for.
+
     def make_kept_graph(self) -> Any:
-        """Return a new, empty graph that keeps its nodes after it was instantiated."""
+        """Return a new, empty graph that keeps its nodes; ``instantiate`` makes it launchable."""
         return getattr(self.namespace, self.graph_class_name)(keep_graph=True)
+
+    def instantiate(self, native: Any) -> None:
+        """Make the executable of a kept graph, anew if it has one."""
+        native.instantiate()
+
+    def raw_graph(self, native: Any) -> int:
+        """Return the driver's handle of a kept graph."""
+        raise NotImplementedError
+
+    def raw_executable(self, native: Any) -> int:
+        """Return the driver's handle of the executable that ``native`` launches."""
+        raise NotImplementedError
+
+    def stream_handle(self, stream: Any) -> int:
+        """Return the driver's handle of a stream."""
+        raise NotImplementedError
+
+    # What goes through the driver.
 
     def reopen_capture(self) -> None:
         if self.runtime is None:

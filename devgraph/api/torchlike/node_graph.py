@@ -7,12 +7,11 @@ offer for that is ``devgraph.api.torchlike.nodes.NodeRuntime``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -22,8 +21,8 @@ from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
 from devgraph.api.torchlike.base import TorchGraph, TorchPool
-from devgraph.api.torchlike.nodes import NodeRuntime, RuntimeCallError, Template
-from devgraph.api.torchlike.recording import NodeRecording, Part, Scratch
+from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError
+from devgraph.api.torchlike.recording import NodeRecording, RegionUpdate, Scratch
 from devgraph.api.torchlike.side_streams import name_streams
 
 if TYPE_CHECKING:
@@ -80,12 +79,11 @@ class _Direct:
         self._replay = replay or launch
         self.launch = backend.guarded(launch)
 
-    def bound(self, stream: int | None) -> Callable[[], Any]:
+    def bound(self, stream: int | None) -> Callable[[], None]:
         """Return torch's launch, or for a stream the driver's own call."""
         if stream is None:
             return self._replay
-        call, args, kwargs = self._runtime.bound_launch(self._handle, stream)
-        return functools.partial(call, *args, **kwargs)
+        return self._runtime.bound(self._handle, stream)
 
 
 class _FirstLaunch(Finding["NodeGraph"]):
@@ -94,7 +92,7 @@ class _FirstLaunch(Finding["NodeGraph"]):
     def find(self) -> Executable:
         return self.graph._find_random()
 
-    def bound(self, stream: int | None) -> Callable[[], Any]:
+    def bound(self, stream: int | None) -> Callable[[], None]:
         """Return torch's launch, which needs to know nothing, or for a stream this one."""
         replay: Callable[[], None] = self.graph._native.replay
         return replay if stream is None else self.launch
@@ -116,7 +114,7 @@ class NodeGraph(TorchGraph):
         self._updatable = False
         self._nodes: int | None = None
         self._stream: Any = None
-        self._template: Template | None = None
+        self._pattern: RegionPattern | None = None
         self._current: NodeRecording | None = None
         self._held: NodeRecording | None = None
         self._random: bool | None = None
@@ -178,12 +176,11 @@ class NodeGraph(TorchGraph):
         if runtime is None or not self._nodes:
             return
         if self._updatable:
-            self._native.instantiate()
-        runtime.upload(self._native.raw_cuda_graph_exec(), self._torch.current_stream_id())
+            self._torch.instantiate(self._native)
         if self.hits:
             regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
             regions.append(("(behind the regions)", self._closing))
-            self._template = Template(runtime, self._native.raw_cuda_graph(), regions)
+            self._pattern = RegionPattern(runtime, self._torch.raw_graph(self._native), regions)
 
     def _find_random(self) -> Executable:
         """Launch through torch, find out whether that drew random numbers, and return what launches
@@ -196,11 +193,7 @@ class NodeGraph(TorchGraph):
         """Return torch's executable, launched directly if that is the same."""
         if self._torch.runtime is None or self._random is not False:
             return Call(self._native.replay)
-        return _Direct(self._torch, self._native.raw_cuda_graph_exec(), self._native.replay)
-
-    def refuse(self, result: Any) -> NoReturn:
-        error = result[0]
-        raise RuntimeCallError(f"launching a graph failed ({int(error)}: {error!s})", int(error))
+        return _Direct(self._torch, self._torch.raw_executable(self._native), self._native.replay)
 
     def _abort(self) -> None:
         super()._abort()
@@ -213,7 +206,7 @@ class NodeGraph(TorchGraph):
     def _forget(self) -> None:
         self._nodes = None
         self._stream = None
-        self._template = None
+        self._pattern = None
         self._current = None
         self._held = None
         self._random = None
@@ -245,14 +238,14 @@ class NodeGraph(TorchGraph):
     def _captured_so_far(self) -> tuple[int, Sequence[int]]:
         """Return how many nodes the capture has, and those that its stream goes on from."""
         runtime = self._runtime()
-        capture = runtime.capture_of(self._stream.cuda_stream)
+        capture = runtime.capture_of(self._torch.stream_handle(self._stream))
         return (0, ()) if capture is None else (runtime.count(capture[1]), capture[2])
 
     def _find_region_nodes(self, runtime: NodeRuntime) -> None:
         """Turn the bounds of every region into nodes, while the capture is still open."""
         before, _ = self._captured_so_far()
         self._close_regions(0)
-        capture = runtime.capture_of(self._stream.cuda_stream)
+        capture = runtime.capture_of(self._torch.stream_handle(self._stream))
         nodes = [] if capture is None else runtime.nodes(capture[1])
         for hit in self.hits:
             bounds = hit.note
@@ -327,13 +320,13 @@ class NodeGraph(TorchGraph):
             self.pool.recordings.recharge(self, recording.key)
 
     def _build(self, recording: NodeRecording) -> None:
-        recording.build(self._native.raw_cuda_graph(), self._torch.current_stream_id())
+        recording.build(self._torch.raw_graph(self._native))
 
     def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
-        template, runtime = self._template, self._runtime()
-        assert template is not None
+        pattern, runtime = self._pattern, self._runtime()
+        assert pattern is not None
         known = {} if self._current is None else self._current.parts
-        parts: dict[Mark | None, Part] = {
+        parts: dict[Mark | None, RegionUpdate] = {
             mark: known[mark]
             for mark, values in host.items()
             if mark in known and known[mark].values == values
@@ -341,7 +334,7 @@ class NodeGraph(TorchGraph):
         picks = [hit.index for hit in self.hits if hit.mark not in parts]
         graph, bounds = self._capture_regions(picks, host)
         scratch = Scratch(runtime, graph)
-        *matched, closing = template.match([*picks, len(self.hits)], graph, bounds)
+        *matched, closing = pattern.match([*picks, len(self.hits)], graph, bounds)
         for mark in host:
             if mark not in parts:
                 updates = tuple(
@@ -350,18 +343,18 @@ class NodeGraph(TorchGraph):
                     if self.hits[pick].mark is mark
                     for update in found
                 )
-                parts[mark] = Part(dict(host[mark]), updates, scratch)
+                parts[mark] = RegionUpdate(dict(host[mark]), updates, scratch)
         assert self._nodes is not None
-        parts[None] = Part({}, closing, scratch)
+        parts[None] = RegionUpdate({}, closing, scratch)
         return NodeRecording(
-            runtime, self._torch.meter, template, self._nodes, self.key_of(host), parts, self._made
+            runtime, self._torch.meter, pattern, self._nodes, self.key_of(host), parts, self._made
         )
 
     def _capture_regions(
         self, picks: Sequence[int], host: Mapping[Mark, dict[str, Any]]
     ) -> tuple[int, list[int]]:
         """Capture regions into a new graph; return it and its node counts after each of them."""
-        runtime, stream = self._runtime(), self._stream.cuda_stream
+        runtime, stream = self._runtime(), self._torch.stream_handle(self._stream)
         bounds = []
         runtime.begin_capture(stream)
         try:
@@ -439,7 +432,7 @@ class NodeGraph(TorchGraph):
 
     def _write(self, recording: NodeRecording) -> None:
         """Write ``recording`` into the graph's own executable."""
-        recording.write(self._native.raw_cuda_graph_exec())
+        recording.write(self._torch.raw_executable(self._native))
 
     def _deserves_executable(self, recording: NodeRecording) -> bool:
         if self._random is not False:

@@ -13,12 +13,23 @@ import attrs
 
 from devgraph.api.errors import DeviceGraphError, UpdateError, UpdateTopologyError
 
-__all__ = ["Capture", "Edges", "NodeRuntime", "Read", "RuntimeCallError", "Template", "Update"]
+__all__ = [
+    "KERNEL",
+    "MEMCPY",
+    "MEMSET",
+    "Capture",
+    "Edges",
+    "NodeRuntime",
+    "Read",
+    "RegionPattern",
+    "RuntimeCallError",
+    "Update",
+]
 
-UPDATABLE = ("kernel", "memcpy", "memset")
+KERNEL, MEMCPY, MEMSET, EMPTY = "kernel", "memcpy", "memset", "empty"
+
+UPDATABLE = (KERNEL, MEMCPY, MEMSET)
 """Kinds of nodes whose parameters can be replaced."""
-
-EMPTY = "empty"
 
 
 class RuntimeCallError(DeviceGraphError):
@@ -59,15 +70,18 @@ memory, or None for a node of another kind."""
 
 
 class NodeRuntime(Protocol):
-    """A driver's graph calls. Handles are plain ints; a failed call raises ``RuntimeCallError``."""
+    """A driver's graph calls. Handles are plain ints; a failed call raises ``RuntimeCallError``.
+
+    ``devgraph.api.torchlike.node_calls`` binds those of a driver's library.
+    """
 
     # Captures in progress.
 
     def capture_of(self, stream: int) -> Capture | None:
-        """Return the capture that ``stream`` is part of, or None."""
+        """Return the capture that ``stream`` is part of, or None if it is part of no valid one."""
 
     def capturing(self, streams: Sequence[int]) -> list[int]:
-        """Return those of ``streams`` that are part of a capture."""
+        """Return those of ``streams`` that are part of a capture, be it an invalidated one."""
 
     def begin_capture(self, stream: int) -> None:
         """Begin a thread-local capture on ``stream`` that torch does not know of."""
@@ -109,13 +123,13 @@ class NodeRuntime(Protocol):
     # Executables.
 
     def write(self, updates: Sequence[Update], executable: int) -> None:
-        """Write parameters into an executable of the captured graph; seen by later launches."""
+        """Write parameters into an executable of the captured graph; seen by later launches.
 
-    def instantiate(self, graph: int, stream: int) -> int:
-        """Return an executable of ``graph``, made as torch makes its own and uploaded."""
+        If it fails, the executable holds a part of them.
+        """
 
-    def upload(self, executable: int, stream: int) -> None:
-        """Copy an executable graph to the device now, so that the first launch is like any."""
+    def instantiate(self, graph: int) -> int:
+        """Return an executable of ``graph``, made as torch makes its own."""
 
     def destroy_executable(self, executable: int) -> None:
         """Free an executable, once it is no longer in flight."""
@@ -123,11 +137,8 @@ class NodeRuntime(Protocol):
     def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:
         """Return a callable that launches ``executable`` on the current stream."""
 
-    def bound_launch(self, executable: int, stream: int) -> tuple[Callable[..., Any], Any, Any]:
-        """Return function, arguments and keyword arguments of a launch on ``stream``.
-
-        It returns None, or a tuple whose first element is the error if there is one.
-        """
+    def bound(self, executable: int, stream: int) -> Callable[[], None]:
+        """Return a callable that launches ``executable`` on ``stream``."""
 
 
 @attrs.frozen
@@ -153,7 +164,7 @@ class _Region:
     nodes: tuple[_Node, ...]
 
 
-class Template:
+class RegionPattern:
     """What the regions of a captured graph are made of: the pattern of every recording.
 
     Args:

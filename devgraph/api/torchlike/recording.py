@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import attrs
 
 from devgraph.api.marks.marks import Mark
-from devgraph.api.torchlike.nodes import NodeRuntime, Template, Update
+from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, Update
 
-__all__ = ["ExecutableMeter", "NodeRecording", "Part", "Scratch"]
+__all__ = ["ExecutableMeter", "NodeRecording", "RegionUpdate", "Scratch"]
 
 _HOST_BYTES_PER_NODE = 2048
 """Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
@@ -72,7 +73,7 @@ class Scratch:
 
 
 @attrs.frozen
-class Part:
+class RegionUpdate:
     """The new parameters of every region of one mark."""
 
     values: Mapping[str, Any]
@@ -88,7 +89,7 @@ class NodeRecording:
     used again gets an executable of its own (``build``), which costs memory and no update.
 
     Args:
-        template: the pattern of the graph.
+        pattern: the pattern of the graph.
         nodes: number of nodes in the whole graph.
         parts: by mark; shared with other recordings that have the same values. None stands for
             what the graph records behind its regions, which each recording has for itself.
@@ -99,16 +100,16 @@ class NodeRecording:
         self,
         runtime: NodeRuntime,
         meter: ExecutableMeter,
-        template: Template,
+        pattern: RegionPattern,
         nodes: int,
         key: Hashable,
-        parts: Mapping[Mark | None, Part],
+        parts: Mapping[Mark | None, RegionUpdate],
         number: int,
     ) -> None:
         self.number = number
         self._runtime = runtime
         self._meter = meter
-        self._template = template
+        self._pattern = pattern
         self._nodes = nodes
         self.key = key
         self.parts = dict(parts)
@@ -127,7 +128,7 @@ class NodeRecording:
     @property
     def bytes(self) -> int:
         own = self._meter.bytes_of(self._nodes) if self.executable else 0
-        return own + _HOST_BYTES_PER_NODE * self._template.node_count
+        return own + _HOST_BYTES_PER_NODE * self._pattern.node_count
 
     @property
     def executable_bytes(self) -> int:
@@ -142,18 +143,12 @@ class NodeRecording:
         """
         self._runtime.write(self._updates, executable)
 
-    def build(self, graph: int, stream: int) -> None:
-        """Make an executable of its own.
-
-        Args:
-            graph: the captured graph.
-            stream: where to upload it.
-        """
+    def build(self, graph: int) -> None:
+        """Make an executable of its own from the captured graph."""
         clone = self._runtime.clone(graph, self._updates)
         try:
-            self.executable = self._meter.measured(
-                lambda: self._runtime.instantiate(clone, stream), self._nodes
-            )
+            make = functools.partial(self._runtime.instantiate, clone)
+            self.executable = self._meter.measured(make, self._nodes)
         finally:
             self._runtime.destroy(clone)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from devgraph.api.torchlike.nodes import Capture, NodeRuntime
@@ -17,14 +17,16 @@ class SideStreams:
     """The streams that torch hands out on one device, searched for forks of a capture.
 
     Args:
-        stream_class: ``torch.cuda.Stream``.
-        device: their device.
+        make: returns the next stream of a priority.
+        handle_of: returns the driver's handle of a stream.
     """
 
-    def __init__(self, runtime: NodeRuntime, stream_class: Any, device: Any) -> None:
+    def __init__(
+        self, runtime: NodeRuntime, make: Callable[..., Any], handle_of: Callable[[Any], int]
+    ) -> None:
         self._runtime = runtime
-        self._stream_class = stream_class
-        self._device = device
+        self._make = make
+        self._handle_of = handle_of
         self._handles: tuple[int, ...] = ()
 
     def unjoined(self, stream: int, capture: Capture) -> list[int]:
@@ -55,10 +57,10 @@ class SideStreams:
             found: dict[int, None] = {}
             for priority in (0, -1):
                 for _ in range(_MOST_STREAMS):
-                    stream = self._stream_class(self._device, priority=priority)
-                    if stream.cuda_stream in found:
+                    handle = self._handle_of(self._make(priority=priority))
+                    if handle in found:
                         break
-                    found[stream.cuda_stream] = None
+                    found[handle] = None
             self._handles = tuple(found)
         return self._handles
 

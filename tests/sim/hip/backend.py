@@ -14,7 +14,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.base import TorchBackend
 from devgraph.rocm.backend import RocmBackend
-from devgraph.rocm.library import Library
+from devgraph.rocm.runtime import Runtime
 from tests.sim.hip.build import build
 from tests.sim.hip.device import Device, Recorder
 from tests.sim.hip.fake import Fake
@@ -36,7 +36,7 @@ class FakeBackend(RocmBackend):
         self._device = torch.device("cpu")
         self._capture_stream = None
         self.current_stream_id = self._make_current_stream_id()
-        self.attach(Library(fake.path))
+        self.attach(Runtime(fake.path))
         # Compiled code would run past the mode that records operations, and memory is the CPU's.
         self.capabilities = attrs.evolve(self.capabilities, piecewise=False, shared_pool=False)
 

@@ -93,7 +93,7 @@ std::map<std::string, long long> settings = {
     {"shuffle", 0},          /* hipGraphGetNodes lists nodes backwards */
     /* counters */
     {"writes", 0}, {"instantiated", 0}, {"destroyed_execs", 0}, {"live_graphs", 0},
-    {"live_execs", 0}, {"leaked_slots", 0}, {"second_ends", 0}, {"second_begins", 0}, {"launches", 0}, {"uploads", 0},
+    {"live_execs", 0}, {"leaked_slots", 0}, {"second_ends", 0}, {"second_begins", 0}, {"launches", 0},
     {"attribute_copies", 0},
 };
 std::set<Stream*> streams;
@@ -500,11 +500,6 @@ HIP_EXPORT int hipMemsetAsync(void* to, int value, size_t size, Stream* stream) 
 }
 
 #if !defined(FAKEHIP_RELEASE_52) && !defined(FAKEHIP_ANCIENT)
-HIP_EXPORT int hipGraphUpload(Exec* exec, Stream*) {
-  settings["uploads"]++;
-  return exec->destroyed ? fail(hipErrorInvalidValue) : hipSuccess;
-}
-
 HIP_EXPORT int hipGraphKernelNodeCopyAttributes(Node* from, Node* to) {
   settings["attribute_copies"]++;
   return from->type == kKernel && to->type == kKernel ? hipSuccess : fail(hipErrorInvalidValue);

@@ -183,8 +183,6 @@ HIP_EXPORT int hipGraphInstantiateWithFlags(P* exec, P graph, unsigned long long
   return CU(cuGraphInstantiateWithFlags, P*, P, unsigned long long)(exec, graph, flags);
 }
 
-HIP_EXPORT int hipGraphUpload(P exec, P stream) { return CU(cuGraphUpload, P, P)(exec, stream); }
-
 HIP_EXPORT int hipGraphLaunch(P exec, P stream) { return CU(cuGraphLaunch, P, P)(exec, stream); }
 
 HIP_EXPORT int hipGraphExecDestroy(P exec) { return CU(cuGraphExecDestroy, P)(exec); }
