@@ -166,3 +166,8 @@ def test_registering_again_replaces_the_backend():
     first = dg.get_backend("mine")
     dg.register("mine", CpuBackend)
     assert dg.get_backend("mine") is not first
+
+
+def test_name_in_another_case_is_suggested():
+    with pytest.raises(dg.UnknownBackendError, match="Did you mean 'cpu'"):
+        dg.get_backend("CPU")

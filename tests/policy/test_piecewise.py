@@ -9,6 +9,7 @@ import functools
 import gc
 import itertools
 import json
+import numbers
 import os
 import re
 import subprocess
@@ -1076,3 +1077,131 @@ def test_importing_devgraph_and_the_other_policies_loads_no_compiler():
         "print(json.dumps('devgraph.api.policy.piecewise' in sys.modules))"
     )
     assert json.loads(printed_by(code)) is False
+
+
+def test_host_read_in_a_compiled_piece_names_the_line_of_the_step():
+    def step(x):
+        return x * x.sum().item()  # the line
+
+    with pytest.raises(dg.HostReadError, match=r"test_piecewise.py:\d+ in step: .*# the line"):
+        dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
+
+
+def test_generator_in_a_traced_step_is_refused_with_the_line_of_the_call():
+    generator = torch.Generator()
+
+    def step(x):
+        return x + torch.randn(2, generator=generator)  # the line
+
+    with pytest.raises(dg.CaptureError, match="the call at .*# the line passes an object that no"):
+        dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
+
+
+def test_object_handed_to_a_mark_is_refused_under_piecewise_with_what_it_takes():
+    class Holder:
+        scale = torch.ones(2)
+
+    @dg.region(mutates=("out",))
+    def scaled(x, holder, out):
+        out.copy_(x * holder.scale)
+
+    def step(x):
+        out = torch.empty_like(x)
+        scaled(x, Holder(), out)
+        return out + 1
+
+    with pytest.raises(dg.CaptureError, match=r"takes tensors, plain values.* use policy='break"):
+        dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # torch 2.11
+def test_marked_method_is_refused_under_piecewise_with_what_a_mark_takes():
+    class Layer:
+        scale = torch.ones(2)
+
+        @dg.region(mutates=("out",))
+        def scaled(self, x, out):
+            out.copy_(x * self.scale)
+
+    layer = Layer()
+
+    def step(x):
+        out = torch.empty_like(x)
+        layer.scaled(x, out)
+        return out + 1
+
+    with pytest.raises(dg.CaptureError, match=r"A marked function \(no method\) takes tensors"):
+        dg.capture(step, torch.ones(2), backend="cpu", policy="piecewise")
+    x = torch.ones(2)
+    captured = dg.capture(step, x, backend="cpu", policy="breakable")
+    x.fill_(3.0)
+    assert captured.replay().tolist() == [4.0, 4.0]
+
+
+@functools.singledispatch
+def is_number(value: object) -> bool:
+    """Ask for the type by dispatch."""
+    return False
+
+
+@is_number.register
+def _(value: int) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda n: isinstance(n, int),
+        lambda n: isinstance(n, torch.Tensor),
+        lambda n: isinstance(n, numbers.Number),
+        torch.is_tensor,
+        is_number,
+    ],
+)
+def test_type_of_a_host_argument_is_not_asked_for_outside_a_region_under_piecewise(
+    ask: Callable[[Any], bool],
+):
+    @dg.region(host_args=("kv_len",))
+    def scaled(x, *, kv_len):
+        return x * kv_len
+
+    def step(x, *, kv_len):
+        if ask(kv_len):
+            x = x + 1
+        return scaled(x, kv_len=kv_len)
+
+    x = torch.randn(4)
+    with pytest.raises(dg.FrozenValueError, match=r"isinstance\(\).*test_piecewise.py.*'kv_len'"):
+        dg.capture(
+            step, x, policy="piecewise", backend="cpu", compiler="eager", host_args={"kv_len": 2}
+        )
+    with dg.capture(step, x, policy="breakable", backend="cpu", host_args={"kv_len": 2}) as cap:
+        assert torch.equal(cap.replay(kv_len=5), step(x, kv_len=5))
+
+
+def test_region_that_reads_a_value_is_asked_for_a_description_of_its_result_under_piecewise():
+    @dg.region(host_args=("n",))
+    def read(x, *, n):
+        return x * n * x.sum().item()
+
+    def step(x, *, n):
+        return read(x, n=n) + 1
+
+    x = torch.randn(3, 4)
+    options = {"policy": "piecewise", "backend": "cpu", "host_args": {"n": 2}}
+    with pytest.raises(
+        dg.CaptureError, match=r"read returns .*reads device data.* Give its mark fake="
+    ):
+        dg.capture(step, x, **options)
+
+    @dg.region(host_args=("n",), fake=lambda x, *, n: torch.empty_like(x))
+    def told(x, *, n):
+        return x * n * x.sum().item()
+
+    def other(x, *, n):
+        return told(x, n=n) + 1
+
+    with dg.capture(other, x, **options) as captured:
+        x.copy_(torch.randn(3, 4))
+        assert torch.equal(captured.replay(n=5), other(x, n=5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -53,42 +54,6 @@ def test_using_one_backend_loads_no_other_room():
     assert printed_by(code) == "[]\n"
 
 
-def test_graph_is_made_captured_replayed_updated_and_closed():
-    be = dg.get_backend("cpu")
-    assert isinstance(be.capabilities, dg.Capabilities)
-    for info in dg.backends():
-        assert info.name and info.available == (not info.reason)
-        assert isinstance(info.device, str) and isinstance(info.version, str)
-
-    @dg.region(host_args=("kv_len",), mutates=("out",))
-    def attention(x: Any, out: Any, *, kv_len: int) -> None:
-        out.copy_(x[:, :kv_len].sum(1))
-
-    x, out = torch.randn(4, 1024), torch.empty(4)
-    pool = be.make_pool()
-    graph = be.make_graph(pool=pool)
-    with be.capture_context(graph, host_args={"kv_len": 512}):
-        attention(x, out, kv_len=512)
-    graph.replay()
-    assert torch.equal(out, x[:, :512].sum(1))
-    graph.update(kv_len=777)
-    graph.replay()
-    graph.replay()  # nothing but the last update is repeated
-    assert torch.equal(out, x[:, :777].sum(1))
-    info = graph.info()
-    assert (graph.state, info.regions, info.segments) == ("ready", 1, 1)
-    assert info.nodes and info.bytes and info.capture_seconds > 0
-    graph.reset()
-    assert graph.state == "empty"
-    stream, mode = None, "thread_local"
-    with be.capture_context(graph, stream, pool, mode):
-        y = x + 1
-    graph.replay()
-    assert torch.equal(y, x + 1)
-    graph.close()
-    assert graph.state == "closed"
-
-
 def test_signatures_of_the_contract():
     def names(function: Any) -> list[str]:
         return list(inspect.signature(function).parameters)
@@ -113,70 +78,6 @@ def test_signatures_of_the_contract():
     }
     prove = inspect.signature(dg.Captured.prove).parameters
     assert (prove["cases"].default, prove["host_args"].default) == (3, None)
-
-
-@pytest.mark.parametrize("policy", ["full", "breakable"])
-def test_capture_has_one_meaning_under_every_policy(policy: str):
-    @dg.region(host_args=("kv_len",), derive={"half": lambda kv_len: kv_len // 2})
-    def attention(x: Any, *, kv_len: int, half: int) -> Any:
-        return x[:, :kv_len].sum(1) - x[:, :half].sum(1)
-
-    def fn(x: Any, scale: Any, *, kv_len: int = 512) -> Any:
-        return {"y": attention(x * 2, kv_len=kv_len) * scale}
-
-    x = torch.randn(4, 1024)
-    cap = dg.capture(
-        fn,
-        x,
-        kwargs={"scale": torch.tensor(3.0)},
-        policy=policy,
-        backend="cpu",
-        host_args={"kv_len": 512},
-    )
-    out = cap.replay(kv_len=777)
-    assert out["y"] is cap.outputs["y"]
-    assert torch.equal(out["y"], fn(x, torch.tensor(3.0), kv_len=777)["y"])
-    cap.replay()  # the default of fn, and not the value before
-    assert torch.equal(cap.outputs["y"], fn(x, torch.tensor(3.0))["y"])
-    assert len(cap.segments) == (1 if policy == "full" else 3)
-    assert policy in cap.explain()
-    report = cap.prove(cases=3, host_args=[{"kv_len": 5}, {"kv_len": 1000}])
-    assert report.ok
-    assert report.failures == ()
-    assert report.cases == 6
-    cap.close()
-
-
-def test_marks_are_written_with_and_without_arguments():
-    calls = []
-
-    @dg.region
-    def bare(x: Any) -> Any:
-        return x + 1
-
-    @dg.region()
-    def called(x: Any) -> Any:
-        return x * 2
-
-    @dg.region(context=lambda: 3)
-    def ambient(x: Any, *, context: int) -> Any:
-        return x * context
-
-    @dg.no_graph
-    def eager(x: Any) -> Any:
-        calls.append(dg.is_capturing())
-        return x - float(x.sum())
-
-    def fn(x: Any) -> Any:
-        x = eager(ambient(called(bare(x))))
-        dg.graph_break()
-        calls.append(dg.is_capturing())
-        return x / 2
-
-    x = torch.ones(3)
-    with dg.capture(fn, x, policy="breakable", backend="cpu", warmup=0) as cap:
-        assert calls == [False, True]
-        assert torch.equal(cap.replay(), fn(x))
 
 
 def test_runners_are_used_as_documented():
@@ -267,16 +168,6 @@ def test_mode_configuration_goes_through_flags_and_json():
     assert cfg.for_backend("cpu").decode.policy == "breakable"
 
 
-def test_errors_about_values_and_kinds_are_python_ones():
-    errors = [getattr(dg, name) for name in dg.__all__ if name.endswith(("Error", "Lost"))]
-    assert len(errors) > 20
-    assert all(issubclass(error, dg.DeviceGraphError) for error in errors)
-    for error in (dg.InputError, dg.ConfigError, dg.FrozenValueError, dg.UnknownBackendError):
-        assert issubclass(error, ValueError)
-    for error in (dg.InputTypeError, dg.ConfigTypeError, dg.HostArgumentError):
-        assert issubclass(error, TypeError)
-
-
 # Words.
 
 
@@ -343,3 +234,21 @@ def test_names_of_the_contract_are_names_of_its_package_too():
         assert getattr(devgraph.api, name) is getattr(dg, name)
     with pytest.raises(AttributeError, match="'devgraph.api' has no attribute 'nonsense'"):
         _ = devgraph.api.nonsense
+
+
+def test_unknown_name_of_the_package_carries_what_a_traceback_suggests_from():
+    with pytest.raises(AttributeError) as caught:
+        _ = dg.DecodRunner
+    assert caught.value.obj is dg
+    assert caught.value.name == "DecodRunner"
+
+
+@functools.singledispatch
+def is_number(value: object) -> bool:
+    """Ask for the type by dispatch."""
+    return False
+
+
+@is_number.register
+def _(value: int) -> bool:
+    return True

@@ -1,4 +1,6 @@
-"""Arguments of another kind than the contract asks for: typed errors, before anything is made."""
+"""Arguments of another kind or value than the contract asks for: typed errors, before anything is
+made.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,21 @@ import torch
 import devgraph as dg
 from devgraph.runners import HostSlot
 
+
+def test_errors_about_values_and_kinds_are_python_ones():
+    errors = [getattr(dg, name) for name in dg.__all__ if name.endswith(("Error", "Lost"))]
+    assert len(errors) > 20
+    assert all(issubclass(error, dg.DeviceGraphError) for error in errors)
+    for error in (dg.InputError, dg.ConfigError, dg.FrozenValueError, dg.UnknownBackendError):
+        assert issubclass(error, ValueError)
+    for error in (dg.InputTypeError, dg.ConfigTypeError, dg.HostArgumentError):
+        assert issubclass(error, TypeError)
+
+
 X = torch.ones(4)
+
 BE = dg.get_backend("cpu")
+
 SLOT = dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.zero())
 
 

@@ -1,0 +1,83 @@
+"""Marks: how they are written, what can be marked, and how arguments arrive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+
+POLICIES = ("full", "breakable", "piecewise")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_positional_arguments_before_a_host_argument_by_keyword_all_arrive(policy: str):
+    @dg.region(host_args=("n",), derive={"half": lambda n: n // 2})
+    def total(x, *rest, n, half):
+        return x * n + sum(rest) + half
+
+    def step(x, *, n):
+        return total(x, 1.0, 10.0, n=n) + 1
+
+    x = torch.randn(2)
+    with dg.capture(step, x, policy=policy, backend="cpu", host_args={"n": 4}) as captured:
+        want = x * 6 + 11.0 + 3 + 1
+        assert torch.equal(captured.replay(n=6), want)
+        assert torch.equal(step(x, n=6), want)
+
+
+def test_host_argument_by_position_before_nameless_ones_is_refused():
+    @dg.region(host_args=("n",))
+    def total(x, n, *rest):
+        return x * n + sum(rest)
+
+    @dg.region(host_args=("n",))
+    def scaled(x, n, y, /):
+        return x * n + y
+
+    x = torch.randn(2)
+    for step in (lambda x, n: total(x, n, 1.0), lambda x, n: scaled(x, n, x)):
+        with pytest.raises(dg.HostArgumentError, match="'n' by position.*keyword"):
+            dg.capture(step, x, backend="cpu", host_args={"n": 4})
+
+
+def test_what_can_be_marked_needs_parameters_and_no_module():
+    with pytest.raises(dg.InputTypeError, match="Mark a function of your own"):
+        dg.region(torch.relu)
+    names: dict[str, Any] = {}
+    exec("def f(x):\n    return x * 2", names)
+    assert torch.equal(dg.region(names["f"])(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_marks_are_written_with_and_without_arguments():
+    calls = []
+
+    @dg.region
+    def bare(x: Any) -> Any:
+        return x + 1
+
+    @dg.region()
+    def called(x: Any) -> Any:
+        return x * 2
+
+    @dg.region(context=lambda: 3)
+    def ambient(x: Any, *, context: int) -> Any:
+        return x * context
+
+    @dg.no_graph
+    def eager(x: Any) -> Any:
+        calls.append(dg.is_capturing())
+        return x - float(x.sum())
+
+    def fn(x: Any) -> Any:
+        x = eager(ambient(called(bare(x))))
+        dg.graph_break()
+        calls.append(dg.is_capturing())
+        return x / 2
+
+    x = torch.ones(3)
+    with dg.capture(fn, x, policy="breakable", backend="cpu", warmup=0) as cap:
+        assert calls == [False, True]
+        assert torch.equal(cap.replay(), fn(x))

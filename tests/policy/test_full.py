@@ -1,0 +1,222 @@
+"""Policy full with host arguments, on the reference: recordings, copies and the broken form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.api.policy.budget import UpdateBudget
+
+WIDTH = 16
+
+
+@dg.region(host_args=("n",))
+def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """The same operations for every ``n``."""
+    return x[:, :n].sum(1, keepdim=True) * 2
+
+
+def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    h = x * 0.5
+    return h + head(x + 1, n=n)
+
+
+@dg.region(host_args=("n",))
+def uneven(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    """One more operation for every four in ``n``."""
+    h = x[:, :n].sum(1, keepdim=True)
+    for _ in range(n // 4):
+        h = h * 1.5
+    return h
+
+
+def uneven_step(x: torch.Tensor, *, n: int) -> dict[str, torch.Tensor]:
+    h = x * 2
+    y = uneven(h, n=n) + h
+    return {"y": y, "same": x, "sum": y.sum()}
+
+
+def check(cap: dg.Captured, fn: Any, x: torch.Tensor, n: int, outputs: Any = None) -> None:
+    x.copy_(torch.randn(x.shape))
+    want = fn(x.clone(), n=n)
+    got = cap.replay(n=n)
+    if isinstance(want, dict):
+        for name, value in want.items():
+            assert torch.equal(got[name], value), (name, n)
+    else:
+        assert torch.equal(got, want), n
+    if outputs is not None:
+        assert addresses(got) == outputs
+
+
+def addresses(tree: Any) -> list[int]:
+    return [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(tree)]
+
+
+def captured(fn: Any, n: int, **budget: Any) -> tuple[dg.Captured, torch.Tensor]:
+    x = torch.randn(4, WIDTH)
+    cap = dg.capture(fn, x, backend="cpu", host_args={"n": n}, budget=UpdateBudget(**budget))
+    return cap, x
+
+
+def captured_ambient(state: dict[str, Any], context: Any) -> tuple[dg.Captured, Any]:
+    @dg.region(context=context, mutates=("out",))
+    def read(x: torch.Tensor, out: torch.Tensor, *, context: Any) -> None:
+        out.copy_(x + state["table"])
+
+    def step(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        read(x * 2, out)
+        return out * 3
+
+    x = torch.randn(4)
+    return dg.capture(step, x, torch.zeros(4), backend="cpu"), x
+
+
+def test_recording_that_touches_a_tensor_the_capture_did_not_is_refused() -> None:
+    first, state = torch.randn(4), {"step": 0}
+    state["table"] = first
+    cap, x = captured_ambient(state, lambda: state["step"])
+    state["step"] = 1
+    assert torch.equal(cap.replay(), (x * 2 + first) * 3)
+    state.update(step=2, table=torch.randn(4))
+    with pytest.raises(
+        dg.RegionError, match=r"touched a tensor that the capture did not.*x \+ stat"
+    ):
+        cap.replay()
+    state["table"] = first
+    assert torch.equal(cap.replay(), (x * 2 + first) * 3)
+
+
+def test_recording_may_touch_a_tensor_whose_address_is_in_the_key() -> None:
+    tables = [torch.randn(9), torch.randn(9)[5:], torch.randn(4)]
+    tables[0] = tables[0][1:5]
+    state = {"table": tables[0]}
+    cap, x = captured_ambient(state, lambda: (7, state["table"].data_ptr()))
+    for index in (0, 1, 2, 1, 0):
+        state["table"] = tables[index]
+        x.copy_(torch.randn(4))
+        assert torch.equal(cap.replay(), (x * 2 + tables[index]) * 3)
+
+
+def test_recording_may_touch_what_is_bound_though_the_capture_did_not() -> None:
+    @dg.region(host_args=("n",))
+    def pick(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x + pages[n]
+
+    x, pages = torch.randn(4), [torch.randn(4), torch.randn(4)]
+    step = lambda x, pages, *, n: pick(x, n=n) * 2  # noqa: E731
+    cap = dg.capture(step, x, pages, backend="cpu", host_args={"n": 0})
+    assert torch.equal(cap.replay(n=1), (x + pages[1]) * 2)
+    slot = dg.InputSlot("x", ("requests", 4), torch.float32, pad=dg.Pad.zero())
+    with dg.DecodeRunner(
+        lambda batch: pick(batch.x, n=batch.host.n) * 2,
+        [slot],
+        host_args={"n": 0},
+        bound={"first": pages[0], "second": pages[1]},
+        max_requests=1,
+        backend="cpu",
+        strict=True,
+    ) as runner:
+        runner.capture()
+        got = runner.run({"x": x[None]}, host_args={"n": 1})
+        assert torch.equal(got, (x[None] + pages[1]) * 2)
+
+
+def test_recorded_keys_are_counted_as_hits_and_repeats() -> None:
+    cap, x = captured(step, 2)
+    for n in (2, 2, 3, 3, 2, 3):
+        check(cap, step, x, n)
+    counts = cap.stats()
+    assert (counts["repeats"], counts["misses"], counts["hits"]) == (3, 1, 2)
+    assert counts["broken_over_miss_budget"] == 0
+
+
+def test_keys_of_another_topology_share_one_copy() -> None:
+    """FAULTS 21."""
+    cap, x = captured(uneven_step, 2)
+    held = addresses(cap.outputs)
+    for n in (5, 6, 7, 2, 3, 5, 6):
+        check(cap, uneven_step, x, n, held)
+    counts = cap.stats()
+    assert counts["copies"] == 1
+    assert counts["copy_seconds"] > 0
+    assert counts["broken_over_copy_budget"] == 0
+    assert "copies: 1" in cap.explain()
+
+
+def test_ambient_context_is_read_once_per_replay_on_every_way() -> None:
+    reads: list[int] = []
+    now = [1]
+
+    def snapshot() -> int:
+        reads.append(now[0])
+        return now[0]
+
+    @dg.region(context=snapshot)
+    def scaled(x: torch.Tensor, *, context: int) -> torch.Tensor:
+        h = x * context
+        for _ in range(context // 4):
+            h = h + 1
+        return h
+
+    def ambient(x: torch.Tensor) -> torch.Tensor:
+        return scaled(x + 1) * 2
+
+    x = torch.randn(3, 4)
+    cap = dg.capture(ambient, x, backend="cpu", budget=UpdateBudget(misses=2, copies=1))
+    for value in (1, 2, 5, 9, 3, 10, 11):
+        now[0] = value
+        reads.clear()
+        got = cap.replay()
+        assert reads == [value]
+        assert torch.equal(got, ambient(x)), value
+    assert cap.stats()["broken_over_miss_budget"] > 0
+
+
+def test_output_whose_layout_depends_on_a_host_argument_is_refused() -> None:
+    @dg.region(host_args=("n",))
+    def grown(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        h = x[:, : 2 + n // 4].clone()
+        return h * 2 if n < 4 else h * 2 + 1
+
+    def growing(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return grown(x, n=n)
+
+    cap, x = captured(growing, 2)
+    check(cap, growing, x, 3)
+    with pytest.raises(dg.RegionError, match="grown|step returned"):
+        cap.replay(n=5)
+    check(cap, growing, x, 3)
+
+
+def test_error_in_the_broken_form_is_the_users_and_the_next_step_is_right() -> None:
+    @dg.region(host_args=("n",))
+    def picky(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        if n == 6:
+            raise RuntimeError("n is 6")
+        return x[:, :n].sum(1, keepdim=True)
+
+    def picking(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return picky(x * 2, n=n) + 1
+
+    cap, x = captured(picking, 2, misses=0)
+    for bad_first in (6, 6):
+        with pytest.raises(RuntimeError, match="n is 6"):
+            cap.replay(n=bad_first)
+        check(cap, picking, x, 5)
+        check(cap, picking, x, 2)
+    assert not dg.is_capturing()
+
+
+def test_closing_closes_copies_and_the_broken_form() -> None:
+    cap, x = captured(uneven_step, 2, misses=1)
+    for n in (5, 6, 7, 9):
+        check(cap, uneven_step, x, n)
+    pool = cap.pool
+    cap.close()
+    assert len(pool.recordings) == 0
+    with pytest.raises(dg.StateError, match="closed"):
+        cap.replay(n=2)
