@@ -4,7 +4,7 @@
 
 A call of a Python function is one frame, whoever wrote the function; calls into C are none. Both
 sums are shown: all frames, and those of functions in devgraph's own files. Every walk is measured
-on the CPU reference, in the state that its line names, and after a walk of the same kind, so that
+on the CPU reference, in the state that its line names, after two walks of the same kind, so that
 imports and first uses are not in it. ``--files`` lists the files of each walk and their frames.
 """
 
@@ -177,6 +177,7 @@ def measure(name: str) -> tuple[str, Counter[str]]:
     """Return the state that a walk is measured in, and its frames by file."""
     state, walk = WALKS[name]()
     walk()
+    walk()  # The first of all may import, after which Python asks its abstract classes anew.
     return state, frames_of(walk)
 
 

@@ -38,3 +38,8 @@ def test_walk_is_counted_the_same_each_time(walks: ModuleType, name: str) -> Non
     again, others = walks.measure(name)
     assert state == again
     assert frames == others
+
+
+def test_walk_from_the_text_of_a_mode_to_its_policies_stays_short(walks: ModuleType) -> None:
+    _, frames = walks.measure("mode")
+    assert frames.total() <= 300

@@ -17,7 +17,9 @@ from devgraph.api.graph import DeviceGraph, GraphInfo
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.modes import Modes
-from devgraph.api.policy import Job, Plan, UpdateBudget, check_compiler, get_policy
+from devgraph.api.policy import check_compiler, compiles, get_policy
+from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import Job, Plan
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
@@ -41,7 +43,7 @@ class Captured:
         self.phases: dict[str, float] = job.phases
         """Seconds that each phase of the capture took."""
         self._job: Job | None = job
-        self._exact = policy != "piecewise" or job.compiler in (None, "eager")
+        self._exact = not compiles(policy) or job.compiler in (None, "eager")
         self._plan = plan
         self._spec = job.spec
         self.modes = Modes.current()

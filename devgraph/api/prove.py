@@ -15,7 +15,7 @@ from devgraph.api.errors import InputError, InputTypeError
 
 if TYPE_CHECKING:
     from devgraph.api.capture import Captured
-    from devgraph.api.policy import Job
+    from devgraph.api.policy.job import Job
 
 __all__ = ["Failure", "Report", "compare", "compare_near", "prove", "randomize"]
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from devgraph.api.config.flags import add_cli_args
-from devgraph.api.config.values import CAPTURING_POLICIES, COMPILERS
+from devgraph.api.policy import COMPILERS, policies
 from devgraph.cli.dtypes import DTYPES
 from devgraph.cli.generate_arguments import add_engine_arguments
 
@@ -156,7 +156,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         action="append",
-        choices=CAPTURING_POLICIES,
+        choices=policies(),
         help="only this policy; may be repeated (default: all)",
     )
     parser.add_argument(
@@ -185,9 +185,7 @@ def _check(parser: argparse.ArgumentParser) -> None:
 
 def _explain(parser: argparse.ArgumentParser) -> None:
     _target(parser)
-    parser.add_argument(
-        "--policy", default="full", choices=CAPTURING_POLICIES, help="(default: full)"
-    )
+    parser.add_argument("--policy", default="full", choices=policies(), help="(default: full)")
     parser.add_argument("--backend", default="auto", metavar="NAME", help="(default: auto)")
     parser.add_argument("--compiler", help="compiler of the pieces under policy piecewise")
     parser.add_argument("--grad", action="store_true", help="capture with autograd on")

@@ -12,8 +12,8 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
-from devgraph.api.config.values import CAPTURING_POLICIES
 from devgraph.api.errors import CapabilityError, CaptureError, UpdateError
+from devgraph.api.policy import policies
 from devgraph.cli.measure import Timing, median, seconds_per_call
 from devgraph.cli.public import public_breakable
 from devgraph.cli.tables import working
@@ -223,7 +223,7 @@ def measure(backend: Backend, shape: Shape, kv_len: int, args: argparse.Namespac
     bench = _Bench(backend, shape, kv_len)
     try:
         with working("capturing"):
-            bench.add_policies(args.policy or CAPTURING_POLICIES, args.compiler or ())
+            bench.add_policies(args.policy or policies(), args.compiler or ())
             bench.add_public()
         bench.check()
         with working("timing"):

@@ -15,7 +15,7 @@ import torch
 from devgraph.api.capture import Captured, capture
 from devgraph.api.config.model import PhaseConfig
 from devgraph.api.errors import AgreementError, InputError, ResourceError
-from devgraph.api.policy import UpdateBudget
+from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.runners.graphs import BucketGraph, Graphs, Reason
 from devgraph.runners.options import Options

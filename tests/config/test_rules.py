@@ -1,27 +1,24 @@
-"""Compatibility rules: what an engine's features do to defaults and to choices."""
+"""The compatibility rules, row by row."""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from devgraph.api.capabilities import Capabilities
-from devgraph.api.config.facts import ATTENTION, EngineFacts, weakest_attention
-from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning, PhaseConfig
-from devgraph.api.config.resolve import Resolution, resolve
-from devgraph.api.config.rule import Rule
-from devgraph.api.config.rules import RULES
-from devgraph.api.config.values import PHASES, POLICIES
-from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
+from devgraph.api.config.phase import PHASES, PhaseConfig
+from devgraph.api.config.resolve import resolve
+from devgraph.api.config.rules import RULES, Rule
+from devgraph.api.errors import ConfigError
+from devgraph.api.policy import _registered, policies, register_policy, registration
+from tests.support.config_cases import config_with
 
 # rule, facts that wake it, phase, policy, what holds then ("noted" for a note)
 CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
@@ -100,34 +97,60 @@ OTHER_KEYS = {"moe-align", "moe-align-buckets", "piecewise-compiler"}  # tested 
 KINDS = {rule.name: rule.kind for rule in RULES}
 
 
-def config_with(phase: str, *, explicit: bool, **values: Any) -> DeviceGraphConfig:
-    """One phase with these values, as defaults or as choices; the other phase switched off."""
-    other = "prefill" if phase == "decode" else "decode"
-    chosen = PhaseConfig(**values)
-    assert chosen.explicit == frozenset(values) or not explicit
-    config = DeviceGraphConfig(
-        **{phase: chosen, other: PhaseConfig(policy="disabled")}  # type: ignore[arg-type]
-    )
-    if not explicit:
-        # The table is tried on values that are nobody's default, too.
-        object.__setattr__(config.phase(phase), "explicit", frozenset())
-    return config
-
-
-def resolve_quietly(config: DeviceGraphConfig, facts: EngineFacts, **options: Any) -> Resolution:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return resolve(config, facts, **options)
-
-
 def test_rules_have_different_names_and_only_weaken_policies() -> None:
-    strength = {"full": 2, "piecewise": 2, "breakable": 1, "disabled": 0}
     assert len({rule.name for rule in RULES}) == len(RULES)
     for rule in RULES:
         assert rule.explanation
         assert rule.source
+        assert rule.policies is None  # the table asks for promises, never for names
         if rule.key == "policy" and rule.kind != "note":
-            assert all(strength[rule.value] < strength[one] for one in rule.policies), rule.name
+            assert rule.value not in policies_of(rule), rule.name
+
+
+def policies_of(rule: Rule) -> list[str]:
+    return [
+        name
+        for name in policies()
+        if rule.spares is None or not rule.spares <= registration(name).promises
+    ]
+
+
+def test_rule_that_would_strengthen_a_policy_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'ours' may set the policy to 'breakable' or 'disabled'"):
+        Rule(name="ours", kind="safety", when=lambda *_: True, explanation="", source="",
+             value="full")  # fmt: skip
+
+
+@pytest.fixture
+def shadow(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A policy that promises nothing, registered for one test."""
+    monkeypatch.setattr("devgraph.api.policy._registered", dict(_registered))
+    register_policy("shadow", "a.module.that.nothing.here.imports")
+    return "shadow"
+
+
+WAKING = {
+    "moe-align": ({"moe_all_to_all_align": 8}, {"align": 4}),
+    "moe-align-buckets": ({"moe_all_to_all_align": 8}, {"buckets": [4]}),
+    "piecewise-compiler": ({"compilers": ("eager",)}, {"compiler": "inductor"}),
+}
+SAFETY = [
+    *[(name, facts, phase, {}) for name, facts, phase, *_ in CASES if KINDS[name] == "safety"],
+    *[(name, facts, "prefill", keys) for name, (facts, keys) in WAKING.items()],
+]
+
+
+def test_every_safety_rule_is_tried_on_a_policy_that_is_added() -> None:
+    assert {name for name, *_ in SAFETY} == {one.name for one in RULES if one.kind == "safety"}
+
+
+@pytest.mark.parametrize(("name", "facts", "phase", "keys"), SAFETY)
+def test_safety_rule_refuses_a_policy_that_is_added(
+    shadow: str, name: str, facts: dict[str, Any], phase: str, keys: dict[str, Any]
+) -> None:
+    config = DeviceGraphConfig.from_dict({phase: {"policy": shadow, **keys}})
+    with pytest.raises(ConfigError, match=rf"\[{name}\]"):
+        resolve(config, EngineFacts(**facts))
 
 
 def test_cases_cover_the_whole_table() -> None:
@@ -137,11 +160,16 @@ def test_cases_cover_the_whole_table() -> None:
 def test_documentation_has_every_rule_and_fact() -> None:
     text = (Path(__file__).parents[2] / "docs" / "modes.md").read_text()
     for rule in RULES:
-        assert re.search(
-            rf"\| `{rule.name}` \| {rule.kind} \|.*{re.escape(rule.explanation)}", text
-        )
+        names = policies_of(rule)
+        about = "any" if names == [*policies()] else ", ".join(names)
+        sets = rule.value if rule.key == "policy" else f"`{rule.key}`"
+        sets = "-" if rule.kind == "note" else sets
+        phase = "both" if rule.phases == PHASES else rule.phases[0]
+        row = f"| `{rule.name}` | {rule.kind} | {phase} | {about} | {sets} | {rule.explanation} |"
+        assert row in text
     for field in attrs.fields(EngineFacts):
-        assert f"| `{field.name}` |" in text
+        default = "null" if field.default is None else json.dumps(field.default)
+        assert f"| `{field.name}` | `{default}` |" in text
 
 
 @pytest.mark.parametrize(("name", "facts", "phase", "policy", "holds"), CASES)
@@ -222,246 +250,3 @@ def test_every_fact_is_read_by_some_rule() -> None:
     for rule in RULES:
         rule.when(Spy(waking), PhaseConfig(policy="full"))  # type: ignore[arg-type]
     assert read == {field.name for field in attrs.fields(EngineFacts)} - {"backend"}
-
-
-@pytest.mark.parametrize(
-    ("attention", "tokens", "decode", "prefill"),
-    [
-        ("always", 3, "full", "full"),
-        ("uniform_batch", 3, "full", "breakable"),
-        ("single_token_decode", 0, "full", "breakable"),
-        ("single_token_decode", 3, "breakable", "breakable"),
-        ("never", 0, "breakable", "breakable"),
-    ],
-)
-def test_attention_capability_decides_what_full_may_hold(
-    attention: str, tokens: int, decode: str, prefill: str
-) -> None:
-    facts = EngineFacts(attention=attention, speculative_tokens=tokens)
-    for phase, holds in (("decode", decode), ("prefill", prefill)):
-        config = config_with(phase, explicit=False, policy="full")
-        assert resolve_quietly(config, facts).effective.phase(phase).policy == holds
-    assert weakest_attention("always", attention) == attention
-    assert weakest_attention() == "always"
-
-
-def test_kv_offload_keeps_graphs_and_weight_offload_switches_them_off() -> None:
-    default = DeviceGraphConfig()
-    kept = resolve_quietly(default, EngineFacts(kv_offload=True))
-    assert kept.effective == default
-    assert {one.outcome for one in kept.fired} == {"noted"}
-    off = resolve_quietly(default, EngineFacts(weight_offload=True))
-    assert (off.effective.decode.policy, off.effective.prefill.policy) == ("disabled",) * 2
-
-
-def test_speculation_leaves_full_decode_on() -> None:
-    found = resolve_quietly(
-        DeviceGraphConfig(), EngineFacts(speculative_tokens=4, dynamic_speculation=True)
-    )
-    assert found.effective.decode.policy == "full"
-
-
-def test_alignment_of_the_expert_exchange_reaches_align_and_buckets() -> None:
-    facts = EngineFacts(moe_all_to_all="device", moe_all_to_all_align=8)
-    found = resolve_quietly(DeviceGraphConfig(), facts)
-    assert found.effective.prefill.align == 8
-    assert found.effective.decode.align == 1
-    already = DeviceGraphConfig.from_json('{"prefill": {"align": 16, "buckets": [16, 64]}}')
-    assert resolve_quietly(already, facts).effective.prefill == already.prefill
-    default = config_with("prefill", explicit=False, policy="breakable", align=12, buckets=(4, 12))
-    held = resolve_quietly(default, facts).effective.prefill
-    assert (held.align, held.buckets) == (24, (8, 16))
-    for text, part in (
-        ('{"prefill": {"align": 4}}', "prefill.align=4"),
-        ('{"prefill": {"buckets": [8, 12]}}', r"prefill.buckets=\[8, 12\].*would be \[8, 16\]"),
-    ):
-        with pytest.raises(ConfigError, match=part):
-            resolve(DeviceGraphConfig.from_json(text), facts)
-
-
-def test_compiler_that_the_backend_lacks_becomes_eager_or_is_refused() -> None:
-    facts = EngineFacts(compilers=("eager",))
-    default = config_with("prefill", explicit=False, policy="piecewise", compiler="inductor")
-    assert resolve_quietly(default, facts).effective.prefill.compiler == "eager"
-    text = '{"prefill": {"policy": "piecewise", "compiler": "inductor"}}'
-    with pytest.raises(ConfigError, match=r'prefill\.compiler="inductor"'):
-        resolve(DeviceGraphConfig.from_json(text), facts)
-
-
-def test_all_refused_choices_are_listed_with_their_origin() -> None:
-    config = DeviceGraphConfig.from_json(
-        '{"decode": "full", "backends": {"npu": {"prefill": "full"}}}', source="--device-graph-mode"
-    )
-    facts = EngineFacts(backend="npu", attention="never", kv_layerwise=True)
-    with pytest.raises(ConfigError) as error:
-        resolve(config, facts)
-    text = str(error.value)
-    for rule in ("attention-decode", "attention-prefill", "kv-layerwise"):
-        assert f"[{rule}]" in text
-    assert 'decode.policy="full", chosen by --device-graph-mode,' in text
-    assert "chosen by --device-graph-mode backends.npu.prefill.policy," in text
-
-
-def test_backend_part_is_applied_before_the_rules() -> None:
-    config = DeviceGraphConfig.from_json('{"backends": {"npu": {"prefill": "disabled"}}}')
-    facts = EngineFacts(backend="npu", two_batch_overlap=True)
-    found = resolve_quietly(config, facts)
-    assert found.requested == config.for_backend("npu")
-    assert found.effective.prefill.policy == "disabled"
-    assert found.backend == "npu"
-    assert [one for one in found.fired if one.rule == "two-batch-overlap"] == []
-    general = resolve_quietly(config, EngineFacts())
-    assert general.effective.prefill.policy == "breakable"
-    assert general.effective.backends == ()
-
-
-def test_a_phase_that_does_not_occur_is_set_aside_even_when_it_was_chosen() -> None:
-    config = DeviceGraphConfig.from_json('{"decode": "full", "prefill": "full"}')
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = resolve(config, EngineFacts(role="decode", attention="uniform_batch"))
-    assert (found.effective.decode.policy, found.effective.prefill.policy) == ("full", "disabled")
-    assert [one.outcome for one in found.fired] == ["set aside"]
-
-
-def test_a_later_rule_removes_notes_about_a_policy_that_no_longer_holds() -> None:
-    found = resolve_quietly(DeviceGraphConfig(), EngineFacts(kv_offload=True, pipeline_parallel=2))
-    names = [rule.name for rule in RULES]
-    assert names.index("kv-offload") < names.index("pipeline-parallel")
-    assert [(one.phase, one.rule) for one in found.fired] == [
-        ("decode", "kv-offload"),
-        ("prefill", "pipeline-parallel"),
-    ]
-
-
-def test_engine_passes_rules_of_its_own() -> None:
-    own = Rule(
-        name="our-architecture",
-        kind="preference",
-        policies=("breakable",),
-        phases=("prefill",),
-        value="disabled",
-        when=lambda facts, phase: phase.max_bs is None,
-        explanation="scratch memory grows with the bucket",
-        source="our tracker",
-    )
-    found = resolve_quietly(DeviceGraphConfig(), EngineFacts(), rules=(*RULES, own))
-    assert found.effective.prefill.policy == "disabled"
-    assert [one.rule for one in found.fired] == ["our-architecture"]
-
-
-def test_resolution_as_data_has_requested_effective_and_every_rule() -> None:
-    found = resolve_quietly(DeviceGraphConfig(), EngineFacts(pipeline_parallel=2, lora=True))
-    data = json.loads(found.to_json())
-    assert data["requested"]["prefill"]["policy"] == "breakable"
-    assert data["effective"]["prefill"]["policy"] == "disabled"
-    assert [(one["phase"], one["rule"], one["outcome"]) for one in data["rules"]] == [
-        ("decode", "lora", "noted"),
-        ("prefill", "pipeline-parallel", "changed"),
-    ]
-    assert all(one["source"].startswith("https://") for one in data["rules"])
-    assert found.rows() == [
-        ("decode", "policy", '"full"', '"full"'),
-        ("prefill", "policy", '"breakable"', '"disabled"'),
-    ]
-
-
-def test_facts_take_over_what_a_backend_declares() -> None:
-    facts = EngineFacts(lora=True).on_backend("other", Capabilities(region_update=True))
-    assert facts == EngineFacts(
-        backend="other",
-        lora=True,
-        region_update=True,
-        piecewise=False,
-        compilers=("eager",),
-        collectives_capturable=False,
-    )
-
-
-@pytest.mark.parametrize(
-    ("values", "kind", "part"),
-    [
-        ({"loar": True}, ConfigError, "facts: there is no fact 'loar'.*Did you mean 'lora'"),
-        ({"lora": 1}, ConfigTypeError, "facts.lora: expected bool"),
-        ({"pipeline_parallel": True}, ConfigTypeError, "facts.pipeline_parallel: expected int"),
-        ({"pipeline_parallel": 0}, ConfigError, "at least 1"),
-        ({"attention": "alway"}, ConfigError, "facts.attention.*Did you mean 'always'"),
-        ({"role": None}, ConfigTypeError, "facts.role"),
-    ],
-)
-def test_facts_from_a_file_are_checked(
-    values: dict[str, Any], kind: type[Exception], part: str
-) -> None:
-    with pytest.raises(kind, match=part):
-        EngineFacts.from_dict(values)
-
-
-FACTS = st.builds(
-    EngineFacts,
-    **{field.name: st.booleans() for field in attrs.fields(EngineFacts) if field.type == "bool"},
-    **{
-        field.name: st.integers(field.default, field.default + 3)
-        for field in attrs.fields(EngineFacts)
-        if field.type == "int"
-    },
-    attention=st.sampled_from(ATTENTION),
-    role=st.sampled_from(["both", "prefill", "decode"]),
-    multimodal=st.sampled_from(["none", "slot", "outside"]),
-    moe_all_to_all=st.sampled_from(["none", "device", "host", "unproven"]),
-    compilers=st.sampled_from([("eager",), ("eager", "inductor")]),
-)
-MODES = st.fixed_dictionaries(
-    {},
-    optional={
-        phase: st.fixed_dictionaries(
-            {},
-            optional={
-                "policy": st.sampled_from(POLICIES),
-                "compiler": st.sampled_from(["eager", "inductor"]),
-                "buckets": st.lists(st.integers(1, 99), min_size=1, max_size=3),
-            },
-        )
-        for phase in PHASES
-    },
-)
-
-
-def test_the_random_facts_vary_every_field() -> None:
-    kinds = {field.type for field in attrs.fields(EngineFacts)}
-    assert kinds == {"bool", "int", "str", "str | None", "tuple[str, ...]"}
-
-
-@settings(max_examples=300, deadline=None)
-@given(facts=FACTS, mode=MODES)
-def test_choices_are_never_changed_and_what_holds_is_allowed(
-    facts: EngineFacts, mode: dict[str, Any]
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = DeviceGraphConfig.from_dict(mode)
-    try:
-        found = resolve_quietly(config, facts)
-    except ConfigError as error:
-        refused = str(error)
-    else:
-        refused = ""
-    if refused:
-        assert {KINDS[name] for name in re.findall(r"\[([a-z-]+)\]", refused)} == {"safety"}
-        assert mode
-        return
-    strength = {"full": 2, "piecewise": 2, "breakable": 1, "disabled": 0}
-    for phase in PHASES:
-        asked, holds = config.phase(phase), found.effective.phase(phase)
-        aside = any(one.phase == phase and one.outcome == "set aside" for one in found.fired)
-        for key in asked.explicit - ({"policy"} if aside else set()):
-            assert getattr(holds, key) == getattr(asked, key)
-        assert holds.policy == asked.policy or strength[holds.policy] < strength[asked.policy]
-        changed = {one.key for one in found.fired if one.phase == phase and one.after is not None}
-        for key, value in holds.to_dict(everything=True).items():
-            assert value == asked.to_dict(everything=True)[key] or key in changed
-    # What holds can be sent on and chosen: no rule objects to it any more.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        sent = DeviceGraphConfig.from_json(found.effective.to_json())
-    again = resolve_quietly(sent, facts)
-    assert again.effective == found.effective

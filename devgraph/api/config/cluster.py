@@ -29,10 +29,10 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.document import read_file
-from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.facts import ROLES, EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
+from devgraph.api.config.phase import PHASES, count, unknown_name
 from devgraph.api.config.resolve import Resolution, resolve
-from devgraph.api.config.values import PHASES, unknown_name
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 
 __all__ = ["Cluster", "ClusterPlan", "Group", "Member", "MemberPlan", "plan_cluster"]
@@ -49,7 +49,6 @@ _GROUP_KEYS = (
     "facts",
 )
 _MEMBER_KEYS = ("backend", "vendor", "count")
-_ROLES = ("both", "prefill", "decode")
 
 
 @attrs.frozen(kw_only=True)
@@ -232,10 +231,10 @@ def _group(entry: object, path: str) -> Group:
     if not isinstance(name, str) or not name:
         raise ConfigTypeError(f"{path}.name: expected the name of the group, got {name!r}")
     role = values.get("role", "both")
-    if role not in _ROLES:
-        raise unknown_name(f"{path}.role", role, _ROLES, what="role")
+    if role not in ROLES:
+        raise unknown_name(f"{path}.role", role, ROLES, what="role")
     members = _members(values, path)
-    parallel = _count(values.get("tensor_parallel", 1), f"{path}.tensor_parallel")
+    parallel = count(values.get("tensor_parallel", 1), f"{path}.tensor_parallel")
     total = sum(member.count for member in members)
     if total % parallel:
         raise ConfigError(
@@ -275,7 +274,7 @@ def _member(entry: object, path: str) -> Member:
         if not isinstance(name, str) or not name:
             raise ConfigTypeError(f"{path}.{key}: expected the name of a {key}, got {name!r}")
         names[key] = name
-    return Member(**names, count=_count(values.get("count", 1), f"{path}.count"))
+    return Member(**names, count=count(values.get("count", 1), f"{path}.count"))
 
 
 def _mapping(
@@ -286,12 +285,4 @@ def _mapping(
     for key in value:
         if known is not None and key not in known:
             raise unknown_name(path, key, known, what=what)
-    return value
-
-
-def _count(value: object, path: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigTypeError(f"{path}: expected an integer, got {value!r}")
-    if value < 1:
-        raise ConfigError(f"{path}: expected at least 1, got {value}")
     return value

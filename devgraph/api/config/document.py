@@ -14,22 +14,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
-
-from devgraph.api.config.values import (
+from devgraph.api.config.merge import Level, Source
+from devgraph.api.config.phase import (
     KEYS,
     OLDER_POLICIES,
     PHASES,
-    POLICIES,
     Setting,
-    check,
+    choices,
+    over_maximum,
+    path_of,
     unknown_name,
 )
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 __all__ = [
     "SECTION",
-    "Parsed",
     "parse_mode",
     "read_file",
     "read_json",
@@ -41,14 +40,6 @@ SECTION = "device_graph"
 """The name of the section that holds a mode configuration in a larger file."""
 
 _EXAMPLE = '\'{"decode": "full", "prefill": {"policy": "breakable", "buckets": [64, 512]}}\''
-
-
-@attrs.frozen(kw_only=True)
-class Parsed:
-    """The settings that a document makes, and what there is to say about how it was read."""
-
-    settings: dict[Setting, Any]
-    notes: tuple[str, ...]
 
 
 def read_json(text: str, source: str) -> object:
@@ -88,7 +79,7 @@ def read_mode(text: str, source: str) -> object:
     """Return the document of ``--device-graph-mode`` as ``read_json`` does; a policy alone is
     refused with how to write it."""
     word = text.strip() if isinstance(text, str) else ""
-    if word in POLICIES:
+    if word in choices():
         raise ConfigError(
             f'{source}: {word!r} names no phase; write \'{{"decode": "{word}"}}\', or '
             f"--decode-device-graph-mode {word}"
@@ -129,12 +120,11 @@ def read_section(path: str | os.PathLike[str]) -> object:
     return document[SECTION]
 
 
-def parse_mode(document: object, source: str) -> Parsed:
-    """Turn ``{"decode": ..., "prefill": ..., "backends": {...}}`` into checked settings."""
-    top = _object(document, source, "an object with a policy per phase")
+def parse_mode(document: object, source: str, level: Level = Level.JSON) -> Source:
+    """Check ``{"decode": ..., "prefill": ..., "backends": {...}}`` and return what it says."""
     settings: dict[Setting, Any] = {}
     notes: list[str] = []
-    for name, value in top.items():
+    for name, value in _object(document, source, "an object with a policy per phase").items():
         if name in PHASES:
             _parse_phase(None, name, value, source, settings, notes)
         elif name == "backends":
@@ -143,7 +133,7 @@ def parse_mode(document: object, source: str) -> Parsed:
                 _parse_overlay(backend, phases, source, settings, notes)
         else:
             raise unknown_name(source, name, (*PHASES, "backends"), what="phase")
-    return Parsed(settings=settings, notes=tuple(notes))
+    return Source(level=level, name=source, settings=settings, notes=tuple(notes))
 
 
 def _parse_overlay(
@@ -166,32 +156,27 @@ def _parse_phase(
     settings: dict[Setting, Any],
     notes: list[str],
 ) -> None:
-    where = str(Setting(backend, phase, ""))[:-1]
-    if isinstance(value, Mapping):
-        chosen: Mapping[Any, Any] = value
-    else:
-        chosen = {"policy": value}
+    where = f"{source}: {path_of((backend, phase, ''))[:-1]}"
+    chosen = value if isinstance(value, (dict, Mapping)) else {"policy": value}
     for key, item in chosen.items():
         if key not in KEYS:
-            raise unknown_name(f"{source}: {where}", key, KEYS, what="key")
-        place = Setting(backend, phase, key)
-        settings[place] = check(key, item, f"{source}: {place}")
+            raise unknown_name(where, key, KEYS, what="key")
+        checked = KEYS[key].read(item, f"{where}.{key}")
+        settings[backend, phase, key] = checked
         if key == "policy" and item in OLDER_POLICIES:
             notes.append(
-                f"{source}: {place}: {item!r} is the older name of the policy "
-                f"{settings[place]!r}; write {settings[place]!r}"
+                f"{where}.{key}: {item!r} is the older name of the policy {checked!r}; write "
+                f"{checked!r}"
             )
-    sizes = settings.get(Setting(backend, phase, "buckets"))
-    largest = settings.get(Setting(backend, phase, "max_bs"))
-    if sizes and largest is not None and max(sizes) > largest:
-        raise ConfigError(
-            f"{source}: {where}: the bucket {max(sizes)} is over max_bs={largest}; remove the "
-            f"bucket or raise max_bs"
-        )
+    problem = over_maximum(
+        settings.get((backend, phase, "buckets")), settings.get((backend, phase, "max_bs"))
+    )
+    if problem:
+        raise ConfigError(f"{where}: {problem}")
 
 
 def _object(value: object, where: str, what: str) -> Mapping[Any, Any]:
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):  # the first is the usual one, and cheaper to ask
         return value
     raise ConfigTypeError(
         f"{where}: expected {what}, got {type(value).__name__} {value!r}. For example {_EXAMPLE}"

@@ -7,43 +7,28 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.config.values import unknown_name
+from devgraph.api.config.phase import PHASES, unknown_name
 from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.policy import COMPILERS
 
-__all__ = ["ATTENTION", "EngineFacts", "weakest_attention"]
+__all__ = ["ATTENTION", "ROLES", "EngineFacts", "weakest_attention"]
 
+ROLES = ("both", *reversed(PHASES))
 ATTENTION = ("never", "single_token_decode", "uniform_batch", "always")
 """What an attention implementation can have captured, from the least to the most."""
 
-_ROLES = ("both", "prefill", "decode")
-_ALL_TO_ALL = ("none", "device", "host", "unproven")
-_MULTIMODAL = ("none", "slot", "outside")
 
-
-def _one_of(known: tuple[str, ...]) -> Any:
-    def validate(_: Any, attribute: Any, value: Any) -> None:
-        if value not in known:
-            raise unknown_name(attribute.name, value, known, what="value")
-
-    return validate
-
-
-def _typed(kind: type[Any], least: int | None = None) -> Any:
-    def validate(_: Any, attribute: Any, value: Any) -> None:
-        if type(value) is not kind:  # a bool is no count
-            raise ConfigTypeError(f"{attribute.name}: expected {kind.__name__}, got {value!r}")
-        if least is not None and value < least:
-            raise ConfigError(f"{attribute.name}: expected at least {least}, got {value}")
-
-    return validate
+def _one_of(*known: str) -> Any:
+    return attrs.field(default=known[0], metadata={"known": known})
 
 
 def _flag(default: bool = False) -> Any:
-    return attrs.field(default=default, validator=_typed(bool))
+    return attrs.field(default=default, metadata={"kind": bool})
 
 
-def _count(default: int = 1, least: int = 1) -> Any:
-    return attrs.field(default=default, validator=_typed(int, least))
+def _count(default: int = 1) -> Any:
+    """A number of at least its default."""
+    return attrs.field(default=default, metadata={"kind": int})
 
 
 @attrs.frozen(kw_only=True)
@@ -53,10 +38,10 @@ class EngineFacts:
     backend: str | None = None
     """The backend this is resolved for; its part of the configuration is applied first."""
 
-    role: str = attrs.field(default="both", validator=_one_of(_ROLES))
+    role: str = _one_of(*ROLES)
     """``prefill`` or ``decode`` on a node that runs only that phase (disaggregated serving)."""
 
-    attention: str = attrs.field(default="always", validator=_one_of(ATTENTION))
+    attention: str = _one_of(*reversed(ATTENTION))
     """What the weakest attention implementation can have captured, see ``weakest_attention``:
     ``always`` any batch, ``uniform_batch`` requests of one width, ``single_token_decode`` one
     token a request, ``never``."""
@@ -70,7 +55,7 @@ class EngineFacts:
     piecewise: bool = _flag(True)
     """The backend can capture ``torch.compile`` pieces."""
 
-    compilers: tuple[str, ...] = attrs.field(default=("eager", "inductor"), converter=tuple)
+    compilers: tuple[str, ...] = attrs.field(default=COMPILERS, converter=tuple)
     """The compilers that piecewise may use on the backend."""
 
     collectives: bool = _flag()
@@ -94,7 +79,7 @@ class EngineFacts:
     data_parallel_attention: bool = _flag()
     """Attention is replicated per rank while the other layers are shared."""
 
-    speculative_tokens: int = _count(0, 0)
+    speculative_tokens: int = _count(0)
     """Draft tokens that one verify step checks per request; 0 without speculation."""
 
     dynamic_speculation: bool = _flag()
@@ -103,7 +88,7 @@ class EngineFacts:
     lora: bool = _flag()
     """Adapters may be active."""
 
-    multimodal: str = attrs.field(default="none", validator=_one_of(_MULTIMODAL))
+    multimodal: str = _one_of("none", "slot", "outside")
     """Where image or audio embeddings join: ``slot`` through an input slot of the captured body,
     ``outside`` in code that the captured body skips."""
 
@@ -116,7 +101,7 @@ class EngineFacts:
     two_batch_overlap: bool = _flag()
     """A batch is split in two halves that run interleaved."""
 
-    moe_all_to_all: str = attrs.field(default="none", validator=_one_of(_ALL_TO_ALL))
+    moe_all_to_all: str = _one_of("none", "device", "host", "unproven")
     """How experts exchange tokens: ``device`` with counts on the device, ``host`` with counts
     read on the host, ``unproven`` where nobody has tried it under capture."""
 
@@ -162,10 +147,23 @@ class EngineFacts:
     slower_prefill: bool = _flag()
     """A captured prefill has to use a slower attention kernel."""
 
+    def __attrs_post_init__(self) -> None:
+        for field in _FIELDS:
+            value = getattr(self, field.name)
+            if value is field.default:
+                continue
+            known, kind = field.metadata.get("known"), field.metadata.get("kind")
+            if known is not None and value not in known:
+                raise unknown_name(field.name, value, known, what="value")
+            if kind is not None and type(value) is not kind:  # a bool is no count
+                raise ConfigTypeError(f"{field.name}: expected {kind.__name__}, got {value!r}")
+            if kind is int and value < field.default:
+                raise ConfigError(f"{field.name}: expected at least {field.default}, got {value}")
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, path: str = "facts") -> EngineFacts:
         """Build facts from JSON or YAML; ``ConfigError`` names the path of what is wrong."""
-        known = [field.name for field in attrs.fields(cls)]
+        known = [field.name for field in _FIELDS]
         for name in values:
             if name not in known:
                 raise unknown_name(path, name, known, what="fact")
@@ -186,6 +184,9 @@ class EngineFacts:
             compilers=capabilities.compilers,
             collectives_capturable=capabilities.collectives,
         )
+
+
+_FIELDS = attrs.fields(EngineFacts)
 
 
 def weakest_attention(*capabilities: str) -> str:

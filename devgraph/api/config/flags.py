@@ -14,14 +14,29 @@ from typing import Any
 
 from devgraph.api.config.document import parse_mode, read_mode, read_section
 from devgraph.api.config.merge import Level, Source
-from devgraph.api.config.older_flags import OLDER_FLAGS, OlderFlag
-from devgraph.api.config.values import PHASES, POLICIES, Setting, check
+from devgraph.api.config.older_flags import OLDER_FLAGS, OlderFlag, Reading
+from devgraph.api.config.phase import KEYS, PHASES, Key, Setting
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 __all__ = ["add_cli_args", "sources_of"]
 
 _MODE = "--device-graph-mode"
 _FILE = "--device-graph-config"
+
+_SHORTHANDS: Mapping[str, tuple[tuple[str, Key], ...]] = {
+    phase: tuple((f"--{phase}-device-graph-{key.flag}", key) for key in KEYS.values() if key.flag)
+    for phase in PHASES
+}
+"""The flags of one phase, each with the key that it sets."""
+
+
+class _Text(str):
+    """The text of an option, with what was read from it; elsewhere it is a plain string."""
+
+    read: Any
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +59,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     add(
         _MODE,
         metavar="JSON",
-        type=_checked(_MODE, lambda text: parse_mode(read_mode(text, _MODE), _MODE)),
+        type=_reading(_MODE, _read_mode),
         help='policy per phase, for example \'{"decode": "full", "prefill": "breakable"}\'',
     )
     add(
@@ -53,9 +68,15 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="JSON or YAML file with a device_graph section; weaker than every flag",
     )
     for phase in PHASES:
-        _add_shorthands(phase, add)
-    for flag in OLDER_FLAGS:
-        _add_older(flag, add)
+        text = f"run {phase} eagerly; gives way to {_SHORTHANDS[phase][0][0]}"
+        add(_disable(phase), action="store_true", help=text)
+        for flag, key in _SHORTHANDS[phase]:
+            text = f"{phase}: {key.meaning} {key.accepts[0].upper()}{key.accepts[1:]}."
+            add(flag, help=text, **_options(flag, key.shape, key.read))
+    for older in OLDER_FLAGS:
+        options = _options(older.name, older.shape, older.read)
+        names = (older.name, older.short) if older.short else (older.name,)
+        add(*names, dest=older.dest, help=argparse.SUPPRESS, **options)
     if not pending:
         return
     group = parser.add_argument_group(
@@ -67,47 +88,17 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*flags, default=argparse.SUPPRESS, **options)
 
 
-def _add_shorthands(phase: str, add: Callable[..., None]) -> None:
-    rows = "tokens" if phase == "prefill" else "requests"
-    mode = f"--{phase}-device-graph-mode"
-    add(
-        mode,
-        metavar="POLICY",
-        type=_checked(mode, lambda text: check("policy", text, mode)),
-        help=f"policy for {phase}: {', '.join(POLICIES)}",
-    )
-    add(
-        f"--{phase}-disable-device-graph",
-        action="store_true",
-        help=f"run {phase} eagerly; gives way to {mode}",
-    )
-    add(
-        f"--{phase}-device-graph-bs",
-        metavar="N",
-        nargs="+",
-        type=int,
-        help=f"sizes to capture for {phase}, in {rows}",
-    )
-    add(
-        f"--{phase}-device-graph-max-bs",
-        metavar="N",
-        type=int,
-        help=f"largest size to capture for {phase}, in {rows}",
-    )
+def _disable(phase: str) -> str:
+    return f"--{phase}-disable-device-graph"
 
 
-def _add_older(flag: OlderFlag, add: Callable[..., None]) -> None:
-    options: dict[str, Any] = {"dest": flag.dest, "help": argparse.SUPPRESS}
-    if flag.shape == "switch":
-        options["action"] = "store_true"
-    else:
-        options["metavar"] = "N" if flag.shape.startswith("integer") else "VALUE"
-        options["nargs"] = "+" if flag.shape == "integers" else None
-        if flag.shape == "text":
-            options["type"] = _checked(flag.name, lambda text: flag.read(text, flag.name))
-        else:
-            options["type"] = int
-    add(flag.name, *([flag.short] if flag.short else []), **options)
+def _options(name: str, shape: str, read: Callable[[Any, str], object]) -> dict[str, Any]:
+    """Return how argparse takes an option of that shape."""
+    if shape == "switch":
+        return {"action": "store_true"}
+    if shape == "text":
+        return {"metavar": "VALUE", "type": _reading(name, read)}
+    return {"metavar": "N", "type": int, "nargs": "+" if shape == "integers" else None}
 
 
 def _clashes(flag: str, taken: Mapping[str, argparse.Action]) -> bool:
@@ -115,24 +106,29 @@ def _clashes(flag: str, taken: Mapping[str, argparse.Action]) -> bool:
     return not flag.startswith("--") and flag[:2] in taken
 
 
-def _checked(name: str, read: Callable[[str], object]) -> Callable[[str], str]:
-    """Return an argparse type that keeps the text but refuses what cannot be read."""
+def _reading(name: str, read: Callable[[Any, str], object]) -> Callable[[str], str]:
+    """Return an argparse type that reads a text once, and refuses what cannot be read."""
 
-    def text(value: str) -> str:
+    def typed(value: str) -> str:
+        text = _Text(value)
         try:
-            read(value)
+            text.read = read(value, name)
         except ConfigError as error:
             # argparse shows the text of this exception only, after the name of the option.
             raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from error
-        return value
+        return text
 
-    return text
+    return typed
+
+
+def _read_mode(value: Any, name: str) -> Source:
+    return parse_mode(read_mode(value, name) if isinstance(value, str) else value, name)
 
 
 def sources_of(
     namespace: argparse.Namespace, parser: argparse.ArgumentParser | None = None
-) -> tuple[list[Source], list[str]]:
-    """Return what the arguments say, weakest first, and a note for each older flag.
+) -> list[Source]:
+    """Return what the arguments say, weakest first, with a note for each older flag.
 
     With ``parser``, values that equal its defaults count as not given. Raises ``ConfigError``.
     """
@@ -140,8 +136,6 @@ def sources_of(
         raise ConfigTypeError(
             f"expected parsed arguments, as parser.parse_args() returns them, got {namespace!r}"
         )
-    sources: list[Source] = []
-    notes: list[str] = []
 
     def given(flag: str, dest: str | None = None) -> Any:
         name = dest or flag.lstrip("-").replace("-", "_")
@@ -150,73 +144,64 @@ def sources_of(
             return None
         return None if value is False or value in ([], ()) else value
 
+    sources: list[Source] = []
     path = given(_FILE)
     if path is not None:
-        parsed = parse_mode(read_section(path), f"{_FILE} {path}")
-        sources.append(_source(Level.FILE, f"{_FILE} {path}", parsed.settings))
-        notes.extend(parsed.notes)
-    for flag in OLDER_FLAGS:
-        value = given(flag.name, flag.dest)
+        sources.append(parse_mode(read_section(path), f"{_FILE} {path}", Level.FILE))
+    for older in OLDER_FLAGS:
+        # Most are absent: those cost no call.
+        value = given(older.name, older.dest) if hasattr(namespace, older.dest) else None
         if value is not None:
-            sources.extend(_older_source(flag, value, notes))
+            sources.append(_older_source(older, value))
     for phase in PHASES:
-        for suffix, key in (
-            ("disable-device-graph", "policy"),
-            ("device-graph-mode", "policy"),
-            ("device-graph-max-bs", "max_bs"),
-            ("device-graph-bs", "buckets"),
-        ):
-            name = f"--{phase}-{suffix}"
-            value = given(name)
+        if given(_disable(phase)):
+            document = {phase: "disabled"}
+            sources.append(parse_mode(document, _disable(phase), Level.SHORTHAND))
+        for flag, key in _SHORTHANDS[phase]:
+            value = given(flag)
             if value is not None:
-                document = {phase: {key: "disabled" if value is True else value}}
-                parsed = parse_mode(document, name)
-                sources.append(_source(Level.SHORTHAND, name, parsed.settings))
-                notes.extend(parsed.notes)
+                sources.append(parse_mode({phase: {key.name: value}}, flag, Level.SHORTHAND))
     mode = given(_MODE)
     if mode is not None:
-        parsed = parse_mode(read_mode(mode, _MODE) if isinstance(mode, str) else mode, _MODE)
-        sources.append(_source(Level.JSON, _MODE, parsed.settings))
-        notes.extend(parsed.notes)
-    return sources, notes
+        sources.append(_read(mode, _MODE, _read_mode))
+    return sources
 
 
-def _source(level: Level, name: str, settings: Mapping[Setting, Any]) -> Source:
-    return Source(level=level, name=name, settings=settings)
+def _read(value: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
+    return value.read if isinstance(value, _Text) else read(value, name)
 
 
-def _older_source(flag: OlderFlag, value: Any, notes: list[str]) -> list[Source]:
+def _older_source(flag: OlderFlag, value: Any) -> Source:
     name = flag.name
-    reading = flag.read(value, name)
+    reading: Reading = _read(value, name, flag.read)
     left = (
         f" Not for devgraph and left to the engine: {', '.join(reading.left_out)}."
         if reading.left_out
         else ""
     )
-    if not reading.settings:
-        if left:
-            notes.append(f"{name} chooses no graph mode or size.{left}")
-        return []
-    notes.append(f"{name} is an older spelling; use {_new_spelling(reading.settings)}.{left}")
-    return [_source(Level.OLDER, name, reading.settings)]
+    note = ""
+    if reading.settings:
+        note = f"{name} is an older spelling; use {_new_spelling(reading.settings)}.{left}"
+    elif left:
+        note = f"{name} chooses no graph mode or size.{left}"
+    return Source(
+        level=Level.OLDER, name=name, settings=reading.settings, notes=(note,) if note else ()
+    )
 
 
 def _new_spelling(settings: Mapping[Setting, Any]) -> str:
     """Return the flags of today that say the same."""
     flags: list[str] = []
     rest: dict[str, dict[str, Any]] = {}
-    for (_, phase, key), value in settings.items():
-        if key == "policy":
-            disabled = f"--{phase}-disable-device-graph"
-            flags.append(
-                disabled if value == "disabled" else f"--{phase}-device-graph-mode {value}"
-            )
-        elif key == "buckets":
-            flags.append(f"--{phase}-device-graph-bs {' '.join(map(str, value))}")
-        elif key == "max_bs":
-            flags.append(f"--{phase}-device-graph-max-bs {value}")
+    for (_, phase, name), value in settings.items():
+        flag = KEYS[name].flag
+        if (name, value) == ("policy", "disabled"):
+            flags.append(_disable(phase))
+        elif flag is not None:
+            words = value if isinstance(value, tuple) else (value,)
+            flags.append(f"--{phase}-device-graph-{flag} {' '.join(map(str, words))}")
         else:
-            rest.setdefault(phase, {})[key] = value
+            rest.setdefault(phase, {})[name] = value
     if rest:
         flags.append(f"{_MODE} '{json.dumps(rest)}'")
     return " ".join(flags)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
-from devgraph.api.config.values import DEFAULT_POLICY, PHASES, Setting
+from devgraph.api.config.phase import DEFAULT_POLICY, PHASES, Setting, path_of, plain
+from devgraph.api.policy import compiles, policies
 
 __all__ = ["Level", "Merged", "Source", "merge"]
 
@@ -28,30 +29,33 @@ class Level(enum.IntEnum):
 
 @attrs.frozen(kw_only=True)
 class Source:
-    """What one place (one flag, one file) says."""
+    """What one place (one flag, one file) says, checked, and what there is to say about it."""
 
     level: Level
     name: str
     settings: Mapping[Setting, Any]
+    notes: tuple[str, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
 class Merged:
-    """The settings that hold, the name of the source of each, and what was overridden."""
+    """The settings that hold, the name of the source of each, and what there is to say."""
 
     settings: dict[Setting, Any]
     origins: dict[Setting, str]
     notes: tuple[str, ...]
 
 
-@attrs.frozen
-class _Entry:
+class _Entry(NamedTuple):
     value: Any
     level: Level
     name: str
 
     def __str__(self) -> str:
-        return f"{_shown(self.value)} from {self.name}"
+        return f"{plain(self.value)!r} from {self.name}"
+
+
+_State = dict[Setting, _Entry]
 
 
 def merge(sources: Iterable[Source]) -> Merged:
@@ -61,16 +65,26 @@ def merge(sources: Iterable[Source]) -> Merged:
     part beats the parts for single backends of weaker sources. ``buckets`` and ``max_bs`` that
     contradict each other across sources are reconciled in favour of the stronger source.
     """
-    state: dict[Setting, _Entry] = {}
+    state: _State = {}
     said: list[tuple[Setting, _Entry]] = []
+    notes: list[str] = []
+    backends: dict[str, None] = {}
     for source in sources:
+        notes += source.notes
         for setting, value in source.settings.items():
             entry = _Entry(value, source.level, source.name)
             said.append((setting, entry))
-            _apply(setting, entry, state)
-    notes = _overrides(said, state)
-    scopes = [None, *sorted({one.backend for one in state if one.backend is not None})]
-    for scope in scopes:
+            state[setting] = entry
+            backend, phase, key = setting
+            if backend is not None:
+                backends[backend] = None
+                continue
+            for name in backends:
+                refining = state.get((name, phase, key))
+                if refining is not None and refining.level < entry.level:
+                    del state[name, phase, key]
+    notes += _overrides(said, state)
+    for scope in (None, *sorted(backends)):
         for phase in PHASES:
             _reconcile(scope, phase, state, notes)
     for phase in PHASES:
@@ -82,75 +96,58 @@ def merge(sources: Iterable[Source]) -> Merged:
     )
 
 
-def _apply(setting: Setting, entry: _Entry, state: dict[Setting, _Entry]) -> None:
-    if setting.backend is None:
-        for other in [one for one in state if _refines(one, setting)]:
-            if state[other].level < entry.level:
-                del state[other]
-    state[setting] = entry
-
-
-def _overrides(
-    said: Iterable[tuple[Setting, _Entry]], state: Mapping[Setting, _Entry]
-) -> list[str]:
+def _overrides(said: Iterable[tuple[Setting, _Entry]], state: _State) -> list[str]:
     """Name every value that does not hold where it was written for, with what holds instead."""
     notes: list[str] = []
     for setting, entry in said:
-        winner = _effective(setting, state)
+        winner = state.get(setting) or state.get((None, *setting[1:]))
         if winner and winner.value != entry.value:
-            notes.append(f"{setting}: {winner} overrides {entry}")
+            notes.append(f"{path_of(setting)}: {winner} overrides {entry}")
     for setting, entry in state.items():
-        general = state.get(setting._replace(backend=None))
-        if setting.backend is None or general is None or general.name == entry.name:
-            continue  # within one source, the part for a backend is meant to refine the rest
-        if general.value != entry.value:
-            notes.append(f"{setting}: on this backend {entry} overrides {general}")
+        general = state.get((None, *setting[1:]))
+        # Within one source, the part for a backend is meant to refine the rest.
+        if general and general.name != entry.name and general.value != entry.value:
+            notes.append(f"{path_of(setting)}: on this backend {entry} overrides {general}")
     return notes
 
 
-def _refines(one: Setting, general: Setting) -> bool:
-    return one.backend is not None and one._replace(backend=None) == general
-
-
-def _reconcile(
-    backend: str | None, phase: str, state: dict[Setting, _Entry], notes: list[str]
-) -> None:
+def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> None:
     """Let ``buckets`` and ``max_bs`` of different places agree: the stronger source is right, and
     in one source the part for the backend."""
-
-    def own(key: str) -> bool:
-        return backend is not None and Setting(backend, phase, key) in state
-
-    sizes = _effective(Setting(backend, phase, "buckets"), state)
-    largest = _effective(Setting(backend, phase, "max_bs"), state)
+    own_sizes, own_largest = (backend, phase, "buckets"), (backend, phase, "max_bs")
+    sizes = state.get(own_sizes) or state.get((None, phase, "buckets"))
+    largest = state.get(own_largest) or state.get((None, phase, "max_bs"))
     if not sizes or not largest or not sizes.value or largest.value is None:
         return
     over = [size for size in sizes.value if size > largest.value]
     if not over:
         return
-    if (sizes.level, own("buckets")) > (largest.level, own("max_bs")):
-        place = Setting(backend, phase, "max_bs")
-        notes.append(f"{place}: the bucket {over[-1]} from {sizes.name} overrides {largest}")
-        state[place] = attrs.evolve(sizes, value=over[-1])
+    refines = backend is not None
+    if (sizes.level, refines and own_sizes in state) > (
+        largest.level,
+        refines and own_largest in state,
+    ):
+        notes.append(
+            f"{path_of(own_largest)}: the bucket {over[-1]} from {sizes.name} overrides {largest}"
+        )
+        state[own_largest] = sizes._replace(value=over[-1])
         return
-    kept = tuple(size for size in sizes.value if size <= largest.value) or (largest.value,)
-    place = Setting(backend, phase, "buckets")
     notes.append(
-        f"{place}: {', '.join(map(str, over))} from {sizes.name} left out, because max_bs is "
-        f"{largest}"
+        f"{path_of(own_sizes)}: {', '.join(map(str, over))} from {sizes.name} left out, because "
+        f"max_bs is {largest}"
     )
-    state[place] = attrs.evolve(sizes, value=kept)
+    kept = tuple(size for size in sizes.value if size <= largest.value)
+    state[own_sizes] = sizes._replace(value=kept or (largest.value,))
 
 
-def _effective(setting: Setting, state: Mapping[Setting, _Entry]) -> _Entry | None:
-    return state.get(setting) or state.get(setting._replace(backend=None))
-
-
-def _report_unused(phase: str, state: Mapping[Setting, _Entry], notes: list[str]) -> None:
+def _report_unused(phase: str, state: _State, notes: list[str]) -> None:
     """Say so when values were given for a phase that is switched off, or for another policy."""
-    if any(one.backend is not None and one.phase == phase for one in state):
-        return  # a backend's own part may well use them
-    others = {one.key: entry for one, entry in state.items() if one.phase == phase}
+    others: dict[str, _Entry] = {}
+    for (backend, where, key), entry in state.items():
+        if where == phase and backend is not None:
+            return  # a backend's own part may well use them
+        if where == phase:
+            others[key] = entry
     policy = others.pop("policy", None)
     value = policy.value if policy else DEFAULT_POLICY[phase]
     if value == "disabled" and others:
@@ -159,9 +156,6 @@ def _report_unused(phase: str, state: Mapping[Setting, _Entry], notes: list[str]
         return
     compiler = others.get("compiler")
     # Older flags set one compiler for both phases, whatever their policy.
-    if compiler and value != "piecewise" and compiler.level != Level.OLDER:
-        notes.append(f"{phase}.compiler: {compiler} is used by 'piecewise' only, not by {value!r}")
-
-
-def _shown(value: Any) -> str:
-    return repr(list(value)) if isinstance(value, tuple) else repr(value)
+    if compiler and compiler.level != Level.OLDER and not compiles(value):
+        users = " and ".join(repr(name) for name in policies() if compiles(name))
+        notes.append(f"{phase}.compiler: {compiler} is used by {users} only, not by {value!r}")

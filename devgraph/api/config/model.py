@@ -19,8 +19,19 @@ import attrs
 
 from devgraph.api.config.document import parse_mode, read_mode, read_section
 from devgraph.api.config.flags import sources_of
-from devgraph.api.config.merge import Level, Merged, Source, merge
-from devgraph.api.config.values import DEFAULT_POLICY, KEYS, PHASES, Setting, check, unknown_name
+from devgraph.api.config.merge import Level, Source, merge
+from devgraph.api.config.phase import (
+    DEFAULT_POLICY,
+    KEYS,
+    PHASES,
+    PhaseConfig,
+    Setting,
+    check,
+    path_of,
+    phase_config,
+    plain,
+    unknown_name,
+)
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 
 __all__ = ["DeviceGraphConfig", "DeviceGraphWarning", "Overlay", "PhaseConfig", "phase_config"]
@@ -30,139 +41,26 @@ class DeviceGraphWarning(UserWarning):
     """Something in a configuration was overridden, is spelled in an older way, or has no effect."""
 
 
-def _buckets(value: Iterable[int] | None) -> tuple[int, ...] | None:
-    sizes: tuple[int, ...] | None = check("buckets", value, "buckets")
-    return sizes
-
-
-def _names(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(names)
-
-
-@attrs.frozen(kw_only=True)
-class PhaseConfig:
-    """How one phase is captured and replayed.
-
-    Values are checked and normalised on construction; ``ConfigError`` names the key.
-    """
-
-    policy: str
-    """``full``, ``breakable``, ``piecewise`` or ``disabled``."""
-
-    buckets: tuple[int, ...] | None = attrs.field(default=None, converter=_buckets)
-    """Sizes to capture, ascending: requests for decode, tokens for prefill. None: the defaults."""
-
-    max_bs: int | None = None
-    """The largest size that is captured, which is always a bucket. None: the runner's capacity."""
-
-    align: int = 1
-    """Every bucket is a multiple of this."""
-
-    max_requests: int | None = None
-    """Request slots of a full prefill graph; a batch of more requests runs eagerly. None: the
-    runner's capacity."""
-
-    max_seq_len: int | None = None
-    """A batch whose longest sequence is longer than this runs eagerly. None: no limit."""
-
-    max_padding: float = 2.0
-    """A batch that would be padded to more than this many times its rows runs eagerly."""
-
-    compiler: str = "eager"
-    """Compiles the pieces of the policy ``piecewise``: ``eager`` (no compilation) or
-    ``inductor``."""
-
-    capture: str = "eager"
-    """When buckets are captured: ``eager`` all at start, ``lazy`` after ``lazy_hits`` batches that
-    wanted one, ``background`` one per idle call while serving."""
-
-    lazy_hits: int = 2
-    """Batches that want a bucket before ``lazy`` captures it."""
-
-    warmup: int = 2
-    """Eager runs before each capture."""
-
-    strict: bool = False
-    """Raise where a batch would otherwise run eagerly, with the reason."""
-
-    memory_budget_bytes: int | None = None
-    """Device memory for the graphs of this phase; buckets beyond it are dropped. None: no limit."""
-
-    time_budget_s: float | None = None
-    """Seconds to spend on capture; buckets beyond it are dropped. None: no limit."""
-
-    miss_budget: int | None = None
-    """New host-argument keys that ``full`` records when they are first seen; a step with a known
-    key earns one back. Past it a new key runs breakable until it comes again. None: 8, and no
-    limit on a backend that runs the regions' host code for known keys as well."""
-
-    explicit: frozenset[str] = attrs.field(
-        default=frozenset({"policy"}), converter=_names, eq=False
-    )
-    """The keys that somebody chose, which rules may not change. Any value other than the default
-    is added to them. Does not count for equality."""
-
-    def __attrs_post_init__(self) -> None:
-        for key in KEYS:
-            object.__setattr__(self, key, check(key, getattr(self, key), key))
-        for key in sorted(self.explicit - set(KEYS)):
-            raise unknown_name("explicit", key, KEYS, what="key")
-        if self.buckets and self.max_bs is not None and self.buckets[-1] > self.max_bs:
-            raise ConfigError(
-                f"the bucket {self.buckets[-1]} is over max_bs={self.max_bs}; remove the bucket "
-                f"or raise max_bs"
-            )
-        other = {key for key, default in _DEFAULTS.items() if getattr(self, key) != default}
-        object.__setattr__(self, "explicit", self.explicit | other)
-
-    def to_dict(self, *, everything: bool = False) -> dict[str, Any]:
-        """Return the chosen keys with their values as JSON has them, or all keys."""
-        return {
-            key: _plain(getattr(self, key)) for key in KEYS if everything or key in self.explicit
-        }
-
-
-_DEFAULTS: Mapping[str, Any] = {
-    field.name: field.default
-    for field in attrs.fields(PhaseConfig)
-    if field.default is not attrs.NOTHING and field.name != "explicit"
-}
-
-
-def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: str) -> PhaseConfig:
-    """Return the configuration of a phase: given, by policy name, as a mapping, or the default."""
-    if isinstance(config, PhaseConfig):
-        return config
-    if config is None:
-        return PhaseConfig(policy=DEFAULT_POLICY[phase], explicit=frozenset())
-    if isinstance(config, str):
-        return PhaseConfig(policy=config)
-    if isinstance(config, Mapping):
-        for key in config:
-            if key not in KEYS:
-                raise unknown_name(phase, key, KEYS, what="key")
-        chosen = {"policy": DEFAULT_POLICY[phase], **config}
-        return PhaseConfig(**chosen, explicit=frozenset(config))
-    raise ConfigTypeError(
-        f"config of {phase} is one phase, such as DeviceGraphConfig().{phase}, a policy name or a "
-        f"mapping; got {type(config).__name__}"
-    )
-
-
 def _decode(config: PhaseConfig | str | Mapping[str, Any] | None) -> PhaseConfig:
-    return phase_config(config, "decode")
+    return config if isinstance(config, PhaseConfig) else phase_config(config, "decode")
 
 
 def _prefill(config: PhaseConfig | str | Mapping[str, Any] | None) -> PhaseConfig:
-    return phase_config(config, "prefill")
+    return config if isinstance(config, PhaseConfig) else phase_config(config, "prefill")
+
+
+class _Checked(dict[str, Any]):
+    """Values of keys that were checked when they were read."""
 
 
 def _pairs(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
     found = dict(values)
-    for key in found:
-        if key not in KEYS:
-            raise unknown_name("overlay", key, KEYS, what="key")
-    return tuple((key, check(key, found[key], key)) for key in KEYS if key in found)
+    if not isinstance(values, _Checked):
+        for key in found:
+            if key not in KEYS:
+                raise unknown_name("overlay", key, KEYS, what="key")
+            found[key] = check(key, found[key], key)
+    return tuple((key, found[key]) for key in KEYS if key in found)
 
 
 @attrs.frozen(kw_only=True)
@@ -179,16 +77,16 @@ class Overlay:
 
 
 def _sorted(overlays: Iterable[Overlay]) -> tuple[Overlay, ...]:
-    overlays = tuple(overlays) if isinstance(overlays, Iterable) else (overlays,)
-    for one in overlays:
+    by_name: dict[str, Overlay] = {}
+    for one in overlays if isinstance(overlays, (tuple, Iterable)) else (overlays,):
         if not isinstance(one, Overlay):
             raise ConfigTypeError(f"overlays are Overlay objects, got {one!r}")
-    found = sorted(overlays, key=lambda one: one.backend)
-    names = [one.backend for one in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"backends.{name}: two overlays for one backend; merge them")
-    return tuple(one for one in found if one.decode or one.prefill)
+        if one.backend in by_name:
+            raise ConfigError(f"backends.{one.backend}: two overlays for one backend; merge them")
+        by_name[one.backend] = one
+    return tuple(
+        [by_name[name] for name in sorted(by_name) if by_name[name].decode or by_name[name].prefill]
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -215,12 +113,12 @@ class DeviceGraphConfig:
 
     def __attrs_post_init__(self) -> None:
         for phase in PHASES:
-            value = self.phase(phase)
+            value = getattr(self, phase)
             if value.policy != DEFAULT_POLICY[phase] and "policy" not in value.explicit:
-                chosen = attrs.evolve(value, explicit=value.explicit | {"policy"})
+                chosen = value.with_checked({}, value.explicit | {"policy"})
                 object.__setattr__(self, phase, chosen)
         for overlay in self.overlays:  # a contradiction there must show on every node
-            self.for_backend(overlay.backend)
+            self._under(overlay)
 
     @classmethod
     def from_json(
@@ -236,7 +134,7 @@ class DeviceGraphConfig:
         warned about. ``source`` names the text in messages. Raises ``ConfigError`` with the
         position in broken text or the JSON path of what does not exist, and the nearest name.
         """
-        return cls._from_document(read_mode(text, source), Level.JSON, source, backends)
+        return cls._from_sources([parse_mode(read_mode(text, source), source)], backends)
 
     @classmethod
     def from_dict(
@@ -247,14 +145,15 @@ class DeviceGraphConfig:
         source: str = "mode configuration",
     ) -> DeviceGraphConfig:
         """Like ``from_json``, for text that is parsed already."""
-        return cls._from_document(document, Level.JSON, source, backends)
+        return cls._from_sources([parse_mode(document, source)], backends)
 
     @classmethod
     def from_file(
         cls, path: str | os.PathLike[str], *, backends: Collection[str] | None = None
     ) -> DeviceGraphConfig:
         """Read the ``device_graph`` section of a JSON or YAML file (YAML needs PyYAML)."""
-        return cls._from_document(read_section(path), Level.FILE, os.fspath(path), backends)
+        read = parse_mode(read_section(path), os.fspath(path), Level.FILE)
+        return cls._from_sources([read], backends)
 
     @classmethod
     def from_args(
@@ -271,59 +170,39 @@ class DeviceGraphConfig:
         about once with its new spelling, each override with both names. With ``parser``, a value
         that equals the parser's own default counts as not given.
         """
-        sources, notes = sources_of(namespace, parser)
-        return cls._from_merged(merge(sources), notes, backends, stacklevel=3)
+        return cls._from_sources(sources_of(namespace, parser), backends)
 
     @classmethod
-    def _from_document(
-        cls, document: object, level: Level, source: str, backends: Collection[str] | None
+    def _from_sources(
+        cls, sources: Iterable[Source], backends: Collection[str] | None
     ) -> DeviceGraphConfig:
-        parsed = parse_mode(document, source)
-        merged = merge([Source(level=level, name=source, settings=parsed.settings)])
-        return cls._from_merged(merged, parsed.notes, backends, stacklevel=4)
-
-    @classmethod
-    def _from_merged(
-        cls,
-        merged: Merged,
-        notes: Iterable[str],
-        backends: Collection[str] | None,
-        *,
-        stacklevel: int,
-    ) -> DeviceGraphConfig:
+        merged = merge(sources)
         values: dict[tuple[str | None, str], dict[str, Any]] = {}
-        for setting, value in merged.settings.items():
-            values.setdefault((setting.backend, setting.phase), {})[setting.key] = value
-        names = {setting.backend for setting in merged.settings if setting.backend is not None}
-        phases = {
-            phase: PhaseConfig(
-                **{"policy": DEFAULT_POLICY[phase], **values.get((None, phase), {})},
-                explicit=frozenset(values.get((None, phase), ())),
-            )
-            for phase in PHASES
-        }
+        written: dict[str, str] = {}
+        for (backend, phase, key), value in merged.settings.items():
+            values.setdefault((backend, phase), {})[key] = value
+            if backend is not None:
+                written.setdefault(backend, merged.origins[backend, phase, key])
+        phases: dict[str, Any] = {}
+        for phase in PHASES:
+            chosen = values.get((None, phase), {})
+            phases[phase] = phase_config(None, phase).with_checked(chosen, frozenset(chosen))
         overlays = [
             Overlay(
                 backend=name,
-                decode=values.get((name, "decode"), {}),
-                prefill=values.get((name, "prefill"), {}),
+                **{phase: _Checked(values.get((name, phase), {})) for phase in PHASES},
             )
-            for name in names
+            for name in written
         ]
-        config = cls(
-            decode=phases["decode"],
-            prefill=phases["prefill"],
-            overlays=overlays,
-            origins=merged.origins,
-        )
-        unknown = sorted(names - set(backends)) if backends is not None else []
+        config = cls(**phases, overlays=overlays, origins=merged.origins)
+        unknown = [] if backends is None else sorted(written.keys() - set(backends))
         messages = [
-            f"{_origin(merged, name)}: no backend {name!r} is registered on this node, so "
-            f"its part of the configuration is not used here. {did_you_mean(name, backends or ())}"
+            f"{written[name]}: no backend {name!r} is registered on this node, so its part of the "
+            f"configuration is not used here. {did_you_mean(name, backends or ())}"
             for name in unknown
         ]
-        for message in (*notes, *merged.notes, *messages):
-            warnings.warn(message, DeviceGraphWarning, stacklevel=stacklevel)
+        for message in (*merged.notes, *messages):
+            warnings.warn(message, DeviceGraphWarning, stacklevel=3)
         return config
 
     @property
@@ -341,24 +220,28 @@ class DeviceGraphConfig:
         """Return what holds on one backend: its own part laid over the general part, per key."""
         if not isinstance(name, str):
             raise ConfigTypeError(f"a backend is named by a string, got {name!r}")
-        overlay = next((one for one in self.overlays if one.backend == name), Overlay(backend=name))
-        phases: dict[str, PhaseConfig] = {}
-        origins = {one: origin for one, origin in self.origins.items() if one.backend is None}
+        phases = {phase: getattr(self, phase) for phase in PHASES}
+        origins = {one: origin for one, origin in self.origins.items() if one[0] is None}
+        for overlay in self.overlays:
+            if overlay.backend == name:
+                phases = self._under(overlay)
+                for phase in PHASES:
+                    for key in overlay.of(phase):
+                        source = self.origins.get((name, phase, key), "")
+                        place = path_of((name, phase, key))
+                        origins[None, phase, key] = f"{source} {place}".strip()
+        return DeviceGraphConfig(**phases, origins=origins)
+
+    def _under(self, overlay: Overlay) -> dict[str, Any]:
+        """Return each phase with the overlay's part laid over it."""
+        phases: dict[str, Any] = {}
         for phase in PHASES:
             base, changes = self.phase(phase), overlay.of(phase)
             try:
-                phases[phase] = attrs.evolve(
-                    base, **changes, explicit=base.explicit | frozenset(changes)
-                )
+                phases[phase] = base.with_checked(changes, base.explicit | set(changes))
             except ConfigError as error:
-                raise ConfigError(f"backends.{name}.{phase}: {error}") from error
-            for key in changes:
-                place = Setting(name, phase, key)
-                source = self.origins.get(place, "")
-                origins[place._replace(backend=None)] = f"{source} {place}".strip()
-        return DeviceGraphConfig(
-            decode=phases["decode"], prefill=phases["prefill"], origins=origins
-        )
+                raise ConfigError(f"backends.{overlay.backend}.{phase}: {error}") from error
+        return phases
 
     def to_dict(self, *, everything: bool = False) -> dict[str, Any]:
         """Return the choices in the form of the JSON text; with ``everything``, all keys."""
@@ -370,7 +253,7 @@ class DeviceGraphConfig:
         if self.overlays:
             found["backends"] = {
                 one.backend: {
-                    phase: _short({key: _plain(value) for key, value in one.of(phase).items()})
+                    phase: _short({key: plain(value) for key, value in one.of(phase).items()})
                     for phase in PHASES
                     if one.of(phase)
                 }
@@ -385,15 +268,6 @@ class DeviceGraphConfig:
         read; ``everything`` writes them too, for people and digests.
         """
         return json.dumps(self.to_dict(everything=everything))
-
-
-def _origin(merged: Merged, backend: str) -> str:
-    """Return where the part for ``backend`` was written."""
-    return next(name for one, name in merged.origins.items() if one.backend == backend)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _short(values: dict[str, Any]) -> Any:

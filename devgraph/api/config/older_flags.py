@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.document import read_json
-from devgraph.api.config.values import PHASES, Setting, check, unknown_name
+from devgraph.api.config.phase import PHASES, Setting, check, unknown_name
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 __all__ = ["OLDER_FLAGS", "OlderFlag", "Reading"]
@@ -44,18 +44,18 @@ class OlderFlag:
     read: Callable[[Any, str], Reading]
     short: str | None = None
     """A spelling with one dash for the same attribute."""
+    dest: str = attrs.field(init=False)
+    """The attribute of the parsed arguments, as argparse derives it."""
 
-    @property
-    def dest(self) -> str:
-        """The attribute of the parsed arguments, as argparse derives it."""
+    @dest.default
+    def _derived(self) -> str:
         return self.name.lstrip("-").replace("-", "_").replace(".", "_")
 
 
 def _reading(values: Mapping[tuple[str, str], Any], flag: str, *left_out: str) -> Reading:
     return Reading(
         settings={
-            Setting(None, phase, key): check(key, value, flag)
-            for (phase, key), value in values.items()
+            (None, phase, key): check(key, value, flag) for (phase, key), value in values.items()
         },
         left_out=left_out,
     )
@@ -186,7 +186,7 @@ def _compilation(value: Any, flag: str) -> Reading:
                 found[phase, "compiler"] = item
         if key == "cudagraph_mode":
             mode = _mode_name(item, f"{flag}: {key}").settings
-            found.update({(one.phase, one.key): policy for one, policy in mode.items()})
+            found.update({(phase, name): policy for (_, phase, name), policy in mode.items()})
     return _reading(found, flag, *left_out)
 
 

@@ -16,17 +16,15 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning, PhaseConfig
-from devgraph.api.config.rule import Rule
-from devgraph.api.config.rules import RULES
-from devgraph.api.config.values import PHASES, Setting
+from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
+from devgraph.api.config.phase import PHASES, PhaseConfig, path_of, plain
+from devgraph.api.config.rules import RULES, WEAKER, Rule
 from devgraph.api.errors import ConfigError
+from devgraph.api.policy import registration
 
 __all__ = ["FiredRule", "Resolution", "resolve"]
 
 logger = logging.getLogger(__name__)
-
-_STRENGTH = {"full": 2, "piecewise": 2, "breakable": 1, "disabled": 0}
 
 
 @attrs.frozen(kw_only=True)
@@ -144,54 +142,56 @@ def _apply(
     facts: EngineFacts,
     rules: tuple[Rule, ...],
 ) -> tuple[PhaseConfig, list[FiredRule], list[Rule]]:
-    """Run the table over one phase until nothing fires any more; each rule fires once.
-
-    Policies only ever become weaker, so that rules cannot undo each other.
-    """
+    """Run the table over one phase until nothing fires any more; each rule fires once."""
     holds = asked
     fired: list[FiredRule] = []
     conflicts: list[Rule] = []
     done: set[str] = set()
-    while True:
-        rule = next(
-            (
-                one
-                for one in rules
-                if one.name not in done
-                and phase in one.phases
-                and holds.policy in one.policies
-                and (one.kind == "note" or _weaker(one, holds, facts))
-                and one.when(facts, holds)
-            ),
-            None,
-        )
-        if rule is None:
-            return holds, _still_true(fired, holds, rules), conflicts
-        done.add(rule.name)
-        if rule.kind == "note":
-            fired.append(_fired(phase, rule, "noted", None, None))
-            continue
-        before, after = getattr(holds, rule.key), rule.result(facts, holds)
-        if rule.kind == "scope" or rule.key not in explicit:
-            outcome = "set aside" if rule.kind == "scope" else "changed"
-            fired.append(_fired(phase, rule, outcome, before, after))
-            holds = attrs.evolve(holds, **{rule.key: after})
-        elif rule.kind == "safety":
-            conflicts.append(rule)
-        else:
-            fired.append(_fired(phase, rule, "kept", before, after))
+    changed = True
+    while changed:
+        changed = False
+        for rule in _rules_for(holds.policy, phase, rules):
+            if rule.name in done or not rule.when(facts, holds):
+                continue
+            if rule.kind == "note":
+                done.add(rule.name)
+                fired.append(_fired(phase, rule, "noted", None, None))
+                continue
+            before, after = getattr(holds, rule.key), rule.result(facts, holds)
+            if rule.key == "policy" and not _weaker(after, before):
+                continue
+            done.add(rule.name)
+            if rule.kind == "scope" or rule.key not in explicit:
+                outcome = "set aside" if rule.kind == "scope" else "changed"
+                fired.append(_fired(phase, rule, outcome, before, after))
+                holds = holds.with_checked({rule.key: after}, holds.explicit)
+                changed = True  # and so other rules may have become true, earlier ones too
+                break
+            if rule.kind == "safety":
+                conflicts.append(rule)
+            else:
+                fired.append(_fired(phase, rule, "kept", before, after))
+    # Notes about a policy that a later rule replaced are no longer true.
+    true = {rule.name for rule in _rules_for(holds.policy, phase, rules)}
+    return holds, [one for one in fired if one.kind != "note" or one.rule in true], conflicts
 
 
-def _weaker(rule: Rule, holds: PhaseConfig, facts: EngineFacts) -> bool:
-    return rule.key != "policy" or _STRENGTH[rule.result(facts, holds)] < _STRENGTH[holds.policy]
+def _rules_for(policy: str, phase: str, rules: tuple[Rule, ...]) -> list[Rule]:
+    """Return the rules that hold for a policy in a phase, by what it promises."""
+    if policy == "disabled":
+        return []
+    promises = registration(policy).promises
+    return [
+        rule
+        for rule in rules
+        if phase in rule.phases
+        and (rule.policies is None or policy in rule.policies)
+        and (rule.spares is None or not rule.spares <= promises)
+    ]
 
 
-def _still_true(
-    fired: list[FiredRule], holds: PhaseConfig, rules: tuple[Rule, ...]
-) -> list[FiredRule]:
-    """Drop notes about a policy that a later rule replaced."""
-    policies = {rule.name: rule.policies for rule in rules}
-    return [one for one in fired if one.outcome != "noted" or holds.policy in policies[one.rule]]
+def _weaker(policy: str, than: str) -> bool:
+    return than not in WEAKER or WEAKER.index(policy) > WEAKER.index(than)
 
 
 def _fired(phase: str, rule: Rule, outcome: str, before: Any, after: Any) -> FiredRule:
@@ -209,15 +209,15 @@ def _fired(phase: str, rule: Rule, outcome: str, before: Any, after: Any) -> Fir
 
 
 def _refusal(phase: str, rule: Rule, requested: DeviceGraphConfig, free: PhaseConfig) -> str:
-    place = Setting(None, phase, rule.key)
+    place = (None, phase, rule.key)
     value = getattr(requested.phase(phase), rule.key)
     origin = requested.origins.get(place)
     chosen = f", chosen by {origin}," if origin else ""
     return (
-        f"{place}={_shown(value)}{chosen} does not work [{rule.name}]: {rule.explanation} "
+        f"{path_of(place)}={_shown(value)}{chosen} does not work [{rule.name}]: {rule.explanation} "
         f"({rule.source}). Without the choice it would be {_shown(getattr(free, rule.key))}"
     )
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+    return json.dumps(plain(value))

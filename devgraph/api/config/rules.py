@@ -6,6 +6,9 @@ changes nothing and tells what has to be arranged; a *scope* rule says that a ph
 on this node at all. What a rule does to an explicit choice depends on that: safety refuses it,
 preference warns and keeps it, scope sets it aside, because one configuration serves all nodes.
 
+A rule holds for every policy that is registered (devgraph/api/policy), except those that promise
+what it spares.
+
 The table holds what SGLang and vLLM apply today for their breakable, piecewise and full modes,
 except what concerns one model architecture only. Such rules belong to the engine, which passes
 them as ``rules=(*RULES, Rule(...))``.
@@ -14,13 +17,64 @@ them as ``rules=(*RULES, Rule(...))``.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import attrs
 
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.model import PhaseConfig
-from devgraph.api.config.rule import ANY, SGLANG, VLLM, Rule, row
-from devgraph.api.config.rules_model import MODEL_RULES, PIECEWISE_RULES
+from devgraph.api.config.phase import PHASES, PhaseConfig, check
+from devgraph.api.errors import ConfigError
+from devgraph.api.policy import BREAKS, UNTRACED, WHOLE
 
-__all__ = ["RULES", "EngineFacts", "Rule"]
+__all__ = ["RULES", "WEAKER", "Rule"]
+
+WEAKER = ("breakable", "disabled")
+"""What a rule may make of a policy, from the stronger to the weaker: rules never strengthen one,
+and so cannot undo each other."""
+
+
+def _checked(rule: Rule, _: Any, value: Any) -> None:
+    if rule.key == "policy" and rule.kind != "note" and value not in WEAKER:
+        raise ConfigError(
+            f"rule {rule.name!r} may set the policy to {' or '.join(map(repr, WEAKER))}, which are "
+            f"weaker than the others, not to {value!r}"
+        )
+
+
+def _promises(names: Iterable[str] | None) -> frozenset[str] | None:
+    return None if names is None else frozenset(names)
+
+
+@attrs.frozen(kw_only=True)
+class Rule:
+    """One row: in which phases and for which policies, when, and what follows."""
+
+    name: str
+    kind: str = attrs.field(
+        validator=attrs.validators.in_(("safety", "preference", "note", "scope"))
+    )
+    when: Callable[[EngineFacts, PhaseConfig], bool]
+    explanation: str
+    source: str
+    phases: tuple[str, ...] = PHASES
+    policies: tuple[str, ...] | None = None
+    """The only policies that it is about, by name; None for all, those that are added later too."""
+    spares: frozenset[str] | None = attrs.field(default=None, converter=_promises)
+    """A policy that promises all of these is spared; None spares no policy."""
+    key: str = "policy"
+    value: Any = attrs.field(default="disabled", validator=_checked)
+    """What ``key`` is set to, or a function of facts and phase configuration; a note sets
+    nothing."""
+
+    def result(self, facts: EngineFacts, phase: PhaseConfig) -> Any:
+        """Return the value that the rule sets."""
+        value = self.value(facts, phase) if callable(self.value) else self.value
+        return check(self.key, value, self.name)
+
+
+_SGLANG = "https://github.com/sgl-project/sglang"
+_VLLM = "https://github.com/vllm-project/vllm"
 
 
 def _aligned(facts: EngineFacts, phase: PhaseConfig) -> tuple[int, ...]:
@@ -28,291 +82,266 @@ def _aligned(facts: EngineFacts, phase: PhaseConfig) -> tuple[int, ...]:
     return tuple(sorted({-(-size // step) * step for size in phase.buckets or ()}))
 
 
-_SCOPE_RULES = (
-    row(
+def _only(phase: str, name: str, kind: str, **rest: Any) -> Rule:
+    return Rule(name=name, kind=kind, phases=(phase,), **rest)
+
+
+def _both(name: str, kind: str, **rest: Any) -> Rule:
+    return Rule(name=name, kind=kind, **rest)
+
+
+def _traced(name: str, kind: str, **rest: Any) -> Rule:
+    """About policies that trace or compile the step's own code."""
+    return Rule(name=name, kind=kind, spares={UNTRACED}, **{"value": "breakable", **rest})
+
+
+RULES: tuple[Rule, ...] = (
+    # Phases that do not occur.
+    _only(
+        "decode",
         "role-prefill",
         "scope",
-        ANY,
-        phases=("decode",),
-        value="disabled",
         when=lambda facts, _: facts.role == "prefill",
         explanation="this node never decodes, so decode graphs would only take memory",
-        source=f"{SGLANG}/pull/30409",
+        source=f"{_SGLANG}/pull/30409",
     ),
-    row(
+    _only(
+        "prefill",
         "role-decode",
         "scope",
-        ANY,
-        phases=("prefill",),
-        value="disabled",
         when=lambda facts, _: facts.role == "decode",
         explanation="this node never prefills, so prefill graphs would only take memory",
-        source=f"{SGLANG}/pull/30409",
+        source=f"{_SGLANG}/pull/30409",
     ),
-    row(
+    _only(
+        "decode",
         "pooling-decode",
         "scope",
-        ANY,
-        phases=("decode",),
-        value="disabled",
         when=lambda facts, _: facts.pooling,
         explanation="the model never decodes, so decode graphs would only take memory",
         source="SGLang 0.5.23, arg_groups/model_hook.py",
     ),
-)
-
-_ENGINE_RULES = (
-    row(
+    # What the engine does around a step.
+    _both(
         "weight-offload",
         "safety",
-        ANY,
-        value="disabled",
         when=lambda facts, _: facts.weight_offload,
         explanation="weights that move during a step are at other addresses than the graph reads",
-        source=f"{SGLANG}/pull/23664",
+        source=f"{_SGLANG}/pull/23664",
     ),
-    row(
+    _both(
         "debug-hooks",
         "safety",
-        ANY,
-        value="disabled",
         when=lambda facts, _: facts.debug_hooks,
         explanation="Python hooks do not run when a graph is replayed, so dumps would lack frames",
-        source=f"{SGLANG}/pull/38439",
+        source=f"{_SGLANG}/pull/38439",
     ),
-    row(
+    _only(
+        "prefill",
         "kv-sharding",
         "safety",
-        ANY,
-        phases=("prefill",),
-        value="disabled",
         when=lambda facts, _: facts.kv_sharding,
         explanation="prefill follows a sharding plan of each request that a capture does not have",
         source="SGLang 0.5.23, arg_groups/kv_shard_hook.py",
     ),
-    row(
+    _both(
         "kv-layerwise",
         "safety",
-        "full",
+        spares={BREAKS},
         value="breakable",
         when=lambda facts, _: facts.kv_layerwise,
         explanation="the host's wait before each layer is skipped by a replay, so attention reads "
         "pages that have not arrived; marked no_graph, it runs between segments",
-        source=f"{VLLM}/pull/31057",
+        source=f"{_VLLM}/pull/31057",
     ),
-    row(
+    _both(
         "kv-offload",
         "note",
-        ANY,
         when=lambda facts, _: facts.kv_offload,
         explanation="pages that move between steps keep their addresses: graphs stay on; attach "
         "the transfers to the layers before capture",
-        source=f"{SGLANG}/issues/25526, {SGLANG}/pull/38354",
+        source=f"{_SGLANG}/issues/25526, {_SGLANG}/pull/38354",
     ),
-    row(
+    _both(
         "memory-saver",
         "safety",
-        ("breakable", "piecewise"),
-        value="disabled",
+        spares={WHOLE},
         when=lambda facts, _: facts.memory_saver and not facts.suspend_on_release,
         explanation="segments hand tensors to eager code across a release that nobody announced; "
         "call suspend and resume of the runner around it",
         source="https://github.com/NVIDIA-NeMo/RL/pull/3612",
     ),
-    row(
+    _both(
         "memory-saver-full",
         "note",
-        "full",
         when=lambda facts, _: facts.memory_saver and not facts.suspend_on_release,
         explanation="memory comes back without its contents: buffers that are filled once, at "
         "start, must stay outside what is released",
-        source=f"{SGLANG}/pull/30474",
+        source=f"{_SGLANG}/pull/30474",
     ),
-)
-
-_ATTENTION_RULES = (
-    row(
+    # Attention.
+    _only(
+        "prefill",
         "attention-prefill",
         "safety",
-        "full",
-        phases=("prefill",),
+        spares={BREAKS},
         value="breakable",
         when=lambda facts, _: facts.attention != "always",
         explanation="a full prefill graph holds attention over requests of mixed lengths, which "
         "this attention cannot have captured",
-        source=f"{VLLM}/pull/20059",
+        source=f"{_VLLM}/pull/20059",
     ),
-    row(
+    _only(
+        "decode",
         "attention-decode",
         "safety",
-        "full",
-        phases=("decode",),
+        spares={BREAKS},
         value="breakable",
         when=lambda facts, _: facts.attention == "never",
         explanation="this attention cannot be captured at all; between segments it runs eagerly",
-        source=f"{VLLM}/pull/20059",
+        source=f"{_VLLM}/pull/20059",
     ),
-    row(
+    _only(
+        "decode",
         "attention-width",
         "safety",
-        "full",
-        phases=("decode",),
+        spares={BREAKS},
         value="breakable",
         when=lambda facts, _: (
             facts.attention == "single_token_decode" and facts.speculative_tokens > 0
         ),
         explanation="a verify step has several tokens per request, and this attention can be "
         "captured with one only",
-        source=f"{VLLM}/pull/20059",
+        source=f"{_VLLM}/pull/20059",
     ),
-    row(
+    _both(
         "region-update",
         "safety",
-        "full",
+        spares={BREAKS},
         value="breakable",
         when=lambda facts, _: facts.host_lengths and not facts.region_update,
         explanation="attention takes lengths from the host and this backend cannot update regions "
         "inside a graph, so the lengths of the capture would stay",
         source="devgraph: Capabilities.region_update",
     ),
-    row(
+    _only(
+        "prefill",
         "slower-prefill",
         "preference",
-        ANY,
-        phases=("prefill",),
-        value="disabled",
         when=lambda facts, _: facts.slower_prefill,
         explanation="a captured prefill falls back to a slower attention kernel than eager uses",
         source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
     ),
-    row(
+    _only(
+        "prefill",
         "full-prefill",
         "note",
-        "full",
-        phases=("prefill",),
+        spares={BREAKS},
         when=lambda *_: True,
         explanation="a full prefill graph has a fixed number of request slots; batches of more "
         "requests run eagerly",
-        source=f"{SGLANG}/pull/27988",
+        source=f"{_SGLANG}/pull/27988",
     ),
-    row(
+    _only(
+        "decode",
         "speculation",
         "note",
-        ANY,
-        phases=("decode",),
         when=lambda facts, _: facts.speculative_tokens > 0,
         explanation="verify batches are variants of their own (width = 1 + draft tokens), which is "
         "no reason to switch graphs off",
-        source=f"{VLLM}/pull/36165, {SGLANG}/pull/25795",
+        source=f"{_VLLM}/pull/36165, {_SGLANG}/pull/25795",
     ),
-    row(
+    _only(
+        "decode",
         "dynamic-speculation",
         "note",
-        ANY,
-        phases=("decode",),
         when=lambda facts, _: facts.dynamic_speculation,
         explanation="declare a variant per width that occurs; a step of another width runs as "
         "prefill",
-        source=f"{VLLM}/pull/45953",
+        source=f"{_VLLM}/pull/45953",
     ),
-)
-
-_PARALLEL_RULES = (
-    row(
+    # Ranks.
+    _both(
         "collectives",
         "safety",
-        ANY,
-        value="disabled",
         when=lambda facts, _: facts.collectives and not facts.collectives_capturable,
         explanation="the body holds collectives and this backend cannot capture them",
         source="devgraph: Capabilities.collectives",
     ),
-    row(
+    _only(
+        "prefill",
         "pipeline-parallel",
         "preference",
-        ANY,
-        phases=("prefill",),
-        value="disabled",
         when=lambda facts, _: facts.pipeline_parallel > 1,
         explanation="graphs of a pipeline stage pay off for small prefills only; large ones can be "
         "slower than eager",
-        source=f"{SGLANG}/pull/36248",
+        source=f"{_SGLANG}/pull/36248",
     ),
-    row(
+    _only(
+        "prefill",
         "context-parallel",
         "safety",
-        ANY,
-        phases=("prefill",),
-        value="disabled",
         when=lambda facts, _: facts.context_parallel > 1 and not facts.context_parallel_static,
         explanation="ranks that share a prefill exchange sizes that differ from those of capture",
         source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
     ),
-    row(
+    _only(
+        "prefill",
         "decode-context-parallel",
         "safety",
-        ANY,
-        phases=("prefill",),
-        value="disabled",
         when=lambda facts, _: facts.decode_context_parallel > 1,
         explanation="prefill gathers the KV shards by a plan of each batch that a capture lacks",
-        source=f"{SGLANG}/pull/38943",
+        source=f"{_SGLANG}/pull/38943",
     ),
-    row(
+    _both(
         "two-batch-overlap",
         "safety",
-        ("breakable", "piecewise"),
-        value="disabled",
+        spares={WHOLE},
         when=lambda facts, _: facts.two_batch_overlap,
         explanation="two interleaved halves would share the segments and break in each other's "
         "middle",
-        source=f"{SGLANG}/issues/7511, {VLLM}/pull/23693",
+        source=f"{_SGLANG}/issues/7511, {_VLLM}/pull/23693",
     ),
-    row(
+    _both(
         "dp-attention",
         "note",
-        ANY,
         when=lambda facts, _: facts.data_parallel_attention,
         explanation="ranks without work must take part in every decision and step: agree on each "
         "decision and run idle ranks with it",
-        source=f"{SGLANG}/issues/19252",
+        source=f"{_SGLANG}/issues/19252",
     ),
-    row(
+    _both(
         "moe-host-counts",
         "safety",
-        "full",
+        spares={BREAKS},
         value="breakable",
         when=lambda facts, _: facts.moe_all_to_all == "host",
         explanation="the exchange between experts reads its counts on the host; marked no_graph, "
         "it runs between segments",
-        source=f"{SGLANG}/pull/5014",
+        source=f"{_SGLANG}/pull/5014",
     ),
-    row(
+    _only(
+        "prefill",
         "moe-unproven",
         "preference",
-        ANY,
-        phases=("prefill",),
-        value="disabled",
         when=lambda facts, _: facts.moe_all_to_all == "unproven",
         explanation="nobody has tried this exchange between experts under capture",
         source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
     ),
-    row(
+    _only(
+        "prefill",
         "moe-align",
         "safety",
-        ANY,
-        phases=("prefill",),
         key="align",
         value=lambda facts, phase: math.lcm(facts.moe_all_to_all_align, phase.align),
         when=lambda facts, phase: phase.align % facts.moe_all_to_all_align != 0,
         explanation="the exchange between experts can hang with other prefill sizes",
         source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
     ),
-    row(
+    _only(
+        "prefill",
         "moe-align-buckets",
         "safety",
-        ANY,
-        phases=("prefill",),
         key="buckets",
         value=_aligned,
         when=lambda facts, phase: (
@@ -321,14 +350,124 @@ _PARALLEL_RULES = (
         explanation="the exchange between experts can hang with other prefill sizes",
         source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
     ),
-)
-
-RULES: tuple[Rule, ...] = (
-    *_SCOPE_RULES,
-    *_ENGINE_RULES,
-    *_ATTENTION_RULES,
-    *_PARALLEL_RULES,
-    *MODEL_RULES,
-    *PIECEWISE_RULES,
+    # The model.
+    _only(
+        "prefill",
+        "multimodal",
+        "safety",
+        when=lambda facts, _: facts.multimodal == "outside",
+        explanation="embeddings that join outside the captured body are dropped by a replay; give "
+        "them an input slot",
+        source=f"{_SGLANG}/pull/30620",
+    ),
+    _only(
+        "prefill",
+        "encoder-decoder",
+        "safety",
+        when=lambda facts, _: facts.encoder_decoder,
+        explanation="the first decoder step takes another path than a replay would",
+        source=f"{_VLLM}/pull/30072",
+    ),
+    _only(
+        "prefill",
+        "pooling-prefill",
+        "preference",
+        spares={BREAKS},
+        value="breakable",
+        when=lambda facts, _: facts.pooling,
+        explanation="pooling reads the lengths of each batch after the body",
+        source="vLLM 0.33, config/vllm.py",
+    ),
+    _both(
+        "lora",
+        "note",
+        when=lambda facts, _: facts.lora,
+        explanation="steps with and without adapters are variants; without them one graph always "
+        "pays for adapters",
+        source=f"{_VLLM}/pull/25914",
+    ),
+    _both(
+        "host-recorder",
+        "safety",
+        spares={BREAKS, UNTRACED},
+        value="breakable",
+        when=lambda facts, _: facts.host_recorder,
+        explanation="the recorder reads device data on the host; marked no_graph, it runs between "
+        "segments",
+        source="SGLang 0.5.18, server_args.py",
+    ),
+    # Tracing and compiling.
+    _traced(
+        "piecewise-backend",
+        "safety",
+        when=lambda facts, _: not facts.piecewise,
+        explanation="this backend cannot capture compiled pieces",
+        source=f"{_SGLANG}/pull/27811, devgraph: Capabilities.piecewise",
+    ),
+    _traced(
+        "piecewise-compiler",
+        "safety",
+        key="compiler",
+        value="eager",
+        when=lambda facts, phase: phase.compiler not in facts.compilers,
+        explanation="this backend has no such compiler for the pieces",
+        source="devgraph: Capabilities.compilers",
+    ),
+    _traced(
+        "piecewise-torch-compile",
+        "safety",
+        when=lambda facts, _: facts.torch_compile,
+        explanation="the engine compiles the whole model already; it cannot be split again",
+        source="SGLang 0.5.18, server_args.py",
+    ),
+    _traced(
+        "piecewise-traceable",
+        "safety",
+        when=lambda facts, _: not facts.traceable,
+        explanation="torch.compile cannot trace this model",
+        source="SGLang 0.5.18, server_args.py",
+    ),
+    _traced(
+        "piecewise-lora",
+        "safety",
+        when=lambda facts, _: facts.lora,
+        explanation="adapter data is rebound per batch, which breaks the guards of traced code",
+        source=f"{_SGLANG}/pull/19469, {_SGLANG}/pull/25783",
+    ),
+    _traced(
+        "piecewise-dp-attention",
+        "preference",
+        when=lambda facts, _: facts.data_parallel_attention,
+        explanation="sizes gathered over ranks are host values that tracing specialises on",
+        source=f"{_SGLANG}/issues/11490",
+    ),
+    _traced(
+        "piecewise-moe",
+        "preference",
+        when=lambda facts, _: facts.moe_all_to_all != "none",
+        explanation="exchanges between experts are not proven to trace",
+        source=f"{_SGLANG}/pull/13638",
+    ),
+    _traced(
+        "piecewise-role",
+        "preference",
+        when=lambda facts, _: facts.role != "both",
+        explanation="KV transfers of disaggregated serving are not proven to trace",
+        source="SGLang 0.5.18, server_args.py",
+    ),
+    _traced(
+        "piecewise-deterministic",
+        "preference",
+        when=lambda facts, _: facts.deterministic,
+        explanation="tracing chooses kernel configurations once, for another batch size than runs",
+        source=f"{_VLLM}/pull/57586",
+    ),
+    _traced(
+        "piecewise-symmetric-memory",
+        "preference",
+        when=lambda facts, _: facts.symmetric_memory,
+        explanation="collectives over symmetric memory are not proven to trace",
+        source="SGLang 0.5.18, server_args.py",
+    ),
 )
 """The whole table, in the order of application."""

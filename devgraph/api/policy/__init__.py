@@ -1,119 +1,98 @@
-"""Policies: how a Python callable becomes a list of segments. A policy never sees a vendor."""
+"""Policies: how a Python callable becomes a list of segments. A policy never sees a vendor.
+
+A policy is one file with a ``POLICY`` and one line at the end of this one. That line says what the
+policy promises about the steps that it captures. Every compatibility rule (devgraph/api/config)
+holds for every policy that is registered, unless the policy promises what spares it from the rule:
+one that promises nothing is trusted with nothing.
+
+Nothing here imports torch: configurations are read where there is none.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
-import importlib.util
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import attrs
-import torch
 
-from devgraph.api.backend import Backend
-from devgraph.api.buffers import tensors_in
-from devgraph.api.config.values import CAPTURING_POLICIES, COMPILERS
-from devgraph.api.errors import CapabilityError, InputError, did_you_mean
-from devgraph.api.marks.host_values import HostSpec
-from devgraph.api.marks.marks import Mark
-from devgraph.api.policy.budget import UpdateBudget
-from devgraph.api.pool import Pool
+from devgraph.api.errors import InputError, did_you_mean
 
-__all__ = ["Job", "Plan", "Policy", "Segment", "UpdateBudget", "check_compiler", "get_policy"]
+if TYPE_CHECKING:
+    from devgraph.api.policy.job import Policy
 
+__all__ = [
+    "BREAKS",
+    "COMPILERS",
+    "UNTRACED",
+    "WHOLE",
+    "Registration",
+    "check_compiler",
+    "compiles",
+    "get_policy",
+    "policies",
+    "register_policy",
+    "registration",
+]
 
-class Segment(Protocol):
-    """Whatever can stand in a capture's segment list."""
+BREAKS = "breaks"
+"""Marked functions run eagerly, between graphs: they may read the host, and need no capture."""
+WHOLE = "whole"
+"""A step is one graph: no eager code runs in its middle, and nothing is handed over there."""
+UNTRACED = "untraced"
+"""The step's own code is captured as it runs; nothing traces, compiles or replaces it."""
 
-    def replay(self) -> None:
-        """Run the segment once."""
-
-    def reset(self) -> None:
-        """Free what it holds."""
-
-
-@attrs.frozen(kw_only=True)
-class Job:
-    """What a policy is asked to capture."""
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    spec: HostSpec
-    backend: Backend
-    pool: Pool
-    capture_error_mode: str
-    compiler: str | None
-    before_break: Callable[[], None] | None
-    """Called before each break's eager body while capturing: a barrier between ranks."""
-    budget: UpdateBudget | None = None
-    """What may be spent on new host arguments in a replay; None for the defaults."""
-    after_warmup: Callable[[], None] | None = None
-    """Called after each warm-up run."""
-    phases: dict[str, float] = attrs.field(factory=dict)
-    """Seconds by phase, filled while the capture is made."""
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The bound tensors."""
-        return tuple(tensors_in((self.args, self.kwargs)))
-
-    def warmed_up(self) -> None:
-        """Say that a warm-up run is done."""
-        if self.after_warmup is not None:
-            self.after_warmup()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time that the block takes, without phases inside it, to phase ``name``."""
-        inside, started = sum(self.phases.values()), time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - started - (sum(self.phases.values()) - inside)
-            self.phases[name] = self.phases.get(name, 0.0) + spent
+COMPILERS = ("eager", "inductor")
+"""What may compile the pieces of a policy that does not promise ``UNTRACED``."""
 
 
-class Plan(Protocol):
-    """A finished capture: segments in order, and the outputs that they write."""
+@attrs.frozen
+class Registration:
+    """One policy: the module that holds its ``POLICY``, and what it promises."""
 
-    segments: list[Any]
-    outputs: Any
-    marks: list[Mark]
-    """Marks whose host values must be resolved at each replay."""
-    notes: dict[str, Any]
-    """What else the policy has to say about the capture, for reports."""
-
-    def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
-        """Make the next ``run`` use these host values."""
-
-    def run(self) -> None:
-        """Run all segments once, in one flat loop."""
-
-    def close(self) -> None:
-        """Free everything."""
+    module: str
+    promises: frozenset[str]
 
 
-class Policy(Protocol):
-    """Turns a callable into a ``Plan``."""
+_registered: dict[str, Registration] = {}
 
-    name: str
 
-    def warm_up(self, job: Job, runs: int) -> Job:
-        """Run the step ``runs`` times as it will be captured; return the job to capture.
+def register_policy(name: str, module: str, *promises: str) -> None:
+    """Make the ``POLICY`` of ``module``, imported when it is first used, known as ``name``.
 
-        Libraries set themselves up lazily in these runs. Called inside
-        ``job.backend.capturing``.
-        """
-        for _ in range(runs):
-            job.fn(*job.args, **job.kwargs, **job.spec.declared)
-            job.warmed_up()
-        return job
+    ``promises`` are of ``BREAKS``, ``WHOLE`` and ``UNTRACED``.
 
-    def capture(self, job: Job) -> Plan:
-        """Capture ``job.fn`` inside ``job.backend.capturing``; all or nothing."""
+    Raises:
+        InputError: there is a policy of that name, or no such promise.
+    """
+    if name in _registered or name == "disabled":
+        raise InputError(f"there is a policy {name!r} already; give the new one another name")
+    for promise in promises:
+        if promise not in (BREAKS, WHOLE, UNTRACED):
+            known = did_you_mean(promise, (BREAKS, WHOLE, UNTRACED))
+            raise InputError(f"a policy cannot promise {promise!r}. {known}")
+    _registered[name] = Registration(module, frozenset(promises))
+
+
+def policies() -> tuple[str, ...]:
+    """Return the names of all policies, in the order of their registration."""
+    return tuple(_registered)
+
+
+def registration(name: str) -> Registration:
+    """Return what a policy registered.
+
+    Raises:
+        InputError: there is no such policy (a ValueError).
+    """
+    if name not in _registered:
+        raise InputError(f"no policy {name!r}. {did_you_mean(str(name), _registered)}")
+    return _registered[name]
+
+
+def compiles(name: str) -> bool:
+    """Whether the policy of that name may use a compiler."""
+    return UNTRACED not in registration(name).promises
 
 
 def get_policy(name: str) -> Policy:
@@ -121,16 +100,13 @@ def get_policy(name: str) -> Policy:
 
     Raises:
         InputError: there is no such policy (a ValueError).
-        CapabilityError: it is not part of this version.
     """
-    if name not in CAPTURING_POLICIES:
-        raise InputError(f"no policy {name!r}. {did_you_mean(str(name), CAPTURING_POLICIES)}")
-    module_name = f"{__name__}.{name}"
-    if importlib.util.find_spec(module_name) is None:
-        raise CapabilityError(
-            f"policy {name!r} is not part of this version of devgraph; use 'full' or 'breakable'"
-        )
-    policy: Policy = importlib.import_module(module_name).POLICY
+    return _loaded(registration(name).module)
+
+
+@functools.cache
+def _loaded(module: str) -> Policy:
+    policy: Policy = importlib.import_module(module).POLICY
     return policy
 
 
@@ -143,3 +119,8 @@ def check_compiler(name: str | None) -> str | None:
     if name is not None and name not in COMPILERS:
         raise InputError(f"no compiler {name!r}. {did_you_mean(str(name), COMPILERS)}")
     return name
+
+
+register_policy("full", f"{__name__}.full", WHOLE, UNTRACED)
+register_policy("breakable", f"{__name__}.breakable", BREAKS, UNTRACED)
+register_policy("piecewise", f"{__name__}.piecewise", BREAKS)

@@ -10,7 +10,7 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import BoundCall, RegionHit
 from devgraph.api.marks.marks import Mark, entered
 from devgraph.api.marks.scopes import captured_call, swallowed
-from devgraph.api.policy import Job, Policy
+from devgraph.api.policy.job import Job, Policy
 
 __all__ = ["POLICY", "BreakablePlan", "EagerSegment", "capture_segments"]
 
@@ -258,8 +258,6 @@ def capture_segments(
 
 
 class _Breakable(Policy):
-    name = "breakable"
-
     def capture(self, job: Job) -> BreakablePlan:
         return capture_segments(job)
 

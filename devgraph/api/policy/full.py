@@ -22,9 +22,9 @@ from devgraph.api.marks.calls import describe
 from devgraph.api.marks.marks import Mark, entered
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.scopes import GraphScope
-from devgraph.api.policy import Job, Policy
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.budget import MissBudget, UpdateBudget
+from devgraph.api.policy.job import Job, Policy
 
 __all__ = ["POLICY", "FullPlan", "UpdatablePlan"]
 
@@ -236,8 +236,6 @@ def _copy_tensor(target: torch.Tensor, source: Any) -> None:
 
 
 class _Full(Policy):
-    name = "full"
-
     def capture(self, job: Job) -> FullPlan | UpdatablePlan:
         graph = job.backend.make_graph(job.pool)
         graph.touchable = job.tensors

@@ -46,9 +46,9 @@ from devgraph.api.marks import marks
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark, entered
 from devgraph.api.marks.source import SourceLine
-from devgraph.api.policy import Job, Plan, Policy
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
+from devgraph.api.policy.job import Job, Plan, Policy
 
 __all__ = ["POLICY"]
 
@@ -637,8 +637,6 @@ def _settings() -> Iterator[None]:
 
 
 class _Piecewise(Policy):
-    name = "piecewise"
-
     def __init__(self) -> None:
         # The tracer finds older code by the identity of the compiler. Backends may wrap pieces
         # in different ways, though their tensors are of one kind.

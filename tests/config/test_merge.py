@@ -1,4 +1,4 @@
-"""Properties of the mode configuration: precedence, nothing dropped in silence, round trip."""
+"""Several sources about the same settings: who wins, and what is said about it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,114 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from devgraph.api.config.model import DeviceGraphConfig, Overlay, PhaseConfig
-from devgraph.api.config.values import KEYS, PHASES, POLICIES
-from devgraph.api.errors import ConfigError
-from tests.support.config_cases import BOTH_DISABLED, MODE, both, from_argv
+from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
+from devgraph.api.config.phase import PHASES
+from tests.support.config_cases import (
+    BOTH_DISABLED,
+    MAXIMA,
+    MODE,
+    PHASE,
+    SIZES,
+    VALUES,
+    both,
+    from_argv,
+)
 
-# Sizes and maxima are kept apart so that this property is about precedence alone; how they are
-# reconciled has tests of its own above.
-SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=4)
-MAXIMA = st.integers(64, 9999)
-VALUES = {
-    "policy": st.sampled_from(POLICIES),
-    "buckets": SIZES,
-    "max_bs": MAXIMA,
-    "warmup": st.integers(0, 5),
-    "strict": st.booleans(),
-    "max_padding": st.floats(1.0, 8.0),
-}
-PHASE = st.fixed_dictionaries({}, optional=VALUES)
+
+def test_each_level_beats_the_weaker_ones_per_key_with_both_names(tmp_path: Path) -> None:
+    path = tmp_path / "mode.json"
+    path.write_text('{"device_graph": {"decode": {"policy": "piecewise", "warmup": 7}}}')
+    config, said = from_argv(
+        *("--device-graph-config", str(path), "--enforce-eager", "--cuda-graph-bs", "1", "2"),
+        *("--decode-device-graph-mode", "breakable"),
+        *("--device-graph-mode", '{"decode": "full"}'),
+    )
+    assert config.to_dict() == {
+        "decode": {"policy": "full", "buckets": [1, 2], "warmup": 7},
+        "prefill": "disabled",
+    }
+    overrides = [text for text in said if " overrides " in text]
+    assert overrides == [
+        "decode.policy: 'full' from --device-graph-mode overrides 'piecewise' from "
+        f"--device-graph-config {path}",
+        "decode.policy: 'full' from --device-graph-mode overrides 'disabled' from --enforce-eager",
+        "decode.policy: 'full' from --device-graph-mode overrides 'breakable' from "
+        "--decode-device-graph-mode",
+    ]
+    assert len(said) == len(overrides) + 2
+
+
+def test_equal_values_from_two_places_are_no_override() -> None:
+    _, said = from_argv("--prefill-device-graph-mode", "full", MODE, '{"prefill": "full"}')
+    assert said == []
+
+
+def test_mode_beats_the_switch_of_the_same_phase() -> None:
+    config, said = from_argv(
+        "--prefill-device-graph-mode", "full", "--prefill-disable-device-graph"
+    )
+    assert config.prefill.policy == "full"
+    assert len(said) == 1
+    assert "--prefill-device-graph-mode overrides" in said[0]
+    assert "--prefill-disable-device-graph" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--cuda-graph-max-bs", "8"), ("--decode-device-graph-max-bs", "8")]
+)
+def test_buckets_of_a_stronger_source_raise_a_weaker_maximum(flag: str, value: str) -> None:
+    config, said = from_argv(flag, value, MODE, '{"decode": {"buckets": [4, 64]}}')
+    assert config.decode.buckets == (4, 64)
+    assert config.decode.max_bs == 64
+    assert any("the bucket 64" in text and flag in text for text in said)
+
+
+def test_maximum_of_an_equal_or_stronger_source_leaves_larger_buckets_out() -> None:
+    config, said = from_argv("--cuda-graph-bs", "4", "64", MODE, '{"decode": {"max_bs": 8}}')
+    assert (config.decode.buckets, config.decode.max_bs) == ((4,), 8)
+    assert any("64 from --cuda-graph-bs left out" in text for text in said)
+    config, _ = from_argv("--decode-device-graph-bs", "64", "--decode-device-graph-max-bs", "8")
+    assert config.decode.buckets == (8,)
+
+
+def test_backends_part_refines_buckets_and_maximum_of_the_same_text() -> None:
+    with pytest.warns(DeviceGraphWarning, match=r"backends\.npu\.decode\.max_bs"):
+        config = DeviceGraphConfig.from_json(
+            '{"decode": {"max_bs": 8}, "backends": {"npu": {"decode": {"buckets": [64]}}}}'
+        )
+    assert config.decode.max_bs == 8
+    assert config.for_backend("npu").decode.buckets == (64,)
+    assert config.for_backend("npu").decode.max_bs == 64
+
+
+def test_general_part_of_a_stronger_source_beats_a_weaker_part_for_a_backend(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mode.json"
+    path.write_text('{"device_graph": {"backends": {"npu": {"prefill": "full"}}}}')
+    config, said = from_argv("--device-graph-config", str(path), "--prefill-disable-device-graph")
+    assert config.for_backend("npu").prefill.policy == "disabled"
+    assert len(said) == 1
+    assert "backends.npu.prefill.policy" in said[0]
+    assert "--prefill-disable-device-graph overrides" in said[0]
+    assert str(path) in said[0]
+
+
+def test_part_for_a_backend_of_a_stronger_source_overrides_there_with_both_names() -> None:
+    mode = '{"backends": {"npu": {"prefill": "full"}}}'
+    config, said = from_argv("--prefill-disable-device-graph", MODE, mode)
+    assert config.prefill.policy == "disabled"
+    assert config.for_backend("npu").prefill.policy == "full"
+    assert said == [
+        "backends.npu.prefill.policy: on this backend 'full' from --device-graph-mode overrides "
+        "'disabled' from --prefill-disable-device-graph"
+    ]
+
+
 PHASE_OR_POLICY = PHASE | VALUES["policy"]
 DOCUMENT = st.fixed_dictionaries(
     {},
@@ -206,82 +293,3 @@ def test_precedence_holds_nothing_is_dropped_in_silence_and_text_round_trips(
     assert [again.phase(one).explicit for one in PHASES] == [
         config.phase(one).explicit for one in PHASES
     ]
-
-
-def phase_configs() -> st.SearchStrategy[PhaseConfig]:
-    optional = {
-        "buckets": st.none() | SIZES,
-        "max_bs": st.none() | MAXIMA,
-        "align": st.integers(1, 16),
-        "max_requests": st.none() | st.integers(1, 512),
-        "max_seq_len": st.none() | st.integers(1, 1 << 20),
-        "max_padding": st.floats(1.0, 100.0),
-        "compiler": st.sampled_from(["eager", "inductor"]),
-        "capture": st.sampled_from(["eager", "lazy", "background"]),
-        "lazy_hits": st.integers(1, 9),
-        "warmup": st.integers(0, 9),
-        "strict": st.booleans(),
-        "memory_budget_bytes": st.none() | st.integers(1, 1 << 40),
-        "time_budget_s": st.none() | st.floats(0.001, 1e6),
-        "miss_budget": st.none() | st.integers(0, 1000),
-    }
-    assert {"policy", *optional} == set(KEYS)
-    values = st.fixed_dictionaries({"policy": VALUES["policy"]}, optional=optional)
-    return st.builds(
-        lambda chosen, names: PhaseConfig(**chosen, explicit=names),
-        values,
-        st.sets(st.sampled_from(list(KEYS))),
-    )
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    decode=phase_configs(),
-    prefill=phase_configs(),
-    overlays=st.dictionaries(st.text(min_size=1, max_size=6), st.tuples(PHASE, PHASE), max_size=2),
-)
-def test_configurations_built_in_python_round_trip_through_json(
-    decode: PhaseConfig,
-    prefill: PhaseConfig,
-    overlays: dict[str, tuple[dict[str, Any], dict[str, Any]]],
-) -> None:
-    config = DeviceGraphConfig(
-        decode=decode,
-        prefill=prefill,
-        overlays=tuple(
-            Overlay(backend=name, decode=one, prefill=two) for name, (one, two) in overlays.items()
-        ),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again = DeviceGraphConfig.from_json(config.to_json())
-    assert again == config
-    for phase in PHASES:
-        assert again.phase(phase).explicit == config.phase(phase).explicit
-    everything = json.loads(config.to_json(everything=True))
-    assert list(everything["decode"]) == list(KEYS)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(
-                st.sampled_from([*PHASES, "backends", *KEYS, "npu", "x"]), inner, max_size=4
-            )
-        ),
-        max_leaves=12,
-    )
-)
-def test_any_document_is_read_or_refused_with_a_config_error(document: object) -> None:
-    text = json.dumps(document)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            config = DeviceGraphConfig.from_json(text)
-        except ConfigError:
-            return
-        assert isinstance(document, dict)
-        assert DeviceGraphConfig.from_json(config.to_json()) == config

@@ -1,0 +1,393 @@
+"""One phase of a mode: every key is declared here, once.
+
+A field of ``PhaseConfig`` declares a key: its type, its default, what it means and the reader that
+its value passes through, whether it comes from JSON text, a flag, a file or Python. The flags per
+phase, the table in docs/modes.md and the texts of errors are made from these declarations.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
+from devgraph.api.policy import COMPILERS, policies
+
+__all__ = [
+    "DEFAULT_POLICY",
+    "KEYS",
+    "OLDER_POLICIES",
+    "PHASES",
+    "Key",
+    "PhaseConfig",
+    "Setting",
+    "check",
+    "choices",
+    "count",
+    "over_maximum",
+    "path_of",
+    "phase_config",
+    "plain",
+    "unknown_name",
+]
+
+PHASES = ("decode", "prefill")
+DEFAULT_POLICY: Mapping[str, str] = {"decode": "full", "prefill": "breakable"}
+
+OLDER_POLICIES: Mapping[str, str] = {
+    "tc_piecewise": "piecewise",
+    "tcpiecewise": "piecewise",
+    "tcpcg": "piecewise",
+}
+"""Names that engines gave to a policy before; accepted with a warning."""
+
+# What people write for a key out of habit; nearest-name matching would not find these.
+_HABITS: Mapping[str, str] = {
+    "backend": "policy",
+    "mode": "policy",
+    "bs": "buckets",
+    "sizes": "buckets",
+    "batch_sizes": "buckets",
+    "max_batch_size": "max_bs",
+    "tc_compiler": "compiler",
+    "warmups": "warmup",
+    "default": "decode",
+}
+
+Setting = tuple[str | None, str, str]
+"""Where one value lives: backend (None for the part that holds on every backend), phase, key."""
+
+
+def path_of(setting: Setting) -> str:
+    """Return the path of a setting in the JSON text, such as ``backends.npu.decode.policy``."""
+    backend, phase, key = setting
+    return f"{phase}.{key}" if backend is None else f"backends.{backend}.{phase}.{key}"
+
+
+def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) -> ConfigError:
+    """Return the error for a name that does not exist: where, what exists, what is nearest."""
+    names = tuple(known)
+    if not isinstance(name, str):
+        return ConfigTypeError(
+            f"{path}: a {what} is a string, got {shown(name)}. {did_you_mean('', names)}"
+        )
+    text = f"{path}: there is no {what} {name!r}. {did_you_mean(name, names)}"
+    if "Did you mean" not in text:
+        folded = difflib.get_close_matches(name.lower(), names, n=1)
+        habit = _HABITS.get(name.lower())
+        near = habit if habit in names else folded[0] if folded else None
+        text += f" Did you mean {near!r}?" if near else ""
+    return ConfigError(text)
+
+
+def choices() -> tuple[str, ...]:
+    """Return what a phase may choose: every policy, and ``disabled``."""
+    return (*policies(), "disabled")
+
+
+def over_maximum(buckets: tuple[int, ...] | None, max_bs: int | None) -> str | None:
+    """Return what is wrong with these two keys of one place together, if anything is."""
+    if not buckets or max_bs is None or buckets[-1] <= max_bs:
+        return None
+    return f"the bucket {buckets[-1]} is over max_bs={max_bs}; remove the bucket or raise max_bs"
+
+
+def shown(value: object) -> str:
+    """Return ``value`` and its kind in the words of JSON."""
+    kinds = {bool: "a boolean", type(None): "null", str: "a string", dict: "an object"}
+    return f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
+
+
+def plain(value: Any) -> Any:
+    """Return the value of a key as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+@attrs.frozen(kw_only=True)
+class Key:
+    """One key of a phase; ``PhaseConfig`` declares it."""
+
+    name: str
+    default: Any
+    """``attrs.NOTHING`` where it depends on the phase."""
+    read: Callable[[object, str], Any]
+    """Takes a value and the path that an error begins with; returns what ``PhaseConfig`` holds."""
+    kind: str
+    """What it accepts, in words, unless ``names`` says it."""
+    names: Callable[[], tuple[str, ...]] | None
+    shape: str
+    """Of a flag that sets it: ``text``, ``integer`` or ``integers``."""
+    meaning: str
+    flag: str | None
+    """The end of the flag per phase that sets it."""
+
+    @property
+    def accepts(self) -> str:
+        """What it accepts, in words."""
+        if self.names is None:
+            return self.kind
+        *others, last = (f"`{name}`" for name in self.names())
+        return f"{', '.join(others)} or {last}"
+
+
+def check(key: str, value: object, path: str) -> Any:
+    """Return ``value`` in the form that ``PhaseConfig`` stores for ``key``.
+
+    Raises ``ConfigError``, or ``ConfigTypeError`` for a value of the wrong kind; the message
+    starts with ``path``.
+    """
+    return KEYS[key].read(value, path)
+
+
+# What keys accept: the part of a declaration that several keys share.
+
+
+def _choice(what: str, names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
+    def read(value: object, path: str) -> str:
+        known = names()
+        if isinstance(value, str) and value in known:
+            return value
+        raise unknown_name(path, value, known, what=what)
+
+    return {"names": names, "read": read}
+
+
+def _policy(value: object, path: str) -> Any:
+    if value is False or value is None:
+        raise ConfigTypeError(
+            f"{path}: a policy is a string, got {shown(value)}; write 'disabled' (in quotes) to "
+            f"switch graphs off. {did_you_mean('', choices())}"
+        )
+    name = OLDER_POLICIES.get(value, value) if isinstance(value, str) else value
+    return _POLICY_NAME(name, path)
+
+
+def _number(kind: type[int] | type[float], least: int, *, above: bool = False) -> dict[str, Any]:
+    what = "an integer" if kind is int else "a number"
+    wanted = f"more than {least}" if above else f"at least {least}"
+    largest = math.inf if kind is int else sys.float_info.max
+
+    def read(value: object, path: str) -> int | float:
+        if isinstance(value, bool) or not isinstance(value, (int, kind)):
+            raise ConfigTypeError(f"{path}: expected {what}, got {shown(value)}")
+        if not least <= value <= largest or (above and value == least):
+            finite = "" if kind is int else "a finite number of "
+            raise ConfigError(f"{path}: expected {finite}{wanted}, got {value!r}")
+        return kind(value)
+
+    return {"kind": f"{what} of {wanted}", "shape": "integer", "read": read}
+
+
+def _optional(declared: dict[str, Any]) -> dict[str, Any]:
+    """Accept null too, for no value."""
+    read = declared["read"]
+    return {
+        **declared,
+        "kind": f"{declared['kind']}, or `null`",
+        "read": lambda value, path: None if value is None else read(value, path),
+    }
+
+
+def _flag(value: object, path: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise ConfigTypeError(f"{path}: expected true or false, got {shown(value)}")
+
+
+def _buckets(value: object, path: str) -> tuple[int, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigTypeError(
+            f"{path}: expected a list of integers such as [1, 2, 8], got {shown(value)}"
+        )
+    sizes = {
+        size if type(size) is int and size > 0 else count(size, f"{path}[{index}]")
+        for index, size in enumerate(value)
+    }
+    if not sizes:
+        raise ConfigError(
+            f"{path}: the list is empty. Name at least one size, leave the key out for the "
+            f"defaults, or switch graphs off with the policy 'disabled'"
+        )
+    return tuple(sorted(sizes))
+
+
+_COUNT = _number(int, 1)
+count: Callable[[object, str], int] = _COUNT["read"]
+"""Reads an integer of at least 1."""
+_POLICY_NAME = _choice("policy", choices)["read"]
+
+
+def _names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(names)
+
+
+def _key(accepts: dict[str, Any], meaning: str, default: Any, flag: str | None = None) -> Any:
+    metadata = {**accepts, "meaning": meaning, "flag": flag}
+    return attrs.field(default=default, metadata=metadata)
+
+
+@attrs.frozen(kw_only=True)
+class PhaseConfig:
+    """How one phase is captured and replayed.
+
+    Values are checked and normalised on construction; ``ConfigError`` names the key.
+    """
+
+    policy: str = _key(
+        {"names": choices, "read": _policy},
+        "How steps are captured; under `disabled` they run eagerly.",
+        default=attrs.NOTHING,
+        flag="mode",
+    )
+    buckets: tuple[int, ...] | None = _key(
+        _optional({"kind": "integers of at least 1", "shape": "integers", "read": _buckets}),
+        "Sizes to capture, ascending: requests for decode, tokens for prefill. None: the defaults.",
+        default=None,
+        flag="bs",
+    )
+    max_bs: int | None = _key(
+        _optional(_COUNT),
+        "The largest size that is captured, which is always a bucket. None: the runner's capacity.",
+        default=None,
+        flag="max-bs",
+    )
+    align: int = _key(_COUNT, "Every bucket is a multiple of this.", default=1)
+    max_requests: int | None = _key(
+        _optional(_COUNT),
+        "Request slots of a full prefill graph; a batch of more requests runs eagerly. None: the "
+        "runner's capacity.",
+        default=None,
+    )
+    max_seq_len: int | None = _key(
+        _optional(_COUNT),
+        "A batch whose longest sequence is longer than this runs eagerly. None: no limit.",
+        default=None,
+    )
+    max_padding: float = _key(
+        _number(float, 1),
+        "A batch that would be padded to more than this many times its rows runs eagerly.",
+        default=2.0,
+    )
+    compiler: str = _key(
+        _choice("compiler", lambda: COMPILERS),
+        "Compiles the pieces of the policy `piecewise`: `eager` (no compilation) or `inductor`.",
+        default="eager",
+    )
+    capture: str = _key(
+        _choice("capture mode", lambda: ("eager", "lazy", "background")),
+        "When buckets are captured: `eager` all at start, `lazy` after `lazy_hits` batches that "
+        "wanted one, `background` one per idle call while serving.",
+        default="eager",
+    )
+    lazy_hits: int = _key(
+        _COUNT, "Batches that want a bucket before `lazy` captures it.", default=2
+    )
+    warmup: int = _key(_number(int, 0), "Eager runs before each capture.", default=2)
+    strict: bool = _key(
+        {"kind": "`true` or `false`", "read": _flag},
+        "Raise where a batch would otherwise run eagerly, with the reason.",
+        default=False,
+    )
+    memory_budget_bytes: int | None = _key(
+        _optional(_COUNT),
+        "Device memory for the graphs of this phase; buckets beyond it are dropped. None: no "
+        "limit.",
+        default=None,
+    )
+    time_budget_s: float | None = _key(
+        _optional(_number(float, 0, above=True)),
+        "Seconds to spend on capture; buckets beyond it are dropped. None: no limit.",
+        default=None,
+    )
+    miss_budget: int | None = _key(
+        _optional(_number(int, 0)),
+        "New host-argument keys that `full` records when they are first seen; a step with a known "
+        "key earns one back. Past it a new key runs breakable until it comes again. None: 8, and "
+        "no limit on a backend that runs the regions' host code for known keys as well.",
+        default=None,
+    )
+    explicit: frozenset[str] = attrs.field(
+        default=frozenset({"policy"}), converter=_names, eq=False
+    )
+    """The keys that somebody chose, which rules may not change. Any value other than the default
+    is added to them. Does not count for equality."""
+
+    def __attrs_post_init__(self) -> None:
+        for name, key in KEYS.items():
+            value = getattr(self, name)
+            if value is not key.default:
+                object.__setattr__(self, name, key.read(value, name))
+        for name in sorted(self.explicit - KEYS.keys()):
+            raise unknown_name("explicit", name, KEYS, what="key")
+        self._settle()
+
+    def with_checked(self, values: Mapping[str, Any], explicit: frozenset[str]) -> PhaseConfig:
+        """Return this phase with ``values`` that were checked before, chosen as ``explicit`` says.
+
+        Raises ``ConfigError`` if they contradict each other.
+        """
+        made = object.__new__(PhaseConfig)
+        for name in KEYS:
+            object.__setattr__(made, name, values[name] if name in values else getattr(self, name))
+        object.__setattr__(made, "explicit", explicit)
+        made._settle()
+        return made
+
+    def _settle(self) -> None:
+        """Compare the keys with each other, and count what is no default as chosen."""
+        problem = over_maximum(self.buckets, self.max_bs)
+        if problem:
+            raise ConfigError(problem)
+        chosen = set(self.explicit)
+        for name, key in KEYS.items():
+            if key.default is not attrs.NOTHING and getattr(self, name) != key.default:
+                chosen.add(name)
+        object.__setattr__(self, "explicit", frozenset(chosen))
+
+    def to_dict(self, *, everything: bool = False) -> dict[str, Any]:
+        """Return the chosen keys with their values as JSON has them, or all keys."""
+        names = [name for name in KEYS if everything or name in self.explicit]
+        return {name: plain(getattr(self, name)) for name in names}
+
+
+KEYS: Mapping[str, Key] = {
+    field.name: Key(
+        name=field.name,
+        default=field.default,
+        **{"kind": "", "names": None, "shape": "text", **field.metadata},
+    )
+    for field in attrs.fields(PhaseConfig)
+    if field.metadata
+}
+"""Every key by name, in the order in which keys are shown."""
+
+
+_DEFAULTS = {
+    phase: PhaseConfig(policy=policy, explicit=frozenset())
+    for phase, policy in DEFAULT_POLICY.items()
+}
+
+
+def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: str) -> PhaseConfig:
+    """Return the configuration of a phase: given, by policy name, as a mapping, or the default."""
+    if isinstance(config, PhaseConfig):
+        return config
+    if config is None:
+        return _DEFAULTS[phase]
+    if isinstance(config, str):
+        return PhaseConfig(policy=config)
+    if isinstance(config, Mapping):
+        for key in config:
+            if key not in KEYS:
+                raise unknown_name(phase, key, KEYS, what="key")
+        chosen = {"policy": DEFAULT_POLICY[phase], **config}
+        return PhaseConfig(**chosen, explicit=frozenset(config))
+    raise ConfigTypeError(
+        f"config of {phase} is one phase, such as DeviceGraphConfig().{phase}, a policy name or a "
+        f"mapping; got {type(config).__name__}"
+    )

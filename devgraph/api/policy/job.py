@@ -1,0 +1,110 @@
+"""What a policy is asked for, and what it gives: a job, a plan, and the segments of that plan."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+from devgraph.api.backend import Backend
+from devgraph.api.buffers import tensors_in
+from devgraph.api.marks.host_values import HostSpec
+from devgraph.api.marks.marks import Mark
+from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.pool import Pool
+
+__all__ = ["Job", "Plan", "Policy", "Segment"]
+
+
+class Segment(Protocol):
+    """Whatever can stand in a capture's segment list."""
+
+    def replay(self) -> None:
+        """Run the segment once."""
+
+    def reset(self) -> None:
+        """Free what it holds."""
+
+
+@attrs.frozen(kw_only=True)
+class Job:
+    """What a policy is asked to capture."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    spec: HostSpec
+    backend: Backend
+    pool: Pool
+    capture_error_mode: str
+    compiler: str | None
+    before_break: Callable[[], None] | None
+    """Called before each break's eager body while capturing: a barrier between ranks."""
+    budget: UpdateBudget | None = None
+    """What may be spent on new host arguments in a replay; None for the defaults."""
+    after_warmup: Callable[[], None] | None = None
+    """Called after each warm-up run."""
+    phases: dict[str, float] = attrs.field(factory=dict)
+    """Seconds by phase, filled while the capture is made."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The bound tensors."""
+        return tuple(tensors_in((self.args, self.kwargs)))
+
+    def warmed_up(self) -> None:
+        """Say that a warm-up run is done."""
+        if self.after_warmup is not None:
+            self.after_warmup()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time that the block takes, without phases inside it, to phase ``name``."""
+        inside, started = sum(self.phases.values()), time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started - (sum(self.phases.values()) - inside)
+            self.phases[name] = self.phases.get(name, 0.0) + spent
+
+
+class Plan(Protocol):
+    """A finished capture: segments in order, and the outputs that they write."""
+
+    segments: list[Any]
+    outputs: Any
+    marks: list[Mark]
+    """Marks whose host values must be resolved at each replay."""
+    notes: dict[str, Any]
+    """What else the policy has to say about the capture, for reports."""
+
+    def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
+        """Make the next ``run`` use these host values."""
+
+    def run(self) -> None:
+        """Run all segments once, in one flat loop."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class Policy(Protocol):
+    """Turns a callable into a ``Plan``."""
+
+    def warm_up(self, job: Job, runs: int) -> Job:
+        """Run the step ``runs`` times as it will be captured; return the job to capture.
+
+        Libraries set themselves up lazily in these runs. Called inside
+        ``job.backend.capturing``.
+        """
+        for _ in range(runs):
+            job.fn(*job.args, **job.kwargs, **job.spec.declared)
+            job.warmed_up()
+        return job
+
+    def capture(self, job: Job) -> Plan:
+        """Capture ``job.fn`` inside ``job.backend.capturing``; all or nothing."""

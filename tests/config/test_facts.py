@@ -1,0 +1,41 @@
+"""What an engine says about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from devgraph.api.capabilities import Capabilities
+from devgraph.api.config.facts import EngineFacts
+from devgraph.api.errors import ConfigError, ConfigTypeError
+
+
+def test_facts_take_over_what_a_backend_declares() -> None:
+    facts = EngineFacts(lora=True).on_backend("other", Capabilities(region_update=True))
+    assert facts == EngineFacts(
+        backend="other",
+        lora=True,
+        region_update=True,
+        piecewise=False,
+        compilers=("eager",),
+        collectives_capturable=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "part"),
+    [
+        ({"loar": True}, ConfigError, "facts: there is no fact 'loar'.*Did you mean 'lora'"),
+        ({"lora": 1}, ConfigTypeError, "facts.lora: expected bool"),
+        ({"pipeline_parallel": True}, ConfigTypeError, "facts.pipeline_parallel: expected int"),
+        ({"pipeline_parallel": 0}, ConfigError, "at least 1"),
+        ({"attention": "alway"}, ConfigError, "facts.attention.*Did you mean 'always'"),
+        ({"role": None}, ConfigTypeError, "facts.role"),
+    ],
+)
+def test_facts_from_a_file_are_checked(
+    values: dict[str, Any], kind: type[Exception], part: str
+) -> None:
+    with pytest.raises(kind, match=part):
+        EngineFacts.from_dict(values)

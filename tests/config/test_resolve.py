@@ -1,0 +1,238 @@
+"""What a configuration comes to: rules against defaults and choices."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from devgraph.api.config.facts import ATTENTION, EngineFacts, weakest_attention
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import PHASES, choices
+from devgraph.api.config.resolve import resolve
+from devgraph.api.config.rules import RULES, Rule
+from devgraph.api.errors import ConfigError
+from tests.support.config_cases import (
+    config_with,
+    resolve_quietly,
+)
+
+
+@pytest.mark.parametrize(
+    ("attention", "tokens", "decode", "prefill"),
+    [
+        ("always", 3, "full", "full"),
+        ("uniform_batch", 3, "full", "breakable"),
+        ("single_token_decode", 0, "full", "breakable"),
+        ("single_token_decode", 3, "breakable", "breakable"),
+        ("never", 0, "breakable", "breakable"),
+    ],
+)
+def test_attention_capability_decides_what_full_may_hold(
+    attention: str, tokens: int, decode: str, prefill: str
+) -> None:
+    facts = EngineFacts(attention=attention, speculative_tokens=tokens)
+    for phase, holds in (("decode", decode), ("prefill", prefill)):
+        config = config_with(phase, explicit=False, policy="full")
+        assert resolve_quietly(config, facts).effective.phase(phase).policy == holds
+    assert weakest_attention("always", attention) == attention
+    assert weakest_attention() == "always"
+
+
+def test_kv_offload_keeps_graphs_and_weight_offload_switches_them_off() -> None:
+    default = DeviceGraphConfig()
+    kept = resolve_quietly(default, EngineFacts(kv_offload=True))
+    assert kept.effective == default
+    assert {one.outcome for one in kept.fired} == {"noted"}
+    off = resolve_quietly(default, EngineFacts(weight_offload=True))
+    assert (off.effective.decode.policy, off.effective.prefill.policy) == ("disabled",) * 2
+
+
+def test_speculation_leaves_full_decode_on() -> None:
+    found = resolve_quietly(
+        DeviceGraphConfig(), EngineFacts(speculative_tokens=4, dynamic_speculation=True)
+    )
+    assert found.effective.decode.policy == "full"
+
+
+def test_alignment_of_the_expert_exchange_reaches_align_and_buckets() -> None:
+    facts = EngineFacts(moe_all_to_all="device", moe_all_to_all_align=8)
+    found = resolve_quietly(DeviceGraphConfig(), facts)
+    assert found.effective.prefill.align == 8
+    assert found.effective.decode.align == 1
+    already = DeviceGraphConfig.from_json('{"prefill": {"align": 16, "buckets": [16, 64]}}')
+    assert resolve_quietly(already, facts).effective.prefill == already.prefill
+    default = config_with("prefill", explicit=False, policy="breakable", align=12, buckets=(4, 12))
+    held = resolve_quietly(default, facts).effective.prefill
+    assert (held.align, held.buckets) == (24, (8, 16))
+    for text, part in (
+        ('{"prefill": {"align": 4}}', "prefill.align=4"),
+        ('{"prefill": {"buckets": [8, 12]}}', r"prefill.buckets=\[8, 12\].*would be \[8, 16\]"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            resolve(DeviceGraphConfig.from_json(text), facts)
+
+
+def test_compiler_that_the_backend_lacks_becomes_eager_or_is_refused() -> None:
+    facts = EngineFacts(compilers=("eager",))
+    default = config_with("prefill", explicit=False, policy="piecewise", compiler="inductor")
+    assert resolve_quietly(default, facts).effective.prefill.compiler == "eager"
+    text = '{"prefill": {"policy": "piecewise", "compiler": "inductor"}}'
+    with pytest.raises(ConfigError, match=r'prefill\.compiler="inductor"'):
+        resolve(DeviceGraphConfig.from_json(text), facts)
+
+
+def test_all_refused_choices_are_listed_with_their_origin() -> None:
+    config = DeviceGraphConfig.from_json(
+        '{"decode": "full", "backends": {"npu": {"prefill": "full"}}}', source="--device-graph-mode"
+    )
+    facts = EngineFacts(backend="npu", attention="never", kv_layerwise=True)
+    with pytest.raises(ConfigError) as error:
+        resolve(config, facts)
+    text = str(error.value)
+    for rule in ("attention-decode", "attention-prefill", "kv-layerwise"):
+        assert f"[{rule}]" in text
+    assert 'decode.policy="full", chosen by --device-graph-mode,' in text
+    assert "chosen by --device-graph-mode backends.npu.prefill.policy," in text
+
+
+def test_backend_part_is_applied_before_the_rules() -> None:
+    config = DeviceGraphConfig.from_json('{"backends": {"npu": {"prefill": "disabled"}}}')
+    facts = EngineFacts(backend="npu", two_batch_overlap=True)
+    found = resolve_quietly(config, facts)
+    assert found.requested == config.for_backend("npu")
+    assert found.effective.prefill.policy == "disabled"
+    assert found.backend == "npu"
+    assert [one for one in found.fired if one.rule == "two-batch-overlap"] == []
+    general = resolve_quietly(config, EngineFacts())
+    assert general.effective.prefill.policy == "breakable"
+    assert general.effective.backends == ()
+
+
+def test_a_phase_that_does_not_occur_is_set_aside_even_when_it_was_chosen() -> None:
+    config = DeviceGraphConfig.from_json('{"decode": "full", "prefill": "full"}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = resolve(config, EngineFacts(role="decode", attention="uniform_batch"))
+    assert (found.effective.decode.policy, found.effective.prefill.policy) == ("full", "disabled")
+    assert [one.outcome for one in found.fired] == ["set aside"]
+
+
+def test_a_later_rule_removes_notes_about_a_policy_that_no_longer_holds() -> None:
+    found = resolve_quietly(DeviceGraphConfig(), EngineFacts(kv_offload=True, pipeline_parallel=2))
+    names = [rule.name for rule in RULES]
+    assert names.index("kv-offload") < names.index("pipeline-parallel")
+    assert [(one.phase, one.rule) for one in found.fired] == [
+        ("decode", "kv-offload"),
+        ("prefill", "pipeline-parallel"),
+    ]
+
+
+def test_engine_passes_rules_of_its_own() -> None:
+    own = Rule(
+        name="our-architecture",
+        kind="preference",
+        policies=("breakable",),
+        phases=("prefill",),
+        value="disabled",
+        when=lambda facts, phase: phase.max_bs is None,
+        explanation="scratch memory grows with the bucket",
+        source="our tracker",
+    )
+    found = resolve_quietly(DeviceGraphConfig(), EngineFacts(), rules=(*RULES, own))
+    assert found.effective.prefill.policy == "disabled"
+    assert [one.rule for one in found.fired] == ["our-architecture"]
+
+
+def test_resolution_as_data_has_requested_effective_and_every_rule() -> None:
+    found = resolve_quietly(DeviceGraphConfig(), EngineFacts(pipeline_parallel=2, lora=True))
+    data = json.loads(found.to_json())
+    assert data["requested"]["prefill"]["policy"] == "breakable"
+    assert data["effective"]["prefill"]["policy"] == "disabled"
+    assert [(one["phase"], one["rule"], one["outcome"]) for one in data["rules"]] == [
+        ("decode", "lora", "noted"),
+        ("prefill", "pipeline-parallel", "changed"),
+    ]
+    assert all(one["source"].startswith("https://") for one in data["rules"])
+    assert found.rows() == [
+        ("decode", "policy", '"full"', '"full"'),
+        ("prefill", "policy", '"breakable"', '"disabled"'),
+    ]
+
+
+FACTS = st.builds(
+    EngineFacts,
+    **{field.name: st.booleans() for field in attrs.fields(EngineFacts) if field.type == "bool"},
+    **{
+        field.name: st.integers(field.default, field.default + 3)
+        for field in attrs.fields(EngineFacts)
+        if field.type == "int"
+    },
+    attention=st.sampled_from(ATTENTION),
+    role=st.sampled_from(["both", "prefill", "decode"]),
+    multimodal=st.sampled_from(["none", "slot", "outside"]),
+    moe_all_to_all=st.sampled_from(["none", "device", "host", "unproven"]),
+    compilers=st.sampled_from([("eager",), ("eager", "inductor")]),
+)
+MODES = st.fixed_dictionaries(
+    {},
+    optional={
+        phase: st.fixed_dictionaries(
+            {},
+            optional={
+                "policy": st.sampled_from(choices()),
+                "compiler": st.sampled_from(["eager", "inductor"]),
+                "buckets": st.lists(st.integers(1, 99), min_size=1, max_size=3),
+            },
+        )
+        for phase in PHASES
+    },
+)
+
+
+def test_the_random_facts_vary_every_field() -> None:
+    kinds = {field.type for field in attrs.fields(EngineFacts)}
+    assert kinds == {"bool", "int", "str", "str | None", "tuple[str, ...]"}
+
+
+@settings(max_examples=300, deadline=None)
+@given(facts=FACTS, mode=MODES)
+def test_choices_are_never_changed_and_what_holds_is_allowed(
+    facts: EngineFacts, mode: dict[str, Any]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = DeviceGraphConfig.from_dict(mode)
+    try:
+        found = resolve_quietly(config, facts)
+    except ConfigError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    if refused:
+        kinds = {rule.name: rule.kind for rule in RULES}
+        assert {kinds[name] for name in re.findall(r"\[([a-z-]+)\]", refused)} == {"safety"}
+        assert mode
+        return
+    strength = {"full": 2, "piecewise": 2, "breakable": 1, "disabled": 0}
+    for phase in PHASES:
+        asked, holds = config.phase(phase), found.effective.phase(phase)
+        aside = any(one.phase == phase and one.outcome == "set aside" for one in found.fired)
+        for key in asked.explicit - ({"policy"} if aside else set()):
+            assert getattr(holds, key) == getattr(asked, key)
+        assert holds.policy == asked.policy or strength[holds.policy] < strength[asked.policy]
+        changed = {one.key for one in found.fired if one.phase == phase and one.after is not None}
+        for key, value in holds.to_dict(everything=True).items():
+            assert value == asked.to_dict(everything=True)[key] or key in changed
+    # What holds can be sent on and chosen: no rule objects to it any more.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sent = DeviceGraphConfig.from_json(found.effective.to_json())
+    again = resolve_quietly(sent, facts)
+    assert again.effective == found.effective

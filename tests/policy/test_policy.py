@@ -1,0 +1,65 @@
+"""The registry of policies (devgraph/api/policy/__init__.py)."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.api.policy import _registered, full, get_policy, policies, register_policy
+from tests.support.suite import printed_by
+
+
+@pytest.fixture
+def shadow(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A policy in a module of its own, registered for one test by one line."""
+    module = types.ModuleType("shadow_policy")
+    module.POLICY = full.POLICY  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("devgraph.api.policy._registered", dict(_registered))
+    register_policy("shadow", module.__name__)
+    return module
+
+
+def test_policy_that_is_added_captures_and_can_be_chosen_everywhere(
+    shadow: types.ModuleType,
+) -> None:
+    assert policies() == ("full", "breakable", "piecewise", "shadow")
+    x = torch.ones(3)
+    with dg.capture(lambda x: x + 1, x, policy="shadow", backend="cpu") as captured:
+        x.fill_(4)
+        assert captured.replay().tolist() == [5, 5, 5]
+    assert dg.DeviceGraphConfig.from_json('{"decode": "shadow"}').decode.policy == "shadow"
+    with dg.DecodeRunner(
+        lambda batch: batch.x + 1,
+        inputs=[dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.zero())],
+        outputs=dg.OutputSlot(rows="requests"),
+        config="shadow",
+        backend="cpu",
+        max_requests=2,
+    ) as runner:
+        runner.capture()
+        assert runner.run({"x": torch.zeros(1)}).tolist() == [1]
+        assert runner.effective_policy == "shadow"
+
+
+def test_unknown_policy_is_refused_with_what_there_is() -> None:
+    with pytest.raises(dg.InputError, match="no policy 'ful'.*breakable.*Did you mean 'full'"):
+        get_policy("ful")
+
+
+def test_registration_refuses_a_name_that_is_taken_and_a_promise_that_is_none() -> None:
+    for name in ("full", "disabled"):
+        with pytest.raises(dg.InputError, match=f"there is a policy {name!r} already"):
+            register_policy(name, "somewhere")
+    with pytest.raises(dg.InputError, match="cannot promise 'break'.*Did you mean 'breaks'"):
+        register_policy("other", "somewhere", "break")
+    assert "other" not in policies()
+
+
+def test_registry_is_read_without_torch() -> None:
+    code = "import sys, devgraph.api.policy as p; print(len(p.policies()), 'torch' in sys.modules)"
+    assert printed_by(code).split() == ["3", "False"]
