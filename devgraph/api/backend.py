@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from devgraph.api import process
 from devgraph.api.attention import SlotAttention
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import (
@@ -50,14 +51,19 @@ class Backend(abc.ABC):
     """Seconds that a capture waits for another thread's capture on the same device."""
 
     def __init__(self) -> None:
-        self._capture_lock = threading.RLock()
-        self._capture_owner = ""
-        self._capture_thread: int | None = None
-        self._capturing = False
+        self.after_fork()
+        process.identity.renewed.add(self)
         self._lost = ""
         self._buried: list[Any] = []
         self.graphs: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
         """Every living graph, which must be told when the device is lost."""
+
+    def after_fork(self) -> None:
+        """Forget who captures: that thread is not in the child."""
+        self._capture_lock = threading.RLock()
+        self._capture_owner = ""
+        self._capture_thread: int | None = None
+        self._capturing = False
 
     @property
     @abc.abstractmethod
@@ -210,6 +216,7 @@ class Backend(abc.ABC):
         # The pool's lock comes first, as it does in a replay that has to record a region: no graph
         # of the pool may replay while its memory and its capture stream are in use here.
         with self._locked(pool.lock), self.quiet():
+            pool.require_free("capture")
             self._capturing = True
             try:
                 with autocast_uncached(), self.side_stream(pool, stream):
@@ -275,15 +282,19 @@ class Backend(abc.ABC):
 
     @contextlib.contextmanager
     def _locked(self, lock: Any) -> Iterator[None]:
-        if not lock.acquire(timeout=self.capture_lock_timeout):
-            raise CaptureBusyError(
-                f"thread {self._capture_owner!r} has been capturing on {self.device} for more "
-                f"than {self.capture_lock_timeout:g} s; only one thread captures at a time."
-            )
+        held: list[bool] = []
         try:
+            # One call, so that no interrupt comes between taking the lock and knowing that.
+            held.extend(map(lock.acquire, (True,), (self.capture_lock_timeout,)))
+            if not held[0]:
+                raise CaptureBusyError(
+                    f"thread {self._capture_owner!r} has been capturing on {self.device} for more "
+                    f"than {self.capture_lock_timeout:g} s; only one thread captures at a time."
+                )
             yield
         finally:
-            lock.release()
+            if held and held[0]:
+                lock.release()
 
     @contextlib.contextmanager
     def capture_context(

@@ -79,6 +79,7 @@ class Captured:
         self._check()
         values = self._spec.fill(host_args)
         with self._lock:
+            self.pool.require_free("replay a capture")
             self.run(values)
         return self._plan.outputs
 
@@ -105,11 +106,7 @@ class Captured:
     def _check(self) -> None:
         if self._job is None:
             raise StateError("this capture is closed; capture again")
-        if process.identity.token is not self._process:
-            raise StateError(
-                "a capture belongs to the process that made it and was used in a forked one; "
-                "start workers with 'spawn' and capture there"
-            )
+        process.identity.require(self._process, "replay a capture")
         if is_capturing():
             raise NestedCaptureError("cannot replay a capture inside a capture")
         for tensor, address in self._bound:
@@ -201,7 +198,8 @@ class Captured:
         """Free all segments. Idempotent."""
         if self._job is None:
             return
-        with self._lock:
+        with self.pool.lock:
+            self.pool.require_free("close a capture")
             self._plan.close()
         self._job = None
         self._bound, self._held = [], []

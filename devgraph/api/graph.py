@@ -201,6 +201,7 @@ class DeviceGraph(abc.ABC):
         self._require("update", GraphState.READY)
         self._refuse_in_capture("update")
         with self.pool.lock:
+            self.pool.require_free("update a graph")
             values = {**self._values, **self._spec.checked(host_args)}
             self.select(self._host_of(values))
             self._values = values
@@ -210,7 +211,9 @@ class DeviceGraph(abc.ABC):
         if self._state is GraphState.EMPTY:
             return
         self._require("reset", GraphState.READY, GraphState.DIRTY, GraphState.STALE)
-        self._clear(GraphState.EMPTY)
+        with self.pool.lock:
+            self.pool.require_free("reset a graph")
+            self._clear(GraphState.EMPTY)
 
     def close(self) -> None:
         """Free everything for good. Idempotent; refused only while capturing."""
@@ -221,7 +224,9 @@ class DeviceGraph(abc.ABC):
         if self._state is GraphState.EMPTY:
             self._leave_for(GraphState.CLOSED)
         else:
-            self._clear(GraphState.CLOSED)
+            with self.pool.lock:
+                self.pool.require_free("close a graph")
+                self._clear(GraphState.CLOSED)
 
     def expire(self) -> None:
         """Mark a ready graph stale: what it captured (weights, buffers) is no longer valid."""
@@ -427,23 +432,23 @@ class DeviceGraph(abc.ABC):
         once, and launches what ``use`` put into the slot last.
         """
         slot, refuse, scope, identity = self._slot, self._unready, current_scope, process.identity
-        order, acquire, release = self.pool.order, self.pool.lock.acquire, self.pool.lock.release
+        pool, order, lock = self.pool, self.pool.order, self.pool.lock
         known, graph_of = self._process, weakref.ref(self)
 
         def replay() -> None:
             if scope() is not None or identity.token is not known:
                 refuse.launch()
-            acquire()
-            try:
-                order()
-                slot[0]()
-            except Exception as error:
-                graph = graph_of()
-                if graph is not None:
-                    graph.backend.raise_if_lost(error)
-                raise
-            finally:
-                release()
+            with lock:
+                if pool.occupied:
+                    pool.require_free("replay a graph")
+                try:
+                    order()
+                    slot[0]()
+                except Exception as error:
+                    graph = graph_of()
+                    if graph is not None:
+                        graph.backend.raise_if_lost(error)
+                    raise
 
         return replay
 
@@ -469,24 +474,20 @@ class DeviceGraph(abc.ABC):
             self.pool.recordings.put(self, self._key, own)
 
     def _clear(self, state: GraphState) -> None:
-        with self.pool.lock:
-            self._leave_for(state)
-            self.pool.recordings.drop(self)
-            self._free()
-            self.hits, self.touchable = [], ()
-            self._host = {}
-            self._key = None
+        """Free what was captured; called under the pool's lock."""
+        self._leave_for(state)
+        self.pool.recordings.drop(self)
+        self._free()
+        self.hits, self.touchable = [], ()
+        self._host = {}
+        self._key = None
 
     def _require(self, call: str, *allowed: GraphState) -> None:
         if call != "reset":
             self.backend.require_alive()
         if self._state not in allowed:
             self._refuse_state(call)
-        if process.identity.token is not self._process:
-            raise StateError(
-                f"cannot {call} in a forked process: device graphs belong to the process that "
-                f"captured them. Start workers with 'spawn' and capture there."
-            )
+        process.identity.require(self._process, f"{call} a graph")
 
     def _refuse_spoiled(self) -> None:
         if self.spoiled is not None:
@@ -515,8 +516,10 @@ class DeviceGraph(abc.ABC):
     def __del__(self) -> None:
         try:
             if self._state not in (GraphState.CLOSED, GraphState.EMPTY):
-                self.close()
-        except Exception:  # at the interpreter's end modules are gone, this one too
+                with self.pool.lock:
+                    self._clear(GraphState.CLOSED)
+        # The lock is refused in a forked child; at the interpreter's end modules are gone.
+        except Exception:
             pass
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import attrs
 import torch
 
+from devgraph.api import process
 from devgraph.api.errors import InputError, InputTypeError, StateError
 
 if TYPE_CHECKING:
@@ -171,11 +173,43 @@ class Pool:
                 raise InputError(f"budget_bytes must be at least 0, got {budget_bytes}")
         self.backend = backend
         self.recordings = Recordings(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
-        self.lock = backend.new_replay_lock()
-        """Held while a replay of the pool is being launched or its memory changes hands."""
+        self._lock = backend.new_replay_lock()
+        self._process = process.identity.token
+        self.occupied = False
+        """Whether the thread that holds ``lock`` runs an eager body between segments of the pool,
+        which count on its memory."""
         self.epoch = 0
         """Changes whenever a graph of the pool stops being replayable."""
         self._static: list[weakref.ref[StaticBuffers]] = []
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while a replay of the pool is being launched or its memory changes hands.
+
+        Raises:
+            StateError: in a forked process, where the thread that holds it may not exist.
+        """
+        process.identity.require(self._process, "use a pool")
+        return self._lock
+
+    def require_free(self, call: str) -> None:
+        """Raise StateError inside an eager body between segments of the pool; called under
+        ``lock``."""
+        if self.occupied:
+            raise StateError(
+                f"cannot {call} inside an eager body of a step whose graphs share the pool: the "
+                f"segments around it count on the pool's memory. Do it before or after the step, "
+                f"or use a pool of its own (backend.make_pool())."
+            )
+
+    @contextlib.contextmanager
+    def eager_body(self) -> Iterator[None]:
+        """Run an eager body between segments of the pool; called under ``lock``."""
+        self.occupied = True
+        try:
+            yield
+        finally:
+            self.occupied = False
 
     def register(self, buffers: StaticBuffers) -> None:
         """Let regions touch ``buffers``, and what is bound there, in every recording."""

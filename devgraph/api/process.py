@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import os
+import weakref
+from typing import Protocol
 
-__all__ = ["identity"]
+from devgraph.api.errors import StateError
+
+__all__ = ["Renewed", "identity"]
+
+
+class Renewed(Protocol):
+    """What holds state that a forked child must not inherit."""
+
+    def after_fork(self) -> None:
+        """Forget it, in a child that has no other thread yet."""
 
 
 class _Identity:
@@ -12,9 +23,21 @@ class _Identity:
 
     def __init__(self) -> None:
         self.token = object()
+        self.renewed: weakref.WeakSet[Renewed] = weakref.WeakSet()
+        """Told of every fork, in the child."""
 
     def renew(self) -> None:
         self.token = object()
+        for thing in list(self.renewed):
+            thing.after_fork()
+
+    def require(self, token: object, call: str) -> None:
+        """Raise StateError unless ``token`` is that of this process."""
+        if token is not self.token:
+            raise StateError(
+                f"cannot {call} in a forked process: graphs, captures, pools and runners belong "
+                f"to the process that made them. Start workers with 'spawn' and capture there."
+            )
 
 
 identity = _Identity()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from devgraph.api import process
 from devgraph.api.errors import (
     BackendUnavailableError,
     DeviceGraphError,
@@ -56,6 +57,11 @@ class _Registry:
     def __init__(self) -> None:
         self._factories: dict[str, Callable[[], Backend]] = {}
         self._instances: dict[str, Backend] = {}
+        self.after_fork()
+        process.identity.renewed.add(self)
+
+    def after_fork(self) -> None:
+        """Forget who makes a backend: that thread is not in the child."""
         self._lock = threading.RLock()
 
     def register(self, name: str, factory: Callable[[], Backend]) -> None:

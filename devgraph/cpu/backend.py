@@ -18,7 +18,7 @@ from devgraph.api.errors import StateError
 from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import RegionHit
-from devgraph.api.marks.marks import Mark
+from devgraph.api.marks.marks import Absorbed, Mark, entered
 from devgraph.api.pool import Pool, Recording
 from devgraph.cpu.check import check
 from devgraph.cpu.memory import BlockPool
@@ -137,7 +137,7 @@ class CpuGraph(DeviceGraph):
         changes: dict[Span, tuple[Entry, ...]] = {}
         with recorder:
             for hit in self.hits:
-                with recorder.span(hit.note.label) as span:
+                with entered(Absorbed(hit.mark, "full")), recorder.span(hit.note.label) as span:
                     hit.run(host[hit.mark])
                 check_topology(hit.note, span.entries)
                 changes[hit.note] = span.entries
@@ -177,8 +177,8 @@ class CpuBackend(Backend):
         compilers=("eager", "inductor"),
     )
 
-    def __init__(self) -> None:
-        super().__init__()
+    def after_fork(self) -> None:
+        super().after_fork()
         self.knowledge = Knowledge()
         """What recordings learned of torch's operations."""
 

@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from devgraph.api import process
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.config.model import PhaseConfig
@@ -158,6 +159,9 @@ class Runner(abc.ABC):
         )
         self._capturing.require_together(config.capture)
         self._lock = pool.lock
+        self._process = process.identity.token
+        self._inside = False
+        """Whether the thread that holds the lock is in ``run``."""
         self._steps: dict[Any, GraphStep] = {}
         """By what tells steps apart: (requests and tokens as the inputs show them, variant, agreed
         bucket)."""
@@ -307,10 +311,15 @@ class Runner(abc.ABC):
             raise NestedCaptureError(
                 f"{self._name} cannot run inside a capture; leave the capture first"
             )
+        if process.identity.token is not self._process:
+            process.identity.require(self._process, f"run {self._name}")
         with self._lock:
-            if not clone and self._clock.caller != get_ident():
-                self._clock.called_by(get_ident())
+            if self._inside or self.pool.occupied:
+                self._require_outside("run")
+            self._inside = True
             try:
+                if not clone and self._clock.caller != get_ident():
+                    self._clock.called_by(get_ident())
                 if decision is None and not self._decide_always and inputs is not None:
                     requests, tokens = self._measure(inputs)
                     key = canonical_variant(variant) if variant else ()
@@ -322,6 +331,8 @@ class Runner(abc.ABC):
             except Exception as error:
                 self.backend.raise_if_lost(error)
                 raise
+            finally:
+                self._inside = False
 
     def _measure(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
         requests = tokens = None
@@ -488,6 +499,16 @@ class Runner(abc.ABC):
             self._step.run_pads(self._batch_of(1, options), options)
             self._counters.count(decision.reason)
 
+    def _require_outside(self, call: str) -> None:
+        """Raise StateError in the runner's own step, and in an eager body of a step on its pool;
+        called under the pool's lock."""
+        self.pool.require_free(f"{call} {self._name}")
+        if self._inside:
+            raise StateError(
+                f"cannot {call} {self._name} inside its own step, which uses its buffers. Do it "
+                f"before or after the step, or make another runner."
+            )
+
     def _require_open(self, call: str) -> None:
         if self._closed:
             raise StateError(f"cannot {call}: {self._name} is closed; make a new one")
@@ -509,7 +530,8 @@ class Runner(abc.ABC):
             AgreementError: ranks differ, or one failed, is late or gone.
             Exception: what the step raised in warm-up or capture; earlier captures are kept.
         """
-        with self._lock:
+        with self.pool.lock:
+            self._require_outside("capture")
             self._require_open("capture")
             if self._config.policy == "disabled":
                 return
@@ -524,7 +546,8 @@ class Runner(abc.ABC):
 
         For ``capture="background"`` and ``"lazy"``. Outputs of earlier runs are overwritten.
         """
-        with self._lock:
+        with self.pool.lock:
+            self._require_outside("capture")
             self._require_open("capture")
             pending = [g for g in self.graphs.pending if g.reason is not Reason.CAPTURE_FAILED]
             if not pending or self._config.policy == "disabled" or self._suspended:
@@ -564,7 +587,8 @@ class Runner(abc.ABC):
         ``"background"`` buckets come back as they did at first. Bound tensors are bound again at
         their present addresses.
         """
-        with self._lock:
+        with self.pool.lock:
+            self._require_outside("invalidate")
             self._require_open("invalidate")
             self._steps.clear()
             for graph in reversed(list(self.graphs)):
@@ -573,20 +597,23 @@ class Runner(abc.ABC):
 
     def suspend(self) -> None:
         """Run eagerly until ``resume``; graphs are kept. Idempotent."""
-        with self._lock:
+        with self.pool.lock:
+            self._require_outside("suspend")
             self._require_open("suspend")
             self._suspended = True
             self._steps.clear()
 
     def resume(self) -> None:
         """Use the graphs again. Idempotent."""
-        with self._lock:
+        with self.pool.lock:
+            self._require_outside("resume")
             self._require_open("resume")
             self._suspended = False
 
     def close(self) -> None:
         """Free all graphs. Idempotent. Close a runner before the communicators its graphs use."""
-        with self._lock:
+        with self.pool.lock:
+            self._require_outside("close")
             if self._closed:
                 return
             self._closed = True
@@ -651,7 +678,8 @@ class Runner(abc.ABC):
             sample: capture the two largest graphs into a throwaway pool, if they are not all
                 captured, and estimate the rest from them.
         """
-        with self._lock:
+        with self.pool.lock:
+            self._require_outside("plan")
             self._require_open("plan")
             missing = len(self.graphs) > len(self.graphs.captured)
             return self._plan(self._capturing.sample_bytes() if sample and missing else ())
@@ -703,7 +731,8 @@ class Runner(abc.ABC):
             host_args: host arguments for all cases; those of capture by default.
             rtol, atol: tolerances against the real batch; torch's by default.
         """
-        with self._lock:
+        with self.pool.lock:
+            self._require_outside("prove")
             self._require_open("prove")
             require_cases(cases)
             self._clock.tick()

@@ -101,6 +101,7 @@ class BreakablePlan:
         if self._epoch != pool.epoch:
             self._forget_steps()
         steps = self._steps.get(pool.ordered_stream) or self._bound_steps()
+        pool.occupied = True
         try:
             for call, args, keywords in steps:
                 result = call(*args, **keywords)
@@ -113,6 +114,8 @@ class BreakablePlan:
         except Exception as error:
             self._backend.raise_if_lost(error)
             raise
+        finally:
+            pool.occupied = False
 
     def _forget_steps(self) -> None:
         for segment in self.segments:
@@ -209,7 +212,7 @@ class _BreakableScope:
             self.host[mark] = mark.host_kwargs(plain)
         host = self.host[mark]
         self.run_finished()
-        with entered(None):
+        with entered(None), job.pool.eager_body():
             if job.before_break is not None:
                 job.before_break()
             hit = RegionHit(job.pool, mark, args, kwargs, len(self.segments))
