@@ -23,6 +23,7 @@ from devgraph.api.errors import (
     InputError,
     InputTypeError,
     NestedCaptureError,
+    ResourceError,
 )
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec, Tracked
@@ -30,7 +31,7 @@ from devgraph.api.marks.marks import entered, is_capturing
 from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.marks.source import raising_line
-from devgraph.api.pool import Pool
+from devgraph.api.pool import Pool, keep_for_ever
 
 __all__ = ["Backend"]
 
@@ -159,6 +160,11 @@ class Backend(abc.ABC):
         """Return why ``error`` means that the device is lost, or None if it does not."""
         return None
 
+    def shortage(self, error: BaseException) -> str | None:
+        """Return what a capture lacked if ``error`` says that a resource of the device, other than
+        torch's memory, ran out; else None."""
+        return None
+
     def is_host_read(self, error: BaseException) -> bool:
         """Whether the vendor raised ``error`` because a capture read device data on the host."""
         return False
@@ -199,6 +205,7 @@ class Backend(abc.ABC):
         Raises:
             NestedCaptureError: this thread is already inside a capture.
             CaptureBusyError: another thread captures on this device for too long.
+            ResourceError: the device lacks what a capture needs, such as streams.
         """
         if is_capturing():
             raise NestedCaptureError(
@@ -224,6 +231,7 @@ class Backend(abc.ABC):
             except Exception as error:
                 self.raise_if_lost(error)
                 self._raise_if_host_read(error)
+                self._raise_if_exhausted(error)
                 raise
             finally:
                 self._capturing = False
@@ -273,11 +281,13 @@ class Backend(abc.ABC):
                 self._capture_thread = None
 
     def bury(self, *things: Any) -> None:
-        """Keep ``things`` until no capture is under way, if one is.
+        """Keep ``things`` until no capture is under way, if one is, and those of a lost device.
 
         Device memory that is given back meanwhile would end the process.
         """
-        if self._capture_owner:
+        if self._lost:
+            keep_for_ever(*things)
+        elif self._capture_owner:
             self._buried.append(things)
 
     @contextlib.contextmanager
@@ -360,6 +370,11 @@ class Backend(abc.ABC):
                 f"function @dg.no_graph and capture with policy='breakable'. ({what})"
             ) from error
 
+    def _raise_if_exhausted(self, error: BaseException) -> None:
+        lacking = None if isinstance(error, ResourceError) else self.shortage(error)
+        if lacking is not None:
+            raise ResourceError(lacking) from error
+
     @property
     def lost(self) -> bool:
         """Whether an earlier call found the device in an error state that does not end."""
@@ -375,6 +390,7 @@ class Backend(abc.ABC):
         reason = self.lost_reason(error)
         if reason is not None and not isinstance(error, DeviceLost):
             self._lost = reason
+            keep_for_ever(*self._buried)
             for graph in list(self.graphs):
                 graph.give_up()
             raise DeviceLost(

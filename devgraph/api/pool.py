@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import weakref
 from collections import OrderedDict
@@ -20,11 +21,20 @@ if TYPE_CHECKING:
     from devgraph.api.buffers import StaticBuffers
     from devgraph.api.graph import DeviceGraph
 
-__all__ = ["Pool", "Recording", "Recordings", "Shrinkable"]
+__all__ = ["Pool", "Recording", "Recordings", "Shrinkable", "keep_for_ever"]
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
 """Recordings of a pool may take this much by default: about 160 executables of a 36-layer decode
 step at 1.6 MiB each (measured on one H200, see docs/benchmarks.md)."""
+
+
+def keep_for_ever(*things: object) -> None:
+    """Let no one free ``things``, the end of the interpreter included.
+
+    For what a lost device owns: its destructor would fail, and that ends the process.
+    """
+    for thing in things:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Recording(Protocol):

@@ -19,8 +19,8 @@ from devgraph.api.torchlike.base import TorchBackend, TorchPool
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.channel import UpdateChannel
 from devgraph.npu.diagnose import AUTOLOAD, diagnose
-from devgraph.npu.errors import UNJOINED, error_code, lost_reason
-from devgraph.npu.graph import NpuGraph, NpuPool, dumped_nodes
+from devgraph.npu.errors import NO_RESOURCE, UNJOINED, error_code, lost_reason, means
+from devgraph.npu.graph import NpuGraph, NpuPool, dumped_streams
 from devgraph.npu.lifetimes import Burials, StreamBudget
 from devgraph.npu.task_groups import EventStore, TaskGroups
 
@@ -71,7 +71,6 @@ class NpuBackend(TorchBackend):
     def _bind(self) -> None:
         self._burials = Burials(self)
         index = self._device.index
-        self._capture_stream: Any = None
         self.budget = StreamBudget()
         self.events = EventStore(self.namespace)
         self.channel = UpdateChannel(self.namespace, index, self.update_timeout)
@@ -99,24 +98,12 @@ class NpuBackend(TorchBackend):
             "CANN": found.toolkit or "libraries found, but set_env.sh was not sourced",
             f"{AUTOLOAD}": "1: 'import torch' loads torch_npu" if found.autoload else "0",
             "updates": f"{order}; stuck after {self.channel.timeout:g} s",
-            "streams": f"{self.budget.held} graphs of at most {self.budget.limit}",
+            "streams": f"graphs hold {self.budget.held} of at most {self.budget.limit}",
             "attention": f"npu_fused_infer_attention_score, version {self.attention_version}",
         }
 
     def lost_reason(self, error: BaseException) -> str | None:
         return lost_reason(error)
-
-    @property
-    def capture_stream(self) -> Any:
-        """The stream of all captures of this device."""
-        if self._capture_stream is None:
-            self._capture_stream = self.namespace.Stream(self._device)
-        return self._capture_stream
-
-    def retire_if_capturing(self, pool: TorchPool) -> None:
-        super().retire_if_capturing(pool)
-        if pool._capture_stream is None:
-            self._capture_stream = None
 
     def is_unjoined(self, error: BaseException) -> bool:
         return error_code(error) == UNJOINED
@@ -130,8 +117,15 @@ class NpuBackend(TorchBackend):
         return FusedSlotAttention(slots, rows, version=self.attention_version, device=self._device)
 
     def count_nodes(self, native: Any) -> int | None:
-        """Return the number of tasks in an ended capture, or None where the driver cannot tell."""
-        return dumped_nodes(native, self._native_class)
+        """Return the number of tasks in an ended capture, or None where the driver cannot tell.
+
+        The budget learns from it how many streams the graph holds.
+        """
+        streams = dumped_streams(native, self._native_class)
+        if streams is None:
+            return None
+        self.budget.take(native, len(set(streams)))
+        return len(streams)
 
     def drain(self) -> None:
         """Wait until torch_npu's launch thread has handed everything so far to the driver.
@@ -141,7 +135,19 @@ class NpuBackend(TorchBackend):
         # Asking for the driver's handle of a stream does that.
         _ = self.namespace.current_stream(self._device).npu_stream
 
-    def undo_begin(self, pool: NpuPool) -> None:
+    def shortage(self, error: BaseException) -> str | None:
+        return self.budget.shortage(error) if means(error, NO_RESOURCE) else None
+
+    def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
+        self.budget.require()
+        try:
+            super().begin_native(native, pool, mode)
+        except BaseException:
+            self._undo_begin(pool)
+            raise
+        self.budget.take(native)
+
+    def _undo_begin(self, pool: TorchPool) -> None:
         """Undo what a refused begin of a capture leaves behind in torch_npu's allocators."""
         try:
             self.native_module._npu_endAllocateToPool(self._device.index, pool.handle)
@@ -149,7 +155,7 @@ class NpuBackend(TorchBackend):
             return  # It was refused before it touched the allocators.
         self.release_pool(pool)
         # The allocator of pinned memory has no such call: it would refuse this handle for ever.
-        pool.spoil(None)
+        pool.renew(None)
 
     def release_pool(self, pool: TorchPool) -> None:
         """Take back one use of the pool's memory."""

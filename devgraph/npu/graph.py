@@ -22,7 +22,6 @@ from devgraph.api.torchlike.base import TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard
 from devgraph.npu.attention import trusted
 from devgraph.npu.channel import Job
-from devgraph.npu.errors import NO_RESOURCE, means
 from devgraph.npu.task_groups import Group, TaskGroups
 
 if TYPE_CHECKING:
@@ -51,17 +50,9 @@ class _Recording:
 
 
 class NpuPool(TorchPool):
-    """Graph memory, whose handle is replaced when torch_npu cannot use it any more."""
+    """Graph memory that is freed in an order, and at a time, that torch_npu survives."""
 
     _torch: NpuBackend
-    _spoiled: Any = None
-
-    @property
-    def stream(self) -> Any:
-        # One for all pools: the allocator keeps what warm-up runs used for their stream alone, and
-        # torch_npu hands out the same 32 streams over and over.
-        self._capture_stream = self._torch.capture_stream
-        return self._capture_stream
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.owns(tensor.untyped_storage().data_ptr()):
@@ -97,16 +88,6 @@ class NpuPool(TorchPool):
                 self._torch.bury_memory([take(key, None) for key in keys])
         except Exception:  # at the interpreter's end modules are gone
             pass
-
-    def spoil(self, native: Any) -> None:
-        """Take new memory for later captures: a refused begin left this handle half open."""
-        self._spoiled = native
-
-    def keep_alive(self) -> None:
-        if self._spoiled is not None:
-            native, self._spoiled = self._spoiled, None
-            self.renew(native)
-        super().keep_alive()
 
 
 class _Ordered:
@@ -159,24 +140,11 @@ class NpuGraph(TorchGraph):
     # Capture.
 
     def _begin(self, mode: str) -> None:
-        self._torch.budget.require()
         self._capture_host = {}
-        try:
-            super()._begin(mode)
-        except Exception as error:
-            self._torch.undo_begin(self.pool)
-            if means(error, NO_RESOURCE):
-                raise self._torch.budget.exhausted(error) from error
-            raise
-        self._torch.budget.take(self._native)
+        super()._begin(mode)
 
     def _end(self) -> Executable:
-        try:
-            executable = super()._end()
-        except Exception as error:
-            if means(error, NO_RESOURCE):
-                raise self._torch.budget.exhausted(error) from error
-            raise
+        executable = super()._end()
         self._nodes = self._torch.count_nodes(self._native)
         if self._regions is None:
             return _Ordered(executable, self.pool.order)
@@ -332,8 +300,9 @@ class NpuGraph(TorchGraph):
         super().__del__()
 
 
-def dumped_nodes(native: Any, graph_class: Any) -> int | None:
-    """Return how many tasks the vendor's dump of a graph lists, or None if it makes none."""
+def dumped_streams(native: Any, graph_class: Any) -> list[Any] | None:
+    """Return the stream of every task that the vendor's dump of a graph lists, or None if it makes
+    no dump."""
     with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
         path = Path(folder) / "graph.json"
         try:
@@ -347,4 +316,4 @@ def dumped_nodes(native: Any, graph_class: Any) -> int | None:
             return None
     if not isinstance(tasks, list):
         return None
-    return sum(1 for task in tasks if isinstance(task, dict) and task.get("ph") == "X")
+    return [task.get("tid") for task in tasks if isinstance(task, dict) and task.get("ph") == "X"]

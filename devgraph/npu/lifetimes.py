@@ -1,6 +1,6 @@
 """What graphs hold as long as they live, and what may be freed only later.
 
-Every captured graph holds at least one hardware stream.
+A captured graph holds every hardware stream that it was captured on.
 
 Nobody documents what a device does to a graph that is destroyed while it runs, so a graph outlives
 its last replay. Freeing a pool's memory waits for the device with the interpreter's lock held: a
@@ -9,13 +9,15 @@ capture forbids that, and a replay that waits for its update would never end.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from devgraph.api.errors import ResourceError
+from devgraph.api.errors import DeviceLost, ResourceError
+from devgraph.api.pool import keep_for_ever
 
 if TYPE_CHECKING:
     from devgraph.npu.backend import NpuBackend
@@ -39,7 +41,10 @@ _CURE = (
 
 
 class StreamBudget:
-    """Counts the streams that graphs hold, and learns the true limit when the driver refuses one.
+    """Counts the streams that graphs hold.
+
+    What the driver refuses says nothing of later: other work gives streams back, and so do graphs
+    that wait to be destroyed. Every capture within the limit asks the driver.
 
     Args:
         limit: the most that graphs may hold.
@@ -47,41 +52,39 @@ class StreamBudget:
 
     def __init__(self, limit: int = HARDWARE_STREAMS - OTHER_STREAMS) -> None:
         self.limit = limit
-        self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._holders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def held(self) -> int:
-        """Graphs that exist now."""
-        return len(self._holders)
+        """Streams that graphs hold now, those that keep a pool alive included."""
+        return sum(list(self._holders.values()))
 
     @property
     def left(self) -> int:
-        """Graphs that may still be captured."""
+        """Streams that graphs may still take."""
         return max(0, self.limit - self.held)
 
-    def take(self, graph: Any) -> None:
-        """Count ``graph``."""
-        self._holders.add(graph)
+    def take(self, graph: Any, streams: int = 1) -> None:
+        """Count ``graph``, which holds ``streams``, and at least the one that it was begun on."""
+        self._holders[graph] = max(1, streams)
 
     def give_back(self, graph: Any) -> None:
         """Stop counting ``graph``. Idempotent."""
-        self._holders.discard(graph)
+        self._holders.pop(graph, None)
 
     def require(self) -> None:
         """Raise ResourceError if no further graph may be captured."""
         if self.left == 0:
             raise ResourceError(
-                f"{self.held} graphs hold a hardware stream each, and the limit is {self.limit}. "
-                f"{_CURE}"
+                f"{len(self._holders)} graphs hold {self.held} hardware streams, and the limit is "
+                f"{self.limit}. {_CURE}"
             )
 
-    def exhausted(self, error: BaseException) -> ResourceError:
-        """Return the error for a capture that the driver refused, and remember the limit."""
-        self.limit = min(self.limit, self.held)
-        logger.warning("the driver has no stream for another graph; %d exist", self.held)
-        return ResourceError(
-            f"the driver has no stream or event left for another graph; {self.held} graphs hold "
-            f"one or more each. {_CURE} ({error})"
+    def shortage(self, error: BaseException) -> str:
+        """Return what a capture lacked that the driver refused with ``error``."""
+        return (
+            f"the driver has no stream or event left for another graph; {len(self._holders)} "
+            f"graphs hold {self.held} streams. {_CURE} ({error})"
         )
 
 
@@ -149,15 +152,28 @@ class Burials:
                         graph.free()
                     else:
                         self._graphs.append(graph)
-                except Exception:  # a lost device destroys nothing any more
-                    logger.warning("a graph could not be destroyed", exc_info=True)
+                except Exception as error:
+                    self._give_up(graph, error)
                 del graph  # and with it perhaps a pool, which is buried then
             while may_wait and self._memory:
                 things = self._memory.pop()
-                while things:
-                    things.pop()
+                try:
+                    self._backend.namespace.synchronize(self._backend.device)
+                except Exception as error:
+                    self._give_up(things, error)
+                else:
+                    while things:
+                        things.pop()
         finally:
             self._freeing = False
+
+    def _give_up(self, things: object, error: Exception) -> None:
+        """Keep what cannot be freed: its destructor would fail in the same way."""
+        keep_for_ever(things)
+        with contextlib.suppress(DeviceLost):
+            self._backend.raise_if_lost(error)
+        what = str(error).partition("\n")[0]
+        logger.warning("what graphs held on the device is kept, because freeing fails (%s)", what)
 
     def __bool__(self) -> bool:
         return bool(self._graphs or self._memory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib.util
 import logging
@@ -17,7 +16,7 @@ import torch
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.pool import Pool
+from devgraph.api.pool import Pool, keep_for_ever
 from devgraph.api.torchlike.base import TorchPool
 from devgraph.api.torchlike.node_backend import NodeBackend
 from devgraph.rocm.graph import RocmGraph
@@ -65,8 +64,7 @@ class RocmPool(TorchPool):
         # Destroying a graph object of torch synchronises the device, which the stream that is
         # stuck in capture mode refuses: the process would end. It lives as long as the process,
         # and so does the memory that it counts as a user of.
-        immortal = (stuck, self._memory, self._keeper)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
+        keep_for_ever(stuck, self._memory, self._keeper)
         super().renew(stuck)
 
 
@@ -186,11 +184,11 @@ class RocmBackend(NodeBackend):
             "new process, and make regions join the streams that they fork."
         )
 
-    def retire_if_capturing(self, pool: TorchPool) -> None:
-        before = pool._capture_stream
-        super().retire_if_capturing(pool)
-        if before is not None and pool._capture_stream is None:
-            self.retired.add(before.cuda_stream)
+    def retire_if_capturing(self, stream: Any) -> None:
+        handle = stream.cuda_stream
+        if self.runtime.capturing([handle]):
+            self.retired.add(handle)
+            super().retire_if_capturing(stream)
 
     def reopen_capture(self) -> None:
         stream = self.current_stream_id()

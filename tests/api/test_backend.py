@@ -275,3 +275,21 @@ def test_other_errors_lose_nothing():
     with dg.capture(step, x, policy="breakable", backend=backend) as captured:
         assert captured.prove().ok
     assert not backend.lost
+
+
+def test_what_is_buried_on_a_lost_device_is_never_freed():
+    """FAULTS 34: its destructor would fail, which ends the process."""
+
+    backend = Fragile()
+
+    class Memory:
+        pass
+
+    kept = [Memory() for _ in range(2)]
+    alive = [weakref.ref(memory) for memory in kept]
+    with pytest.raises(dg.DeviceLost), backend.capturing(backend.make_pool()):
+        backend.bury(kept.pop())
+        raise RuntimeError("a sticky error")
+    backend.bury(kept.pop())
+    gc.collect()
+    assert all(memory() is not None for memory in alive)

@@ -102,3 +102,179 @@ def test_plan_is_shrunk_before_capture_where_the_limit_is_known(
         assert len(captured) <= STREAMS // 4
         got = decode.run({"x": torch.ones(20, 4, device="npu")})
         assert got.cpu().eq(6).all()
+
+
+# Refusals and losses ----------------------------------------------------------------------------
+
+
+def add_one(backend: Any, **options: Any) -> Any:
+    return dg.capture(lambda v: v + 1, torch.ones(4, device="npu"), backend=backend, **options)
+
+
+@pytest.mark.parametrize("of", [1, 2], ids=["keeper", "graph"])
+@pytest.mark.parametrize("fault", ["fail_stream_in", "fail_capture_in", "fail_capture_end_in"])
+def test_pool_is_usable_after_a_refusal_at_any_call_of_its_first_capture(
+    driver: Driver, backend: Any, fault: str, of: int
+) -> None:
+    """FAULTS 3."""
+    with add_one(backend):  # The streams that torch_npu itself takes once are taken.
+        pass
+    pool = backend.make_pool()
+    driver.set(**{fault: of}, fail_capture_code=507000)
+    with pytest.raises(dg.ResourceError if fault == "fail_stream_in" else RuntimeError) as caught:
+        add_one(backend, pool=pool)
+    assert str(207008 if fault == "fail_stream_in" else 507000) in str(caught.value)
+    assert driver.settings()[fault] == 0
+    with add_one(backend, pool=pool) as first, add_one(backend, pool=pool) as second:
+        assert first.replay().tolist() == second.replay().tolist() == [2, 2, 2, 2]
+        assert torch.rand(2, device="npu").lt(1).all()  # the generator is not left capturing
+
+
+def test_graphs_of_a_pool_stay_right_when_a_later_capture_is_refused(
+    driver: Driver, backend: Any
+) -> None:
+    pool = backend.make_pool()
+    with add_one(backend, pool=pool) as kept:
+        for _ in range(3):
+            driver.set(fail_stream_in=1)
+            with pytest.raises(dg.ResourceError, match="no stream"):
+                add_one(backend, pool=pool)
+            with add_one(backend, pool=pool) as later:
+                assert later.replay().tolist() == kept.replay().tolist() == [2, 2, 2, 2]
+
+
+def test_stream_that_the_body_is_refused_loses_the_device_and_not_the_process(
+    driver: Driver, run_python: Any
+) -> None:
+    """The wait is queued, and torch_npu's launch thread ends with its first failure."""
+    said = run_python(
+        """
+from tests.sim.ascend import activate
+driver = activate()
+import sys, torch
+import devgraph as dg
+backend, side = dg.get_backend("npu"), torch.npu.Stream()
+
+def fork(x):
+    driver.set(fail_stream_in=1)
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        y = x * 2
+    torch.npu.current_stream().wait_stream(side)
+    return y
+
+try:
+    dg.capture(fork, torch.ones(2, device="npu"), backend=backend, warmup=0)
+except dg.DeviceLost as error:
+    print("launch thread ended" in str(error))
+sys.exit(0)
+"""
+    )
+    assert said.split() == ["True"]
+
+
+def test_first_stream_of_a_process_may_be_refused(driver: Driver, run_python: Any) -> None:
+    said = run_python(
+        """
+from tests.sim.ascend import activate
+driver = activate()
+import torch, os
+import devgraph as dg
+from tests.npu.test_budget import add_one
+backend, x = dg.get_backend("npu"), torch.ones(4, device="npu")  # torch_npu's own streams
+for _ in range(3):
+    driver.set(fail_stream_in=1)
+    try:
+        dg.capture(lambda v: v + 1, x, backend=backend)
+    except dg.ResourceError as error:
+        print("refused", "207008" in str(error))
+print(dg.capture(lambda v: v + 1, x, backend=backend).replay().tolist())
+os._exit(0)
+"""
+    )
+    assert said.split("\n")[:4] == ["refused True"] * 3 + ["[2.0, 2.0, 2.0, 2.0]"]
+
+
+def test_runner_that_ran_out_captures_everything_after_invalidate(
+    driver: Driver, backend: Any
+) -> None:
+    """FAULTS 3."""
+    with runner(backend, "full") as decode:
+        driver.set(fail_stream_in=1)
+        decode.capture()
+        assert decode.stats().graph_steps == 0
+        assert not [b for b in decode.stats().buckets if b.state == "captured"]
+        decode.invalidate("streams were given back")
+        decode.capture()
+        assert all(b.state == "captured" for b in decode.stats().buckets)
+        got = decode.run({"x": torch.ones(3, 4, device="npu")})
+        assert got.cpu().eq(6).all()
+
+
+def test_budget_counts_every_stream_that_graphs_hold(driver: Driver, backend: Any) -> None:
+    def three_streams(x: torch.Tensor) -> torch.Tensor:
+        current, sides = torch.npu.current_stream(), [torch.npu.Stream() for _ in range(2)]
+        parts = []
+        for side in sides:
+            side.wait_stream(current)
+            with torch.npu.stream(side):
+                parts.append(x * 2)
+        for side in sides:
+            current.wait_stream(side)
+        return parts[0] + parts[1]
+
+    before = {graph["id"] for graph in driver.graphs()}
+
+    def held() -> int:
+        return sum(graph["streams"] for graph in driver.graphs() if graph["id"] not in before)
+
+    x = torch.ones(2, device="npu")
+    captured = dg.capture(three_streams, x, backend=backend)
+    assert backend.budget.held == held() == 4  # three, and one for what keeps the pool alive
+    assert captured.replay().tolist() == [4, 4]
+    captured.close()
+    backend.synchronize()
+    assert backend.budget.held == held() == 1
+    del captured
+    gc.collect()
+    backend.synchronize()
+    assert backend.budget.held == held() == 0
+
+
+@pytest.mark.parametrize("ending", ["os._exit(0)", "sys.exit(0)"])
+@pytest.mark.parametrize("told", [True, False], ids=["known", "unknown"])
+def test_process_outlives_what_it_frees_on_a_lost_device(
+    driver: Driver, run_python: Any, told: bool, ending: str
+) -> None:
+    """FAULTS 34."""
+    said = run_python(
+        f"""
+from tests.sim.ascend import activate
+driver = activate()
+import gc, os, sys, torch
+import devgraph as dg
+from tests.npu.test_budget import add_one
+backend = dg.get_backend("npu")
+pools = [backend.make_pool() for _ in range(3)]
+kept, closed, dropped = [add_one(backend, pool=pool) for pool in pools]
+for captured in (kept, closed, dropped):
+    captured.replay()
+driver.fail_device()
+if {told}:
+    try:
+        backend.synchronize()
+    except dg.DeviceLost as error:
+        print("lost", "507015" in str(error))
+closed.close()
+del closed, dropped, pools, captured
+gc.collect()
+for call in (kept.replay, lambda: add_one(backend), backend.synchronize):
+    try:
+        call()
+    except dg.DeviceLost:
+        print("refused")
+sys.stdout.flush()
+{ending}
+"""
+    )
+    assert said.split("\n")[-4:-1] == ["refused"] * 3

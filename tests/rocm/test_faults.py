@@ -564,6 +564,31 @@ def test_region_that_forks_and_forgets_is_refused():
         assert_usable(be)
 
 
+def test_region_that_forgets_to_join_for_a_new_value_is_refused_and_its_stream_retired():
+    """FAULTS 15."""
+    with on_fake() as be:
+
+        @dg.region(host_args=("n",))
+        def loose(x: torch.Tensor, *, n: int) -> torch.Tensor:
+            return (fork_and_forget(be, x) if n > 3 else x * 2) * n
+
+        def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+            return loose(x, n=n)
+
+        x = noise()
+        with captured(be, step, x) as cap:
+            for n in (2, 3, 5, 2, 4, 3):
+                if n <= 3:
+                    check(cap, step, x, n=n)
+                    continue
+                stuck = cap.pool.stream
+                with pytest.raises(dg.UpdateError, match="must join every stream"):
+                    cap.replay(n=n)
+                assert stuck.cuda_stream in be.retired
+                assert cap.pool.stream != stuck
+        assert_usable(be)
+
+
 def test_process_whose_streams_are_all_stuck_says_so():
     with on_fake() as be:
         be.retired.update(stream.cuda_stream for stream in be.namespace._streams)

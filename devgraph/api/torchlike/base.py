@@ -45,7 +45,6 @@ class TorchPool(Pool):
         self._memory = namespace.MemPool()
         self._region_memory: Any = None
         self.handle: Any = self._memory.id
-        self._capture_stream: Any = None
         self._last_stream: Any = None
         self._last_id: int | None = None
         self._starts: list[int] = []
@@ -60,9 +59,15 @@ class TorchPool(Pool):
             return
         keeper = self._torch.make_native_graph()
         word = torch.empty(1, device=self._torch.device)
-        keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-        word.zero_()
-        keeper.capture_end()
+        self._torch.begin_native(keeper, self, "thread_local")
+        try:
+            try:
+                word.zero_()
+            finally:
+                self._torch.end_native(keeper)
+        except BaseException:
+            self.renew(keeper)
+            raise
         self._keeper = keeper
 
     @property
@@ -74,9 +79,9 @@ class TorchPool(Pool):
     def stream(self) -> Any:
         """The stream that graphs of this pool are captured on."""
         # One for all pools: libraries keep a workspace for every stream that they have seen (32
-        # MiB of cuBLAS on an H200), and only one thread captures at a time anyway.
-        self._capture_stream = self._torch.capture_stream
-        return self._capture_stream
+        # MiB of cuBLAS on an H200), and the allocator what warm-up runs used for their stream
+        # alone; only one thread captures at a time anyway.
+        return self._torch.capture_stream
 
     @property
     def bytes(self) -> int:
@@ -133,7 +138,7 @@ class TorchPool(Pool):
         return int(self._memory.use_count())
 
     def renew(self, stuck: Any) -> None:
-        """Use new memory for later captures: ``stuck``, whose end failed, keeps the old one.
+        """Use new memory for later captures: ``stuck``, whose begin or end failed, keeps the old.
 
         The next capture makes its keeper: the stream may be stuck as well, and is retired only now.
         """
@@ -214,7 +219,7 @@ class TorchGraph(DeviceGraph):
         self._uses = self.pool.uses
         self._native = self._make_native()
         try:
-            self._native.capture_begin(pool=self.pool.handle, capture_error_mode=mode)
+            self._torch.begin_native(self._native, self.pool, mode)
         except BaseException:
             self._native = None
             raise
@@ -261,7 +266,6 @@ class TorchGraph(DeviceGraph):
             self._recover(native)
         with contextlib.suppress(Exception):
             native.reset()
-        self._torch.retire_if_capturing(self.pool)
 
     def _recover(self, native: Any) -> None:
         """Undo what an end that the driver refused leaves behind in torch.
@@ -359,6 +363,10 @@ class TorchBackend(Backend):
         assert isinstance(pool, TorchPool)
         return self.graph_type(self, pool)
 
+    def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
+        """Begin the capture of ``native`` into ``pool``; a refused one leaves nothing behind."""
+        native.capture_begin(pool=pool.handle, capture_error_mode=mode)
+
     def end_native(self, native: Any) -> None:
         """End the capture of ``native``."""
         with warnings.catch_warnings():
@@ -378,8 +386,13 @@ class TorchBackend(Backend):
         return getattr(self.namespace, self.graph_class_name)()
 
     def synchronize(self) -> None:
+        self.require_alive()
         with self.exclusive():
-            self.namespace.synchronize(self._device)
+            try:
+                self.namespace.synchronize(self._device)
+            except Exception as error:
+                self.raise_if_lost(error)
+                raise
 
     def fence(self) -> Callable[[], bool]:
         return self.fence_of(self.namespace.current_stream(self._device))
@@ -421,16 +434,14 @@ class TorchBackend(Backend):
         """Whether ``error`` of an ended capture means that a forked stream was not joined."""
         return "unjoined" in str(error).lower()
 
-    def retire_if_capturing(self, pool: TorchPool) -> None:
-        """After a failed capture: give up the pool's stream if it is stuck in capture mode."""
-        stream = pool._capture_stream
-        if stream is None:
-            return
+    def retire_if_capturing(self, stream: Any) -> None:
+        """After a failed capture: never capture on ``stream`` again if it is stuck in that."""
         with contextlib.suppress(Exception), self.namespace.stream(stream):
             if not self.namespace.is_current_stream_capturing():
                 return
         logger.warning("%s: retired a stream that a failed capture left capturing", self.name)
-        pool._capture_stream = self._capture_stream = None
+        if stream == self._capture_stream:
+            self._capture_stream = None
 
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
@@ -447,6 +458,9 @@ class TorchBackend(Backend):
                 pool.keep_alive()
                 with self._random_numbers():
                     yield
+        except BaseException:
+            self.retire_if_capturing(side)
+            raise
         finally:
             with contextlib.suppress(Exception):
                 self.join(current, side)

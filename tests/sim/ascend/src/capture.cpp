@@ -208,6 +208,7 @@ aclError aclmdlRIDestroy(aclmdlRI handle) {
   auto found = models.find(handle);
   if (found == models.end()) return fail(ACL_ERROR_RT_INVALID_HANDLE, "unknown model");
   auto model = found->second;  // a replay in flight keeps it alive
+  if (Device& dev = device(model->device); dev.error) return fail(dev.error, dev.error_text);
   models.erase(found);
   release_streams(*model);
   for (auto& child : model->children) models.erase(child.get());
