@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -13,11 +14,12 @@ from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES
-from devgraph.cli.contenders import Row, measure
-from devgraph.cli.dtypes import dtype_named
+from devgraph.cli.contenders import Row, Shape, measure
 from devgraph.cli.tables import CommandError, print_json, print_table, ratio, say, time_text
-from devgraph.cli.workload import Shape
 from devgraph.runners.report import format_bytes
+
+if TYPE_CHECKING:
+    from devgraph.cli.contenders import Row
 
 __all__ = ["run"]
 
@@ -31,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.threads:
         torch.set_num_threads(args.threads)
-    shape = Shape(**{name: getattr(args, name) for name in SIZES}, dtype=dtype_named(args.dtype))
+    shape = Shape(**{name: getattr(args, name) for name in SIZES}, dtype=getattr(torch, args.dtype))
     kv_len = shape.window // 2 or 1 if args.kv_len is None else args.kv_len
     if not 1 <= kv_len <= shape.window:
         raise CommandError(f"--kv-len must be from 1 to the window of {shape.window}, got {kv_len}")
@@ -49,9 +51,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report, rows)
     if args.plot:
-        from devgraph.cli.plot import plot_rows
-
-        plot_rows(rows, args.plot, title=f"decode step on {report['device']}")
+        _plot(rows, args.plot, title=f"decode step on {report['device']}")
     return 0 if all(row.equal for row in rows) and not outcome.failed else 1
 
 
@@ -138,3 +138,44 @@ def _print(report: dict[str, Any], rows: list[Row]) -> None:
         say(f"{name}: not on this backend: {why}")
     for name, why in report["failed"].items():
         say(f"{name} FAILED: {why}")
+
+
+def _plot(rows: Sequence[Row], path: str, *, title: str) -> None:
+    """Draw host and wall time of every row, with the spread of its repeats, into ``path``.
+
+    Raises:
+        CommandError: the file cannot be written, or its ending names no image format.
+    """
+    from matplotlib.figure import Figure  # the only place that needs it
+
+    figure = Figure(figsize=(8, 1.5 + 0.6 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(rows))
+    for offset, name in ((-0.2, "host"), (0.2, "wall")):
+        middles = [getattr(row, name) * 1e6 for row in rows]
+        spread = [
+            [
+                m - 1e6 * min(getattr(t, name) for t in row.repeats)
+                for m, row in zip(middles, rows, strict=True)
+            ],
+            [
+                1e6 * max(getattr(t, name) for t in row.repeats) - m
+                for m, row in zip(middles, rows, strict=True)
+            ],
+        ]
+        axes.barh(
+            [place + offset for place in places],
+            middles,
+            height=0.38,
+            xerr=spread,
+            label=f"{name} time",
+        )
+    axes.set_yticks(list(places), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("microseconds a step (median; bars: least and most)")
+    axes.set_title(title)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"cannot write the chart {path}: {error}") from error

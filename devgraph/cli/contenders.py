@@ -1,25 +1,28 @@
-"""The ways to run one decode step that ``bench`` compares: eager, every policy, other packages."""
+"""What ``bench`` compares: a decode step run eagerly, under every policy, by other packages."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
+from torch import nn
 
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
-from devgraph.api.errors import CapabilityError, CaptureError, UpdateError
-from devgraph.api.policy import policies
+from devgraph.api.errors import CapabilityError, CaptureError, InputError, UpdateError
+from devgraph.api.marks.marks import region
+from devgraph.api.policy import compiles, policies
 from devgraph.cli.measure import Timing, median, seconds_per_call
-from devgraph.cli.public import public_breakable
 from devgraph.cli.tables import working
-from devgraph.cli.workload import Decoder, Shape
 
-__all__ = ["Outcome", "Row", "measure"]
+__all__ = ["Decoder", "Outcome", "Row", "Shape", "measure"]
 
 
 @attrs.frozen(kw_only=True)
@@ -138,7 +141,7 @@ class _Bench:
         for policy in policies:
             declared = self.backend.capabilities.compilers
             chosen = tuple(compilers) or declared
-            for compiler in chosen if policy == "piecewise" else (None,):
+            for compiler in chosen if compiles(policy) else (None,):
                 name = policy if compiler is None else f"{policy}, {compiler}"
                 try:
                     captured = capture(
@@ -231,3 +234,173 @@ def measure(backend: Backend, shape: Shape, kv_len: int, args: argparse.Namespac
     finally:
         bench.close()
     return Outcome(rows=rows, absent=bench.absent, failed=bench.failed)
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """Sizes of the model and of its batch."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    batch: int
+    window: int
+    """Rows of the key and value cache of each request."""
+    dtype: torch.dtype
+
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(Shape):
+            value = getattr(self, field.name)
+            if field.name != "dtype" and value < 1:
+                raise InputError(f"{field.name} must be at least 1, got {value}")
+        if self.hidden % self.heads:
+            raise InputError(
+                f"hidden {self.hidden} is no multiple of {self.heads} heads; choose another size"
+            )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the sizes as JSON has them."""
+        return {**attrs.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+@region(host_args=("kv_len",), mutates=("out",))
+def attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, *, kv_len: int
+) -> None:
+    """Attend over the first ``kv_len`` rows of the cache; all are ``[batch, heads, rows, dim]``."""
+    scores = torch.matmul(query, keys[:, :, :kv_len].transpose(-1, -2))
+    weights = torch.softmax(scores * query.shape[-1] ** -0.5, dim=-1)
+    out.copy_(torch.matmul(weights, values[:, :, :kv_len]))
+
+
+class _Layer(nn.Module):
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        hidden = shape.hidden
+        self.heads = shape.heads
+        self.before = nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.project = nn.Linear(hidden, hidden, bias=False)
+        self.after = nn.RMSNorm(hidden)
+        self.up = nn.Linear(hidden, 8 * hidden, bias=False)
+        self.down = nn.Linear(4 * hidden, hidden, bias=False)
+        rows = (shape.batch, shape.heads, shape.window, hidden // shape.heads)
+        self.register_buffer("keys", torch.empty(rows))
+        self.register_buffer("values", torch.empty(rows))
+
+    def forward(
+        self, x: torch.Tensor, row: torch.Tensor, *, attend: Callable[..., None]
+    ) -> torch.Tensor:
+        query, key, value = (
+            part.view(x.shape[0], self.heads, 1, -1)
+            for part in self.qkv(self.before(x)).chunk(3, dim=-1)
+        )
+        self.keys.index_copy_(2, row, key)
+        self.values.index_copy_(2, row, value)
+        out = torch.empty_like(query)
+        attend(query, self.keys, self.values, out)
+        x = x + self.project(out.view(x.shape[0], -1))
+        gate, up = self.up(self.after(x)).chunk(2, dim=-1)
+        down: torch.Tensor = self.down(nn.functional.silu(gate) * up)
+        return x + down
+
+
+class Decoder(nn.Module):
+    """``layers`` decoder layers with caches, an embedding and a head; random weights, no autograd.
+
+    Args:
+        shape: sizes.
+        device: where weights and caches are.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden)
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        self.requires_grad_(False)
+        self.to(device=device, dtype=shape.dtype)
+        self.fill_caches()
+
+    def fill_caches(self) -> None:
+        """Put the same random keys and values into the caches every time."""
+        generator = torch.Generator().manual_seed(0)
+        for cache in self.buffers():
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+
+    def forward(self, ids: torch.Tensor, row: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+        """Return logits ``[batch, vocabulary]`` of one token for each request.
+
+        Args:
+            ids: ``[batch]``.
+            row: ``[1]``, where in the caches the new keys and values go.
+            kv_len: cache rows to attend over.
+        """
+        return self.step(ids, row, functools.partial(attention, kv_len=kv_len))
+
+    def step(
+        self, ids: torch.Tensor, row: torch.Tensor, attend: Callable[..., None]
+    ) -> torch.Tensor:
+        """Return what ``forward`` does, with ``attend`` in the place of ``attention``."""
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, row, attend=attend)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+_MODULE = "breakable_cuda_graphs"
+
+
+class PublicBreakable:
+    """A step of ``bench`` that the package captured with its breaks at the same function.
+
+    The length, which the package hands to no eager body, is a field that the body reads.
+
+    Args:
+        package: the imported package.
+        model, ids, where: the step and its bound tensors, on a device of the package.
+        kv_len: the length at capture.
+    """
+
+    name = "breakable-cuda-graphs"
+
+    def __init__(
+        self, package: Any, model: Decoder, ids: torch.Tensor, where: torch.Tensor, kv_len: int
+    ) -> None:
+        self._kv_len = kv_len
+        self._graph = package.BreakableCUDAGraph()
+
+        def attend(*tensors: torch.Tensor) -> None:
+            attention(*tensors, kv_len=self._kv_len)
+
+        streams = torch.get_device_module(ids.device)
+        side = streams.Stream()
+        side.wait_stream(streams.current_stream())
+        with streams.stream(side):
+            for _ in range(2):
+                model(ids, where, kv_len=kv_len)
+        streams.current_stream().wait_stream(side)
+        with package.breakable_graph(self._graph):
+            self._outputs = model.step(ids, where, package.no_graph(attend))
+
+    def replay(self, *, kv_len: int) -> torch.Tensor:
+        """Run the step over ``kv_len`` rows."""
+        self._kv_len = kv_len
+        self._graph.replay()
+        return self._outputs
+
+
+def public_breakable(
+    backend: Backend, model: Decoder, ids: torch.Tensor, where: torch.Tensor, kv_len: int
+) -> PublicBreakable | None:
+    """Return the step as the package runs it, or None without the package or its backend."""
+    if backend.name != "cuda" or importlib.util.find_spec(_MODULE) is None:
+        return None
+    return PublicBreakable(importlib.import_module(_MODULE), model, ids, where, kv_len)

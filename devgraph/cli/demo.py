@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from devgraph.api.errors import InputError
+from devgraph.cli.arguments import check_engine_arguments
 from devgraph.cli.generate import generate
-from devgraph.cli.generate_arguments import check_engine_arguments
 from devgraph.cli.models import require_transformers
 from devgraph.cli.tables import CommandError, note, working
 

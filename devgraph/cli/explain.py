@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from devgraph.api.capture import Captured, capture
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.registry import get_backend
+from devgraph.cli.measure import median, seconds_per_call
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text
 from devgraph.cli.target import Target, find_target, user_code
 from devgraph.runners.report import format_bytes
@@ -69,16 +69,11 @@ def run(args: argparse.Namespace) -> int:
 def _timed(captured: Captured, target: Target) -> list[float]:
     """Return the median seconds of each segment, waiting for the device after each one."""
     captured.replay(**target.host_args)
-    runs = [[_seconds(captured, segment) for segment in captured.segments] for _ in range(_RUNS)]
-    return [sorted(column)[_RUNS // 2] for column in zip(*runs, strict=True)]
-
-
-def _seconds(captured: Captured, segment: Any) -> float:
-    captured.backend.synchronize()
-    begin = time.perf_counter()
-    segment.replay()
-    captured.backend.synchronize()
-    return time.perf_counter() - begin
+    runs = [
+        [seconds_per_call(one.replay, captured.backend, calls=1) for one in captured.segments]
+        for _ in range(_RUNS)
+    ]
+    return [median(column).wall for column in zip(*runs, strict=True)]
 
 
 def _parts(captured: Captured, seconds: list[float]) -> list[_Part]:

@@ -7,7 +7,7 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
@@ -15,17 +15,15 @@ from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.resolve import resolve
 from devgraph.api.registry import get_backend, names
-from devgraph.cli.dtypes import dtype_named
-from devgraph.cli.generate_arguments import check_engine_arguments
+from devgraph.cli.arguments import check_engine_arguments
 from devgraph.cli.models import load_model, require_transformers
-from devgraph.cli.stream import OrderedText
 from devgraph.cli.tables import CommandError, print_json, working
 
 if TYPE_CHECKING:
     from devgraph.cli.generating import Task
     from devgraph.integrations.transformers import SamplingParams, TokenEvent
 
-__all__ = ["generate", "run"]
+__all__ = ["OrderedText", "generate", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,15 +49,14 @@ def generate(
     require_transformers()
     backend = get_backend(args.backend)
     asked = DeviceGraphConfig.from_args(args, backends=names())
-    from devgraph.cli.generating import Setup, run_all
-    from devgraph.cli.results import print_runs, report, same_tokens
+    from devgraph.cli.generating import Setup, print_runs, report, run_all, same_tokens
 
     if args.threads:
         torch.set_num_threads(args.threads)
     # The integration swaps parts of the model in and out around each step.
     facts = EngineFacts(traceable=False).on_backend(backend.name, backend.capabilities)
     resolution = resolve(asked, facts)
-    dtype = None if args.dtype is None else dtype_named(args.dtype)
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
     sampling = _sampling(args, len(prompts))  # may refuse; the model takes its time
     with working(f"loading {model}"):
         network, tokenizer = load_model(
@@ -159,3 +156,42 @@ def _ids(args: argparse.Namespace, prompt: str, tokenizer: Any) -> tuple[int, ..
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     return tuple(tokenizer(prompt)["input_ids"])
+
+
+class OrderedText:
+    """Prints texts one after the other, each as it comes.
+
+    Requests run at once, and a terminal has one cursor: the first unfinished text is printed live,
+    the others wait in memory, and the next one catches up when it is its turn.
+
+    Args:
+        headings: printed before each text, without a line break in between.
+        out: where to; standard output if None.
+    """
+
+    def __init__(self, headings: Sequence[str], out: TextIO | None = None) -> None:
+        self._out = sys.stdout if out is None else out
+        self._headings = list(headings)
+        self._waiting = [""] * len(headings)
+        self._finished = [False] * len(headings)
+        self._current = -1
+
+    def add(self, index: int, piece: str, *, last: bool = False) -> None:
+        """Add a piece to text ``index``; ``last`` says that nothing more will come."""
+        if self._current < 0:
+            self._next()
+        self._waiting[index] += piece
+        self._finished[index] = self._finished[index] or last
+        while self._current < len(self._headings):
+            self._out.write(self._waiting[self._current])
+            self._waiting[self._current] = ""
+            if not self._finished[self._current]:
+                break
+            self._out.write("\n\n")
+            self._next()
+        self._out.flush()
+
+    def _next(self) -> None:
+        self._current += 1
+        if self._current < len(self._headings):
+            self._out.write(self._headings[self._current])

@@ -10,8 +10,8 @@ import torch
 
 import devgraph as dg
 from devgraph.cli import contenders
+from devgraph.cli.contenders import Decoder, Shape
 from devgraph.cli.measure import Timing, median
-from devgraph.cli.workload import Decoder, Shape
 from tests.support.cli_programs import run_cli, run_json
 
 SMALL = (

@@ -7,7 +7,7 @@ import pytest
 import devgraph as dg
 from devgraph.api.registry import BackendInfo
 from devgraph.cli import doctor
-from devgraph.cli.probes import probe_backend
+from devgraph.cli.doctor import probe_backend
 from tests.support.cli_programs import run_cli, run_json
 from tests.support.mutants import MUTANTS
 

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the transformers inte
 tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer for the small model")
 
 from devgraph.cli import demo, generating
-from devgraph.cli.stream import OrderedText
+from devgraph.cli.generate import OrderedText
 from tests.support.cli_programs import run_cli, run_json
 from tests.support.transformers_models import make_model, reference
 
