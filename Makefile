@@ -44,7 +44,7 @@ test-all: $(STAMP)
 # torch-npu changes torch, and transformers cannot be imported beside one without a driver. So it has
 # a folder and a session of its own; without it or g++ the session's tests are skipped and say why.
 NPU_ARGS = -k "not real_model"
-NPU_TESTS = devgraph/testing/conformance $(wildcard tests/npu/test_*.py)
+NPU_TESTS = devgraph/testing/conformance tests/npu tests/sim/ascend
 test-npu: $(STAMP)
 	@test -d $(NPU)/torch_npu || ! command -v g++ >/dev/null || \
 		$(BIN)/python -m pip install --quiet --no-deps --target $(NPU) "torch-npu==$$($(BIN)/python \

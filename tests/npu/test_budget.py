@@ -15,10 +15,6 @@ from devgraph.npu.lifetimes import StreamBudget
 from tests.sim.ascend import Driver
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
-pytestmark = [
-    pytest.mark.npu,
-    pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format"),
-]
 
 BUCKETS = list(range(1, 21))
 STREAMS = 40

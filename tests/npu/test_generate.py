@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,21 +22,9 @@ from tests.sim.ascend import Driver
 from tests.support.cli_programs import run_cli
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
-pytestmark = [
-    pytest.mark.npu,
-    pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format"),
-]
 
 LAYERS, STEPS = 2, 16
 PROMPTS = [[5, 6, 7, 8, 9], [3, 4, 5]]
-
-
-@pytest.fixture
-def backend(driver: Driver) -> Iterator[Any]:
-    backend: Any = dg.get_backend("npu")
-    version = backend.attention_version
-    yield backend
-    backend.attention_version = version
 
 
 def engine(model: Any, backend: Any, prefill: str, **sizes: int) -> Engine:

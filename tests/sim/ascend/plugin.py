@@ -1,6 +1,7 @@
 """pytest fixtures for tests that run torch_npu over the simulated driver.
 
-A test file asks for them with ``pytest_plugins = ["tests.sim.ascend.plugin"]``. Loading torch_npu
+A test file asks for them with ``pytest_plugins = ["tests.sim.ascend.plugin"]``, and what uses them
+carries the marker ``npu``. Loading torch_npu
 changes torch for the whole process, so these tests have a session of their own: ``make test-npu``,
 or ``pytest -m npu -p tests.sim.ascend.activated``. In any other session they are skipped.
 """
@@ -18,7 +19,7 @@ import pytest
 
 from tests.sim import ascend
 
-__all__ = ["ascend_session", "driver", "run_python"]
+__all__ = ["ascend_session", "driver", "pytest_collection_modifyitems", "run_python"]
 
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,6 +34,16 @@ def _skip_reason(config: pytest.Config) -> str | None:
     if config.getoption("markexpr") != "npu":
         return "torch_npu needs a session of its own: make test-npu"
     return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before markers select
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what uses the driver, and let pass what torch_npu itself warns about."""
+    quiet = pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format")
+    for item in items:
+        if isinstance(item, pytest.Function) and "ascend_session" in item.fixturenames:
+            item.add_marker(pytest.mark.npu)
+            item.add_marker(quiet)
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,6 @@ import torch.utils._pytree as pytree
 from tests.sim.ascend import Driver
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
-pytestmark = [
-    pytest.mark.npu,
-    pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format"),
-]
 
 # Expressions over x, y (3x4 floats), i (a permutation of 3), m (bools), q (0..11), s (3x3 floats).
 ARITHMETIC = """

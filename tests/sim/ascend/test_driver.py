@@ -19,7 +19,6 @@ import torch
 from tests.sim.ascend import Driver
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
-pytestmark = pytest.mark.npu
 
 
 def capture(body: Callable[[], Any], *, mode: str = "thread_local", stream: Any = None) -> Any:
@@ -368,7 +367,7 @@ def test_flag_events_of_older_drivers_order_updates_as_well(
 from tests.sim.ascend import activate
 driver = activate(flag_events=True)
 driver.set(sync_timeout_ms=300)
-from tests.npu.test_ascend_sim import Region
+from tests.sim.ascend.test_driver import Region
 import torch
 region = Region(driver)
 got = []
@@ -605,7 +604,7 @@ def test_failed_queued_operator_silences_the_device_for_good(
         """
 from tests.sim.ascend import activate
 driver = activate()
-from tests.npu.test_ascend_sim import Region
+from tests.sim.ascend.test_driver import Region
 import torch, os
 region = Region(driver, stream_type="Stream")
 try:

@@ -10,7 +10,6 @@ import torch
 from tests.sim.ascend import Driver
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
-pytestmark = pytest.mark.npu
 
 HEADS, KEY_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 
