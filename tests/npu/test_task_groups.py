@@ -172,7 +172,7 @@ captured = dg.capture(step, torch.arange(8.0).to("npu"), backend=backend, host_a
 captured.x = torch.arange(8.0)
 captured.replay(factor=3.0)
 backend.synchronize()
-driver.set(replay_delay_ms=20, sync_timeout_ms=5000)
+driver.set(replay_delay_ms=100, sync_timeout_ms=5000)
 print("with the fence", all(_steps(backend, captured)))
 real = TaskGroups._job
 
