@@ -245,8 +245,8 @@ class Backend(abc.ABC):
         """
         with self.exclusive():
             collecting = gc.isenabled()
-            gc.disable()
             try:
+                gc.disable()
                 yield
             finally:
                 if collecting:
@@ -276,9 +276,9 @@ class Backend(abc.ABC):
                 self._capture_thread = threading.get_ident()
                 yield
             finally:
-                self._buried.clear()
                 self._capture_owner = ""
                 self._capture_thread = None
+                self._buried.clear()
 
     def bury(self, *things: Any) -> None:
         """Keep ``things`` until no capture is under way, if one is, and those of a lost device.

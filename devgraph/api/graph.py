@@ -112,6 +112,9 @@ class DeviceGraph(abc.ABC):
         DeviceLost: the device is in a sticky error state.
     """
 
+    applies_at_once = False
+    """Whether an update that an error or an interrupt stops has changed nothing."""
+
     def __init__(self, backend: Backend, pool: Pool) -> None:
         self.backend = backend
         self.pool = pool
@@ -318,8 +321,14 @@ class DeviceGraph(abc.ABC):
         self._host = {}
         self.spoiled = None
         self._capture_seconds = -time.perf_counter()
-        self._begin(mode)
-        self._state = GraphState.CAPTURING
+        try:
+            self._begin(mode)
+            self._state = GraphState.CAPTURING
+        except BaseException as error:
+            # After an error of its own _begin has left nothing begun; an interrupt may come behind.
+            if not isinstance(error, Exception):
+                self.cancel()
+            raise
 
     def end(self, *, allow_empty: bool = False) -> None:
         """Finish the recording.
@@ -395,7 +404,8 @@ class DeviceGraph(abc.ABC):
         try:
             self._apply(recording)
         except BaseException:
-            self._leave_for(GraphState.DIRTY)
+            if not self.applies_at_once:
+                self._leave_for(GraphState.DIRTY)
             raise
         self._key = key
 

@@ -68,6 +68,7 @@ class CpuPool(Pool):
 class CpuGraph(DeviceGraph):
     """A tape behind the DeviceGraph contract."""
 
+    applies_at_once = True
     pool: CpuPool
 
     def __init__(self, backend: CpuBackend, pool: CpuPool) -> None:
@@ -86,8 +87,8 @@ class CpuGraph(DeviceGraph):
         recorder = Recorder(
             self.pool.blocks, others=(self.pool.regions,), knowledge=self._knowledge
         )
-        recorder.__enter__()
         self._recorder = recorder
+        recorder.__enter__()
 
     def _end(self) -> Executable:
         recorder = self._leave()
@@ -101,9 +102,10 @@ class CpuGraph(DeviceGraph):
         self._free()
 
     def _leave(self) -> Recorder | None:
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recorder
         if recorder is not None:
             recorder.__exit__(None, None, None)
+        self._recorder = None
         return recorder
 
     def _free(self) -> None:

@@ -69,6 +69,13 @@ class Block:
     """Which recording it was made in."""
 
 
+class _Owner(weakref.ref[memoryview]):
+    """Tells when the owner of the block at ``address`` is gone."""
+
+    __slots__ = ("address",)
+    address: int
+
+
 class _Slab:
     """A contiguous reservation; alive as long as anything points into it."""
 
@@ -142,9 +149,9 @@ class BlockPool:
         self._slabs: list[_Slab] = []
         self._bases: list[int] = []
         self._live: dict[int, Block] = {}
-        self._owners: dict[int, weakref.ref[memoryview]] = {}
+        self._owners: dict[int, _Owner] = {}
         # What died; filled without the lock, from any thread and from inside any call.
-        self._dead: deque[int] = deque()
+        self._dead: deque[_Owner] = deque()
         self._dropped: deque[None] = deque()
         # Free blocks by (size, address) for best fit, and both their ends for joining neighbours.
         self._free: list[tuple[int, int]] = []
@@ -209,11 +216,6 @@ class BlockPool:
             owner = slab.window(address, nbytes)
             shared = _storage(slab.window(address, nbytes))
             storage = _storage(owner)
-            # The storage holds the window; when it dies the block's address is queued. The
-            # callback may run at any point of any thread, so it does nothing else.
-            dead = self._dead
-            self._owners[address] = weakref.ref(owner, lambda _: dead.append(address))
-            del owner
             self._live[address] = Block(
                 address=address,
                 bytes=nbytes,
@@ -222,6 +224,12 @@ class BlockPool:
                 origin=origin,
                 recording=self._recording,
             )
+            # The storage holds the window; when it dies the block is queued. That may be at any
+            # point of any thread, so it runs no code of Python, which an interrupt could stop.
+            gone = _Owner(owner, self._dead.append)
+            gone.address = address
+            self._owners[address] = gone
+            del owner
             read_later = self._unread.meet(address, address + nbytes)
         if not read_later:
             ctypes.memset(address, _poison_byte(dtype), nbytes)
@@ -276,7 +284,7 @@ class BlockPool:
             self._dropped.popleft()
             self._holds -= 1
         while self._dead:
-            address = self._dead.popleft()
+            address = self._dead.popleft().address
             del self._owners[address]
             block = self._live.pop(address)
             if block.recording != self._recording:
@@ -310,12 +318,13 @@ class BlockPool:
         self._remember(size, address)
 
     def _remember(self, size: int, address: int) -> None:
-        bisect.insort(self._free, (size, address))
         self._free_size[address] = size
         self._free_end[address + size] = address
+        bisect.insort(self._free, (size, address))
 
     def _forget(self, size: int, address: int) -> None:
-        del self._free[bisect.bisect_left(self._free, (size, address))]
+        at = bisect.bisect_left(self._free, (size, address))
+        del self._free[at]
         del self._free_size[address]
         del self._free_end[address + size]
 

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
@@ -40,15 +40,14 @@ class Listener(Protocol):
 
 def _move(
     mode: object,
+    stack: list[Any],
     pop: Callable[[], Any],
     push: Callable[[Any], None],
-    height: int,
+    height: Callable[[], int],
     *,
     to_bottom: bool,
 ) -> None:
     """Move ``mode`` within a stack of modes: below all but the default device, or to the top."""
-    stack = [pop() for _ in range(height)]
-    stack.reverse()
     stack.remove(mode)
     at = len(stack)
     if to_bottom:
@@ -56,8 +55,26 @@ def _move(
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
         at = 1 if stack and stack[0] is default else 0
     stack.insert(at, mode)
+    try:
+        _rebuild(stack, pop, push, height)
+    except BaseException:  # An interrupt: half a stack is none.
+        _rebuild(stack, pop, push, height)
+        raise
+
+
+def _rebuild(
+    stack: list[Any], pop: Callable[[], Any], push: Callable[[Any], None], height: Callable[[], int]
+) -> None:
+    while height():
+        pop()
     for item in stack:
         push(item)
+
+
+def _functions() -> list[Any]:
+    """Return the modes that see torch's functions, lowest first."""
+    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return stack
 
 
 class Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,13 +90,15 @@ class Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._move(to_bottom=True)
 
     def remove(self) -> None:
-        """Stop, wherever in the stack the mode is now."""
+        """Stop, wherever in the stack the mode is now. Idempotent."""
+        if self not in _get_current_dispatch_mode_stack():
+            return
         self._move(to_bottom=False)
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _move(self, *, to_bottom: bool) -> None:
-        height = torch._C._len_torch_dispatch_stack()
-        _move(self, _pop_dispatch_mode, _push_dispatch_mode, height, to_bottom=to_bottom)
+        stack, height = _get_current_dispatch_mode_stack(), torch._C._len_torch_dispatch_stack
+        _move(self, stack, _pop_dispatch_mode, _push_dispatch_mode, height, to_bottom=to_bottom)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -107,13 +126,15 @@ class Functions(TorchFunctionMode):
         self._move(to_bottom=True)
 
     def remove(self) -> None:
-        """Stop, wherever in the stack the mode is now."""
+        """Stop, wherever in the stack the mode is now. Idempotent."""
+        if self not in _functions():
+            return
         self._move(to_bottom=False)
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _move(self, *, to_bottom: bool) -> None:
-        height = torch._C._len_torch_function_stack()
-        _move(self, _pop_function_mode, _push_function_mode, height, to_bottom=to_bottom)
+        stack, height = _functions(), torch._C._len_torch_function_stack
+        _move(self, stack, _pop_function_mode, _push_function_mode, height, to_bottom=to_bottom)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -14,7 +13,6 @@ from torch._ops import OpOverload
 
 from devgraph.api.errors import RegionError, StateError
 from devgraph.api.marks.calls import describe
-from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.source import user_line
 from devgraph.cpu import violations
 from devgraph.cpu.binding import Binder
@@ -100,23 +98,29 @@ class Recorder(Draft):
         self._refusal = Refusal(on_violation)
         self._function = ""
         self._autocast = False
-        self._modes: contextlib.ExitStack | None = None
+        self._cached: bool | None = None
+        """Whether autocast remembered its casts before the recording; None while none is made."""
         self._dispatching: Dispatching | None = None
+        self._functions: Functions | None = None
         self._holds: list[Hold] = []
         self._mark = object()
 
     def __enter__(self) -> Recorder:
-        if self._modes is not None:
+        if self._cached is not None:
             raise StateError("this recorder is already recording")
-        self._modes = stack = contextlib.ExitStack()
-        stack.enter_context(autocast_uncached())
-        self._autocast = torch.is_autocast_enabled("cpu")
-        self._holds = [pool.hold() for pool in self._pools]
-        self._pool.begin_recording()
-        self._dispatching = Dispatching(self)
-        for mode in (Functions(self), self._dispatching):
-            mode.install()
-            stack.callback(mode.remove)
+        self._cached = torch.is_autocast_cache_enabled()
+        try:
+            torch.set_autocast_cache_enabled(False)
+            torch.clear_autocast_cache()
+            self._autocast = torch.is_autocast_enabled("cpu")
+            self._holds = [pool.hold() for pool in self._pools]
+            self._pool.begin_recording()
+            self._functions, self._dispatching = Functions(self), Dispatching(self)
+            self._functions.install()
+            self._dispatching.install()
+        except BaseException:
+            self.leave()
+            raise
         return self
 
     def __exit__(
@@ -125,10 +129,20 @@ class Recorder(Draft):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._modes is not None
-        modes, self._modes = self._modes, None
-        modes.close()
-        self._dispatching = None
+        try:
+            self.leave()
+        except BaseException:  # An interrupt; the thread must not go on with half of it.
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Give the thread back what it was before. Idempotent."""
+        for mode in (self._dispatching, self._functions):
+            if mode is not None:
+                mode.remove()
+        if self._cached is not None:
+            torch.set_autocast_cache_enabled(self._cached)
+        self._cached = self._dispatching = self._functions = None
 
     def tape(self) -> Tape:
         """Return the recording as a tape.
@@ -136,7 +150,7 @@ class Recorder(Draft):
         Raises:
             StateError: still recording, or recorded with assumed values.
         """
-        if self._modes is not None:
+        if self._cached is not None:
             raise StateError("leave the recording before asking for its tape")
         if self._refusal.collects:
             raise StateError(

@@ -120,9 +120,8 @@ class Tape:
     def __init__(self, parts: Sequence[Entry | Span], holds: Sequence[Hold]) -> None:
         self._parts = tuple(parts)
         self._holds = tuple(holds)
-        self._entries: tuple[Entry, ...] = ()
-        self._calls: list[Callable[[], object]] = []
-        self._flatten({})
+        self._entries = tuple(_flat(self._parts, {}))
+        self._calls: list[Callable[[], object]] = [entry.run for entry in self._entries]
 
     @property
     def ops(self) -> list[Op]:
@@ -163,19 +162,17 @@ class Tape:
         if unknown:
             raise KeyError(f"{unknown[0]!r} is not a span of this tape")
         new = {span: tuple(entries) for span, entries in changes.items()}
-        self._flatten(new)
+        flat = tuple(_flat(self._parts, new))
+        calls = [entry.run for entry in flat]
         for span, entries in new.items():
             span.entries = entries
+        self._entries, self._calls = flat, calls  # Last and at once, whenever an interrupt comes.
 
     def close(self) -> None:
         """Drop the entries and let go of the pools. Idempotent."""
         self._parts, self._entries, self._calls = (), (), []
         for hold in self._holds:
             hold.release()
-
-    def _flatten(self, changes: Mapping[Span, tuple[Entry, ...]]) -> None:
-        self._entries = tuple(_flat(self._parts, changes))
-        self._calls = [entry.run for entry in self._entries]
 
     def _name_operation(self, error: Exception, index: int) -> None:
         if hasattr(error, "add_note"):  # Python 3.11 and newer

@@ -48,11 +48,17 @@ current_scope = _scope.get
 @contextlib.contextmanager
 def entered(scope: Scope | None) -> Iterator[None]:
     """Make ``scope`` the current one of this thread; None stands for 'not capturing'."""
-    token = _scope.set(scope)
+    outer = _scope.get()
     try:
+        _scope.set(scope)
         yield
+    except GeneratorExit:
+        # An interrupt came before contextlib could leave the block, and whatever is around it has
+        # been left by now.
+        outer = None
+        raise
     finally:
-        _scope.reset(token)
+        _scope.set(outer)
 
 
 def is_capturing() -> bool:

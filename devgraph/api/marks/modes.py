@@ -58,9 +58,9 @@ def autocast_uncached() -> Iterator[None]:
     that was made before would not be part of the graph, which then reads memory that is freed.
     """
     cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    torch.clear_autocast_cache()
     try:
+        torch.set_autocast_cache_enabled(False)
+        torch.clear_autocast_cache()
         yield
     finally:
         torch.set_autocast_cache_enabled(cached)

@@ -162,16 +162,17 @@ class _BreakableScope:
 
     def open(self) -> None:
         graph = self._job.backend.make_graph(self._job.pool)
+        self.graph = graph  # Before it begins: an interrupt in between must find it to cancel it.
         graph.begin(self._job.capture_error_mode)
-        self.graph = graph
 
     def finish_segment(self) -> DeviceGraph | None:
         """End the current graph; keep it unless it is empty."""
         if self._spoiled is not None:
             raise self._spoiled
-        graph, self.graph = self.graph, None
+        graph = self.graph
         assert graph is not None
         graph.end(allow_empty=True)
+        self.graph = None
         if graph.recorded_nothing:
             graph.close()
             return None
