@@ -100,16 +100,10 @@ def _load_built_in(name: str) -> Callable[[], Backend]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name and error.name.startswith(module_name):
-            raise BackendUnavailableError(
-                f"backend {name!r} is not part of this version of devgraph"
-            ) from error
         raise BackendUnavailableError(
             f"backend {name!r} needs module {error.name!r}: {cure}."
         ) from error
-    factory: Callable[[], Backend] | None = getattr(module, "make_backend", None)
-    if factory is None:
-        raise BackendUnavailableError(f"backend {name!r} is not part of this version of devgraph")
+    factory: Callable[[], Backend] = module.make_backend
     return factory
 
 

@@ -12,7 +12,8 @@ import attrs
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.config.model import DeviceGraphConfig, PhaseConfig
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.config.resolve import Resolution
 from devgraph.cli.arguments import MOST_REQUESTS, MOST_STEP_TOKENS
 from devgraph.cli.tables import number, percent, print_table, ratio, say, time_text, working

@@ -14,7 +14,8 @@ from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.config.cluster import Cluster, plan_cluster
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.model import DeviceGraphConfig, PhaseConfig
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import backends, get_backend, names

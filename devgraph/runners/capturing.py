@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from devgraph.api.capture import Captured, capture
-from devgraph.api.config.model import PhaseConfig
+from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import AgreementError, InputError, ResourceError
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from devgraph.api.backend import Backend
-from devgraph.api.config.model import PhaseConfig, phase_config
+from devgraph.api.config.phase import PhaseConfig, phase_config
 from devgraph.api.errors import ConfigError, InputError
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch

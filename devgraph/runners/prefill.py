@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.config.model import PhaseConfig, phase_config
+from devgraph.api.config.phase import PhaseConfig, phase_config
 from devgraph.api.errors import ConfigError, InputError
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from devgraph.api import process
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.config.model import PhaseConfig
+from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import (
     ConfigError,
     ConfigTypeError,

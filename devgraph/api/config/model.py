@@ -34,7 +34,7 @@ from devgraph.api.config.phase import (
 )
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 
-__all__ = ["DeviceGraphConfig", "DeviceGraphWarning", "Overlay", "PhaseConfig", "phase_config"]
+__all__ = ["DeviceGraphConfig", "DeviceGraphWarning", "Overlay"]
 
 
 class DeviceGraphWarning(UserWarning):

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.document import read_json
-from devgraph.api.config.phase import PHASES, Setting, check, unknown_name
+from devgraph.api.config.phase import KEYS, PHASES, Setting, check, unknown_name
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 __all__ = ["OLDER_FLAGS", "OlderFlag", "Reading"]
@@ -59,14 +59,6 @@ def _reading(values: Mapping[tuple[str, str], Any], flag: str, *left_out: str) -
         },
         left_out=left_out,
     )
-
-
-def _fixed(key: str, value: Any, *phases: str) -> Callable[[Any, str], Reading]:
-    return lambda _, flag: _reading({(phase, key): value for phase in phases}, flag)
-
-
-def _value(key: str, *phases: str) -> Callable[[Any, str], Reading]:
-    return lambda value, flag: _reading({(phase, key): value for phase in phases}, flag)
 
 
 def _length(value: Any, flag: str) -> Reading:
@@ -206,18 +198,6 @@ def _level(value: Any, flag: str) -> Reading:
     return attrs.evolve(mode, left_out=(f"compilation and kernels of level {level}",))
 
 
-def _only_for_the_engine(what: str) -> Callable[[Any, str], Reading]:
-    return lambda _, flag: Reading(settings={}, left_out=(what,))
-
-
-def _json_value(key: str) -> Callable[[Any, str], Reading]:
-    def read(value: Any, flag: str) -> Reading:
-        item = read_json(value, flag) if isinstance(value, str) else value
-        return _reading({(phase, key): item for phase in PHASES}, flag)
-
-    return read
-
-
 def _document(value: Any, flag: str) -> dict[str, Any]:
     document = read_json(value, flag) if isinstance(value, str) else value
     if not isinstance(document, Mapping):
@@ -225,118 +205,100 @@ def _document(value: Any, flag: str) -> dict[str, Any]:
     return dict(document)
 
 
-def _flags(
-    *names: str, shape: str, read: Callable[[Any, str], Reading], short: str | None = None
-) -> tuple[OlderFlag, ...]:
-    return tuple(OlderFlag(name=name, shape=shape, read=read, short=short) for name in names)
+def _switches(key: str, value: Any, phases: tuple[str, ...], *names: str) -> list[OlderFlag]:
+    """Flags without a value that set ``key`` to one."""
+
+    def read(_: Any, flag: str) -> Reading:
+        return _reading({(phase, key): value for phase in phases}, flag)
+
+    return [OlderFlag(name=name, shape="switch", read=read) for name in names]
 
 
-def _per_phase(phase: str) -> tuple[OlderFlag, ...]:
-    return (
-        *_flags(
-            f"--disable-{phase}-cuda-graph",
-            f"--{phase}-disable-cuda-graph",
-            shape="switch",
-            read=_fixed("policy", "disabled", phase),
-        ),
-        *_flags(
-            f"--cuda-graph-backend-{phase}",
-            f"--{phase}-cuda-graph-backend",
-            f"--{phase}-cuda-graph-mode",
-            shape="text",
-            read=_value("policy", phase),
-        ),
-        *_flags(
-            f"--cuda-graph-max-bs-{phase}",
-            f"--{phase}-cuda-graph-max-bs",
-            shape="integer",
-            read=_value("max_bs", phase),
-        ),
-        *_flags(
-            f"--cuda-graph-bs-{phase}",
-            f"--{phase}-cuda-graph-bs",
-            shape="integers",
-            read=_value("buckets", phase),
-        ),
+def _values(key: str, phases: tuple[str, ...], *names: str) -> list[OlderFlag]:
+    """Flags whose value is that of ``key``."""
+
+    def read(value: Any, flag: str) -> Reading:
+        return _reading({(phase, key): value for phase in phases}, flag)
+
+    return [OlderFlag(name=name, shape=KEYS[key].shape, read=read) for name in names]
+
+
+def _texts(
+    read: Callable[[Any, str], Reading], *names: str, short: str | None = None
+) -> list[OlderFlag]:
+    """Flags with a language of their own."""
+    return [OlderFlag(name=name, shape="text", read=read, short=short) for name in names]
+
+
+def _part(key: str, read: Callable[[Any, str], Reading]) -> list[OlderFlag]:
+    """One key of the compilation configuration as a flag of its own."""
+    return _texts(read, f"--compilation-config.{key}", short=f"-cc.{key}")
+
+
+def _json(key: str) -> Callable[[Any, str], Reading]:
+    """The value of ``key`` as JSON."""
+
+    def read(value: Any, flag: str) -> Reading:
+        item = read_json(value, flag) if isinstance(value, str) else value
+        return _reading({(phase, key): item for phase in PHASES}, flag)
+
+    return read
+
+
+def _left(name: str, what: str) -> OlderFlag:
+    """A switch that is not for devgraph at all."""
+    return OlderFlag(
+        name=name, shape="switch", read=lambda *_: Reading(settings={}, left_out=(what,))
     )
 
 
+def _per_phase(phase: str) -> list[OlderFlag]:
+    disabled = (f"--disable-{phase}-cuda-graph", f"--{phase}-disable-cuda-graph")
+    names = (f"--cuda-graph-backend-{phase}", f"--{phase}-cuda-graph-backend")
+    return [
+        *_switches("policy", "disabled", (phase,), *disabled),
+        *_values("policy", (phase,), *names, f"--{phase}-cuda-graph-mode"),
+        *_values(
+            "max_bs", (phase,), f"--cuda-graph-max-bs-{phase}", f"--{phase}-cuda-graph-max-bs"
+        ),
+        *_values("buckets", (phase,), f"--cuda-graph-bs-{phase}", f"--{phase}-cuda-graph-bs"),
+    ]
+
+
+_DECODE, _PREFILL = (("decode",), ("prefill",))
+
 OLDER_FLAGS: tuple[OlderFlag, ...] = (
-    *_flags("--optimization-level", shape="text", read=_level, short="-O"),
-    *_flags(
+    *_texts(_level, "--optimization-level", short="-O"),
+    _left(
         "--disable-draft-cuda-graph",
-        shape="switch",
-        read=_only_for_the_engine("graphs of the draft model, whose runner has a mode of its own"),
+        "graphs of the draft model, whose runner has a mode of its own",
     ),
-    *_flags(
-        "--debug-cuda-graph",
-        shape="switch",
-        read=_only_for_the_engine("running captured steps operator by operator to find an error"),
-    ),
-    *_flags("--disable-cuda-graph", shape="switch", read=_fixed("policy", "disabled", *PHASES)),
-    *_flags(
-        "--disable-cuda-graph-padding", shape="switch", read=_fixed("max_padding", 1.0, "decode")
-    ),
-    *_flags(
-        "--enable-piecewise-cuda-graph",
-        "--enforce-piecewise-cuda-graph",
-        shape="switch",
-        read=_fixed("policy", "piecewise", "prefill"),
-    ),
-    *_flags(
-        "--enable-breakable-cuda-graph",
-        shape="switch",
-        read=_fixed("policy", "breakable", "prefill"),
-    ),
-    *_flags(
-        "--disable-piecewise-cuda-graph",
-        shape="switch",
-        read=_fixed("policy", "disabled", "prefill"),
-    ),
-    *_flags("--cuda-graph-sizes", shape="integers", read=_sizes_or_maximum),
-    *_flags("--max-cudagraph-capture-size", shape="integer", read=_value("max_bs", *PHASES)),
-    *_flags("--cudagraph-capture-sizes", shape="integers", read=_value("buckets", *PHASES)),
-    *_flags(
-        "--max-seq-len-to-capture",
-        "--max-context-len-to-capture",
-        shape="integer",
-        read=_value("max_seq_len", *PHASES),
-    ),
-    *_flags("--cuda-graph-max-bs", shape="integer", read=_value("max_bs", "decode")),
-    *_flags("--cuda-graph-bs", shape="integers", read=_value("buckets", "decode")),
-    *_flags("--piecewise-cuda-graph-max-tokens", shape="integer", read=_value("max_bs", "prefill")),
-    *_flags("--piecewise-cuda-graph-tokens", shape="integers", read=_value("buckets", "prefill")),
-    *_flags("--piecewise-cuda-graph-compiler", shape="text", read=_value("compiler", "prefill")),
-    *_flags("--cuda-graph-tc-compiler", shape="text", read=_value("compiler", *PHASES)),
-    *_flags("--cuda-graph-prefill-max-context", "--context-bucket", shape="text", read=_length),
-    *_flags(
-        "--cuda-graph-max-seq-len-prefill",
-        shape="integer",
-        read=_value("max_seq_len", "prefill"),
-    ),
+    _left("--debug-cuda-graph", "running captured steps operator by operator to find an error"),
+    *_switches("policy", "disabled", PHASES, "--disable-cuda-graph"),
+    *_switches("max_padding", 1.0, _DECODE, "--disable-cuda-graph-padding"),
+    *_switches("policy", "piecewise", _PREFILL, "--enable-piecewise-cuda-graph"),
+    *_switches("policy", "piecewise", _PREFILL, "--enforce-piecewise-cuda-graph"),
+    *_switches("policy", "breakable", _PREFILL, "--enable-breakable-cuda-graph"),
+    *_switches("policy", "disabled", _PREFILL, "--disable-piecewise-cuda-graph"),
+    OlderFlag(name="--cuda-graph-sizes", shape="integers", read=_sizes_or_maximum),
+    *_values("max_bs", PHASES, "--max-cudagraph-capture-size"),
+    *_values("buckets", PHASES, "--cudagraph-capture-sizes"),
+    *_values("max_seq_len", PHASES, "--max-seq-len-to-capture", "--max-context-len-to-capture"),
+    *_values("max_bs", _DECODE, "--cuda-graph-max-bs"),
+    *_values("buckets", _DECODE, "--cuda-graph-bs"),
+    *_values("max_bs", _PREFILL, "--piecewise-cuda-graph-max-tokens"),
+    *_values("buckets", _PREFILL, "--piecewise-cuda-graph-tokens"),
+    *_values("compiler", _PREFILL, "--piecewise-cuda-graph-compiler"),
+    *_values("compiler", PHASES, "--cuda-graph-tc-compiler"),
+    *_texts(_length, "--cuda-graph-prefill-max-context", "--context-bucket"),
+    *_values("max_seq_len", _PREFILL, "--cuda-graph-max-seq-len-prefill"),
     *_per_phase("decode"),
     *_per_phase("prefill"),
-    *_flags("--cuda-graph-mode", shape="text", read=_phases_json),
-    *_flags("--cuda-graph-config", shape="text", read=_phases_json),
-    *_flags("--compilation-config", shape="text", read=_compilation, short="-cc"),
-    *_flags(
-        "--compilation-config.cudagraph_mode",
-        shape="text",
-        read=_mode_name,
-        short="-cc.cudagraph_mode",
-    ),
-    *_flags(
-        "--compilation-config.cudagraph_capture_sizes",
-        shape="text",
-        read=_json_value("buckets"),
-        short="-cc.cudagraph_capture_sizes",
-    ),
-    *_flags(
-        "--compilation-config.max_cudagraph_capture_size",
-        shape="text",
-        read=_json_value("max_bs"),
-        short="-cc.max_cudagraph_capture_size",
-    ),
-    *_flags("--cudagraph-mode", shape="text", read=_mode_name),
-    *_flags("--enforce-eager", shape="switch", read=_fixed("policy", "disabled", *PHASES)),
+    *_texts(_phases_json, "--cuda-graph-mode", "--cuda-graph-config"),
+    *_texts(_compilation, "--compilation-config", short="-cc"),
+    *_part("cudagraph_mode", _mode_name),
+    *_part("cudagraph_capture_sizes", _json("buckets")),
+    *_part("max_cudagraph_capture_size", _json("max_bs")),
+    *_texts(_mode_name, "--cudagraph-mode"),
+    *_switches("policy", "disabled", PHASES, "--enforce-eager"),
 )

@@ -12,7 +12,8 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.config.model import DeviceGraphConfig, PhaseConfig
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError
 
 __all__ = ["MODE_VARIABLE", "EngineMode", "apply_to_config", "check_resolved", "engine_mode"]
