@@ -382,9 +382,13 @@ class DeviceGraph(abc.ABC):
         self.hits.append(hit)
         return result
 
-    def select(self, host: Mapping[Mark, dict[str, Any]]) -> None:
-        """Make the next launch use the host values of ``host``; does nothing for the same key."""
-        key = self.key_of(host)
+    def select(self, host: Mapping[Mark, dict[str, Any]], key: Hashable = None) -> None:
+        """Make the next launch use the host values of ``host``; does nothing for the same key.
+
+        Args:
+            key: their ``key_of``, where the caller knows it.
+        """
+        key = key or self.key_of(host)
         if key == self._key:
             return
         if not self.backend.capabilities.region_update:

@@ -109,12 +109,13 @@ class Recordings:
         self.bytes += size
         self.trim()
 
-    def recharge(self, owner: object, key: Hashable) -> None:
-        """Count anew what the recording for ``key`` takes, and bring the rest under the budget."""
-        kept = self._items.get((id(owner), key))
-        if kept is not None:
-            self._charge(kept)
-            self.trim()
+    def recharge(self, recording: Recording) -> None:
+        """Count anew what ``recording`` takes, and bring the rest under the budget."""
+        for kept in self._items.values():
+            if kept.recording is recording:
+                self._charge(kept)
+                self.trim()
+                return
 
     def trim(self) -> None:
         """Shrink, then evict, the least recently used until the budget holds."""

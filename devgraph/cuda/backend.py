@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.torchlike.node_backend import NodeBackend
-from devgraph.api.torchlike.node_graph import NodeGraph
+from devgraph.api.torchlike.node_graph import NodeBackend
 from devgraph.cuda.runtime import Runtime
 
 __all__ = ["CudaBackend", "make_backend"]
@@ -29,7 +27,9 @@ class CudaBackend(NodeBackend):
     name = "cuda"
     device_type = "cuda"
     graph_class_name = "CUDAGraph"
-    graph_type = NodeGraph
+    raw_graph_name = "raw_cuda_graph"
+    raw_executable_name = "raw_cuda_graph_exec"
+    stream_handle_name = "cuda_stream"
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,15 +80,6 @@ class CudaBackend(NodeBackend):
             or "not permitted when stream is capturing" in text
             or "during CUDA graph capture unless the CPU tensor is pinned" in text
         )
-
-    def raw_graph(self, native: Any) -> int:
-        return int(native.raw_cuda_graph())
-
-    def raw_executable(self, native: Any) -> int:
-        return int(native.raw_cuda_graph_exec())
-
-    def stream_handle(self, stream: Any) -> int:
-        return int(stream.cuda_stream)
 
     def elsewhere(self) -> bool:
         return bool(torch._C._cuda_getDevice() != self._device.index)

@@ -171,12 +171,13 @@ class Runtime(NodeCalls):
             return params.src.memoryType, params.dst.memoryType
         return params.elementSize, params.width, params.height
 
-    def takes(self, kind: str, fixed: Any, node: int, params: Any) -> bool:
+    def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
         if kind == KERNEL:
-            return self._takes_kernel(fixed, node, params, self._cluster(node))
+            return params, self._takes_kernel(fixed, node, params, self._cluster(node)), False
         # Copies and fills of one dimension only (cuGraphExecMemcpyNodeSetParams).
         flat = params.height <= 1 and (kind == MEMSET or params.depth <= 1)
-        return bool(flat) and super().takes(kind, fixed, node, params)
+        host = kind == MEMCPY and (self._is_host(params.src) or self._is_host(params.dst))
+        return params, flat and self.fixed(kind, node, params) == fixed, host
 
     def _takes_kernel(self, fixed: Any, node: int, params: Any, cluster: Any) -> bool:
         # No other cluster size or cooperation than it has (cuGraphExecKernelNodeSetParams).
@@ -186,15 +187,16 @@ class Runtime(NodeCalls):
         return same and bool(cluster == cluster_before)
 
     def reader(self) -> Read:
-        # A recording reads hundreds of kernel nodes: with few calls, and memory that is shared.
+        others = super().reader()
         get, ask = (self.function(f"GraphKernelNodeGet{what}") for what in ("Params", "Attribute"))
         value = _LaunchAttribute()
         where, first = addressof(value), c_uint64.from_buffer(value)
 
         def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
+            # Of a kernel neither the kind is asked for, nor sizes of clusters that are not set.
             params = KernelParams()
             if kind != KERNEL or get(node, addressof(params)):
-                return self.read(kind, fixed, node)
+                return others(kind, fixed, node)
             plain = ask(node, _CLUSTER, where) or not first.value  # not set reads as zeros
             cluster = None if plain else self._cluster(node)
             return params, self._takes_kernel(fixed, node, params, cluster), False
@@ -220,9 +222,6 @@ class Runtime(NodeCalls):
         value = _LaunchAttribute()
         unknown = self.function("GraphKernelNodeGetAttribute")(node, _COOPERATIVE, addressof(value))
         return not unknown and bool(value[0])
-
-    def uses_host(self, params: Any) -> bool:
-        return self._is_host(params.src) or self._is_host(params.dst)
 
     def _is_host(self, side: Any) -> bool:
         if side.memoryType != _ANY_MEMORY:

@@ -18,7 +18,7 @@ from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.pool import Pool, keep_for_ever
 from devgraph.api.torchlike.base import TorchPool
-from devgraph.api.torchlike.node_backend import NodeBackend
+from devgraph.api.torchlike.node_graph import NodeBackend
 from devgraph.rocm.graph import RocmGraph
 from devgraph.rocm.guard import HostReadGuard
 from devgraph.rocm.probe import Findings, probe
@@ -74,6 +74,9 @@ class RocmBackend(NodeBackend):
     name = "rocm"
     device_type = "cuda"
     graph_class_name = "CUDAGraph"
+    raw_graph_name = "raw_cuda_graph"
+    raw_executable_name = "raw_cuda_graph_exec"
+    stream_handle_name = "cuda_stream"
     graph_type = RocmGraph
     pool_type = RocmPool
     runtime: Runtime
@@ -234,17 +237,6 @@ class RocmBackend(NodeBackend):
         square = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
         torch.addmm(square[0], square, square)
         self._prepared.add(here)
-
-    # What torch's objects are asked for.
-
-    def raw_graph(self, native: Any) -> int:
-        return int(native.raw_cuda_graph())
-
-    def raw_executable(self, native: Any) -> int:
-        return int(native.raw_cuda_graph_exec())
-
-    def stream_handle(self, stream: Any) -> int:
-        return int(stream.cuda_stream)
 
     # What this runtime does.
 

@@ -135,12 +135,12 @@ class RocmGraph(NodeGraph):
         return super()._deserves_executable(recording)
 
     def _write(self, recording: NodeRecording) -> None:
-        more = recording.node_count * LEAKED_BYTES_PER_NODE
+        more = len(recording.updates) * LEAKED_BYTES_PER_NODE
         if self._written and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
             self._renew_executable()
         self._as_captured = False
         super()._write(recording)
-        self._written += recording.node_count
+        self._written += len(recording.updates)
 
     def _build(self, recording: NodeRecording) -> None:
         super()._build(recording)

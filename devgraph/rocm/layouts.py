@@ -11,6 +11,9 @@ import ctypes
 
 import attrs
 
+from devgraph.api.torchlike.node_calls import KINDS
+from devgraph.api.torchlike.nodes import MEMCPY
+
 __all__ = [
     "COPY_KINDS",
     "HOST_COPIES",
@@ -52,6 +55,15 @@ class Version:
     def first_kind(self) -> int:
         """Value of ``hipGraphNodeTypeKernel``: 1 up to release 5.2, 0 from 5.3 on."""
         return 1 if self < Version(5, 3) else 0
+
+    @property
+    def kinds(self) -> dict[int, str]:
+        """What the values of ``hipGraphNodeType`` mean."""
+        kinds = dict(enumerate(KINDS, self.first_kind))
+        if self.first_kind:
+            # 5.2 gives one-dimensional copies a type of their own; later releases do not.
+            kinds[9] = MEMCPY
+        return kinds
 
     @property
     def reports_unsafe_calls(self) -> bool:

@@ -103,7 +103,7 @@ class Runtime(NodeCalls):
         number = c_int()
         self.call("RuntimeGetVersion", number)
         self.version = Version.decode(number.value)
-        self.first_kind = self.version.first_kind
+        self.kinds = self.version.kinds
         self.reports_copies = True
         """Whether a captured copy tells its addresses; found out by ``probe`` of the backend."""
 
@@ -130,31 +130,15 @@ class Runtime(NodeCalls):
         found: list[Any] = [self.function(source)(error) or b"unknown" for source in _TEXT]
         return ", ".join(text.decode(errors="replace") for text in found)
 
-    def kind_of(self, value: int) -> str:
-        # 5.2 gives one-dimensional copies a type of their own; later releases do not.
-        return MEMCPY if (value, self.first_kind) == (9, 1) else super().kind_of(value)
-
     def params(self, kind: str, node: int) -> Any:
         """Return the parameters of a node; pointers in them belong to the node's graph.
 
         Raises:
             UpdateTopologyError: this runtime does not report the parameters of this copy.
         """
-        if kind == MEMCPY and not self.reports_copies:
-            raise UpdateTopologyError(
-                f"a region copies memory, and this HIP runtime ({self.version}) does not report "
-                f"the addresses of a captured copy, so that it cannot be updated. Write with a "
-                f"kernel instead (index_copy_, or an operation with out=) and into a tensor that "
-                f"the region is given, for a tensor that it returns is copied as well; or use "
-                f"policy='breakable'."
-            )
         params = super().params(kind, node)
-        if kind == MEMCPY and not _is_flat(params):
-            raise UpdateTopologyError(
-                "a region copies memory of several dimensions, whose parameters HIP does not "
-                "report reliably. Write with a kernel instead (index_copy_, or an operation with "
-                "out=), or use policy='breakable'."
-            )
+        if kind == MEMCPY:
+            self._require_reported(params)
         return params
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
@@ -164,8 +148,36 @@ class Runtime(NodeCalls):
             return params.kind
         return params.elementSize, params.width, params.height, params.pitch
 
-    def uses_host(self, params: Any) -> bool:
-        return params.kind in HOST_COPIES
+    def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
+        if kind == KERNEL:
+            return params, params.func == fixed, False
+        if kind == MEMCPY:
+            self._require_reported(params)
+            return params, params.kind == fixed, params.kind in HOST_COPIES
+        return params, self.fixed(kind, node, params) == fixed, False
+
+    def _require_reported(self, params: Any) -> None:
+        """Refuse the parameters of a copy that this runtime does not report."""
+        if not self.reports_copies:
+            raise UpdateTopologyError(
+                f"a region copies memory, and this HIP runtime ({self.version}) does not report "
+                f"the addresses of a captured copy, so that it cannot be updated. Write with a "
+                f"kernel instead (index_copy_, or an operation with out=) and into a tensor that "
+                f"the region is given, for a tensor that it returns is copied as well; or use "
+                f"policy='breakable'."
+            )
+        # One run of bytes, for which positions are not filled in.
+        flat = (
+            params.kind in COPY_KINDS
+            and (params.extent.height, params.extent.depth) == (1, 1)
+            and not (params.srcArray or params.dstArray)
+        )
+        if not flat:
+            raise UpdateTopologyError(
+                "a region copies memory of several dimensions, whose parameters HIP does not "
+                "report reliably. Write with a kernel instead (index_copy_, or an operation with "
+                "out=), or use policy='breakable'."
+            )
 
     def arguments(self, kind: str, params: Any) -> tuple[Any, ...]:
         if kind == MEMCPY:
@@ -175,12 +187,3 @@ class Runtime(NodeCalls):
     def copy_attributes(self, source: int, target: int) -> None:
         if not self.missing:
             super().copy_attributes(source, target)
-
-
-def _is_flat(params: Any) -> bool:
-    """Whether ``params`` describe one run of bytes; positions are not filled in for those."""
-    return (
-        params.kind in COPY_KINDS
-        and (params.extent.height, params.extent.depth) == (1, 1)
-        and not (params.srcArray or params.dstArray)
-    )

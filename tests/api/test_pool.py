@@ -72,7 +72,7 @@ def test_recharge_counts_what_a_recording_takes_now() -> None:
     kept.put(owner, "grown", grown)
     assert kept.get(owner, "grown") is grown
     grown.bytes = 9
-    kept.recharge(owner, "grown")
+    kept.recharge(grown)
     assert (old.bytes, grown.bytes) == (1, 9)
     assert kept.bytes == 10
     assert kept.room == 0

@@ -212,7 +212,8 @@ def test_reader_tells_each_node_by_itself(driver: Driver, runtime: Runtime) -> N
     found = [read("kernel", fixed, node) for node in (plain, wide, unknown, wide, plain)]
     assert [bool(got and got[1]) for got in found] == [True, False, True, False, True]
     assert len({id(got[0]) for got in found if got}) == 5  # parameters of their own
-    assert runtime.read("kernel", fixed, wide)[1] is False, "as it does where it may not be fast"
+    params = runtime.params("kernel", wide)
+    assert runtime.judge("kernel", fixed, wide, params)[1] is False
 
 
 def fixed_of(runtime: Runtime, kind: str, node: int) -> Any:

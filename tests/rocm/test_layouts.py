@@ -19,7 +19,6 @@ import pytest
 from devgraph.rocm import layouts
 from devgraph.rocm.backend import _STICKY_ERRORS
 from devgraph.rocm.layouts import KernelNodeParams, MemcpyParams, MemsetParams, Version
-from devgraph.rocm.runtime import Runtime
 from tests.sim.hip.build import SOURCES
 
 # Struct of the header, what stands for it here, size, and the offset of every field.
@@ -116,21 +115,15 @@ def test_kernel_parameters_are_not_in_cudas_order():
 )
 def test_version_decides_which_value_a_kind_of_node_has(number: int, version: Version, first: int):
     assert Version.decode(number) == version
-    found = [kind_of(version, value) for value in range(first, first + len(KINDS))]
+    assert version.first_kind == first
+    found = [version.kinds[value] for value in range(first, first + len(KINDS))]
     assert found == [name.lower() for name in KINDS]
-    assert kind_of(version, first + len(KINDS)) == "wait_event"
 
 
 def test_release_52_has_a_kind_of_its_own_for_flat_copies():
-    assert kind_of(Version(5, 2), 9) == "memcpy"
-    assert kind_of(Version(5, 2), 0) == "type-0"
-    assert kind_of(Version(6, 3), 9) == "ext_semas_wait"
-
-
-def kind_of(version: Version, value: int) -> str:
-    runtime = object.__new__(Runtime)  # no library is needed
-    runtime.first_kind = version.first_kind
-    return runtime.kind_of(value)
+    assert Version(5, 2).kinds[9] == "memcpy"
+    assert 0 not in Version(5, 2).kinds
+    assert Version(6, 3).kinds[9] == "ext_semas_wait"
 
 
 def test_unsafe_calls_are_reported_from_release_714_on():

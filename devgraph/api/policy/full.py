@@ -100,7 +100,7 @@ class UpdatablePlan:
         self._key = None
         home = self._home_of(key)
         if home is not None:
-            home.select(host)
+            home.select(host, key)
             self._use(home, key)
             self.notes["hits"] += 1
             self._misses.earn()
@@ -136,7 +136,7 @@ class UpdatablePlan:
         refusal: UpdateTopologyError | None = None
         for graph in self._graphs:
             try:
-                graph.select(host)
+                graph.select(host, key)
             except UpdateTopologyError as error:
                 refusal = refusal or error
             else:

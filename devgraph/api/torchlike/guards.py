@@ -1,17 +1,22 @@
-"""Random numbers inside a capture, refused where the backend does not replay them."""
+"""What a capture must not hold: random numbers that replays do not draw, streams left unjoined."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from devgraph.api.errors import CaptureError
+from devgraph.api.errors import CaptureError, DeviceGraphError
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.source import user_line
+from devgraph.api.torchlike.nodes import Capture, NodeRuntime
 
-__all__ = ["RandomGuard"]
+__all__ = ["RandomGuard", "SideStreams", "name_streams"]
+
+_MOST_STREAMS = 64
+"""torch hands out 32 streams per priority in turn; this many requests see each of them."""
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -32,11 +37,13 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         why: the reason, and what to do instead; ends the message.
+        error: the class of the error.
     """
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, error: type[DeviceGraphError] = CaptureError) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._why = why
+        self._error = error
 
     def __torch_dispatch__(
         self,
@@ -46,7 +53,69 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if is_capturing() and _draws(func, args, kwargs or {}):
-            raise CaptureError(
+            raise self._error(
                 f"{func} draws random numbers inside a capture, at {user_line()}, and {self._why}"
             )
         return func(*args, **(kwargs or {}))
+
+
+class SideStreams:
+    """The streams that torch hands out on one device, searched for forks of a capture.
+
+    Args:
+        make: returns the next stream of a priority.
+        handle_of: returns the driver's handle of a stream.
+    """
+
+    def __init__(
+        self, runtime: NodeRuntime, make: Callable[..., Any], handle_of: Callable[[Any], int]
+    ) -> None:
+        self._runtime = runtime
+        self._make = make
+        self._handle_of = handle_of
+        self._handles: tuple[int, ...] = ()
+
+    def unjoined(self, stream: int, capture: Capture) -> list[int]:
+        """Return the streams that forked from the capture on ``stream`` and hold work of it that
+        ``stream`` does not wait for.
+
+        A fork without work counts only if no other is found: the driver tells them apart, and
+        this is asked before it does, because it knows no stream of a capture that it has ended.
+
+        Args:
+            capture: the runtime's ``capture_of(stream)``.
+        """
+        capture_id, graph, joined = capture
+        forked = {}
+        for other in self._runtime.capturing(self._known()):
+            found = self._runtime.capture_of(other) if other != stream else None
+            if found is not None and found[0] == capture_id:
+                forked[other] = found[2]
+        if not forked:
+            return []
+        sources, _, _ = self._runtime.edges(graph)
+        ends = set(self._runtime.nodes(graph)).difference(sources, joined)
+        loose = [other for other, last in forked.items() if ends.intersection(last)]
+        return loose or list(forked)
+
+    def _known(self) -> tuple[int, ...]:
+        if not self._handles:
+            found: dict[int, None] = {}
+            for priority in (0, -1):
+                for _ in range(_MOST_STREAMS):
+                    handle = self._handle_of(self._make(priority=priority))
+                    if handle in found:
+                        break
+                    found[handle] = None
+            self._handles = tuple(found)
+        return self._handles
+
+
+def name_streams(streams: Sequence[int]) -> str:
+    """Return the message for streams that were not joined."""
+    names = ", ".join(f"{stream:#x}" for stream in streams)
+    which = "streams" if len(streams) > 1 else "stream"
+    return (
+        f"side {which} {names} forked inside the capture and did not join. Make the capturing "
+        f"stream wait for it (current_stream.wait_stream(side)) before the capture ends or breaks."
+    )

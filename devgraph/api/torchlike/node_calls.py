@@ -22,7 +22,7 @@ from devgraph.api.torchlike.nodes import (
     Update,
 )
 
-__all__ = ["BRIEF", "WAITING", "Arguments", "NodeCalls"]
+__all__ = ["BRIEF", "KINDS", "WAITING", "Arguments", "NodeCalls"]
 
 Arguments = tuple[Any, ...]
 """The kinds of a call's arguments; every call returns an error code, 0 for success."""
@@ -62,7 +62,7 @@ WAITING: Mapping[str, Arguments] = {
 }
 """Calls that take long or may wait for the device; other threads run meanwhile."""
 
-_KINDS = (
+KINDS = (
     *(KERNEL, MEMCPY, MEMSET, "host", "graph", "empty", "wait_event", "event_record"),
     *("ext_semas_signal", "ext_semas_wait", "mem_alloc", "mem_free"),
 )
@@ -78,7 +78,7 @@ _NOT_CAPTURING, _ACTIVE = 0, 1
 class NodeCalls:
     """A ``NodeRuntime`` over the library of a driver.
 
-    A vendor sets the attributes below and implements ``fixed``, ``uses_host`` and ``error_text``.
+    A vendor sets the attributes below and implements ``fixed``, ``judge`` and ``error_text``.
 
     Args:
         brief: the library as ``ctypes.PyDLL`` loads it.
@@ -96,8 +96,6 @@ class NodeCalls:
     instantiate_flags: ClassVar[int]
     """Those with which torch makes its own executables: others would run other priorities, or
     keep the memory that a graph allocates."""
-    first_kind = 0
-    """The type of a kernel node."""
 
     def __init__(self, brief: Any, waiting: Any) -> None:
         self._functions: dict[str, Any] = {}
@@ -110,6 +108,8 @@ class NodeCalls:
         known = {**BRIEF, **self.calls, **WAITING}
         self.missing = frozenset(map(self._symbol, known.keys() - self._functions.keys()))
         """The functions that the library lacks."""
+        self.kinds = dict(enumerate(KINDS))
+        """What the values of a node's type mean."""
         self._info_words = len(known["StreamGetCaptureInfo"]) - 1
         self._edge_columns = len(known["GraphGetEdges"]) - 2
 
@@ -169,12 +169,9 @@ class NodeCalls:
         """Return what an executable's node keeps for ever."""
         raise NotImplementedError
 
-    def takes(self, kind: str, fixed: Any, node: int, params: Any) -> bool:
-        """Whether an executable's node takes the parameters of ``node``."""
-        return bool(self.fixed(kind, node, params) == fixed)
-
-    def uses_host(self, params: Any) -> bool:
-        """Whether the parameters of a copy point to host memory."""
+    def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
+        """Return the parameters of ``node``, whether an executable's node of which ``fixed`` is
+        fixed takes them, and whether they point to host memory."""
         raise NotImplementedError
 
     def arguments(self, kind: str, params: Any) -> tuple[Any, ...]:
@@ -188,11 +185,6 @@ class NodeCalls:
     def copy_attributes(self, source: int, target: int) -> None:
         """Give a kernel node the launch attributes of another."""
         self.call("GraphKernelNodeCopyAttributes", source, target)
-
-    def kind_of(self, value: int) -> str:
-        """Return what a node's type means."""
-        at = value - self.first_kind
-        return _KINDS[at] if 0 <= at < len(_KINDS) else f"type-{value}"
 
     # Captures in progress.
 
@@ -258,7 +250,7 @@ class NodeCalls:
     def kind(self, node: int) -> str:
         value = c_int()
         self.call("GraphNodeGetType", node, addressof(value))
-        return self.kind_of(value.value)
+        return self.kinds.get(value.value) or f"type-{value.value}"
 
     def params(self, kind: str, node: int) -> Any:
         params = self.structures[kind]()
@@ -266,15 +258,29 @@ class NodeCalls:
         return params
 
     def reader(self) -> Read:
-        return self.read
+        # A recording reads hundreds of nodes, with no more than their calls.
+        ask, kinds, value, judge = (
+            self._functions["GraphNodeGetType"],
+            self.kinds,
+            c_int(),
+            self.judge,
+        )
+        where = addressof(value)
+        names = {kind: f"Graph{kind.title()}NodeGetParams" for kind in self.structures}
+        getters = {kind: (self._functions[n], self.structures[kind]) for kind, n in names.items()}
 
-    def read(self, kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-        """Do what ``NodeRuntime.reader`` returns."""
-        if self.kind(node) != kind:
-            return None
-        params = self.params(kind, node)
-        on_host = kind == MEMCPY and self.uses_host(params)
-        return params, self.takes(kind, fixed, node, params), on_host
+        def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
+            if error := ask(node, where):
+                self.failed(error, "GraphNodeGetType", node, where)
+            if kinds.get(value.value) != kind:
+                return None
+            get, structure = getters[kind]
+            params = structure()
+            if error := get(node, addressof(params)):
+                self.failed(error, names[kind], node, addressof(params))
+            return judge(kind, fixed, node, params)
+
+        return read
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
         copy = self.made("GraphClone", graph)

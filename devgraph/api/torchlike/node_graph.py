@@ -1,4 +1,4 @@
-"""NodeGraph: a torch graph whose regions are updated node by node.
+"""NodeGraph, a torch graph whose regions are updated node by node, and its backend.
 
 For every vendor whose captures become graphs of nodes with parameters; what its driver has to
 offer for that is ``devgraph.api.torchlike.nodes.NodeRuntime``.
@@ -7,11 +7,12 @@ offer for that is ``devgraph.api.torchlike.nodes.NodeRuntime``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -20,15 +21,12 @@ from devgraph.api.executable import Call, Executable, Finding
 from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
-from devgraph.api.torchlike.base import TorchGraph, TorchPool
-from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError
-from devgraph.api.torchlike.recording import NodeRecording, RegionUpdate, Scratch
-from devgraph.api.torchlike.side_streams import name_streams
+from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
+from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
+from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError, Update
+from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RegionUpdate, Scratch
 
-if TYPE_CHECKING:
-    from devgraph.api.torchlike.node_backend import NodeBackend
-
-__all__ = ["NodeGraph"]
+__all__ = ["NodeBackend", "NodeGraph"]
 
 logger = logging.getLogger(__name__)
 
@@ -315,12 +313,13 @@ class NodeGraph(TorchGraph):
             if not recording.exact:
                 raise
             recording.uses = 0  # an update serves as well; the next try comes later
-            logger.info("no executable for %s: %s", recording.key, error)
+            logger.info("no executable for recording %d: %s", recording.number, error)
         else:
-            self.pool.recordings.recharge(self, recording.key)
+            self.pool.recordings.recharge(recording)
 
     def _build(self, recording: NodeRecording) -> None:
         recording.build(self._torch.raw_graph(self._native))
+        recording.direct = _Direct(self._torch, recording.executable)
 
     def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
         pattern, runtime = self._pattern, self._runtime()
@@ -335,20 +334,14 @@ class NodeGraph(TorchGraph):
         graph, bounds = self._capture_regions(picks, host)
         scratch = Scratch(runtime, graph)
         *matched, closing = pattern.match([*picks, len(self.hits)], graph, bounds)
-        for mark in host:
-            if mark not in parts:
-                updates = tuple(
-                    update
-                    for pick, found in zip(picks, matched, strict=True)
-                    if self.hits[pick].mark is mark
-                    for update in found
-                )
-                parts[mark] = RegionUpdate(dict(host[mark]), updates, scratch)
-        assert self._nodes is not None
+        updates: dict[Mark, list[Update]] = {}
+        for pick, found in zip(picks, matched, strict=True):
+            updates.setdefault(self.hits[pick].mark, []).extend(found)
+        for mark, own in updates.items():
+            parts[mark] = RegionUpdate(dict(host[mark]), own, scratch)
         parts[None] = RegionUpdate({}, closing, scratch)
-        return NodeRecording(
-            runtime, self._torch.meter, pattern, self._nodes, self.key_of(host), parts, self._made
-        )
+        assert self._nodes is not None
+        return NodeRecording(runtime, self._torch.meter, self._nodes, parts, self._made)
 
     def _capture_regions(
         self, picks: Sequence[int], host: Mapping[Mark, dict[str, Any]]
@@ -382,43 +375,40 @@ class NodeGraph(TorchGraph):
             ) from error
 
     def _run_again(self, hit: RegionHit, host: dict[str, Any]) -> None:
-        lane = hit.note.lane
         try:
-            if lane is None:
-                hit.run(host)
-                return
-            lane.wait_stream(self._stream)
-            with self._torch.namespace.stream(lane):
-                hit.run(host)
-            self._stream.wait_stream(lane)
-        except RuntimeError as error:
-            if not self._torch.is_random_refusal(error):
-                raise
-            raise UpdateError(
-                f"region {hit.mark.name} draws random numbers, and an update cannot keep their "
-                f"order. Draw them outside the region and pass the tensor, or use "
-                f"policy='breakable'."
-            ) from error
+            self._run_in_lane(hit, host)
+        except RuntimeError:
+            # torch draws no random numbers in a capture that it does not know of, and says so in
+            # the words of its version. Run once more, the operation that draws is told.
+            why = (
+                f"an update of region {hit.mark.name} cannot keep their order. Draw them outside "
+                f"the region and pass the tensor, or use policy='breakable'."
+            )
+            with contextlib.suppress(RuntimeError), RandomGuard(why, UpdateError):
+                self._run_in_lane(hit, host)
+            raise
+
+    def _run_in_lane(self, hit: RegionHit, host: dict[str, Any]) -> None:
+        lane = hit.note.lane
+        if lane is None:
+            hit.run(host)
+            return
+        lane.wait_stream(self._stream)
+        with self._torch.namespace.stream(lane):
+            hit.run(host)
+        self._stream.wait_stream(lane)
 
     def _apply(self, recording: NodeRecording) -> None:  # type: ignore[override]
-        if self._torch.elsewhere():
-            with self._torch.on_device():
-                self._put(recording)
-        else:
-            self._put(recording)
-
-    def _put(self, recording: NodeRecording) -> None:
+        backend = self._torch
         recording.uses += 1
-        if not recording.executable and self._deserves_executable(recording):
-            self._give_executable(recording)
-        if recording.executable:
-            self.use(_Direct(self._torch, recording.executable))
-        else:
-            if self._held is not recording:
+        with backend.on_device() if backend.elsewhere() else contextlib.nullcontext():
+            if not recording.direct and self._deserves_executable(recording):
+                self._give_executable(recording)
+            if not recording.direct and self._held is not recording:
                 self._held = None
                 self._write(recording)
                 self._held = recording
-            self.use(self._own)
+        self.use(recording.direct or self._own)
         self._current = recording
 
     # What a vendor may add.
@@ -432,7 +422,7 @@ class NodeGraph(TorchGraph):
 
     def _write(self, recording: NodeRecording) -> None:
         """Write ``recording`` into the graph's own executable."""
-        recording.write(self._torch.raw_executable(self._native))
+        self._runtime().write(recording.updates, self._torch.raw_executable(self._native))
 
     def _deserves_executable(self, recording: NodeRecording) -> bool:
         if self._random is not False:
@@ -442,6 +432,117 @@ class NodeGraph(TorchGraph):
         if recording.executable_bytes <= self.pool.recordings.room:
             return recording.uses >= _USES_WITH_ROOM
         return recording.uses >= _USES_WHEN_FULL
+
+
+class NodeBackend(TorchBackend):
+    """What graphs with node parameters need besides a torch namespace.
+
+    A vendor names what its graph and stream objects call the driver's handles, or overrides the
+    methods that ask them, and calls ``use_runtime`` once; without a runtime there are neither
+    updates nor counts.
+    """
+
+    graph_type: type[TorchGraph] = NodeGraph
+    raw_graph_name: str = ""
+    """Name of the native graph's method that returns the handle of a kept graph."""
+    raw_executable_name: str = ""
+    """Name of the native graph's method that returns the handle of its executable."""
+    stream_handle_name: str = ""
+    """Name of the attribute that is the handle of a stream."""
+    runtime: NodeRuntime | None = None
+
+    def use_runtime(self, runtime: NodeRuntime | None) -> None:
+        """Take the driver's graph calls from ``runtime``."""
+        self.runtime = runtime
+        namespace = self.namespace
+        self.meter = ExecutableMeter(lambda: int(namespace.mem_get_info(self._device)[0]))
+        if runtime is not None:
+            make = functools.partial(namespace.Stream, self._device)
+            self.side_streams = SideStreams(runtime, make, self.stream_handle)
+        self._lazy_generators: bool | None = None
+
+    def bind_worker(self, index: int) -> None:
+        super().bind_worker(index)
+        self.use_runtime(self.runtime)  # streams and memory are those of the device
+
+    # What the vendor's graph and stream objects are asked for.
+
+    def make_kept_graph(self) -> Any:
+        """Return a new, empty graph that keeps its nodes; ``instantiate`` makes it launchable."""
+        return getattr(self.namespace, self.graph_class_name)(keep_graph=True)
+
+    def instantiate(self, native: Any) -> None:
+        """Make the executable of a kept graph, anew if it has one."""
+        native.instantiate()
+
+    def raw_graph(self, native: Any) -> int:
+        """Return the driver's handle of a kept graph."""
+        return int(getattr(native, self.raw_graph_name)())
+
+    def raw_executable(self, native: Any) -> int:
+        """Return the driver's handle of the executable that ``native`` launches."""
+        return int(getattr(native, self.raw_executable_name)())
+
+    def stream_handle(self, stream: Any) -> int:
+        """Return the driver's handle of a stream."""
+        return int(getattr(stream, self.stream_handle_name))
+
+    def _make_current_stream_id(self) -> Callable[[], int]:
+        namespace, device, handle = self.namespace, self._device, self.stream_handle
+        return lambda: handle(namespace.current_stream(device))
+
+    # What goes through the driver.
+
+    def reopen_capture(self) -> None:
+        if self.runtime is None:
+            super().reopen_capture()
+            return
+        self.runtime.begin_capture(self.current_stream_id())
+
+    def guarded(self, launch: Callable[[], None]) -> Callable[[], None]:
+        """Return ``launch`` made safe for a thread whose current device is another one."""
+        elsewhere, on_device = self.elsewhere, self.on_device
+
+        def run() -> None:
+            if elsewhere():
+                with on_device():
+                    launch()
+            else:
+                launch()
+
+        return run
+
+    def draws_random(self, native: Any, pool: TorchPool) -> bool:
+        """Replay ``native`` once; return whether that drew random numbers.
+
+        A torch that registers generators with every capture tells by the default generator's
+        offset (another generator could not be captured). One that registers them when they are
+        first used refuses to replay such a graph, and no other, inside a capture.
+        """
+        generator = self.namespace.default_generators[self._device.index or 0]
+        before = generator.get_offset()
+        native.replay()
+        if generator.get_offset() != before:
+            return True
+        if self._lazy_generators is None:
+            self._lazy_generators = not self._refuses_in_capture(pool.keeper, pool)
+        return self._lazy_generators and self._refuses_in_capture(native, pool)
+
+    def _refuses_in_capture(self, native: Any, pool: TorchPool) -> bool:
+        runtime = self.runtime
+        if runtime is None:
+            return True
+        with self.exclusive(), self.namespace.stream(pool.stream):
+            stream = self.current_stream_id()
+            runtime.begin_capture(stream)
+            try:
+                native.replay()
+            except RuntimeError:
+                return True
+            finally:
+                with contextlib.suppress(RuntimeCallError):
+                    runtime.destroy(runtime.end_capture(stream))
+        return False
 
 
 _mark_of = operator.attrgetter("mark")

@@ -186,11 +186,6 @@ class RegionPattern:
             for (name, nodes), shape in zip(regions, shapes, strict=True)
         ]
 
-    @property
-    def node_count(self) -> int:
-        """Number of nodes in all regions."""
-        return sum(len(region.nodes) for region in self.regions)
-
     def match(
         self, picks: Sequence[int], graph: int, bounds: Sequence[int]
     ) -> list[tuple[Update, ...]]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from devgraph.api.executable import Executable
 from devgraph.api.marks.marks import Mark
-from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, Update
+from devgraph.api.torchlike.nodes import NodeRuntime, Update
 
 __all__ = ["ExecutableMeter", "NodeRecording", "RegionUpdate", "Scratch"]
 
@@ -77,9 +80,12 @@ class RegionUpdate:
     """The new parameters of every region of one mark."""
 
     values: Mapping[str, Any]
-    updates: tuple[Update, ...]
+    updates: Sequence[Update]
     scratch: Scratch
     """Owns the memory that ``updates`` point to."""
+
+
+_updates_of, _is_exact = operator.attrgetter("updates"), operator.attrgetter("exact")
 
 
 class NodeRecording:
@@ -89,7 +95,6 @@ class NodeRecording:
     used again gets an executable of its own (``build``), which costs memory and no update.
 
     Args:
-        pattern: the pattern of the graph.
         nodes: number of nodes in the whole graph.
         parts: by mark; shared with other recordings that have the same values. None stands for
             what the graph records behind its regions, which each recording has for itself.
@@ -100,52 +105,37 @@ class NodeRecording:
         self,
         runtime: NodeRuntime,
         meter: ExecutableMeter,
-        pattern: RegionPattern,
         nodes: int,
-        key: Hashable,
         parts: Mapping[Mark | None, RegionUpdate],
         number: int,
     ) -> None:
         self.number = number
         self._runtime = runtime
         self._meter = meter
-        self._pattern = pattern
         self._nodes = nodes
-        self.key = key
         self.parts = dict(parts)
-        self._updates = tuple(update for part in parts.values() for update in part.updates)
-        self.exact = all(update.exact for update in self._updates)
+        self.updates = tuple(itertools.chain.from_iterable(map(_updates_of, parts.values())))
+        self.exact = all(map(_is_exact, self.updates))
         """Whether the graph's own executable can take the parameters."""
         self.uses = 0
         """Times that it was written or launched since it last lost its executable."""
         self.executable = 0
-
-    @property
-    def node_count(self) -> int:
-        """Number of nodes that it writes."""
-        return len(self._updates)
+        self.direct: Executable | None = None
+        """What launches the executable of its own, if there is one."""
 
     @property
     def bytes(self) -> int:
         own = self._meter.bytes_of(self._nodes) if self.executable else 0
-        return own + _HOST_BYTES_PER_NODE * self._pattern.node_count
+        return own + _HOST_BYTES_PER_NODE * len(self.updates)
 
     @property
     def executable_bytes(self) -> int:
         """What an executable of its own would take."""
         return self._meter.bytes_of(self._nodes)
 
-    def write(self, executable: int) -> None:
-        """Write the parameters into an executable of the graph.
-
-        Raises:
-            RuntimeCallError: the driver refused half-way.
-        """
-        self._runtime.write(self._updates, executable)
-
     def build(self, graph: int) -> None:
         """Make an executable of its own from the captured graph."""
-        clone = self._runtime.clone(graph, self._updates)
+        clone = self._runtime.clone(graph, self.updates)
         try:
             make = functools.partial(self._runtime.instantiate, clone)
             self.executable = self._meter.measured(make, self._nodes)
@@ -155,6 +145,7 @@ class NodeRecording:
     def shrink(self) -> None:
         """Give up the executable; safe while it is in flight."""
         executable, self.executable = self.executable, 0
+        self.direct = None
         self.uses = 0
         if executable:
             self._runtime.destroy_executable(executable)
@@ -164,4 +155,4 @@ class NodeRecording:
         """Free everything."""
         self.shrink()
         self.parts = {}
-        self._updates = ()
+        self.updates = ()

@@ -289,7 +289,7 @@ class Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             graph = self._device.capturing.get(stream)
             if graph is None:
-                raise RuntimeError("the generator is not registered with this capture")
+                raise RuntimeError("offsets were never reserved here")
             graph.random = True
         return self._record(stream, func, name, args, kwargs)
 
