@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -241,14 +240,3 @@ def test_unknown_name_of_the_package_carries_what_a_traceback_suggests_from():
         _ = dg.DecodRunner
     assert caught.value.obj is dg
     assert caught.value.name == "DecodRunner"
-
-
-@functools.singledispatch
-def is_number(value: object) -> bool:
-    """Ask for the type by dispatch."""
-    return False
-
-
-@is_number.register
-def _(value: int) -> bool:
-    return True

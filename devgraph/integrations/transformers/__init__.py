@@ -19,15 +19,10 @@ if importlib.util.find_spec("transformers") is None:
     raise ImportError("this integration needs transformers: pip install transformers sentencepiece")
 
 from devgraph.integrations.transformers.cache import KVCache, LayerShape
-from devgraph.integrations.transformers.engine import Engine
-from devgraph.integrations.transformers.errors import UnsupportedModelError
+from devgraph.integrations.transformers.engine import Completion, Engine, EngineStats, TokenEvent
 from devgraph.integrations.transformers.loading import find_demo, load, load_demo
 from devgraph.integrations.transformers.model import CausalModel
-from devgraph.integrations.transformers.results import (
-    Completion,
-    EngineStats,
-    TokenEvent,
-)
+from devgraph.integrations.transformers.probe import UnsupportedModelError
 from devgraph.integrations.transformers.sampling import SamplingParams
 from devgraph.integrations.transformers.scheduler import FinishReason
 from devgraph.integrations.transformers.text import TextStream

@@ -18,12 +18,6 @@ from devgraph.api.registry import get_backend
 from devgraph.integrations.transformers.batching import Batcher
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import eos_of
-from devgraph.integrations.transformers.results import (
-    Completion,
-    EngineStats,
-    TokenEvent,
-    completion_of,
-)
 from devgraph.integrations.transformers.sampling import (
     Sampler,
     SamplingParams,
@@ -42,11 +36,74 @@ from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import OutputSlot
 
-__all__ = ["Engine"]
+__all__ = ["Completion", "Engine", "EngineStats", "TokenEvent"]
 
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+
+
+@attrs.frozen(kw_only=True)
+class TokenEvent:
+    """One new token of one request."""
+
+    request_id: int
+    token: int | None
+    """None only when the request was cancelled."""
+    text: str
+    """Text that became certain with this token; empty without a tokenizer."""
+    finish_reason: FinishReason | None
+    """Set on the last event of a request."""
+
+
+@attrs.frozen(kw_only=True)
+class Completion:
+    """What became of one prompt."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """Generated tokens, the one that ended the request included."""
+    text: str
+    finish_reason: FinishReason
+
+
+@attrs.define(kw_only=True)
+class EngineStats:
+    """Counters since the engine was made or ``reset_stats`` was called.
+
+    How many of the steps ran in graphs, with what padding, and why others did not, is in
+    ``engine.decode.stats()`` and ``engine.prefill.stats()``.
+    """
+
+    decode_steps: int = 0
+    packed_steps: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens that were run."""
+    generated_tokens: int = 0
+    finished: int = 0
+    moves: int = 0
+    """Requests that were moved to another slot because one before them left."""
+    seconds: float = 0.0
+    """Time inside ``step``."""
+    decode_seconds: float = 0.0
+    """Of that, decode steps."""
+    decode_tokens: int = 0
+    """Tokens that decode steps generated."""
+
+    def count(self, chunks: Sequence[Chunk], new: int, decode: bool, seconds: float) -> None:
+        """Add one step that ran ``chunks`` and generated ``new`` tokens."""
+        self.seconds += seconds
+        self.generated_tokens += new
+        if decode:
+            self.decode_steps += 1
+            self.decode_seconds += seconds
+            self.decode_tokens += new
+        else:
+            self.packed_steps += 1
+        for chunk in chunks:
+            before = chunk.request.cached - chunk.count
+            self.prompt_tokens += max(0, min(chunk.count, chunk.request.prompt_length - before))
 
 
 class Engine:
@@ -329,7 +386,7 @@ class Engine:
             for event in self.step():
                 if on_event is not None and event.request_id in requests:
                     on_event(event)
-        return [completion_of(request) for request in requests.values()]
+        return [_completion_of(request) for request in requests.values()]
 
     # -- graphs ----------------------------------------------------------------------------------
 
@@ -384,3 +441,15 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _completion_of(request: Request) -> Completion:
+    """Return what became of a request that ended."""
+    assert request.finish_reason is not None
+    return Completion(
+        request_id=request.id,
+        prompt_ids=tuple(request.tokens[: request.prompt_length]),
+        token_ids=tuple(request.generated),
+        text="" if request.stream is None else request.stream.text,
+        finish_reason=request.finish_reason,
+    )

@@ -20,11 +20,19 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.transformers.cache import LayerShape
-from devgraph.integrations.transformers.errors import UnsupportedModelError
 from devgraph.integrations.transformers.fusion import LinearCalls
 
-__all__ = ["ModelShape", "configs_of", "eos_of", "overridden", "probe", "standing_in"]
+__all__ = [
+    "ModelShape",
+    "UnsupportedModelError",
+    "configs_of",
+    "eos_of",
+    "overridden",
+    "probe",
+    "standing_in",
+]
 
 _TOKENS = 3
 
@@ -48,6 +56,10 @@ _HONOURED = frozenset({"scaling", "softcap"})
 
 # Rotary embeddings that pick their frequencies by the longest position of a step, read on the host.
 _HOST_ROPE = frozenset({"dynamic", "longrope"})
+
+
+class UnsupportedModelError(DeviceGraphError, ValueError):
+    """The model does something that this integration cannot run correctly; it says what."""
 
 
 @attrs.frozen(kw_only=True)

@@ -14,8 +14,7 @@ transformers = pytest.importorskip("transformers", reason="the transformers inte
 
 from transformers import masking_utils, modeling_utils
 
-from devgraph.integrations.transformers.errors import UnsupportedModelError
-from devgraph.integrations.transformers.probe import probe
+from devgraph.integrations.transformers.probe import UnsupportedModelError, probe
 from tests.support.transformers_models import FAMILIES, make_model
 
 
