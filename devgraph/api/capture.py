@@ -80,14 +80,20 @@ class Captured:
         values = self._spec.fill(host_args)
         with self._lock:
             self.pool.require_free("replay a capture")
-            self.run(values)
+            self.pool.order()
+            try:
+                self.run(values)
+            except Exception as error:
+                self.backend.raise_if_lost(error)
+                raise
         return self._plan.outputs
 
     def run(self, host: Mapping[str, Any]) -> None:
         """Do what ``replay`` does for a caller that has checked already what it would check.
 
-        The caller holds the pool's lock, is outside of captures, has not closed this one, and gives
-        a value of the declared type for every host argument.
+        The caller holds the pool's lock, has called ``pool.order()``, is outside of captures, has
+        not closed this one, gives a value of the declared type for every host argument, and asks
+        the backend's ``raise_if_lost`` about errors.
 
         Raises:
             StateError: in a forked process.

@@ -112,6 +112,10 @@ class DeviceGraph(abc.ABC):
         DeviceLost: the device is in a sticky error state.
     """
 
+    launch: Callable[[], None]
+    """Do what ``replay`` does for a caller that holds the pool's lock, has called ``pool.order()``,
+    is in no capture and in the process of the graph, and asks ``raise_if_lost`` about errors."""
+
     applies_at_once = False
     """Whether an update that an error or an interrupt stops has changed nothing."""
 
@@ -132,6 +136,7 @@ class DeviceGraph(abc.ABC):
         self._unready = Call(weakly(self._refuse_replay))
         self._executable: Executable = self._unready
         self._slot = [self._unready.launch]
+        self.launch = self._make_launch()
         self.replay = self._make_replay()
         self._capture_seconds = 0.0
         self._spec = NO_HOST_ARGS
@@ -438,6 +443,15 @@ class DeviceGraph(abc.ABC):
         return list(dict.fromkeys(hit.mark for hit in self.hits))
 
     # Inner workings.
+
+    def _make_launch(self) -> Callable[[], None]:
+        """Return ``launch``, which refers to what ``use`` put into the slot and not to the graph."""
+        slot = self._slot
+
+        def launch() -> None:
+            slot[0]()
+
+        return launch
 
     def _make_replay(self) -> Callable[[], None]:
         """Return ``replay`` with everything bound, for a native replay takes about 4 us itself.

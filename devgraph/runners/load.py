@@ -9,6 +9,7 @@ dtypes share one grouped copy, as words of four bytes, where that pays.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -20,6 +21,7 @@ from devgraph.runners.slots import InputSlot, Pad, Size
 __all__ = ["CopyPlan"]
 
 _HOST = torch.device("cpu")
+_GRAD = attrgetter("requires_grad")
 _WORD = torch.int32
 _VIEWS_PER_LAUNCH = 6
 """Tensors that can be reinterpreted in the host time of one grouped launch: 0.8 us against 5 us,
@@ -90,6 +92,7 @@ class CopyPlan:
         for stop in self._ends(names):
             self._add_group(start, stop, names)
             start = stop
+        self._untemplated = bool(self._fills or self._late[0] or self._ramps)
 
     def _ends(self, joined: set[str]) -> list[int]:
         kinds = [_WORD if s.name in joined else s.dtype for s in self._order]
@@ -142,16 +145,11 @@ class CopyPlan:
         """
         sources: list[torch.Tensor] = []
         away: list[int] = []
-        device, start, stop = self._device, self._start, self._stop
+        device, start, stop, tensor = self._device, self._start, self._stop, torch.Tensor
         try:
             for name, shape, dtype in self._checks:
                 value = inputs[name]
-                if (
-                    type(value) is torch.Tensor
-                    and value.dtype is dtype
-                    and value.shape == shape
-                    and not value.requires_grad
-                ):
+                if type(value) is tensor and value.dtype is dtype and value.shape == shape:
                     if value.device == device:
                         if not start <= value.data_ptr() < stop:
                             sources.append(value)
@@ -160,15 +158,24 @@ class CopyPlan:
                         sources.append(value)
         except (KeyError, TypeError, RuntimeError):
             sources.clear()  # admit() finds out what is wrong and says so.
-        if len(sources) != self._count or len(inputs) != self._count:
+        if (
+            len(sources) != self._count
+            or len(inputs) != self._count
+            or (torch.is_grad_enabled() and any(map(_GRAD, sources)))
+        ):
             sources = self._admit(inputs)
-            away = [i for i, tensor in enumerate(sources) if tensor.device != device]
+            away = [i for i, source in enumerate(sources) if source.device != device]
         if away:
             self._send(sources, tuple(away))
         if self._words:
             self._reinterpret(sources)
         for group in self._groups:
             torch._foreach_copy_(group.targets, sources[group.first : group.last] + group.pads)
+        if self._untemplated:
+            self._pad()
+
+    def _pad(self) -> None:
+        """Write the padding that no template holds."""
         for tail, value in self._fills:
             tail.fill_(value)
         if self._late[0]:

@@ -86,7 +86,7 @@ class BreakablePlan:
     def run(self) -> None:
         """Run every segment; an exception of an eager body stops before the next one.
 
-        Called under the pool's lock.
+        See ``Plan.run`` for who may call it.
         """
         backend = self._backend
         if backend.elsewhere():
@@ -97,7 +97,6 @@ class BreakablePlan:
 
     def _run(self) -> None:
         pool = self._pool
-        pool.order()
         if self._epoch != pool.epoch:
             self._forget_steps()
         steps = self._steps.get(pool.ordered_stream) or self._bound_steps()

@@ -41,7 +41,7 @@ class FullPlan:
         self.outputs = outputs
         self.marks: list[Mark] = []
         self.notes: dict[str, Any] = {}
-        self.run = graph.replay
+        self.run = graph.launch
         self._graph = graph
 
     def bind(self, host: HostKwargs) -> None:
@@ -64,7 +64,7 @@ class UpdatablePlan:
         self.segments: list[Any] = [graph]
         self.outputs = outputs
         self.marks: list[Mark] = graph.marks
-        self.run = graph.replay
+        self.run = graph.launch
         self.notes: dict[str, Any] = {
             "repeats": 0,
             "hits": 0,
@@ -129,7 +129,7 @@ class UpdatablePlan:
         return None
 
     def _use(self, graph: DeviceGraph, key: Hashable) -> None:
-        self.run = graph.replay
+        self.run = graph.launch
         self._key = key
 
     def _record(self, key: Hashable, host: HostKwargs) -> None:
