@@ -445,7 +445,7 @@ class DeviceGraph(abc.ABC):
     # Inner workings.
 
     def _make_launch(self) -> Callable[[], None]:
-        """Return ``launch``, which refers to what ``use`` put into the slot and not to the graph."""
+        """Return ``launch``, which refers to the slot that ``use`` fills and not to the graph."""
         slot = self._slot
 
         def launch() -> None:

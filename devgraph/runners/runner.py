@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -71,6 +72,8 @@ class Runner(abc.ABC):
     that share a pool follow each other.
 
     Attributes:
+        backend: where it runs.
+        pool: graph memory; hand it to other runners of the engine so that they share it.
         graphs: the graphs by variant and bucket, largest first.
     """
 
@@ -122,6 +125,8 @@ class Runner(abc.ABC):
         for name, tensor in options.bound.items():
             arena.buffers.bind(name, tensor)
         pool.register(arena.buffers)
+        self.backend: Backend = backend
+        self.pool: Pool = pool
         self._config = config
         self._options = options
         self._name = options.name
@@ -509,6 +514,14 @@ class Runner(abc.ABC):
                 f"before or after the step, or make another runner."
             )
 
+    @contextlib.contextmanager
+    def _between_steps(self, call: str) -> Iterator[None]:
+        """Hold the pool's lock for what an open runner may do while it runs no step."""
+        with self.pool.lock:
+            self._require_outside(call)
+            self._require_open(call)
+            yield
+
     def _require_open(self, call: str) -> None:
         if self._closed:
             raise StateError(f"cannot {call}: {self._name} is closed; make a new one")
@@ -530,9 +543,7 @@ class Runner(abc.ABC):
             AgreementError: ranks differ, or one failed, is late or gone.
             Exception: what the step raised in warm-up or capture; earlier captures are kept.
         """
-        with self.pool.lock:
-            self._require_outside("capture")
-            self._require_open("capture")
+        with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return
             self._ranks.handshake(f"{self._name}/{self._capturing.rounds}", self._facts())
@@ -546,9 +557,7 @@ class Runner(abc.ABC):
 
         For ``capture="background"`` and ``"lazy"``. Outputs of earlier runs are overwritten.
         """
-        with self.pool.lock:
-            self._require_outside("capture")
-            self._require_open("capture")
+        with self._between_steps("capture"):
             pending = [g for g in self.graphs.pending if g.reason is not Reason.CAPTURE_FAILED]
             if not pending or self._config.policy == "disabled" or self._suspended:
                 return False
@@ -587,9 +596,7 @@ class Runner(abc.ABC):
         ``"background"`` buckets come back as they did at first. Bound tensors are bound again at
         their present addresses.
         """
-        with self.pool.lock:
-            self._require_outside("invalidate")
-            self._require_open("invalidate")
+        with self._between_steps("invalidate"):
             self._steps.clear()
             for graph in reversed(list(self.graphs)):
                 graph.forget(Reason.INVALIDATED, reason)
@@ -597,17 +604,13 @@ class Runner(abc.ABC):
 
     def suspend(self) -> None:
         """Run eagerly until ``resume``; graphs are kept. Idempotent."""
-        with self.pool.lock:
-            self._require_outside("suspend")
-            self._require_open("suspend")
+        with self._between_steps("suspend"):
             self._suspended = True
             self._steps.clear()
 
     def resume(self) -> None:
         """Use the graphs again. Idempotent."""
-        with self.pool.lock:
-            self._require_outside("resume")
-            self._require_open("resume")
+        with self._between_steps("resume"):
             self._suspended = False
 
     def close(self) -> None:
@@ -637,15 +640,6 @@ class Runner(abc.ABC):
         raise TypeError("a runner owns graphs of its process and cannot be pickled or copied")
 
     # Reports.
-
-    @property
-    def backend(self) -> Backend:
-        return self._step.backend
-
-    @property
-    def pool(self) -> Pool:
-        """Graph memory; hand it to other runners of the engine so that they share it."""
-        return self._step.pool
 
     @property
     def buckets(self) -> Buckets:
@@ -678,9 +672,7 @@ class Runner(abc.ABC):
             sample: capture the two largest graphs into a throwaway pool, if they are not all
                 captured, and estimate the rest from them.
         """
-        with self.pool.lock:
-            self._require_outside("plan")
-            self._require_open("plan")
+        with self._between_steps("plan"):
             missing = len(self.graphs) > len(self.graphs.captured)
             return self._plan(self._capturing.sample_bytes() if sample and missing else ())
 
@@ -731,9 +723,7 @@ class Runner(abc.ABC):
             host_args: host arguments for all cases; those of capture by default.
             rtol, atol: tolerances against the real batch; torch's by default.
         """
-        with self.pool.lock:
-            self._require_outside("prove")
-            self._require_open("prove")
+        with self._between_steps("prove"):
             require_cases(cases)
             self._clock.tick()
             tried = [

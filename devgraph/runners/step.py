@@ -164,12 +164,11 @@ class GraphStep:
 
     __slots__ = (
         "_clock",
+        "_copy",
         "_declares_host",
         "_live",
-        "_load",
         "_order",
         "_padded",
-        "_replay",
         "_resolve",
         "_run_tensors",
         "_tail",
@@ -177,6 +176,7 @@ class GraphStep:
         "graph",
         "outputs",
         "real",
+        "replay",
         "rows",
     )
 
@@ -194,8 +194,9 @@ class GraphStep:
         self._order = step.pool.order
         self._clock, self._live, self._tail = step.clock, step.live, step.tail
         self._run_tensors = inputs.run_views(real)
-        self._load = CopyPlan(inputs, real, graph.size, self._run_tensors).load
-        self._replay = graph.captured.run
+        self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors).load
+        self.replay: Callable[[Mapping[str, Any]], None] = graph.captured.run
+        """Replays the graph on what was loaded."""
         self._tensors = {**inputs.views(real, inputs.graph_slots), **self._run_tensors}
 
     def run(self, inputs: Mapping[str, Any], host_args: Mapping[str, Any] | None) -> None:
@@ -210,18 +211,14 @@ class GraphStep:
         self._order()
         self.load(inputs)
         self._clock.now += 1
-        self._replay(values)
+        self.replay(values)
         self.graph.hits += 1
         self.graph.real_rows += self.rows
 
     def load(self, inputs: Mapping[str, Any]) -> None:
         """Copy and pad the inputs, and make this run the one that eager bodies see."""
-        self._load(inputs)
+        self._copy(inputs)
         self._live.size, self._live.tensors = self.real, self._run_tensors
-
-    def replay(self, host: Mapping[str, Any]) -> None:
-        """Replay the graph on what was loaded."""
-        self._replay(host)
 
     def result(self, host_args: Mapping[str, Any] | None) -> Any:
         """Return the whole step's outputs after a replay, real rows only."""

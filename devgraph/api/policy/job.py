@@ -86,7 +86,7 @@ class Plan(Protocol):
         """Make the next ``run`` use these host values."""
 
     def run(self) -> None:
-        """Run all segments once, in one flat loop; under the pool's lock and after its ``order``."""
+        """Run all segments once in one flat loop, under the pool's lock and after its ``order``."""
 
     def close(self) -> None:
         """Free everything."""
