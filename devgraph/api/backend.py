@@ -21,19 +21,14 @@ from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import (
     CaptureBusyError,
     DeviceLost,
-    HostReadError,
     InputError,
     InputTypeError,
-    NestedCaptureError,
-    ResourceError,
 )
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec, Tracked
-from devgraph.api.marks.marks import entered, is_capturing
-from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.scopes import GraphScope
-from devgraph.api.marks.source import raising_line
 from devgraph.api.pool import Pool, keep_for_ever
+from devgraph.api.session import session
 
 __all__ = ["Backend", "ReplayPace"]
 
@@ -85,7 +80,8 @@ class Backend(abc.ABC):
         self._capture_lock = threading.RLock()
         self._capture_owner = ""
         self._capture_thread: int | None = None
-        self._capturing = False
+        self.recording = False
+        """Whether a session is open."""
 
     @property
     @abc.abstractmethod
@@ -235,44 +231,6 @@ class Backend(abc.ABC):
         yield
 
     @contextlib.contextmanager
-    def capturing(self, pool: Pool, stream: Any = None) -> Iterator[None]:
-        """The state around one or more recordings: device lock, stream, garbage collector.
-
-        Raises:
-            NestedCaptureError: this thread is already inside a capture.
-            CaptureBusyError: another thread captures on this device for too long.
-            ResourceError: the device lacks what a capture needs, such as streams.
-        """
-        if is_capturing():
-            raise NestedCaptureError(
-                "a capture was started inside a capture. Capture the inner callable on its own, "
-                "before or after this one."
-            )
-        if self._captures_here and self._capturing:
-            raise NestedCaptureError(
-                "a capture was started in a step that is being captured itself (in its warm-up, "
-                "or in the eager body of a break). Capture the inner callable before or after this "
-                "one."
-            )
-        self.require_alive()
-        pool.check(self)
-        # The pool's lock comes first, as it does in a replay that has to record a region: no graph
-        # of the pool may replay while its memory and its capture stream are in use here.
-        with self._locked(pool.lock), self.quiet():
-            pool.require_free("capture")
-            self._capturing = True
-            try:
-                with autocast_uncached(), self.side_stream(pool, stream):
-                    yield
-            except Exception as error:
-                self.raise_if_lost(error)
-                self._raise_if_host_read(error)
-                self._raise_if_exhausted(error)
-                raise
-            finally:
-                self._capturing = False
-
-    @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """Have the device to oneself, and collect no garbage meanwhile.
 
@@ -289,9 +247,14 @@ class Backend(abc.ABC):
                     gc.enable()
 
     @property
-    def _captures_here(self) -> bool:
+    def held_here(self) -> bool:
         """Whether this thread has the device to itself."""
         return self._capture_thread == threading.get_ident()
+
+    @property
+    def recording_here(self) -> bool:
+        """Whether this thread has a session open."""
+        return self.recording and self.held_here
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -303,10 +266,10 @@ class Backend(abc.ABC):
         Raises:
             CaptureBusyError: another thread captures on this device for too long.
         """
-        if self._captures_here:
+        if self.held_here:
             yield
             return
-        with self._locked(self._capture_lock):
+        with self.locked(self._capture_lock):
             try:
                 self._capture_owner = threading.current_thread().name
                 self._capture_thread = threading.get_ident()
@@ -327,7 +290,12 @@ class Backend(abc.ABC):
             self._buried.append(things)
 
     @contextlib.contextmanager
-    def _locked(self, lock: Any) -> Iterator[None]:
+    def locked(self, lock: Any) -> Iterator[None]:
+        """Hold ``lock``, which a capture of another thread may hold.
+
+        Raises:
+            CaptureBusyError: it does so for too long.
+        """
         held: list[bool] = []
         try:
             # One call, so that no interrupt comes between taking the lock and knowing that.
@@ -370,19 +338,17 @@ class Backend(abc.ABC):
             StateError: the graph is not empty.
             CaptureError: the block cannot be captured. The graph stays empty.
         """
-        mode = self.check_capture_error_mode(capture_error_mode)
         if not isinstance(graph, DeviceGraph):
             raise InputTypeError(f"graph must come from backend.make_graph(), got {graph!r}")
         if pool is not None and graph.pool is not pool:
             graph.use_pool(self.own_pool(pool))
+        graph.pool.check(self)
         spec = HostSpec(host_args)
         scope = GraphScope(graph, spec, accept_equal=True)
-        with (
-            self.capturing(graph.pool, stream),
-            graph.recording(mode, spec=spec),
-            entered(scope),
-        ):
+        with session(graph.pool, scope, stream=stream, mode=capture_error_mode) as recording:
+            recording.begin(graph, spec=spec)
             yield spec.tracked()
+            recording.end()
 
     def check_capture_error_mode(self, mode: str) -> str:
         """Return the backend's own mode for ``mode``; the strictest it has if it lacks it."""
@@ -395,21 +361,6 @@ class Backend(abc.ABC):
             return mode
         logger.info("%s has no capture error mode %s; using %s", self.name, mode, known[0])
         return known[0]
-
-    def _raise_if_host_read(self, error: BaseException) -> None:
-        if self.is_host_read(error):
-            what = str(error).partition("\n")[0]
-            raise HostReadError(
-                f"device data was read on the host, or the device waited for, inside a capture, at "
-                f"{raising_line(error)}. A replay would not do it again. Keep the value on the "
-                f"device, pass it as a host argument to a function marked @dg.region, or mark the "
-                f"function @dg.no_graph and capture with policy='breakable'. ({what})"
-            ) from error
-
-    def _raise_if_exhausted(self, error: BaseException) -> None:
-        lacking = None if isinstance(error, ResourceError) else self.shortage(error)
-        if lacking is not None:
-            raise ResourceError(lacking) from error
 
     @property
     def lost(self) -> bool:

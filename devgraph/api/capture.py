@@ -23,6 +23,7 @@ from devgraph.api.policy.job import Job, Plan
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
+from devgraph.api.session import session
 
 __all__ = ["Captured", "capture"]
 
@@ -293,12 +294,12 @@ def capture(
         after_warmup=after_warmup,
     )
     started = time.perf_counter()
-    with device.capturing(memory), _contents_kept(device, job.tensors):
+    with session(memory, mode=job.capture_error_mode) as held, _contents_kept(device, job.tensors):
         with job.phase("warm-up"):
             ready = chosen.warm_up(job, warmup)
             device.synchronize()
         with job.phase("capture"):
-            plan = chosen.capture(ready)
+            plan = chosen.capture(ready, held)
     return Captured(job, plan, policy, time.perf_counter() - started)
 
 

@@ -16,12 +16,11 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import enum
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -303,37 +302,21 @@ class DeviceGraph(abc.ABC):
         self.pool = pool
         self.replay = self._make_replay()
 
-    @contextlib.contextmanager
-    def recording(self, mode: str, *, spec: HostSpec | None = None) -> Iterator[None]:
-        """Record the block's device work; all or nothing.
+    # What a session calls.
 
-        On an exception the partial graph is destroyed, the graph is empty as before, and the
-        exception goes on unchanged.
-        """
-        self.begin(mode, spec=spec)
-        try:
-            yield
-        except BaseException:
-            self.cancel()
-            raise
-        self.end()
+    def require_empty(self) -> None:
+        """Raise StateError if nothing may be captured into the graph now."""
+        self._require("capture", GraphState.EMPTY)
 
     def begin(self, mode: str, *, spec: HostSpec | None = None) -> None:
-        """Start recording; pair with ``end`` or ``cancel``."""
-        self._require("capture", GraphState.EMPTY)
+        """Start recording into an empty graph; pair with ``end`` or ``cancel``, also on failure."""
         self._spec = spec or NO_HOST_ARGS
         self._values = dict(self._spec.declared)
         self._host = {}
         self.spoiled = None
         self._capture_seconds = -time.perf_counter()
-        try:
-            self._begin(mode)
-            self._state = GraphState.CAPTURING
-        except BaseException as error:
-            # After an error of its own _begin has left nothing begun; an interrupt may come behind.
-            if not isinstance(error, Exception):
-                self.cancel()
-            raise
+        self._state = GraphState.CAPTURING
+        self._begin(mode)
 
     def end(self, *, allow_empty: bool = False) -> None:
         """Finish the recording.
@@ -344,28 +327,27 @@ class DeviceGraph(abc.ABC):
         Raises:
             EmptyCaptureError: nothing was recorded.
         """
-        try:
-            self._refuse_spoiled()
-            executable = self._end()
-            if self.recorded_nothing:
-                if not allow_empty:
-                    raise EmptyCaptureError(
-                        "the capture recorded no device work. Run the step on this backend's "
-                        f"device ({self.backend.device}) and inside the with block."
-                    )
-                executable = _NOTHING
-            self._remember_capture()
-            self._capture_seconds += time.perf_counter()
-            self._state = GraphState.READY
-            self.use(executable)
-        except BaseException:
-            self.cancel()
-            raise
+        self._refuse_spoiled()
+        executable = self._end()
+        if self.recorded_nothing:
+            if not allow_empty:
+                raise EmptyCaptureError(
+                    "the capture recorded no device work. Run the step on this backend's device "
+                    f"({self.backend.device}) and inside the with block."
+                )
+            executable = _NOTHING
+        self._remember_capture()
+        self._capture_seconds += time.perf_counter()
+        self._state = GraphState.READY
+        self.use(executable)
 
     def cancel(self) -> None:
-        """Undo a recording that failed; never raises, so that the first exception stays."""
+        """Undo a recording that failed, or whose session did; never raises, so that the first
+        exception stays."""
+        if self._state in (GraphState.EMPTY, GraphState.CLOSED):
+            return
         try:
-            self._abort()
+            (self._abort if self._state is GraphState.CAPTURING else self._free)()
         except Exception:
             logger.exception("cleaning up after a failed capture failed as well")
         self.hits, self.touchable = [], ()

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from devgraph.api.errors import CapabilityError, StateError
-from devgraph.api.graph import DeviceGraph, GraphInfo
+from devgraph.api.graph import GraphInfo
 from devgraph.api.pool import Pool
+from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import Ledger, ModeCount
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.table import Replayable, capture_whole
@@ -153,18 +154,13 @@ def full_backend() -> Any:
 class _Recording:
     """A graph being recorded, under the name by which SGLang ends a segment."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.graph: DeviceGraph | None = pool.backend.make_graph(pool)
-        self.graph.begin(pool.backend.check_capture_error_mode("thread_local"))
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.graph = session.pool.backend.make_graph(session.pool)
+        session.begin(self.graph)
 
     def capture_end(self) -> None:
-        if self.graph is not None:
-            self.graph.end(allow_empty=True)
-
-    def cancel(self) -> None:
-        graph, self.graph = self.graph, None
-        if graph is not None:
-            graph.cancel()
+        self._session.end(allow_empty=True)
 
 
 @functools.cache
@@ -184,8 +180,7 @@ def _segment_classes() -> tuple[Any, Any]:
             self.seconds = 0.0
 
         def _append_segment(self, graph: Any, needs_instantiate: bool) -> None:
-            if graph.graph is not None:
-                self._segments.append(Replayable(graph.graph, self._own))
+            self._segments.append(Replayable(graph.graph, self._own))
 
         def replay(self) -> None:
             self._count.replays += 1
@@ -212,24 +207,25 @@ def _segment_classes() -> tuple[Any, Any]:
     class SegmentCapture(engine.BreakableCUDAGraphCapture):  # type: ignore[misc]
         """SGLang's capture, which its marks talk to, recording graphs of devgraph.
 
-        Entered inside ``Backend.capturing``, on the stream that is current there.
+        Entered inside ``session``, on the stream that is current there.
         """
 
         def __init__(
-            self, segments: Any, pool: Pool, barrier_fn: Callable[[], None] | None
+            self, segments: Any, session: Session, barrier_fn: Callable[[], None] | None
         ) -> None:
             super().__init__(cuda_graph=segments, barrier_fn=barrier_fn)
-            self._devgraph_pool = pool
+            self._session = session
+            self._current_graph: _Recording | None = None
             self._leaving = False
 
         def __exit__(self, *error: Any) -> Any:
             self._leaving = True
-            if error[0] is not None and self._current_graph is not None:
-                self._current_graph.cancel()
+            if error[0] is not None:
+                self._current_graph = None  # the session destroys it
             return super().__exit__(*error)
 
         def _begin_new_segment(self) -> None:
-            self._current_graph = _Recording(self._devgraph_pool)
+            self._current_graph = _Recording(self._session)
             self._current_graph_needs_instantiate = False
 
         def _end_current_segment(self) -> None:
@@ -296,8 +292,8 @@ def breakable_backend() -> Any:
             segments = segment_class(self._count)
             try:
                 with (
-                    pool.backend.capturing(pool),
-                    capture_class(segments, pool, self._tp_group.barrier),
+                    session(pool) as held,
+                    capture_class(segments, held, self._tp_group.barrier),
                 ):
                     body()
             except BaseException:

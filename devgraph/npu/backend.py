@@ -14,7 +14,6 @@ import torch
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError, UpdateError
-from devgraph.api.pool import Pool
 from devgraph.api.torchlike.base import TorchBackend, TorchPool
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.channel import UpdateChannel
@@ -173,7 +172,7 @@ class NpuBackend(TorchBackend):
 
     def free_buried(self) -> None:
         """Free what was retired or buried and may go now; nothing while a capture is under way."""
-        if not self._burials or self._captures_here or self.channel.on_thread():
+        if not self._burials or self.held_here or self.channel.on_thread():
             return
         if not self._capture_lock.acquire(blocking=False):
             return
@@ -187,10 +186,10 @@ class NpuBackend(TorchBackend):
             self._capture_lock.release()
 
     @contextlib.contextmanager
-    def capturing(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         self.free_buried()  # Graphs that were closed hold streams which a capture may need.
         try:
-            with super().capturing(pool, stream):
+            with super().exclusive():
                 yield
         finally:
             self.free_buried()

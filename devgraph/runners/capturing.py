@@ -18,6 +18,7 @@ from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import AgreementError, InputError, ResourceError
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
+from devgraph.api.session import session
 from devgraph.runners.graphs import BucketGraph, Graphs, Reason
 from devgraph.runners.options import Options
 from devgraph.runners.ranks import PeerFailed, Solo
@@ -128,7 +129,7 @@ class Capturing:
         if step.outputs.ready:
             return
         rng = self._backend.get_rng_state()
-        with self._backend.capturing(self._pool):
+        with session(self._pool):
             for variant in self._graphs.variants:
                 graph = self._graphs.largest(variant)
                 batch = StaticBatch(step, graph).batch(step.host.at_capture(graph.size))

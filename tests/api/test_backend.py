@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.session import session
 from devgraph.cpu.backend import CpuBackend
 
 
@@ -287,7 +288,7 @@ def test_what_is_buried_on_a_lost_device_is_never_freed():
 
     kept = [Memory() for _ in range(2)]
     alive = [weakref.ref(memory) for memory in kept]
-    with pytest.raises(dg.DeviceLost), backend.capturing(backend.make_pool()):
+    with pytest.raises(dg.DeviceLost), session(backend.make_pool()):
         backend.bury(kept.pop())
         raise RuntimeError("a sticky error")
     backend.bury(kept.pop())

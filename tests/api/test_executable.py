@@ -7,6 +7,7 @@ import torch
 
 import devgraph as dg
 from devgraph.api.executable import Call, Executable, Finding
+from devgraph.api.session import session
 
 
 class Counting(Finding[dg.DeviceGraph]):
@@ -84,7 +85,8 @@ def test_graph_that_is_not_ready_launches_nothing(graph: dg.DeviceGraph, leave: 
 
 def test_graph_without_work_replays_nothing() -> None:
     graph = dg.get_backend("cpu").make_graph()
-    graph.begin("thread_local")
-    graph.end(allow_empty=True)
+    with session(graph.pool) as recording:
+        recording.begin(graph)
+        recording.end(allow_empty=True)
     graph.replay()
     graph.bound()()

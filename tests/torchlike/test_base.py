@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend
 from tests.support.torch_namespace import FakeBackend
 
@@ -223,10 +224,9 @@ def test_empty_segments_do_not_warn(backend: FakeBackend, monkeypatch: pytest.Mo
         end(self)
 
     monkeypatch.setattr(graph_class, "capture_end", capture_end)
-    with backend.capturing(pool):
-        graph = backend.make_graph(pool)
-        graph.begin("thread_local")
-        graph.end(allow_empty=True)
+    with session(pool) as recording:
+        recording.begin(backend.make_graph(pool))
+        graph = recording.end(allow_empty=True)
     assert graph.state == "ready"
 
 

@@ -11,6 +11,7 @@ from devgraph.api.marks.calls import BoundCall, RegionHit
 from devgraph.api.marks.marks import Mark, entered
 from devgraph.api.marks.scopes import captured_call, swallowed
 from devgraph.api.policy.job import Job, Policy
+from devgraph.api.session import Session
 
 __all__ = ["POLICY", "BreakablePlan", "EagerSegment", "capture_segments"]
 
@@ -137,41 +138,32 @@ class BreakablePlan:
         self.outputs = None
         self._steps.clear()
         self._epoch = None
-        _close(self.segments)
+        for segment in self.segments:
+            if isinstance(segment, DeviceGraph):
+                segment.close()
+            else:
+                segment.reset()
         self.held = None
 
 
-def _close(segments: list[Any]) -> None:
-    for segment in segments:
-        if isinstance(segment, DeviceGraph):
-            segment.close()
-        else:
-            segment.reset()
-
-
 class _BreakableScope:
-    """The capture in progress: what is finished, and the graph that is being recorded."""
+    """The capture in progress, and what of it is finished."""
 
-    def __init__(self, job: Job, host: Mapping[Mark, dict[str, Any]]) -> None:
+    def __init__(self, job: Job, session: Session, host: Mapping[Mark, dict[str, Any]]) -> None:
         self._job = job
+        self._session = session
         self.segments: list[Any] = []
         self.host = {mark: dict(values) for mark, values in host.items()}
-        self.graph: DeviceGraph | None = None
         self._spoiled: CaptureError | None = None
 
     def open(self) -> None:
-        graph = self._job.backend.make_graph(self._job.pool)
-        self.graph = graph  # Before it begins: an interrupt in between must find it to cancel it.
-        graph.begin(self._job.capture_error_mode)
+        self._session.begin(self._job.backend.make_graph(self._job.pool))
 
     def finish_segment(self) -> DeviceGraph | None:
         """End the current graph; keep it unless it is empty."""
         if self._spoiled is not None:
             raise self._spoiled
-        graph = self.graph
-        assert graph is not None
-        graph.end(allow_empty=True)
-        self.graph = None
+        graph = self._session.end(allow_empty=True)
         if graph.recorded_nothing:
             graph.close()
             return None
@@ -184,14 +176,6 @@ class _BreakableScope:
         if finished is not None:
             with entered(None):
                 finished.replay()
-
-    def cancel(self) -> None:
-        """Destroy everything; the exception under way stays the one that is raised."""
-        graph, self.graph = self.graph, None
-        if graph is not None:
-            graph.cancel()
-        _close(self.segments)
-        self.segments.clear()
 
     def graph_break(self) -> None:
         self.run_finished()
@@ -217,13 +201,16 @@ class _BreakableScope:
                 job.before_break()
             hit = RegionHit(job.pool, mark, args, kwargs, len(self.segments))
             result = hit.first_run(args, kwargs, host, body=mark.capture_stub)
-        self.segments.append(EagerSegment(hit, host))
+        segment = EagerSegment(hit, host)
+        self._session.on_failure(segment.reset)
+        self.segments.append(segment)
         self.open()
         return result
 
 
 def capture_segments(
     job: Job,
+    session: Session,
     *,
     host: Mapping[Mark, dict[str, Any]] | None = None,
     finish: Callable[[Any], None] | None = None,
@@ -236,33 +223,28 @@ def capture_segments(
         finish: called with the outputs as the last captured work; then the last segment runs too,
             so that this capture is itself one complete step.
     """
-    scope = _BreakableScope(job, host or {})
-    try:
+    scope = _BreakableScope(job, session, host or {})
+    with session.recording(scope):
         scope.open()
-        with entered(scope):
-            outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
-            if finish is not None:
-                finish(outputs)
+        outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
         if finish is None:
             scope.finish_segment()
         else:
+            finish(outputs)
             scope.run_finished()
         if not scope.segments:
             raise EmptyCaptureError(
                 "the capture recorded no device work and no eager segment. Run the step on "
                 f"this backend's device ({job.backend.device})."
             )
-    except BaseException:
-        scope.cancel()
-        raise
     plan = BreakablePlan(job, scope.segments, scope.host)
     plan.outputs = outputs
     return plan
 
 
 class _Breakable(Policy):
-    def capture(self, job: Job) -> BreakablePlan:
-        return capture_segments(job)
+    def capture(self, job: Job, session: Session) -> BreakablePlan:
+        return capture_segments(job, session)
 
 
 POLICY = _Breakable()

@@ -19,12 +19,13 @@ from torch.utils import _pytree as pytree
 from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import describe
-from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.budget import MissBudget, UpdateBudget
 from devgraph.api.policy.job import Job, Policy
+from devgraph.api.session import Session, session
 
 __all__ = ["POLICY", "FullPlan", "UpdatablePlan"]
 
@@ -164,12 +165,12 @@ class UpdatablePlan:
         try:
             with (
                 self._modes.restored(),
-                job.backend.capturing(job.pool),
-                graph.recording(job.capture_error_mode, spec=job.spec),
-                entered(scope),
+                session(job.pool, scope, mode=job.capture_error_mode) as recording,
             ):
+                recording.begin(graph, spec=job.spec)
                 outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
                 self._deliver(outputs)
+                recording.end()
         except (CaptureError, torch.OutOfMemoryError) as error:
             logger.warning("no topology copy for %s: %s", list(host.values()), error)
             return None
@@ -200,9 +201,9 @@ class UpdatablePlan:
         with self._modes.restored():
             if self._broken is None:
                 # This capture runs the step as it goes.
-                with self._job.backend.capturing(self._job.pool):
+                with session(self._job.pool, mode=self._job.capture_error_mode) as held:
                     self._broken = capture_segments(
-                        self._job, host=self._host, finish=self._deliver
+                        self._job, held, host=self._host, finish=self._deliver
                     )
                 logger.info("captured the broken form: %d segments", len(self._broken.segments))
             else:
@@ -236,12 +237,13 @@ def _copy_tensor(target: torch.Tensor, source: Any) -> None:
 
 
 class _Full(Policy):
-    def capture(self, job: Job) -> FullPlan | UpdatablePlan:
+    def capture(self, job: Job, session: Session) -> FullPlan | UpdatablePlan:
         graph = job.backend.make_graph(job.pool)
         graph.touchable = job.tensors
-        scope = GraphScope(graph, job.spec)
-        with graph.recording(job.capture_error_mode, spec=job.spec), entered(scope):
+        with session.recording(GraphScope(graph, job.spec)):
+            session.begin(graph, spec=job.spec)
             outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
+            session.end()
         if graph.hits:
             return UpdatablePlan(job, graph, outputs)
         return FullPlan(graph, outputs)

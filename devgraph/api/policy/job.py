@@ -16,6 +16,7 @@ from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
+from devgraph.api.session import Session
 
 __all__ = ["Job", "Plan", "Policy", "Segment"]
 
@@ -98,13 +99,12 @@ class Policy(Protocol):
     def warm_up(self, job: Job, runs: int) -> Job:
         """Run the step ``runs`` times as it will be captured; return the job to capture.
 
-        Libraries set themselves up lazily in these runs. Called inside
-        ``job.backend.capturing``.
+        Libraries set themselves up lazily in these runs, on the stream of the capture.
         """
         for _ in range(runs):
             job.fn(*job.args, **job.kwargs, **job.spec.declared)
             job.warmed_up()
         return job
 
-    def capture(self, job: Job) -> Plan:
-        """Capture ``job.fn`` inside ``job.backend.capturing``; all or nothing."""
+    def capture(self, job: Job, session: Session) -> Plan:
+        """Capture ``job.fn`` in ``session``; all or nothing."""

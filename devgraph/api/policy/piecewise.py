@@ -49,6 +49,7 @@ from devgraph.api.marks.source import SourceLine
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
 from devgraph.api.policy.job import Job, Plan, Policy
+from devgraph.api.session import Session
 
 __all__ = ["POLICY"]
 
@@ -71,7 +72,7 @@ class _Activation:
     """What a marked function receives for a token: plain values, or tracked ones in a capture."""
     tokens: dict[str, torch.Tensor]
     wrap: Callable[[Callable[..., Any], GraphModule], Callable[..., Any]]
-    job: Job | None = None
+    capture: tuple[Job, Session] | None = None
     """Set while capturing."""
     plan: BreakablePlan | None = None
     entry: _Entry | None = None
@@ -448,11 +449,12 @@ class _Entry:
         activation.entered_at = time.perf_counter()
         activation.entry = self
         with _modes_kept(activation):
-            if activation.job is None:
+            if activation.capture is None:
                 with entered(None):
                     return self._forward(*inputs)
-            job = attrs.evolve(activation.job, fn=self._captured, args=inputs, kwargs={})
-            activation.plan = plan = capture_segments(job)
+            job, session = activation.capture
+            job = attrs.evolve(job, fn=self._captured, args=inputs, kwargs={})
+            activation.plan = plan = capture_segments(job, session)
         # The tracer may drop the code, and a step what it had made for one call only.
         plan.held = (self, inputs)
         return plan.outputs
@@ -584,10 +586,10 @@ class _CompiledStep:
             )
         job.warmed_up()
 
-    def capture(self) -> Plan:
+    def capture(self, session: Session) -> Plan:
         """Capture the compiled step."""
         activation, job = self.activation, self._job
-        activation.live, activation.job = job.spec.tracked(), job
+        activation.live, activation.capture = job.spec.tracked(), (job, session)
         outputs = self()
         plan, entry, build = activation.plan, activation.entry, activation.compiled
         assert plan is not None and entry is not None
@@ -652,9 +654,9 @@ class _Piecewise(Policy):
             step.warm_up()
         return attrs.evolve(job, fn=step)
 
-    def capture(self, job: Job) -> Plan:
+    def capture(self, job: Job, session: Session) -> Plan:
         assert isinstance(job.fn, _CompiledStep), "a step is warmed up before it is captured"
-        return job.fn.capture()
+        return job.fn.capture(session)
 
     def _compiler(self, job: Job) -> _Compiler:
         capabilities = job.backend.capabilities

@@ -21,6 +21,7 @@ from devgraph.api.executable import Call, Executable, Finding
 from devgraph.api.marks.calls import RegionHit
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
+from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
 from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError, Update
@@ -278,7 +279,7 @@ class NodeGraph(TorchGraph):
         return recording
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
-        with self._torch.capturing(self.pool, self._stream):
+        with session(self.pool, stream=self._stream):
             recording = self._recorded(host)
         if not recording.exact:
             self._build_inexact(recording)

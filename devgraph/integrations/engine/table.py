@@ -12,9 +12,9 @@ import torch
 from devgraph.api.capture import Captured, capture
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import NO_HOST_ARGS
-from devgraph.api.marks.marks import entered
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.pool import Pool
+from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.memory import weak
 
@@ -65,7 +65,7 @@ def capture_whole(
     body: Callable[[], Any],
     *,
     release: bool,
-    within: AbstractContextManager[None] | None = None,
+    within: AbstractContextManager[Session] | None = None,
 ) -> tuple[DeviceGraph, Any]:
     """Capture ``body`` into one graph; return it and the body's result.
 
@@ -75,23 +75,18 @@ def capture_whole(
     Args:
         release: let the result's memory go before the capture ends, so that later captures take
             it: for results that only the step's caller reads.
-        within: what the recording is made in; ``pool.backend.capturing(pool)`` by default.
+        within: the session that records it; one of its own by default.
     """
     started = time.perf_counter()
-    backend = pool.backend
-    graph = backend.make_graph(pool)
+    graph = pool.backend.make_graph(pool)
     graph.names_side_streams = False  # an engine captures a thousand graphs, of code that it knows
-    with within or backend.capturing(pool):
-        graph.begin(backend.check_capture_error_mode("thread_local"))
-        try:
-            with entered(GraphScope(graph, NO_HOST_ARGS)):
-                output = body()
-                if release:
-                    output = weak(pool, output)
-        except BaseException:
-            graph.cancel()
-            raise
-        graph.end(allow_empty=True)
+    scope = GraphScope(graph, NO_HOST_ARGS)
+    with within or session(pool) as held, held.recording(scope):
+        held.begin(graph)
+        output = body()
+        if release:
+            output = weak(pool, output)
+        held.end(allow_empty=True)
     count.captured(graph, time.perf_counter() - started)
     return graph, output
 

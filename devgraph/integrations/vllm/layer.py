@@ -11,6 +11,7 @@ import attrs
 
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.pool import Pool
+from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import Ledger
 from devgraph.integrations.engine.memory import GraphMemory, weak
 
@@ -23,7 +24,7 @@ class _Step:
 
     around: contextlib.ExitStack
     thread: int = attrs.field(factory=threading.get_ident)
-    held: Pool | None = None
+    session: Session | None = None
 
 
 class Layer:
@@ -63,17 +64,16 @@ class Layer:
             finally:
                 self._step = None
 
-    def within(self, pool: Pool) -> contextlib.AbstractContextManager[None]:
-        """Return what a recording into ``pool`` is made in."""
+    def within(self, pool: Pool) -> contextlib.AbstractContextManager[Session]:
+        """Return the session that records into ``pool``."""
         step = self._step
         if step is None or step.thread != threading.get_ident() or is_capturing():
-            return pool.backend.capturing(pool)
-        if step.held is not pool:
-            step.held = None
+            return session(pool)
+        if step.session is None or step.session.pool is not pool:
+            step.session = None
             step.around.close()
-            step.around.enter_context(pool.backend.capturing(pool))
-            step.held = pool
-        return contextlib.nullcontext()
+            step.session = step.around.enter_context(session(pool))
+        return contextlib.nullcontext(step.session)
 
     @contextlib.contextmanager
     def capturing(self, pool: Pool, *, settle: bool) -> Iterator[Callable[[], None]]:

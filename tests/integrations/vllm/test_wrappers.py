@@ -173,10 +173,10 @@ class Entered:
         self.pools: list[Any] = []
         self.left: list[Any] = []
         backend = layer.current_layer().memory.backend
-        real = backend.capturing
+        real = backend.side_stream
 
         @contextlib.contextmanager
-        def capturing(pool: Any, stream: Any = None) -> Iterator[None]:
+        def side_stream(pool: Any, stream: Any = None) -> Iterator[None]:
             self.pools.append(pool)
             try:
                 with real(pool, stream):
@@ -184,7 +184,7 @@ class Entered:
             finally:
                 self.left.append(pool)
 
-        monkeypatch.setattr(backend, "capturing", capturing)
+        monkeypatch.setattr(backend, "side_stream", side_stream)
 
 
 def test_pieces_of_one_step_share_what_is_around_a_capture(
@@ -279,14 +279,14 @@ def test_pool_that_cannot_be_captured_into_leaves_none_held(
     memory = layer.current_layer().memory
     first, second = memory.pool("first"), memory.pool("second")
     entered = Entered(monkeypatch)
-    working = memory.backend.capturing
+    working = memory.backend.side_stream
 
     def busy(pool: Any, stream: Any = None) -> Any:
         if pool is second:
             raise dg.CaptureBusyError("another thread captures")
         return working(pool, stream)
 
-    monkeypatch.setattr(memory.backend, "capturing", busy)
+    monkeypatch.setattr(memory.backend, "side_stream", busy)
     within = layer.current_layer().within
     with layer.current_layer().one_step():
         within(first)
