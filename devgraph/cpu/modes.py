@@ -6,6 +6,7 @@ recording or across its ends, stay above these and see an ordinary device.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -94,7 +95,13 @@ class Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self not in _get_current_dispatch_mode_stack():
             return
         self._move(to_bottom=False)
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        flags = {name: kept.copy() for name, kept in vars(self).items() if isinstance(kept, deque)}
+        try:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        except BaseException:  # An interrupt: the next try needs what torch has taken out of them.
+            for name, kept in flags.items():
+                setattr(self, name, kept)
+            raise
 
     def _move(self, *, to_bottom: bool) -> None:
         stack, height = _get_current_dispatch_mode_stack(), torch._C._len_torch_dispatch_stack
