@@ -18,7 +18,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
 from devgraph.api.errors import CapabilityError, CaptureError, InputError, UpdateError
 from devgraph.api.marks.marks import region
-from devgraph.api.policy import compiles, policies
+from devgraph.api.policy import breaks, compiles, policies
 from devgraph.cli.measure import Timing, median, seconds_per_call
 from devgraph.cli.tables import working
 
@@ -74,7 +74,7 @@ class _Contender:
         self.memory = None if captured is None else captured.pool.bytes
         self.takes_lengths = (
             captured is None
-            or captured.policy != "full"
+            or breaks(captured.policy)
             or captured.backend.capabilities.region_update
         )
         self.call = call
@@ -169,11 +169,11 @@ class _Bench:
             self.contenders.append(way)
 
         add(name, lambda: itertools.repeat(kv_len))
-        if captured.policy == "full" and self.contenders[-1].takes_lengths and window > 1:
+        if not breaks(captured.policy) and self.contenders[-1].takes_lengths and window > 1:
             known = [max(1, kv_len - i) for i in range(min(4, kv_len))]
             fresh = itertools.cycle(range(1, window + 1))
-            add("full, 4 lengths in turn", lambda: itertools.cycle(known))
-            add("full, other length each step", lambda: fresh)
+            add(f"{name}, 4 lengths in turn", lambda: itertools.cycle(known))
+            add(f"{name}, other length each step", lambda: fresh)
 
     def add_public(self) -> None:
         """Capture the step with the public package for breaks, where it is installed."""

@@ -25,7 +25,7 @@ from devgraph.api.errors import (
     did_you_mean,
 )
 from devgraph.api.marks.marks import no_graph, region
-from devgraph.api.policy import BREAKS, compiles, policies, registration
+from devgraph.api.policy import breaks, compiles, policies
 from devgraph.api.registry import BackendInfo, backends, get_backend
 from devgraph.cli.measure import seconds_per_call
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, working
@@ -303,7 +303,7 @@ def _policy(backend: Backend, policy: str) -> str:
 
     def step(value: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(value @ weight)
-        if BREAKS in registration(policy).promises:
+        if breaks(policy):
             hidden = halve(hidden)
         return hidden + value
 

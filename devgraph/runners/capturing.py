@@ -16,6 +16,7 @@ from devgraph.api.backend import ReplayPace
 from devgraph.api.capture import Captured, capture
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import AgreementError, InputError, ResourceError
+from devgraph.api.policy import compiles
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
@@ -252,7 +253,7 @@ class Capturing:
             host_args=step.host.at_capture(graph.size),
             warmup=max(0, config.warmup - graph.warm),
             pool=pool,
-            compiler=config.compiler if config.policy == "piecewise" else None,
+            compiler=config.compiler if compiles(config.policy) else None,
             before_break=barrier if self._ranks.size > 1 else None,
             after_warmup=settle,
             budget=None if misses is None else UpdateBudget(misses=misses),

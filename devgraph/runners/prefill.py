@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 from devgraph.api.backend import Backend
 from devgraph.api.config.phase import PhaseConfig, phase_config
 from devgraph.api.errors import ConfigError, InputError
+from devgraph.api.policy import breaks
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.graphs import Reason, Variant, canonical_variant, check_variants
@@ -92,7 +93,7 @@ class PrefillRunner(Runner):
         slots = check_slots(inputs)
         if not any(slot.row_dim == "tokens" for slot in slots.values()):
             raise ConfigError("a prefill runner needs an input slot with a dim 'tokens'")
-        whole_step = settings.policy == "full"
+        whole_step = not breaks(settings.policy)
         if not whole_step:
             _check_hidden(hidden, settings.policy)
         if whole_step and settings.max_requests is not None:

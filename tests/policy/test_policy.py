@@ -44,6 +44,22 @@ def test_policy_that_is_added_captures_and_can_be_chosen_everywhere(
         runner.capture()
         assert runner.run({"x": torch.zeros(1)}).tolist() == [1]
         assert runner.effective_policy == "shadow"
+    with dg.PrefillRunner(
+        lambda batch: batch.x + 1,
+        inputs=[
+            dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.zero()),
+            dg.InputSlot("last", ("requests",), torch.int64, pad=dg.Pad.zero()),
+        ],
+        tail=lambda hidden, batch: hidden[batch.last] * 2,
+        outputs=dg.OutputSlot(rows="requests"),
+        config={"policy": "shadow", "buckets": [4]},
+        backend="cpu",
+        max_tokens=4,
+        max_requests=1,
+    ) as prefill:
+        prefill.capture()
+        assert prefill.run({"x": torch.arange(3.0), "last": torch.tensor([2])}).tolist() == [6]
+        assert prefill.stats().graph_steps == 1
 
 
 def test_unknown_policy_is_refused_with_what_there_is() -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "UNTRACED",
     "WHOLE",
     "Registration",
+    "breaks",
     "check_compiler",
     "compiles",
     "get_policy",
@@ -88,6 +89,11 @@ def registration(name: str) -> Registration:
     if name not in _registered:
         raise InputError(f"no policy {name!r}. {did_you_mean(str(name), _registered)}")
     return _registered[name]
+
+
+def breaks(name: str) -> bool:
+    """Whether marked functions run eagerly under the policy of that name, or under ``disabled``."""
+    return name == "disabled" or BREAKS in registration(name).promises
 
 
 def compiles(name: str) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from devgraph.api.backend import Backend
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.errors import InputError, InputTypeError, StateError
+from devgraph.api.policy import breaks
 from devgraph.api.registry import get_backend
 from devgraph.integrations.transformers.batching import Batcher
 from devgraph.integrations.transformers.model import CausalModel
@@ -164,11 +165,13 @@ class Engine:
         self._closed = False
         self._captured = False
         self.pool = self.backend.make_pool()
-        if self.config.prefill.policy == "full" and not (self.model.varlen or self.model.slotted):
+        lengths = self.model.varlen or self.model.slotted
+        if not breaks(self.config.prefill.policy) and not lengths:
             logger.warning(
-                "prefill policy 'full' needs attention with lengths in device tensors to repeat "
+                "prefill policy %r needs attention with lengths in device tensors to repeat "
                 "one graph, and %s has none for %s here: almost every packed step brings host "
                 "arguments that must be recorded first; 'breakable' is faster",
+                self.config.prefill.policy,
                 self.model.device.type,
                 self.model.dtype,
             )
