@@ -199,12 +199,14 @@ def test_no_identifier_outside_the_vendors_rooms_names_a_vendor():
     assert found == set()
 
 
-def test_runners_and_policies_do_not_mention_a_vendor_at_all():
-    files = [*(PACKAGE / "runners").glob("*.py"), *(PACKAGE / "api" / "policy").glob("*.py")]
-    assert len(files) > 15
+def test_runners_and_the_contract_do_not_mention_a_vendor_at_all():
+    allowed = {"registry.py", "older_flags.py"}  # names to register by, and names that others gave
+    files = [*(PACKAGE / "runners").glob("*.py"), *(PACKAGE / "api").rglob("*.py")]
+    assert len(files) > 50
     found = [
-        f"{path.name}:{number}: {line.strip()}"
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in files
+        if path.name not in allowed
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if re.search(r"(?<![a-z])(cuda|npu|hip|rocm)(?![a-z])", line, re.IGNORECASE)
     ]

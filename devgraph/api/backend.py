@@ -6,13 +6,11 @@ import abc
 import contextlib
 import gc
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import attrs
 import torch
 
 from devgraph.api import process
@@ -30,29 +28,11 @@ from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.pool import Pool, keep_for_ever
 from devgraph.api.session import session
 
-__all__ = ["Backend", "ReplayPace"]
+__all__ = ["Backend"]
 
 logger = logging.getLogger(__name__)
 
-_SLOW = 1.08
-"""Two measurements of the same pace differed by less than 0.02, the two paces by 0.17."""
-
 CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
-
-
-@attrs.frozen(kw_only=True)
-class ReplayPace:
-    """How fast graphs go from kernel to kernel; some devices have a slower pace that lasts."""
-
-    microseconds: float
-    """From one kernel to the next in a graph of tiny ones."""
-    fastest: float
-    """The least that was measured in this process."""
-
-    @property
-    def slow(self) -> bool:
-        """Whether graphs went faster in this process before."""
-        return self.microseconds > _SLOW * self.fastest
 
 
 class Backend(abc.ABC):
@@ -71,7 +51,6 @@ class Backend(abc.ABC):
         process.identity.renewed.add(self)
         self._lost = ""
         self._buried: list[Any] = []
-        self._fastest = math.inf
         self.graphs: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
         """Every living graph, which must be told when the device is lost."""
 
@@ -141,21 +120,6 @@ class Backend(abc.ABC):
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore what ``get_rng_state`` returned."""
         torch.set_rng_state(state)
-
-    def replay_pace(self) -> ReplayPace | None:
-        """Measure how fast graphs go now, or return None where that never changes.
-
-        Takes some milliseconds and waits for the device.
-        """
-        measured = self._measured_pace()
-        if measured is None:
-            return None
-        self._fastest = min(self._fastest, measured)
-        return ReplayPace(microseconds=measured, fastest=self._fastest)
-
-    def _measured_pace(self) -> float | None:
-        """Return the microseconds from kernel to kernel of a graph."""
-        return None
 
     def memory_info(self) -> tuple[int, int] | None:
         """Return (free, total) bytes of device memory, or None where that is not known."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cli_programs import run_json
-from tests.support.cuda_kit import backend
+from tests.support.device_kit import on
 
-__all__ = ["backend"]
+backend, _ = on("cuda")
 
 pytestmark = pytest.mark.cuda
 

@@ -11,9 +11,9 @@ import torch
 import devgraph as dg
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.table import capture_whole
-from tests.support.cuda_kit import backend, check, graph_of, randn
+from tests.support.device_kit import check, graph_of, on
 
-__all__ = ["backend"]
+backend, randn = on("cuda")
 
 pytestmark = pytest.mark.cuda
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import devgraph as dg
-from tests.support.cuda_kit import backend
+from tests.support.device_kit import on
 
-__all__ = ["backend"]
+backend, _ = on("cuda")
 
 pytestmark = pytest.mark.cuda
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import attrs
 import pytest
 import torch
 
@@ -17,9 +16,9 @@ from devgraph.api.torchlike.nodes import RegionPattern
 from devgraph.cuda.runtime import Runtime
 from devgraph.testing.conformance import test_pool, test_update
 from devgraph.testing.conformance.support import Kit
-from tests.support.cuda_kit import backend
+from tests.support.device_kit import on
 
-__all__ = ["backend"]
+backend, _ = on("cuda")
 
 pytestmark = pytest.mark.cuda
 
@@ -66,7 +65,7 @@ def test_update_of_the_wrong_region_is_caught(kit: Kit) -> None:
         return [
             *(
                 tuple(
-                    attrs.evolve(mine, params=other.params) if mine.kind == other.kind else mine
+                    mine._replace(params=other.params) if mine.kind == other.kind else mine
                     for mine, other in zip(region, others, strict=True)
                 )
                 for region, others in zip(regions, turned, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cuda_kit import backend
+from tests.support.device_kit import on
 
 pytest.importorskip("transformers", reason="the transformers integration")
 
@@ -15,7 +15,7 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.integrations.transformers import Engine
 from tests.support.transformers_models import VOCABULARY, make_model
 
-__all__ = ["backend"]
+backend, _ = on("cuda")
 
 pytestmark = pytest.mark.cuda
 

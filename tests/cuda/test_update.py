@@ -17,12 +17,12 @@ from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.torchlike import node_graph as nodegraph
 from devgraph.api.torchlike.nodes import RuntimeCallError
 from devgraph.cuda.runtime import Runtime
-from tests.support.cuda_kit import KEEP_ALL, backend, check, graph_of, randn, record, replayed
+from tests.support.device_kit import KEEP_ALL, check, graph_of, on, record, replayed
 
 ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
 """Whether what the driver reports free is not also what other workers take and give back."""
 
-__all__ = ["backend"]
+backend, randn = on("cuda")
 
 pytestmark = pytest.mark.cuda
 

@@ -8,6 +8,7 @@ replays are real and the runtime is not AMD's.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import attrs
@@ -19,18 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import devgraph as dg
 from devgraph.api.torchlike.nodes import RuntimeCallError
 from devgraph.rocm import graph as rocm_graph
-from tests.support.rocm_kit import (
-    KEEP_ALL,
-    backend,
-    check,
-    graph_of,
-    library,
-    randn,
-    record,
-    replayed,
-)
+from tests.support.device_kit import KEEP_ALL, check, graph_of, on, record, replayed
 
-__all__ = ["backend"]
+backend, randn = on("rocm")
 
 pytestmark = pytest.mark.rocm
 
@@ -83,7 +75,8 @@ def copies(be: Any) -> Any:
 
 
 def fills(be: Any) -> Any:
-    fill = library(be).hipMemsetAsync
+    fill = ctypes.CDLL(be.runtime.path).hipMemsetAsync
+    fill.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p)
 
     @dg.region(host_args=("n",))
     def filled(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:

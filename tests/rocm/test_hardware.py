@@ -21,9 +21,9 @@ from torch.nn import functional as F
 
 import devgraph as dg
 from devgraph.rocm import graph as rocm_graph
-from tests.support.rocm_kit import KEEP_ALL, backend, check, graph_of, randn, record, replayed
+from tests.support.device_kit import KEEP_ALL, check, graph_of, on, record, replayed
 
-__all__ = ["backend"]
+backend, randn = on("rocm")
 
 pytestmark = pytest.mark.rocm
 

@@ -4,12 +4,12 @@
 
     groups:
       - name: prefill
-        backend: npu
+        backend: acme                # a name that dg.backends() lists
         count: 8
         role: prefill
         tensor_parallel: 8          # so its graphs hold collectives
       - name: decode
-        members: [{backend: cuda, count: 4}]
+        members: [{backend: cpu, count: 4}]
         role: decode
         facts: {lora: true}
 

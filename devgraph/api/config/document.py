@@ -1,7 +1,7 @@
 """Reading mode configurations from JSON text and from JSON or YAML files.
 
 Errors name the place: line, column and what stands there for text that does not parse, the JSON
-path (``backends.npu.prefill.policy``) for text that parses but says something that does not exist.
+path (``backends.acme.prefill.policy``) for text that parses but says something that does not exist.
 Nothing is dropped on the way: a key that appears twice is an error, not a last-one-wins.
 """
 

@@ -93,9 +93,9 @@ def _sorted(overlays: Iterable[Overlay]) -> tuple[Overlay, ...]:
 class DeviceGraphConfig:
     """The mode configuration of one deployment; the same value is valid on every node of it.
 
-    >>> config = DeviceGraphConfig.from_json('{"decode": "full", "backends": {"npu": {"prefill": '
+    >>> config = DeviceGraphConfig.from_json('{"decode": "full", "backends": {"cpu": {"prefill": '
     ...                                      '"full"}}}')
-    >>> config.prefill.policy, config.for_backend("npu").prefill.policy
+    >>> config.prefill.policy, config.for_backend("cpu").prefill.policy
     ('breakable', 'full')
 
     Two configurations are equal when they have the same values; whether a value was chosen, and

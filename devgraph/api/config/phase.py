@@ -64,7 +64,7 @@ Setting = tuple[str | None, str, str]
 
 
 def path_of(setting: Setting) -> str:
-    """Return the path of a setting in the JSON text, such as ``backends.npu.decode.policy``."""
+    """Return the path of a setting in the JSON text, such as ``backends.acme.decode.policy``."""
     backend, phase, key = setting
     return f"{phase}.{key}" if backend is None else f"backends.{backend}.{phase}.{key}"
 

@@ -230,7 +230,7 @@ RULES: tuple[Rule, ...] = (
         "preference",
         when=lambda facts, _: facts.slower_prefill,
         explanation="a captured prefill falls back to a slower attention kernel than eager uses",
-        source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
+        source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
     _only(
         "prefill",
@@ -283,7 +283,7 @@ RULES: tuple[Rule, ...] = (
         "safety",
         when=lambda facts, _: facts.context_parallel > 1 and not facts.context_parallel_static,
         explanation="ranks that share a prefill exchange sizes that differ from those of capture",
-        source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
+        source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
     _only(
         "prefill",
@@ -326,7 +326,7 @@ RULES: tuple[Rule, ...] = (
         "preference",
         when=lambda facts, _: facts.moe_all_to_all == "unproven",
         explanation="nobody has tried this exchange between experts under capture",
-        source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
+        source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
     _only(
         "prefill",
@@ -336,7 +336,7 @@ RULES: tuple[Rule, ...] = (
         value=lambda facts, phase: math.lcm(facts.moe_all_to_all_align, phase.align),
         when=lambda facts, phase: phase.align % facts.moe_all_to_all_align != 0,
         explanation="the exchange between experts can hang with other prefill sizes",
-        source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
+        source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
     _only(
         "prefill",
@@ -348,7 +348,7 @@ RULES: tuple[Rule, ...] = (
             phase.buckets is not None and _aligned(facts, phase) != phase.buckets
         ),
         explanation="the exchange between experts can hang with other prefill sizes",
-        source="SGLang 0.5.23, arg_groups/cuda_graph_hook.py",
+        source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
     # The model.
     _only(

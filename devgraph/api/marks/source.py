@@ -10,21 +10,10 @@ from types import FrameType, TracebackType
 
 import attrs
 
-# Frames of these packages are machinery, not the code whose author can act on the message.
-_MACHINERY = (
-    "torch",
-    "abc",
-    "contextlib",
-    "functools",
-    "importlib",
-    "devgraph.api",
-    "devgraph.cli",
-    "devgraph.cpu",
-    "devgraph.cuda",
-    "devgraph.npu",
-    "devgraph.rocm",
-    "devgraph.runners",
-)
+# Frames of these packages are machinery, not the code whose author can act on the message; but
+# for those that are written on top of it as anyone's.
+_MACHINERY = ("torch", "abc", "contextlib", "functools", "importlib", "devgraph")
+_ON_TOP = ("devgraph.integrations", "devgraph.testing")
 
 
 @attrs.frozen
@@ -44,7 +33,11 @@ class SourceLine:
 def is_machinery(frame: FrameType) -> bool:
     """Whether ``frame`` runs code of torch, of devgraph's own rooms, or of their helpers."""
     module = frame.f_globals.get("__name__", "")
-    return any(module == name or module.startswith(name + ".") for name in _MACHINERY)
+    return _is_in(module, _MACHINERY) and not _is_in(module, _ON_TOP)
+
+
+def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == name or module.startswith(name + ".") for name in packages)
 
 
 def user_line() -> SourceLine:

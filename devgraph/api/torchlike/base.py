@@ -1,4 +1,4 @@
-"""The base of backends whose device is a torch namespace (``torch.cuda``, ``torch.npu``, ...).
+"""The base of backends whose device is a torch namespace (``torch.<device type>``).
 
 A vendor names its namespace and graph class and declares capabilities; everything that torch's
 device modules share is here: streams, memory pools, aliases, capture and replay.

@@ -23,6 +23,7 @@ pytest.importorskip("transformers", reason="the transformers integration")
 import devgraph as dg
 from devgraph.integrations.transformers import Engine, load_demo
 from devgraph.integrations.transformers.loading import DEMO_ENV
+from tests.support.device_kit import on
 from tests.support.parity import Tie, explained_differences
 
 PROMPTS = [
@@ -130,8 +131,7 @@ def test_tokens_on_the_device_are_those_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Any,
 ):
-    from tests.support.cuda_kit import randn  # skips where there is no device
-
+    _, randn = on("cuda")
     assert randn(1).is_cuda
     assert not torch.backends.cuda.matmul.allow_tf32
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -1,4 +1,4 @@
-"""What the CUDA tests build with; importing it skips the module where there is no device."""
+"""What the tests of a device build with."""
 
 from __future__ import annotations
 
@@ -7,45 +7,53 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import devgraph as dg
 from devgraph.api.policy.budget import UpdateBudget
 
-__all__ = ["KEEP_ALL", "backend", "check", "graph_of", "randn", "record", "replayed"]
-
-if not torch.cuda.is_available() or torch.version.hip:
-    pytest.skip("needs an NVIDIA device", allow_module_level=True)
+__all__ = ["KEEP_ALL", "check", "graph_of", "on", "record", "replayed"]
 
 KEEP_ALL = UpdateBudget(misses=10**6)
 """Every new key is recorded at once."""
 
 
-@pytest.fixture(name="be")
-def backend() -> Iterator[Any]:
-    """The CUDA backend; a test may leave neither a capture nor a device error behind."""
-    found = dg.get_backend("cuda")
-    yield found
-    assert not dg.is_capturing()
-    found.synchronize()
+def on(name: str) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Return the fixture ``be``, the backend ``name``, and what makes noise on its device.
 
+    A module that calls it is skipped where there is no such backend.
+    """
+    try:
+        device = dg.get_backend(name).device
+    except dg.BackendError as reason:
+        pytest.skip(f"needs the backend {name!r} ({reason})", allow_module_level=True)
 
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return noise on the device."""
-    return torch.randn(*shape, device="cuda", dtype=dtype)
+    @pytest.fixture(name="be")
+    def backend() -> Iterator[Any]:
+        """The backend; a test may leave neither a capture nor a device error behind."""
+        found = dg.get_backend(name)
+        yield found
+        assert not dg.is_capturing()
+        found.synchronize()
+
+    def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    return backend, randn
 
 
 def check(cap: dg.Captured, fn: Callable[..., Any], *args: Any, **host: Any) -> None:
-    """Fail unless a replay with fresh first argument equals ``fn`` run eagerly, bit for bit.
+    """Fail unless a replay with new data in ``args[0]`` equals ``fn`` run eagerly, bit for bit.
 
     ``fn`` may write the other arguments, to the same values every time.
     """
     args[0].copy_(torch.randn(args[0].shape))
-    want = [t.clone() for t in torch.utils._pytree.tree_leaves(fn(*args, **host))]
-    for held in torch.utils._pytree.tree_leaves(cap.outputs):
+    want = [t.clone() for t in pytree.tree_leaves(fn(*args, **host))]
+    for held in pytree.tree_leaves(cap.outputs):
         if held.data_ptr() != args[0].data_ptr():
             held.fill_(float("nan"))
-    got = torch.utils._pytree.tree_leaves(cap.replay(**host))
-    torch.cuda.synchronize()
+    got = pytree.tree_leaves(cap.replay(**host))
+    cap.pool.backend.synchronize()
     for ours, theirs in zip(got, want, strict=True):
         assert torch.equal(ours, theirs), f"differs from eager with {host}"
 
@@ -66,7 +74,7 @@ def replayed(graph: dg.DeviceGraph, out: torch.Tensor) -> torch.Tensor:
     """Replay and return a copy of what it wrote to ``out``."""
     out.fill_(float("nan"))
     graph.replay()
-    torch.cuda.synchronize()
+    graph.backend.synchronize()
     return out.clone()
 
 
