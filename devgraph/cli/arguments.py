@@ -278,6 +278,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="also run the same engine eagerly and compare tokens and speed (default: on)",
     )
     add(
+        "--fuse",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compute norms, rotary embeddings and neighbouring projections with fewer kernels "
+        "where that was seen to give the same (default: on)",
+    )
+    add(
         "--with-transformers",
         action="store_true",
         help="also time the model's own generate, greedily, one prompt after the other",

@@ -72,6 +72,7 @@ def generate(
             max_requests=args.max_requests,
             max_len=args.max_len,
             max_step_tokens=args.max_step_tokens,
+            fuse=args.fuse,
             few_buckets=few_buckets,
         ),
         task,

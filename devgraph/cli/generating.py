@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -60,6 +60,10 @@ class Run:
     decode_tokens: int | None = None
     capture_seconds: float | None = None
     phases: tuple[RunnerStats, ...] = ()
+    fused: dict[str, int] | None = None
+    """What was computed with fewer kernels, by kind; None with ``--no-fuse``."""
+    unfused: dict[str, int] | None = None
+    """How many of what was not, by the reason."""
 
     @property
     def rate(self) -> float:
@@ -108,6 +112,7 @@ def summarise(
     done, _ = repeats[0]
     stats = [one for _, one in repeats]
     decoded = [one for one in stats if one.decode_tokens]
+    fusion = engine.model.fusion
     return Run(
         name=name,
         tokens=tuple(one.token_ids for one in done),
@@ -121,6 +126,8 @@ def summarise(
         decode_tokens=decoded[0].decode_tokens if decoded else None,
         capture_seconds=capture_seconds,
         phases=(engine.prefill.stats(), engine.decode.stats()),
+        fused=None if fusion is None else fusion.counts,
+        unfused=None if fusion is None else fusion.unfused,
     )
 
 
@@ -176,6 +183,8 @@ class Setup:
     max_requests: int | None
     max_len: int | None
     max_step_tokens: int | None
+    fuse: bool = True
+    """Compute with fewer kernels where that was seen to give the same."""
     few_buckets: bool = False
     """Capture few prefill buckets, unless the configuration says which."""
 
@@ -201,6 +210,7 @@ class Setup:
             max_requests=requests,
             max_len=self.max_len or max(lengths) + task.max_new_tokens,
             max_step_tokens=step_tokens,
+            fuse=self.fuse,
         )
 
 
@@ -306,6 +316,8 @@ def print_runs(backend: Backend, resolution: Resolution, task: Task, runs: Seque
     say(f"buckets: {captured}")
     if graphs.capture_seconds is not None:
         say(f"captured in {time_text(graphs.capture_seconds)}, before the first token")
+    if graphs.fused is not None:
+        say(f"fused: {_counted(graphs.fused)}; as the model wrote them: {_counted(graphs.unfused)}")
     if not task.greedy:
         say(f"drawn with --seed {task.sampling[0].seed}")
     eager = next((one for one in runs if one.name == "eager"), None)
@@ -321,6 +333,10 @@ def print_runs(backend: Backend, resolution: Resolution, task: Task, runs: Seque
         f"graphs and eager DIFFER, first in prompt {prompt + 1} at its token {token + 1}: "
         f"{mine[0] if mine else 'end'} and {theirs[0] if theirs else 'end'}"
     )
+
+
+def _counted(counts: Mapping[str, int] | None) -> str:
+    return ", ".join(f"{count} {what}" for what, count in (counts or {}).items() if count) or "none"
 
 
 def _print_phases(backend: Backend, resolution: Resolution, graphs: Run) -> None:

@@ -72,6 +72,19 @@ def test_tokens_are_those_of_the_models_own_generate(
     assert data["dtype"] == "float32"
 
 
+def test_what_was_fused_is_told_and_can_be_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = _argv(folder, "--max-new-tokens", "3", "--no-compare")
+    assert "fused: " in run_cli(capsys, *argv).out
+    (fused,) = run_json(capsys, *argv)["runs"]
+    (plain,) = run_json(capsys, *argv, "--no-fuse")["runs"]
+    assert fused["fused"]["norms"] > 0
+    assert fused["unfused"] == {}
+    assert plain["fused"] is plain["unfused"] is None
+    assert plain["tokens"] == fused["tokens"]
+
+
 def test_counters_add_up_and_say_why_a_step_was_eager(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -64,6 +64,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPT2Config",
         {"n_embd": 48, "n_head": 4, "n_layer": 3, "scale_attn_by_inverse_layer_idx": True},
     ),
+    # Positions are learned, the head's forward calls the decoder inside the base model.
+    "opt": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 48}),
+    # Rotary embeddings of the first quarter of each head.
+    "gpt_neox": ("GPTNeoXConfig", {}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": (
         "OlmoeConfig",

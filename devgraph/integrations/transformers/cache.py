@@ -119,6 +119,8 @@ class KVCache(Cache):  # type: ignore[misc]
         max_len: rows of a slot.
         rows_first: lay memory out by rows instead of by heads: what a backend's own attention
             reads as blocks.
+        answers: whether a model that asks for the length gets one, 0, because it was seen that
+            nothing depends on it.
     """
 
     def __init__(
@@ -130,8 +132,10 @@ class KVCache(Cache):  # type: ignore[misc]
         rows_first: bool = False,
         dtype: torch.dtype,
         device: torch.device,
+        answers: bool = False,
     ) -> None:
         self.slots = slots
+        self._answers = answers
         self.max_len = max_len
         layers = [
             CacheLayer(
@@ -190,6 +194,8 @@ class KVCache(Cache):  # type: ignore[misc]
         return layer
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self._answers:
+            return 0
         raise StateError(_NO_LENGTH)
 
     def prepare(self, slot: int, length: int, upto: int) -> None:

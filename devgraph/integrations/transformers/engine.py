@@ -124,6 +124,9 @@ class Engine:
             allows, at most 2048.
         max_step_tokens: tokens of a packed step; longer prompts run in chunks.
         eos_token_ids: tokens that end a request; None takes the model's own.
+        fuse: compute what can be with fewer kernels (see ``fusion``); tokens may then differ from
+            the model's own where two are equal but for rounding. ``engine.model.fusion`` says
+            what was fused, and what not and why.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
@@ -141,6 +144,7 @@ class Engine:
         max_len: int | None = None,
         max_step_tokens: int = 512,
         eos_token_ids: Sequence[int] | None = None,
+        fuse: bool = True,
     ) -> None:
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
         self.config = (config or DeviceGraphConfig()).for_backend(self.backend.name)
@@ -151,6 +155,7 @@ class Engine:
             max_len=max_len,
             updatable=self.backend.capabilities.region_update,
             slot_attention=self.backend.slot_attention,
+            fuse=fuse,
         )
         if self.model.device.type != self.backend.device.type:
             raise InputError(

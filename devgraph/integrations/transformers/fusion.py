@@ -11,8 +11,10 @@ fewer of them without knowing the family:
 * *rotary embeddings*: query and key are turned together, with halves swapped instead of one
   negated and swapped.
 
-Each stand-in is compared with what it replaces, on random data, before it is used. Outside a step
-the model runs its own code.
+Each stand-in is compared with what it replaces before it is used: ``Seen`` notes what shapes occur
+when the model runs, and random data of those shapes must give equal results. What differs, or
+occurs in a form that was not compared, runs as the model wrote it, and ``Fusion.unfused`` says how
+often and why. Outside a step the model runs its own code.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -32,25 +35,56 @@ from torch.nn import functional as F
 from devgraph.api.errors import StateError
 from devgraph.api.marks.marks import is_capturing
 
-__all__ = ["Fusion", "LinearCalls"]
+__all__ = ["Fusion", "Seen"]
 
 logger = logging.getLogger(__name__)
 
 _ROTARY = "apply_rotary_pos_emb"
 
 
-class LinearCalls:
-    """Notes, while a model runs, which plain linear layers are given the same tensor in a row."""
+class Seen:
+    """Notes, while a model runs, what could be fused: linear layers that are given the same tensor
+    in a row, the shapes that norms are given, and the calls of rotary functions."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.norms: dict[nn.Module, torch.Size | None] = {}
+        """What each RMS norm is given; None if that is not one tensor."""
+        self.rotary: dict[ModuleType, dict[_Form, _Call]] = {}
+        """The first call of every form, by the Python module that the function is looked up in."""
         self._calls: list[tuple[nn.Module, nn.Linear, torch.Tensor]] = []
-        self._hooks = []
-        for parent in model.modules():
+        self._model = model
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Take notes for the duration."""
+        hooks = []
+        originals = {}
+        for parent in self._model.modules():
+            home = sys.modules[type(parent).__module__]
+            if home not in originals and hasattr(home, _ROTARY):
+                originals[home] = getattr(home, _ROTARY)
+            if "RMSNorm" in type(parent).__name__ and "forward" not in parent.__dict__:
+                hooks.append(parent.register_forward_pre_hook(self._note_norm, with_kwargs=True))
             for child in parent.children():
                 if type(child) is nn.Linear:
-                    self._hooks.append(child.register_forward_pre_hook(self._hook(parent)))
+                    hooks.append(child.register_forward_pre_hook(self._linear_hook(parent)))
+        try:
+            for home, original in originals.items():
+                setattr(home, _ROTARY, self._rotary_hook(home, original))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for home, original in originals.items():
+                setattr(home, _ROTARY, original)
 
-    def _hook(self, parent: nn.Module) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def _note_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        plain = len(args) == 1 and not kwargs
+        known = self.norms.setdefault(norm, args[0].shape if plain else None)
+        if not plain or known != args[0].shape:
+            self.norms[norm] = None
+
+    def _linear_hook(self, parent: nn.Module) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def note(child: nn.Module, args: tuple[Any, ...]) -> None:
             assert isinstance(child, nn.Linear)
             # The tensor is kept: an address that is free again must not pass for the same input.
@@ -58,26 +92,62 @@ class LinearCalls:
 
         return note
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    def _rotary_hook(self, home: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            call = _Call(original, args, kwargs)
+            self.rotary.setdefault(home, {}).setdefault(_form(args, kwargs), call)
+            return original(*args, **kwargs)
 
-    def groups(self) -> list[list[nn.Linear]]:
-        """Return runs of two or more siblings with one input, each layer called once."""
+        return note
+
+    def groups(self) -> list[tuple[list[nn.Linear], torch.Size]]:
+        """Return runs of two or more siblings with one input, each layer called once, and the shape
+        of that input."""
         counts: dict[int, int] = {}
         for _, child, _ in self._calls:
             counts[id(child)] = counts.get(id(child), 0) + 1
-        groups: list[list[nn.Linear]] = []
+        groups: list[tuple[list[nn.Linear], torch.Size]] = []
         before: tuple[nn.Module, torch.Tensor] | None = None
         for parent, child, given in self._calls:
             if before is not None and before[0] is parent and before[1] is given:
-                groups[-1].append(child)
+                groups[-1][0].append(child)
             else:
-                groups.append([child])
+                groups.append(([child], given.shape))
             before = (parent, given)
         return [
-            g for g in groups if len(g) > 1 and all(counts[id(c)] == 1 for c in g) and _alike(g)
+            (group, shape)
+            for group, shape in groups
+            if len(group) > 1 and all(counts[id(c)] == 1 for c in group)
         ]
+
+
+_Form = tuple[Any, ...]
+"""What decides, of the arguments of a rotary function, how it computes."""
+
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
+    values = (*args, *(kwargs[name] for name in sorted(kwargs)))
+    return (
+        len(args),
+        *sorted(kwargs),
+        *((v.dim(), v.shape[-1], v.dtype) if isinstance(v, torch.Tensor) else v for v in values),
+    )
+
+
+@attrs.frozen
+class _Call:
+    """A call of a rotary function."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def with_noise(self) -> tuple[Any, ...]:
+        """Return arguments of the same form with random numbers in them."""
+        return tuple(
+            _noise(*arg.shape, like=arg) if isinstance(arg, torch.Tensor) else arg
+            for arg in self.args
+        )
 
 
 def _alike(group: list[nn.Linear]) -> bool:
@@ -170,30 +240,80 @@ class Fusion:
     side, when the stand-ins are gone.
 
     Args:
-        model: in evaluation mode, on its device.
-        groups: from ``LinearCalls.groups``.
-        attention: the attention modules, whose rotary function may be replaced.
+        seen: what was noted while the model ran, in evaluation mode and on its device.
     """
 
-    def __init__(
-        self, model: nn.Module, groups: Iterable[list[nn.Linear]], attention: Iterable[nn.Module]
-    ) -> None:
-        self._projections = [_Projections(group) for group in groups]
+    def __init__(self, seen: Seen) -> None:
+        self.unfused: dict[str, int] = {}
+        """How many of what run as the model wrote them, by the reason."""
+        self._turned: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._projections = list(self._join(seen))
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = [
             (layer.__dict__, forward)
             for group in self._projections
             for layer, forward in zip(group.layers, group.forwards, strict=True)
         ]
-        norms = [m for m in model.modules() if "forward" not in m.__dict__ and _is_rms_norm(m)]
-        self._forwards += [(m.__dict__, _rms_norm_of(m)) for m in norms]
-        self._rotary = list(_rotary_modules(attention))
-        self._turned: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        logger.debug(
-            "fused %d projections, %d norms, %d rotary functions",
-            len(self._projections),
-            len(norms),
-            len(self._rotary),
-        )
+        self._forwards += list(self._norms(seen))
+        self._rotary = dict(self._rotary_functions(seen))
+        logger.info("fused %s; not fused: %s", self.counts, self.unfused or "nothing")
+
+    def _keep(self, what: str, why: str) -> None:
+        reason = f"{what}: {why}"
+        self.unfused[reason] = self.unfused.get(reason, 0) + 1
+
+    def _join(self, seen: Seen) -> Iterator[_Projections]:
+        for layers, shape in seen.groups():
+            if not _alike(layers):
+                self._keep("projections", "the layers differ in dtype, bias or hooks")
+                continue
+            given = _noise(*shape, like=layers[0].weight)
+            with torch.no_grad():
+                want = [layer(given) for layer in layers]
+                group = _Projections(layers)
+                got = [forward(given) for forward in group.forwards]
+            if all(_near(w, g) for w, g in zip(want, got, strict=True)):
+                yield group
+            else:
+                self._keep("projections", "one product gives other results")
+
+    def _norms(self, seen: Seen) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
+        for norm, shape in seen.norms.items():
+            why = _no_rms_norm(norm, shape)
+            if why is None:
+                yield norm.__dict__, _rms_norm_of(norm)
+            else:
+                self._keep(type(norm).__name__, why)
+
+    def _rotary_functions(
+        self, seen: Seen
+    ) -> Iterator[tuple[ModuleType, dict[_Form, Callable[..., Any]]]]:
+        for home, calls in seen.rotary.items():
+            same = {}
+            for form, call in calls.items():
+                why = self._other_turn(call)
+                if why is None:
+                    same[form] = self._turn
+                else:
+                    self._keep(f"{home.__name__.rpartition('.')[2]}.{_ROTARY}", why)
+            if same:
+                yield home, same
+
+    def _other_turn(self, call: _Call) -> str | None:
+        """Return why ``_turn`` cannot replace the function of ``call``, or None if it can."""
+        try:
+            with torch.no_grad():
+                for args in (call.args, call.with_noise()):
+                    want = call.function(*args, **call.kwargs)
+                    got = self._turn(*args, **call.kwargs)
+                    if not isinstance(want, tuple) or len(want) != 2:
+                        return "it returns something else than query and key"
+                    if not all(_close(w, g) for w, g in zip(want, got, strict=True)):
+                        return "it turns in another way"
+        except (TypeError, RuntimeError, ValueError) as error:
+            return f"it cannot be called in this way ({str(error).partition(chr(10))[0]})"
+        finally:
+            self._turned.clear()
+        return None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -209,18 +329,18 @@ class Fusion:
     def active(self) -> Iterator[None]:
         """Run the model with the stand-ins for the duration."""
         self._refresh()
-        originals = [(module, getattr(module, _ROTARY)) for module in self._rotary]
+        originals = [(home, getattr(home, _ROTARY)) for home in self._rotary]
         try:
             for attributes, forward in self._forwards:
                 attributes["forward"] = forward
-            for module in self._rotary:
-                setattr(module, _ROTARY, self._turn)
+            for home, original in originals:
+                setattr(home, _ROTARY, _chosen(self._rotary[home], original))
             yield
         finally:
             for attributes, _ in self._forwards:
                 attributes.pop("forward", None)
-            for module, original in originals:
-                setattr(module, _ROTARY, original)
+            for home, original in originals:
+                setattr(home, _ROTARY, original)
             for group in self._projections:
                 group.forget()
             self._turned.clear()
@@ -252,20 +372,34 @@ class Fusion:
 
     def close(self) -> None:
         """Forget the model. Safe to call twice."""
-        self._projections, self._forwards, self._rotary = [], [], []
+        self._projections, self._forwards, self._rotary = [], [], {}
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether ``F.rms_norm`` gives what ``module`` gives, to the rounding of its dtype."""
+def _chosen(
+    same: dict[_Form, Callable[..., Any]], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    def turn(*args: Any, **kwargs: Any) -> Any:
+        return same.get(_form(args, kwargs), original)(*args, **kwargs)
+
+    return turn
+
+
+def _no_rms_norm(module: nn.Module, shape: torch.Size | None) -> str | None:
+    """Return why ``F.rms_norm`` does not give what ``module`` gives, to the rounding of its dtype;
+    None if it does."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float):
-        return False
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 1:
-        return False
-    given = _noise(2, weight.shape[0], like=weight)
+    if shape is None:
+        return "it is given several tensors, or several shapes"
+    if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+        return "it has no weight of one dimension, or no epsilon"
+    given = _noise(*shape, like=weight)
     with torch.no_grad():
-        return _close(module(given), F.rms_norm(given, weight.shape, weight, eps))
+        if shape[-1] == weight.shape[0] and _close(
+            module(given), F.rms_norm(given, weight.shape, weight, eps)
+        ):
+            return None
+    return "it computes something else than torch's RMS norm"
 
 
 def _rms_norm_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -281,34 +415,6 @@ def _rms_norm_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return forward
 
 
-def _rotary_modules(attention: Iterable[nn.Module]) -> Iterator[ModuleType]:
-    """Yield the Python modules of ``attention`` whose rotary function ``_turn`` can replace."""
-    seen = {}
-    for module in attention:
-        home = sys.modules.get(type(module).__module__)
-        if home is not None and hasattr(home, _ROTARY):
-            seen[home.__name__] = home
-    for home in seen.values():
-        if _same_turn(getattr(home, _ROTARY)):
-            yield home
-
-
-def _same_turn(function: Callable[..., Any]) -> bool:
-    like = torch.empty(0)
-    q, k = _noise(1, 4, 3, 8, like=like), _noise(1, 2, 3, 8, like=like)
-    cos, sin = _noise(1, 3, 8, like=like), _noise(1, 3, 8, like=like) * 0.5
-    try:
-        want = function(q, k, cos, sin)
-    except (TypeError, RuntimeError, ValueError):
-        return False
-    got = _turn_together(q, k, cos[:, None], _signed(sin)[:, None], heads_dim=1)
-    return (
-        isinstance(want, tuple)
-        and len(want) == 2
-        and all(_close(w, g) for w, g in zip(want, got, strict=True))
-    )
-
-
 def _signed(sin: torch.Tensor) -> torch.Tensor:
     low, high = sin.chunk(2, -1)
     return torch.cat((-low, high), -1)
@@ -318,8 +424,13 @@ def _turn_together(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, heads_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     both = _joined_heads(q, k, heads_dim)
-    low, high = both.chunk(2, -1)
-    turned = torch.addcmul(both * cos, torch.cat((high, low), -1), sin)
+    turning, rest = both, None
+    if cos.shape[-1] < both.shape[-1]:
+        turning, rest = both[..., : cos.shape[-1]], both[..., cos.shape[-1] :]
+    low, high = turning.chunk(2, -1)
+    turned = torch.addcmul(turning * cos, torch.cat((high, low), -1), sin)
+    if rest is not None:
+        turned = torch.cat((turned, rest), -1)
     sizes = (q.shape[heads_dim], k.shape[heads_dim])
     turned_q, turned_k = torch.split_with_sizes(turned, sizes, heads_dim)
     return turned_q, turned_k
@@ -357,3 +468,8 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.allclose(a.float(), b.float(), atol=limit, rtol=limit)) and math.isfinite(
         float(a.float().sum())
     )
+
+
+def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two products are equal to what another order of summation may change."""
+    return bool((a - b).abs().max() <= 0.01 * a.abs().max())

@@ -114,6 +114,7 @@ class CausalModel:
             rows_first=self.slotted is not None,
             dtype=self.dtype,
             device=self.device,
+            answers=self.shape.uses_length,
         )
         self.varlen = self.slotted is None and self._choose_varlen(varlen)
         self._step: _Step | None = None
@@ -122,8 +123,7 @@ class CausalModel:
         starts = torch.arange(max_requests + 1, dtype=torch.int32, device=self.device)
         self._starts, self._row_starts = starts, starts * self.max_len
         self._ramps = {} if self.varlen or self.slotted else self._make_ramps()
-        groups, modules = self.shape.projections, self.shape.attention
-        self.fusion = Fusion(model, groups, modules) if fuse else None
+        self.fusion = Fusion(self.shape.seen) if fuse else None
         self._configs = configs_of(model)
         self._name = f"devgraph_{id(self):x}"
         # The registry must not keep the model alive, nor what its layers would call afterwards.
@@ -267,7 +267,7 @@ class CausalModel:
     def packed(self, batch: Batch) -> torch.Tensor:
         """Run one packed step up to the last hidden states, ``[tokens, hidden]``."""
         with self._running(_Step(batch, decode=False)):
-            output = self.model.base_model(**self._inputs(batch))
+            output = self.shape.body(**self._inputs(batch))
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -283,7 +283,7 @@ class CausalModel:
         that forward runs with the base model standing in for these states.
         """
         output = self.shape.output_type(last_hidden_state=hidden[None])
-        with standing_in(self.model.base_model, output):
+        with standing_in(self.shape.body, output):
             ids = hidden.new_zeros((1, hidden.shape[0]), dtype=torch.int64)
             logits = self.model(input_ids=ids, use_cache=False).logits[0]
         return {"logits": logits, "tokens": logits.argmax(-1)}

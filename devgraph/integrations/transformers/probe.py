@@ -22,7 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.transformers.cache import LayerShape
-from devgraph.integrations.transformers.fusion import LinearCalls
+from devgraph.integrations.transformers.fusion import Seen
 
 __all__ = [
     "ModelShape",
@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 _TOKENS = 3
+_OTHER_LENGTH = 5
+"""Rows that the cache says it holds in a second run, to see what depends on that."""
 
 # Arguments of an attention call that change nothing here: dropout is off, the mask decides what is
 # causal and how wide the window is, positions were applied before.
@@ -70,12 +72,14 @@ class ModelShape:
     vocabulary: int
     dtype: torch.dtype
     device: torch.device
+    body: torch.nn.Module
+    """What the model's forward calls for hidden states: its base model, or a part of that."""
     output_type: type[Any]
-    """What the base model returns; it can be built from ``last_hidden_state`` alone."""
-    attention: tuple[torch.nn.Module, ...] = attrs.field(repr=False)
-    """The modules that called attention."""
-    projections: tuple[list[torch.nn.Linear], ...] = attrs.field(repr=False)
-    """Linear layers that are given the same tensor one after another."""
+    """What that returns; it can be built from ``last_hidden_state`` alone."""
+    uses_length: bool
+    """Whether it asks its cache for a length, though nothing depends on the answer."""
+    seen: Seen = attrs.field(repr=False)
+    """What of it could be fused."""
 
 
 @contextlib.contextmanager
@@ -154,8 +158,6 @@ def _check_static(model: PreTrainedModel) -> None:
         )
     if next(iter(devices)).type == "meta":
         raise _refuse(model, "its parameters are on the meta device and have no data")
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise _refuse(model, "its base model takes no position_ids")
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
@@ -167,12 +169,45 @@ def _check_static(model: PreTrainedModel) -> None:
                 )
 
 
+class _Found(Exception):
+    """Ends a forward at the first module that it calls."""
+
+
+def _body_of(model: PreTrainedModel) -> torch.nn.Module:
+    """Return what ``model``'s forward calls for hidden states: its base model, or a part of that
+    (OPT's decoder)."""
+    called: list[torch.nn.Module] = []
+
+    def found(module: torch.nn.Module, args: Any) -> None:
+        called.append(module)
+        raise _Found
+
+    hooks = [m.register_forward_pre_hook(found) for m in model.modules() if m is not model]
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device))
+    except _Found:
+        pass
+    except Exception as error:
+        raise _refuse(model, f"its forward failed with {type(error).__name__}: {error}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not called or called[0] not in (model.base_model, *model.base_model.modules()):
+        raise _refuse(model, "its forward does not begin with its base model")
+    if "position_ids" not in inspect.signature(called[0].forward).parameters:
+        raise _refuse(model, "its base model takes no position_ids")
+    return called[0]
+
+
 class _Watcher(Cache):  # type: ignore[misc]
     """A cache that stores nothing and notes what is written to it."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.written: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self.length = 0
+        self.asked = False
 
     def update(
         self,
@@ -189,7 +224,8 @@ class _Watcher(Cache):  # type: ignore[misc]
         return query_length, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+        self.asked = True
+        return self.length
 
 
 class _Probe:
@@ -200,7 +236,7 @@ class _Probe:
         self.cache = _Watcher()
         self.windows: list[int | None] = []
         self.layers: dict[int, LayerShape] = {}
-        self.modules: list[torch.nn.Module] = []
+        self.attended: list[torch.Tensor] = []
 
     def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Note the window of a mask and return a stand-in that attention can recognise."""
@@ -208,7 +244,8 @@ class _Probe:
         if function is None or kwargs.get("attention_mask") is not None:
             raise _refuse(self.model, "it builds its attention mask in a way unknown here")
         self.windows.append(_window_of(function, self.model))
-        return torch.full((1, 1, 1, 1), len(self.windows) - 1)
+        # On the model's device, so that attention of its own meets it alike on every device.
+        return torch.full((1, 1, 1, 1), len(self.windows) - 1, device=self.model.device)
 
     def attention(
         self,
@@ -231,7 +268,7 @@ class _Probe:
         if index in self.layers:
             raise _refuse(self.model, f"layer {index} calls attention more than once")
         assert attention_mask is not None
-        self.modules.append(module)
+        self.attended += (query, key, value)
         self.layers[index] = LayerShape(
             heads=query.shape[1],
             kv_heads=key.shape[1],
@@ -288,17 +325,41 @@ def probe(model: PreTrainedModel) -> ModelShape:
         UnsupportedModelError: it cannot run correctly here; the message says why.
     """
     _check_static(model)
+    body = _body_of(model)
+    seen = Seen(body)
+    with seen.noting():
+        watch, output = _run(model, body)
+    if not watch.layers:
+        raise _refuse(model, "its attention does not go through the attention-function registry")
+    if sorted(watch.layers) != list(range(len(watch.layers))) or watch.cache.written is not None:
+        raise _refuse(model, f"only layers {sorted(watch.layers)} attend through the registry")
+    if watch.cache.asked:
+        _check_length(model, body, watch, output)
+    head = model.get_output_embeddings()
+    return ModelShape(
+        body=body,
+        layers=tuple(watch.layers[i] for i in sorted(watch.layers)),
+        vocabulary=int(head.weight.shape[0]),
+        dtype=output.last_hidden_state.dtype,
+        device=model.device,
+        output_type=type(output),
+        uses_length=watch.cache.asked,
+        seen=seen,
+    )
+
+
+def _run(model: PreTrainedModel, body: torch.nn.Module, length: int = 0) -> tuple[_Probe, Any]:
+    """Run ``body`` of ``model`` on three tokens with a cache that says it holds ``length``."""
     watch = _Probe(model)
-    parameter = next(model.parameters())
-    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=parameter.device)
-    positions = torch.arange(_TOKENS, device=parameter.device)[None]
+    watch.cache.length = length
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
+    positions = torch.arange(_TOKENS, device=model.device)[None]
     name = f"devgraph_probe_{id(watch)}"
     AttentionInterface.register(name, watch.attention)
     AttentionMaskInterface.register(name, watch.mask)
-    calls = LinearCalls(model.base_model)
     try:
         with overridden(configs_of(model), _attn_implementation=name), torch.no_grad():
-            output = model.base_model(
+            output = body(
                 input_ids=ids, position_ids=positions, past_key_values=watch.cache, use_cache=True
             )
     except UnsupportedModelError:
@@ -308,20 +369,23 @@ def probe(model: PreTrainedModel) -> ModelShape:
             model, f"a first forward failed with {type(error).__name__}: {error}"
         ) from error
     finally:
-        calls.close()
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
-    if not watch.layers:
-        raise _refuse(model, "its attention does not go through the attention-function registry")
-    if sorted(watch.layers) != list(range(len(watch.layers))) or watch.cache.written is not None:
-        raise _refuse(model, f"only layers {sorted(watch.layers)} attend through the registry")
-    head = model.get_output_embeddings()
-    return ModelShape(
-        layers=tuple(watch.layers[i] for i in sorted(watch.layers)),
-        vocabulary=int(head.weight.shape[0]),
-        dtype=output.last_hidden_state.dtype,
-        device=parameter.device,
-        output_type=type(output),
-        attention=tuple(watch.modules),
-        projections=tuple(calls.groups()),
+    return watch, output
+
+
+def _check_length(
+    model: PreTrainedModel, body: torch.nn.Module, watch: _Probe, output: Any
+) -> None:
+    """Refuse a model in which anything depends on the length that its cache says it has.
+
+    A cache here holds requests of different lengths, and has none.
+    """
+    again, other = _run(model, body, length=_OTHER_LENGTH)
+    pairs = zip(
+        [*watch.attended, output.last_hidden_state],
+        [*again.attended, other.last_hidden_state],
+        strict=True,
     )
+    if again.windows != watch.windows or not all(torch.equal(a, b) for a, b in pairs):
+        raise _refuse(model, "it computes with the length of its cache, not with position_ids")

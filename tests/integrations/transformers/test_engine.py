@@ -84,6 +84,30 @@ def test_other_modes_give_the_same_tokens(mode: str) -> None:
         assert set(prefill.eager) <= {"update_topology"} if mode == FULL else not prefill.eager
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_many_prompts_through_one_bucket_of_a_full_prefill_give_the_same_tokens(
+    family: str,
+) -> None:
+    """Each brings spans that were never recorded, until the budget of misses is spent."""
+    model = make_model(family)
+    texts = prompts(20, longest=16)
+    want = [reference(model, text, 3) for text in texts]
+    with make_engine(model, FULL) as engine:
+        engine.capture()
+        done = [engine.generate([text], max_new_tokens=3)[0] for text in texts]
+        assert [list(one.token_ids) for one in done] == want
+
+
+def test_model_runs_with_its_own_kernels_where_nothing_may_be_fused() -> None:
+    model = make_model("llama")
+    text = prompts(1)[0]
+    with make_engine(model, GRAPHS, fuse=False) as engine:
+        assert engine.model.fusion is None
+        assert list(engine.generate([text], max_new_tokens=5)[0].token_ids) == reference(
+            model, text, 5
+        )
+
+
 def test_late_requests_change_nothing_for_those_that_run() -> None:
     model = make_model("llama")
     texts = prompts(4, shortest=6, longest=30)

@@ -19,14 +19,13 @@ from torch.overrides import TorchFunctionMode
 from devgraph.api.errors import StateError
 from devgraph.api.marks import marks
 from devgraph.integrations.transformers import fusion as fusion_module
-from devgraph.integrations.transformers.fusion import Fusion
+from devgraph.integrations.transformers.fusion import Fusion, Seen
 from devgraph.integrations.transformers.probe import probe
 from tests.support.transformers_models import FAMILIES, make_model, reference
 
 
 def fusion_of(model: Any) -> Fusion:
-    shape = probe(model)
-    return Fusion(model, shape.projections, shape.attention)
+    return Fusion(probe(model).seen)
 
 
 def logits(model: Any, length: int = 9) -> torch.Tensor:
@@ -55,10 +54,113 @@ def test_results_are_equal_to_rounding(family: str) -> None:
         ("gemma3", {"projections": 20, "norms": 0, "rotary": 1}),
         ("gpt2", {"projections": 0, "norms": 0, "rotary": 0}),
         ("mixtral", {"projections": 9, "norms": 7, "rotary": 1}),
+        ("opt", {"projections": 9, "norms": 0, "rotary": 0}),
+        ("gpt_neox", {"projections": 0, "norms": 0, "rotary": 1}),
     ],
 )
 def test_what_is_replaced_in_each_family(family: str, counts: dict[str, int]) -> None:
     assert fusion_of(make_model(family)).counts == counts
+
+
+def test_what_is_not_replaced_is_counted_with_its_reason() -> None:
+    assert fusion_of(make_model("llama")).unfused == {}
+    gemma = fusion_of(make_model("gemma3"))
+    why = "Gemma3RMSNorm: it computes something else than torch's RMS norm"
+    assert gemma.unfused == {why: 25}
+
+
+class Turned(nn.Module):
+    """Calls the rotary function of its module in the way that a test says."""
+
+    def __init__(self, *shapes: tuple[int, ...], **options: Any) -> None:
+        super().__init__()
+        self.shapes, self.options = shapes, options
+
+    def forward(self, seed: int = 0) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        given = (torch.randn(shape, generator=generator) for shape in self.shapes)
+        return apply_rotary_pos_emb(*given, **self.options)
+
+
+def halves(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    home = transformers.models.gpt_neox.modeling_gpt_neox
+    return home.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+def pairs(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    """Turns neighbours, not halves."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + q.roll(1, -1) * sin, k * cos + k.roll(1, -1) * sin
+
+
+def picky(q: Any, k: Any, cos: Any, sin: Any, positions: Any = None) -> Any:
+    return halves(q, k, cos, sin)
+
+
+apply_rotary_pos_emb = halves
+
+WHOLE = ((1, 4, 3, 8), (1, 2, 3, 8), (1, 3, 8), (1, 3, 8))
+PARTIAL = ((1, 4, 3, 8), (1, 2, 3, 8), (1, 3, 2), (1, 3, 2))
+ROWS = ((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 4), (1, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "options", "why"),
+    [
+        (halves, WHOLE, {}, None),
+        (halves, PARTIAL, {}, None),
+        (halves, ROWS, {"unsqueeze_dim": 2}, None),
+        (pairs, WHOLE, {}, "turns in another way"),
+        (picky, WHOLE, {"positions": None}, "cannot be called in this way"),
+        (lambda q, k, cos, sin: q, WHOLE, {}, "returns something else"),
+    ],
+    ids=["whole", "partial", "rows-first", "pairs", "other-argument", "one-result"],
+)
+def test_rotary_function_is_replaced_where_it_was_seen_to_be_equal(
+    monkeypatch: pytest.MonkeyPatch, function: Any, shapes: Any, options: Any, why: str | None
+) -> None:
+    monkeypatch.setitem(globals(), "apply_rotary_pos_emb", function)
+    model = Turned(*shapes, **options)
+    seen = Seen(model)
+    with seen.noting():
+        model()
+    fusion = Fusion(seen)
+    assert fusion.counts["rotary"] == (why is None)
+    assert [why in reason for reason in fusion.unfused] == ([] if why is None else [True])
+    want = model(seed=1)
+    with fusion.active():
+        assert (apply_rotary_pos_emb is function) == (why is not None)
+        torch.testing.assert_close(model(seed=1), want)
+
+
+def test_rotary_call_of_a_form_that_was_not_compared_runs_as_written() -> None:
+    model = Turned(*WHOLE)
+    seen = Seen(model)
+    with seen.noting():
+        model()
+    model.shapes = PARTIAL
+    want = model()
+    with Fusion(seen).active():
+        got = model()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_norm_with_another_argument_runs_as_written() -> None:
+    class GatedRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(4)), 1e-6
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return x * gate
+
+    norm = GatedRMSNorm()
+    seen = Seen(nn.ModuleList([norm]))
+    with seen.noting():
+        norm(torch.ones(2, 4), torch.ones(2, 4))
+    fusion = Fusion(seen)
+    assert fusion.counts["norms"] == 0
+    assert list(fusion.unfused.values()) == [1]
 
 
 def test_stand_ins_are_gone_outside_steps_also_after_an_error() -> None:

@@ -13,8 +13,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the transformers integration")
 
 from transformers import masking_utils, modeling_utils
+from transformers.masking_utils import causal_mask_function
 
-from devgraph.integrations.transformers.probe import UnsupportedModelError, probe
+from devgraph.integrations.transformers.probe import UnsupportedModelError, _Probe, probe
 from tests.support.transformers_models import FAMILIES, make_model
 
 
@@ -154,3 +155,22 @@ def test_chunked_attention_mask_is_refused() -> None:
             probe(model)
     finally:
         module.create_causal_mask = original
+
+
+def test_model_that_counts_on_the_length_of_its_cache_is_refused() -> None:
+    model = make_model("opt")
+    positions = model.model.decoder.embed_positions
+    forward = positions.forward
+
+    def counted(mask: Any, length: int = 0, position_ids: Any = None) -> Any:
+        return forward(mask, length, position_ids=position_ids + length)
+
+    positions.forward = counted
+    with pytest.raises(UnsupportedModelError, match="length of its cache"):
+        probe(model)
+
+
+def test_stand_in_for_a_mask_is_where_the_model_is() -> None:
+    """Attention of a model's own fails alike, or not, on every device."""
+    watch = _Probe(make_model("llama").to("meta"))
+    assert watch.mask(mask_function=causal_mask_function).device.type == "meta"
