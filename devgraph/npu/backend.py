@@ -162,7 +162,13 @@ class NpuBackend(TorchBackend):
 
     def retire(self, pool: NpuPool, native: Any, regions: TaskGroups | None) -> None:
         """Destroy a captured graph now, or once its last replay is over."""
-        self._burials.retire(pool, native, regions)
+
+        def give_back() -> None:
+            self.budget.give_back(native)
+            if regions is not None:
+                self.events.give_back(regions.free_events())
+
+        self._burials.retire(native, pool.fence, give_back)
         self.free_buried()
 
     def bury_memory(self, owners: list[Any]) -> None:

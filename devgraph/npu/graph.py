@@ -123,7 +123,6 @@ class NpuGraph(TorchGraph):
         super().__init__(backend, pool)
         self._regions: TaskGroups | None = None
         self._group_open: Any = None
-        self._capture_host: dict[Mark, dict[str, Any]] = {}
         self._due: Mapping[Mark, dict[str, Any]] | None = None
         self._job: Job | None = None
         self._told = False
@@ -139,16 +138,12 @@ class NpuGraph(TorchGraph):
 
     # Capture.
 
-    def _begin(self, mode: str) -> None:
-        self._capture_host = {}
-        super()._begin(mode)
-
     def _end(self) -> Executable:
         executable = super()._end()
         self._nodes = self._torch.count_nodes(self._native)
         if self._regions is None:
             return _Ordered(executable, self.pool.order)
-        self._regions.applied = self._regions.planned = self._capture_host
+        self._regions.applied = self._regions.planned = self._host
         return Call(weakly(self._launch_and_signal))
 
     def _open_regions(self) -> TaskGroups:
@@ -178,7 +173,6 @@ class NpuGraph(TorchGraph):
     def capture_region(
         self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
     ) -> Any:
-        self._capture_host[mark] = host
         why = (
             f"the numbers of the re-run region {mark.name} would not follow the replays. Draw them "
             f"outside the region and pass the tensor in."
@@ -205,7 +199,7 @@ class NpuGraph(TorchGraph):
     # Updates.
 
     def _own_recording(self) -> _Recording:
-        return _Recording(self._capture_host)
+        return _Recording(self._host)
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> _Recording:
         """Apply values that this graph never took, or raise what a region raises and apply none.

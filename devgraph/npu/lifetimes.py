@@ -14,15 +14,11 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from devgraph.api.errors import DeviceLost, ResourceError
 from devgraph.api.pool import keep_for_ever
-
-if TYPE_CHECKING:
-    from devgraph.npu.backend import NpuBackend
-    from devgraph.npu.graph import NpuPool
-    from devgraph.npu.task_groups import TaskGroups
+from devgraph.api.torchlike.base import TorchBackend
 
 __all__ = ["Burials", "StreamBudget"]
 
@@ -89,46 +85,51 @@ class StreamBudget:
 
 
 class _Retired:
-    """A captured graph that nobody uses any more. It keeps its pool, which must go last."""
+    """A captured graph that nobody uses any more."""
 
     def __init__(
-        self, backend: NpuBackend, pool: NpuPool, native: Any, regions: TaskGroups | None
+        self, native: Any, fence: Callable[[], Callable[[], bool]], give_back: Callable[[], None]
     ) -> None:
-        self._backend, self._pool = backend, pool
-        self._native, self._regions = native, regions
+        self._native, self._give_back = native, give_back
+        self._fence = fence  # of its pool, which it keeps: the pool must go last
         self._is_done: Callable[[], bool] | None = None
 
     def done(self) -> bool:
         """Whether its last replay is over. Not to be asked in a capture."""
         if self._is_done is None:
-            self._is_done = self._pool.fence()
+            self._is_done = self._fence()
         return self._is_done()
 
     def free(self) -> None:
-        """Destroy the graph, and give back its stream and its events."""
+        """Destroy the graph, and give back what it held."""
         self._native.reset()
-        self._backend.budget.give_back(self._native)
-        if self._regions is not None:
-            self._backend.events.give_back(self._regions.free_events())
+        self._give_back()
 
 
 class Burials:
     """Graphs and memory of one backend that wait to be freed.
 
     Args:
-        backend: whose locks tell when that is allowed.
+        backend: whose device it waits for.
     """
 
-    def __init__(self, backend: NpuBackend) -> None:
+    def __init__(self, backend: TorchBackend) -> None:
         self._backend = backend
         # Filled by any thread at any time, emptied by one at a time.
         self._graphs: deque[_Retired] = deque()
         self._memory: list[list[Any]] = []
         self._freeing = False
 
-    def retire(self, pool: NpuPool, native: Any, regions: TaskGroups | None) -> None:
-        """Destroy a captured graph once its last replay is over."""
-        self._graphs.append(_Retired(self._backend, pool, native, regions))
+    def retire(
+        self, native: Any, fence: Callable[[], Callable[[], bool]], give_back: Callable[[], None]
+    ) -> None:
+        """Destroy a captured graph once its last replay is over.
+
+        Args:
+            fence: of the pool; returns what tells whether every replay so far is over.
+            give_back: called then, for what the graph held.
+        """
+        self._graphs.append(_Retired(native, fence, give_back))
 
     def bury(self, things: list[Any]) -> None:
         """Drop ``things``, which hold a pool's memory, from the end when nothing waits for the
