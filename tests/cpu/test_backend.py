@@ -14,11 +14,10 @@ from devgraph.api.capture import capture
 from devgraph.api.errors import (
     CaptureError,
     HostReadError,
-    NotCapturableError,
     StateError,
     UpdateTopologyError,
 )
-from devgraph.api.marks.marks import no_graph, region
+from devgraph.api.marks.marks import region
 from devgraph.cpu.backend import ENTRY_BYTES, CpuBackend, CpuGraph, CpuPool
 from tests.support.cpu_capture import same
 
@@ -180,41 +179,6 @@ def test_buckets_of_one_pool_stay_right_in_every_order(backend: CpuBackend, poli
                 assert same(caps[index].replay(kv_len=kv_len), expected)
 
 
-def test_no_graph_function_breaks_or_is_refused(backend: CpuBackend) -> None:
-    @no_graph
-    def host_sum(x: torch.Tensor) -> torch.Tensor:
-        return x * float(x.sum())
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return host_sum(x + 1) * 2
-
-    x = torch.randn(4)
-    with pytest.raises(NotCapturableError):
-        capture(step, x, backend=backend)
-    cap = capture(step, x, backend=backend, policy="breakable")
-    assert len(cap.segments) == 3
-    x.copy_(torch.randn(4))
-    assert same(cap.replay(), step(x))
-
-
-def test_break_inside_the_users_own_mode(backend: CpuBackend) -> None:
-    @region
-    def middle(x: torch.Tensor) -> torch.Tensor:
-        return x * 3
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        with torch.device("cpu"), torch.autocast("cpu", dtype=torch.bfloat16):
-            y = middle(x @ x) @ x
-        return y + torch.ones(4, 4)
-
-    x = torch.randn(4, 4)
-    with torch.inference_mode():
-        cap = capture(step, x, backend=backend, policy="breakable")
-        x.copy_(torch.randn(4, 4))
-        cap.replay()
-    assert torch._C._len_torch_function_stack() == 0
-
-
 def test_graph_reports_nodes_bytes_and_operations(backend: CpuBackend) -> None:
     x = torch.randn(4, 4)
     graph = backend.make_graph()
@@ -279,33 +243,3 @@ def test_hundred_captures_leave_no_memory_behind(backend: CpuBackend) -> None:
         del cap
         sizes.add((pool.bytes, len(pool.recordings), len(pool.blocks.live())))
     assert sizes == {(0, 0, 0)}
-
-
-def test_check_lists_violations_of_a_step(backend: CpuBackend) -> None:
-    def step(x: torch.Tensor, scale: float) -> torch.Tensor:
-        return x[x > scale] * x.max().item()
-
-    found = backend.check(step, (torch.randn(4),), kwargs={"scale": 0.5})
-    assert {v.kind for v in found} == {"data_dependent_shape", "host_sync"}
-
-
-@pytest.mark.parametrize("runs_before", [0, 1, 2])
-def test_autocast_caches_as_before_when_a_body_between_graphs_raises(
-    backend: CpuBackend, runs_before: int
-) -> None:
-    runs: list[int] = []
-
-    @region
-    def body(x: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        if len(runs) > runs_before:
-            raise KeyError("of the body")
-        return x * 2
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return body(x + 1) * 3
-
-    with pytest.raises(KeyError):
-        capture(step, torch.randn(4), policy="breakable", backend=backend, warmup=2)
-    assert torch.is_autocast_cache_enabled()

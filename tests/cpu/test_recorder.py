@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from devgraph.api.errors import CaptureError, StateError, UpdateTopologyError
 from devgraph.cpu.memory import BlockPool
-from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.recorder import Recorder
 from devgraph.cpu.tape import check_topology
 from tests.support.cpu_capture import KNOWLEDGE, check_replays, record, same, tensors
 
@@ -156,15 +156,6 @@ def test_memory_is_flat_over_captures_and_replays() -> None:
     known = len(KNOWLEDGE.metadata._known)
     record(step, x)
     assert len(KNOWLEDGE.metadata._known) == known
-
-
-def test_metadata_forgets_at_its_limit() -> None:
-    knowledge = Knowledge()
-    knowledge.metadata.LIMIT = 10
-    for size in range(1, 40):
-        with Recorder(BlockPool(), knowledge=knowledge):
-            torch.ones(size) + 1
-    assert len(knowledge.metadata._known) <= 10
 
 
 def test_replay_records_no_gradient_and_ignores_modes_of_the_caller() -> None:

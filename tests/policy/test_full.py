@@ -62,69 +62,6 @@ def captured(fn: Any, n: int, **budget: Any) -> tuple[dg.Captured, torch.Tensor]
     return cap, x
 
 
-def captured_ambient(state: dict[str, Any], context: Any) -> tuple[dg.Captured, Any]:
-    @dg.region(context=context, mutates=("out",))
-    def read(x: torch.Tensor, out: torch.Tensor, *, context: Any) -> None:
-        out.copy_(x + state["table"])
-
-    def step(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        read(x * 2, out)
-        return out * 3
-
-    x = torch.randn(4)
-    return dg.capture(step, x, torch.zeros(4), backend="cpu"), x
-
-
-def test_recording_that_touches_a_tensor_the_capture_did_not_is_refused() -> None:
-    first, state = torch.randn(4), {"step": 0}
-    state["table"] = first
-    cap, x = captured_ambient(state, lambda: state["step"])
-    state["step"] = 1
-    assert torch.equal(cap.replay(), (x * 2 + first) * 3)
-    state.update(step=2, table=torch.randn(4))
-    with pytest.raises(
-        dg.RegionError, match=r"touched a tensor that the capture did not.*x \+ stat"
-    ):
-        cap.replay()
-    state["table"] = first
-    assert torch.equal(cap.replay(), (x * 2 + first) * 3)
-
-
-def test_recording_may_touch_a_tensor_whose_address_is_in_the_key() -> None:
-    tables = [torch.randn(9), torch.randn(9)[5:], torch.randn(4)]
-    tables[0] = tables[0][1:5]
-    state = {"table": tables[0]}
-    cap, x = captured_ambient(state, lambda: (7, state["table"].data_ptr()))
-    for index in (0, 1, 2, 1, 0):
-        state["table"] = tables[index]
-        x.copy_(torch.randn(4))
-        assert torch.equal(cap.replay(), (x * 2 + tables[index]) * 3)
-
-
-def test_recording_may_touch_what_is_bound_though_the_capture_did_not() -> None:
-    @dg.region(host_args=("n",))
-    def pick(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        return x + pages[n]
-
-    x, pages = torch.randn(4), [torch.randn(4), torch.randn(4)]
-    step = lambda x, pages, *, n: pick(x, n=n) * 2  # noqa: E731
-    cap = dg.capture(step, x, pages, backend="cpu", host_args={"n": 0})
-    assert torch.equal(cap.replay(n=1), (x + pages[1]) * 2)
-    slot = dg.InputSlot("x", ("requests", 4), torch.float32, pad=dg.Pad.zero())
-    with dg.DecodeRunner(
-        lambda batch: pick(batch.x, n=batch.host.n) * 2,
-        [slot],
-        host_args={"n": 0},
-        bound={"first": pages[0], "second": pages[1]},
-        max_requests=1,
-        backend="cpu",
-        strict=True,
-    ) as runner:
-        runner.capture()
-        got = runner.run({"x": x[None]}, host_args={"n": 1})
-        assert torch.equal(got, (x[None] + pages[1]) * 2)
-
-
 def test_recorded_keys_are_counted_as_hits_and_repeats() -> None:
     cap, x = captured(step, 2)
     for n in (2, 2, 3, 3, 2, 3):

@@ -1,0 +1,150 @@
+"""``check`` finds everything in one run: what a device would refuse or freeze, with lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from devgraph.api.errors import (
+    CaptureError,
+    FrozenValueError,
+    StateError,
+)
+from devgraph.api.marks.marks import no_graph, region
+from devgraph.cpu.backend import CpuBackend
+from devgraph.cpu.check import check
+from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.recorder import Recorder
+from devgraph.cpu.violations import Violation
+from tests.support.cpu_capture import KNOWLEDGE, same
+from tests.support.refusals import READS, SHAPES, UNSUPPORTED, X
+
+
+def violations_of(fn: Callable[..., Any], *args: Any, **named: Any) -> list[Violation]:
+    return check(fn, args, knowledge=KNOWLEDGE, **named)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_check_reports_a_host_read(name: str) -> None:
+    fn, _ = READS[name]
+    (found, *_) = [v for v in violations_of(fn, X) if v.kind == "host_sync"]
+    assert found.file == fn.__code__.co_filename or name == "deepcopy"
+    assert found.line > 0 and "host" in found.text
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_check_reports_a_data_dependent_shape(name: str) -> None:
+    fn, _ = SHAPES[name]
+    found = [v for v in violations_of(fn, X) if v.kind == "data_dependent_shape"]
+    assert [(v.file, v.line) for v in found] == [
+        (fn.__code__.co_filename, fn.__code__.co_firstlineno)
+    ]
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_check_reports_what_it_cannot_go_on_from(name: str) -> None:
+    assert "refused" in {v.kind for v in violations_of(UNSUPPORTED[name][0], X)}
+
+
+def test_check_goes_on_and_finds_everything_in_one_run() -> None:
+    kept = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        scale = x.max().item()
+        picked = x[x > scale]
+        noise = torch.rand(4)
+        table = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        kept.append(x * 2)
+        for index in x.nonzero()[:2].tolist():
+            x = x + float(index[0])
+        return picked.sum() + noise + table + x
+
+    before = X.clone()
+    found = violations_of(step, X)
+    first = step.__code__.co_firstlineno
+    assert {(v.kind, v.line - first) for v in found} == {
+        ("host_sync", 1),
+        ("data_dependent_shape", 2),
+        ("rng", 3),
+        ("host_value", 4),
+        ("escaping_allocation", 5),
+        ("host_sync", 6),
+        ("data_dependent_shape", 6),
+    }
+    assert same(X, before)
+
+
+def test_check_of_a_clean_step_finds_nothing() -> None:
+    weight = torch.randn(4, 4)
+    assert violations_of(lambda x: F.softmax(x @ weight, -1), X) == []
+
+
+def test_check_leaves_no_graph_functions_alone_and_looks_into_regions() -> None:
+    @no_graph
+    def sample(x: torch.Tensor) -> int:
+        return int(x.argmax())
+
+    @region(host_args=("n",))
+    def attend(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x[:n] * x.sum().item()
+
+    def step(x: torch.Tensor, n: int) -> torch.Tensor:
+        sample(x)
+        return attend(x, n=n).sum()
+
+    found = violations_of(step, X, host_args={"n": 2})
+    assert [v.kind for v in found] == ["host_sync"]
+    assert "item" in found[0].op
+
+
+def test_check_reports_a_consumed_host_argument() -> None:
+    def step(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x[: n // 2]
+
+    (found,) = violations_of(step, X, host_args={"n": 2})
+    assert (found.kind, found.line) == ("host_value", step.__code__.co_firstlineno + 1)
+    assert FrozenValueError.__name__ not in found.text
+
+
+def test_check_refuses_what_no_policy_can_run_again_inside_a_transform() -> None:
+    @region(host_args=("n",))
+    def dynamic(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * n
+
+    @region
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return torch.vmap(lambda row: dynamic(row, n=n))(x)
+
+    x = torch.randn(3, 4)
+    with pytest.raises(CaptureError, match="dynamic was called inside a transform"):
+        violations_of(step, x, host_args={"n": 2})
+    assert violations_of(torch.vmap(plain), x) == []
+
+
+def test_check_raises_errors_that_no_violation_explains() -> None:
+    with pytest.raises(ZeroDivisionError):
+        violations_of(lambda x: 1 // 0, X)
+
+
+def test_recording_with_assumed_values_gives_no_tape() -> None:
+    with Recorder(BlockPool(), on_violation=lambda v: None) as recorder:
+        X.sum().item()
+    with pytest.raises(StateError, match="assumed"):
+        recorder.tape()
+
+
+def test_check_lists_violations_of_a_step() -> None:
+    backend = CpuBackend()
+
+    def step(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x[x > scale] * x.max().item()
+
+    found = backend.check(step, (torch.randn(4),), kwargs={"scale": 0.5})
+    assert {v.kind for v in found} == {"data_dependent_shape", "host_sync"}

@@ -1,0 +1,58 @@
+"""What a recording refuses, with the line: host reads, sizes that depend on data, no shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from devgraph.api.errors import CaptureError, HostReadError
+from tests.support.cpu_capture import record
+from tests.support.refusals import READS, SHAPES, UNSUPPORTED, X, branch
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("name", [*READS, *SHAPES])
+def test_host_read_is_refused_with_the_line(name: str, mode: Callable[[], Any]) -> None:
+    fn, words = {**READS, **SHAPES}[name]
+    with mode(), pytest.raises(HostReadError, match=words) as caught:
+        record(fn, X)
+    text = str(caught.value)
+    line = fn.__code__.co_firstlineno + (fn is branch)
+    assert f"{fn.__code__.co_filename}:{line}" in text or name == "deepcopy"
+    assert "@dg.region" in text and "@dg.no_graph" in text and "breakable" in text
+
+
+def test_refusal_names_the_innermost_line_of_the_user() -> None:
+    with pytest.raises(HostReadError, match=r"in branch: if x\.sum\(\) > 0:"):
+        record(lambda x: F.relu(branch(x)), X)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_has_no_fixed_memory_is_refused(name: str) -> None:
+    fn, words = UNSUPPORTED[name]
+    with torch.inference_mode(), pytest.raises(CaptureError, match=words) as caught:
+        record(fn, X)
+    assert __file__ in str(caught.value)
+
+
+def test_resize_to_the_same_shape_is_no_resize() -> None:
+    _, out = record(lambda x: (x * 2).resize_(4), X)
+    assert out.shape == (4,)
+
+
+def test_operation_without_known_shapes_is_refused() -> None:
+    with torch.library._scoped_library("devgraph_test", "DEF") as library:
+        library.define("opaque(Tensor x) -> Tensor")
+        library.impl("opaque", lambda x: x + 1, "CPU")
+        with pytest.raises(CaptureError, match="register_fake"):
+            record(lambda x: torch.ops.devgraph_test.opaque(x), X)
+
+
+def test_shape_errors_of_the_user_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        record(lambda x: x + torch.ones(3), X)
+    assert not isinstance(caught.value, CaptureError)
