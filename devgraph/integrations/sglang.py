@@ -20,7 +20,7 @@ from devgraph.api.pool import Pool
 from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import Ledger, ModeCount
 from devgraph.integrations.engine.memory import GraphMemory
-from devgraph.integrations.engine.table import Replayable, capture_whole
+from devgraph.integrations.engine.table import CapturedStep, capture_whole
 
 __all__ = ["breakable_backend", "full_backend", "install", "stats", "uninstall"]
 
@@ -134,7 +134,7 @@ def full_backend() -> Any:
                 return self._to_shared(forward_fn())
 
             graph, output = capture_whole(pool, self._count, body, release=False)
-            self._graphs[shape_key] = Replayable(graph, self._count)
+            self._graphs[shape_key] = CapturedStep(graph, self._count)
             self._outputs[shape_key] = output
 
         def _to_shared(self, output: Any) -> Any:
@@ -180,7 +180,7 @@ def _segment_classes() -> tuple[Any, Any]:
             self.seconds = 0.0
 
         def _append_segment(self, graph: Any, needs_instantiate: bool) -> None:
-            self._segments.append(Replayable(graph.graph, self._own))
+            self._segments.append(CapturedStep(graph.graph, self._own))
 
         def replay(self) -> None:
             self._count.replays += 1
@@ -234,7 +234,7 @@ def _segment_classes() -> tuple[Any, Any]:
             super()._end_current_segment()
             if not self._leaving:
                 # The eager body that follows reads what this segment writes.
-                self.cuda_graph._segments[-1]._launch()
+                self.cuda_graph._segments[-1].launch()
 
     return Segments, SegmentCapture
 

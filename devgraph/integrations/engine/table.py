@@ -18,33 +18,42 @@ from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.memory import weak
 
-__all__ = ["Entry", "Replayable", "addresses", "capture_broken", "capture_whole"]
+__all__ = ["CapturedStep", "addresses", "capture_broken", "capture_whole"]
 
 
-class Entry:
-    """One captured step: what replays it, its output, and the addresses of its inputs.
+class CapturedStep:
+    """One captured step, where an engine keeps graphs of its own kind.
 
-    ``inputs`` is None where they need no check, or no further one.
+    Args:
+        graph: what was captured.
+        count: counts the replays.
+        output: what the engine hands out after a replay.
+
+    Attributes:
+        launch: replays once on the current stream, for a caller that counts.
+        inputs: the address of each input; None where they need no check, or no further one.
     """
 
-    __slots__ = ("graph", "inputs", "output", "replay")
+    __slots__ = ("_count", "graph", "inputs", "launch", "output")
 
-    def __init__(
-        self,
-        graph: DeviceGraph | Captured,
-        replay: Callable[[], Any],
-        output: Any,
-        inputs: dict[Hashable, int] | None = None,
-    ) -> None:
+    def __init__(self, graph: DeviceGraph | Captured, count: ModeCount, output: Any = None) -> None:
         self.graph = graph
-        self.replay = replay
+        self.launch: Callable[[], Any] = (
+            graph.bound() if isinstance(graph, DeviceGraph) else graph.replay
+        )
         self.output = output
-        self.inputs = inputs
+        self.inputs: dict[Hashable, int] | None = None
+        self._count = count
 
-    def close(self) -> None:
+    def replay(self) -> None:
+        """Replay once on the current stream."""
+        self._count.replays += 1
+        self.launch()
+
+    def reset(self) -> None:
         """Free the graph; its output must not be read any more."""
         self.output = None
-        self.replay = self.graph.replay  # which says that it is closed
+        self.launch = self.graph.replay  # which says that it is closed
         self.graph.close()
 
 
@@ -89,32 +98,6 @@ def capture_whole(
         held.end(allow_empty=True)
     count.captured(graph, time.perf_counter() - started)
     return graph, output
-
-
-class Replayable:
-    """A captured graph where an engine keeps graphs of its own kind.
-
-    Args:
-        graph: what was captured.
-        count: counts the replays.
-    """
-
-    __slots__ = ("_count", "_launch", "graph")
-
-    def __init__(self, graph: DeviceGraph, count: ModeCount) -> None:
-        self.graph = graph
-        self._launch = graph.bound()
-        self._count = count
-
-    def replay(self) -> None:
-        """Replay once on the current stream."""
-        self._count.replays += 1
-        self._launch()
-
-    def reset(self) -> None:
-        """Free the graph."""
-        self._launch = self.graph.replay  # which says that it is closed
-        self.graph.close()
 
 
 def capture_broken(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from devgraph.integrations.engine.ledger import EagerReason
-from devgraph.integrations.engine.table import Replayable, capture_whole
+from devgraph.integrations.engine.table import CapturedStep, capture_whole
 from devgraph.integrations.vllm.layer import current_layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
 
@@ -71,7 +71,7 @@ def _capturing_manager() -> Any:
             # Attention state anew: some attention backends set it up lazily, and that belongs
             # into the graph.
             forward, state = create(desc)
-            self.graphs[desc] = Replayable(self._capture_full(forward), self._count)
+            self.graphs[desc] = CapturedStep(self._capture_full(forward), self._count)
             compilation_counter.num_cudagraph_captured += 1
             return state
 

@@ -14,7 +14,7 @@ from typing import Any
 from devgraph.api.errors import StateError
 from devgraph.integrations.engine.ledger import EagerReason, ModeCount
 from devgraph.integrations.engine.table import (
-    Entry,
+    CapturedStep,
     addresses,
     capture_broken,
     capture_whole,
@@ -44,7 +44,7 @@ class _Graphs:
         self.compilation_config = self.vllm_config.compilation_config
         self.is_debugging_mode = envs.VLLM_LOGGING_LEVEL == "DEBUG"
         self._runnable_str = str(self.runnable) if self.is_debugging_mode else None
-        self.concrete_cudagraph_entries: dict[Hashable, Entry] = {}
+        self.concrete_cudagraph_entries: dict[Hashable, CapturedStep] = {}
 
     @property
     def graph_pool(self) -> Hashable:
@@ -62,7 +62,7 @@ class _Graphs:
         self.concrete_cudagraph_entries.clear()
         self._pool = None
         for entry in entries:
-            entry.close()
+            entry.reset()
 
     def unwrap(self) -> Callable[..., Any]:
         """Return the wrapped callable."""
@@ -92,7 +92,7 @@ class _Graphs:
         *,
         first: bool = True,
         release: bool = True,
-    ) -> tuple[Entry, Any]:
+    ) -> tuple[CapturedStep, Any]:
         pool = self._memory()
         with self._layer.capturing(pool, settle=first) as join:
 
@@ -103,13 +103,12 @@ class _Graphs:
 
             within = self._layer.within(pool)
             graph, output = capture_whole(pool, count, body, release=release, within=within)
-        entry = Entry(graph, graph.bound(), self._layer.weak(pool, output))
-        return entry, output
+        return CapturedStep(graph, count, self._layer.weak(pool, output)), output
 
     def _moved(
         self,
         count: ModeCount,
-        entry: Entry,
+        entry: CapturedStep,
         descriptor: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -195,7 +194,7 @@ def graph_wrapper() -> Any:
             ):
                 return self.runnable(*args, **kwargs)
             get_offloader().sync_prev_onload()
-            entry.replay()
+            entry.launch()
             self._count.replays += 1
             return entry.output
 
@@ -253,7 +252,7 @@ class BreakableStep(_Graphs):
         self._none, self._full_mode = CUDAGraphMode.NONE, CUDAGraphMode.FULL
 
     @property
-    def entries(self) -> dict[Hashable, Entry]:
+    def entries(self) -> dict[Hashable, CapturedStep]:
         """Captured steps by runtime mode and batch descriptor."""
         return self.concrete_cudagraph_entries
 
@@ -276,7 +275,7 @@ class BreakableStep(_Graphs):
         ):
             return self.runnable(*args, **kwargs)
         self._offloader().sync_prev_onload()
-        entry.replay()
+        entry.launch()
         count.replays += 1
         return entry.output
 
@@ -298,7 +297,7 @@ class BreakableStep(_Graphs):
 
     def _segments(
         self, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Entry, Any]:
+    ) -> tuple[CapturedStep, Any]:
         pool = self._memory()
         breaks = AttentionBreaks(attention_ops(self.compilation_config))
         with self._layer.capturing(pool, settle=True) as join:
@@ -318,7 +317,7 @@ class BreakableStep(_Graphs):
         except BaseException:
             captured.close()
             raise
-        return Entry(captured, captured.replay, captured.outputs), captured.outputs
+        return CapturedStep(captured, self._broken, captured.outputs), captured.outputs
 
 
 @functools.cache

@@ -243,7 +243,7 @@ def test_wrong_mode_is_an_error_without_strict_too(standin: Engine) -> None:
 
 
 def test_entry_point_is_the_inert_plugin() -> None:
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     group = re.search(r'\[project.entry-points."vllm.general_plugins"\]\n(\S+) = "(\S+)"', text)
     assert group is not None
     module, _, name = group[2].partition(":")

@@ -13,7 +13,6 @@ import torch
 
 import devgraph as dg
 from devgraph.integrations import vllm
-from devgraph.integrations.engine import table
 from devgraph.integrations.vllm import layer
 from tests.support.vllm_engine import ENGINES, WIDTH, Engine, Step, engine_of
 
@@ -264,11 +263,9 @@ def test_closed_whole_step_says_so(engine: Engine) -> None:
     with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
         wrapper(torch.randn(2, WIDTH))
     (entry,) = wrapper.concrete_cudagraph_entries.values()
-    kept = table.Replayable(entry.graph, layer.current_layer().ledger.of("full"))
-    kept.replay()
-    kept.reset()
-    entry.close()
-    for replay in (kept.replay, entry.replay):
+    entry.replay()
+    entry.reset()
+    for replay in (entry.replay, entry.launch):
         with pytest.raises(dg.StateError, match="closed"):
             replay()
 
