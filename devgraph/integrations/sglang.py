@@ -20,7 +20,7 @@ from devgraph.api.pool import Pool
 from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import Ledger, ModeCount
 from devgraph.integrations.engine.memory import GraphMemory
-from devgraph.integrations.engine.table import CapturedStep, capture_whole
+from devgraph.integrations.engine.steps import CapturedStep, capture_whole
 
 __all__ = ["breakable_backend", "full_backend", "install", "stats", "uninstall"]
 

@@ -10,7 +10,7 @@ import torch
 
 import devgraph as dg
 from devgraph.integrations.engine.ledger import ModeCount
-from devgraph.integrations.engine.table import capture_whole
+from devgraph.integrations.engine.steps import capture_whole
 from tests.support.device_kit import check, graph_of, on
 
 backend, randn = on("cuda")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from devgraph.integrations.engine.ledger import EagerReason
-from devgraph.integrations.engine.table import CapturedStep, capture_whole
+from devgraph.integrations.engine.steps import CapturedStep, capture_whole
 from devgraph.integrations.vllm.layer import current_layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from devgraph.api.errors import StateError
 from devgraph.integrations.engine.ledger import EagerReason, ModeCount
-from devgraph.integrations.engine.table import (
+from devgraph.integrations.engine.steps import (
     CapturedStep,
     addresses,
     capture_broken,

@@ -1,4 +1,4 @@
-"""Captured steps by the engine's batch descriptor; knows nothing of an engine."""
+"""Captured steps of an engine; knows nothing of which engine it is."""
 
 from __future__ import annotations
 
