@@ -7,7 +7,6 @@ from pathlib import Path
 
 from devgraph.api.config.flags import add_cli_args
 from devgraph.api.policy import COMPILERS, policies
-from devgraph.cli.tables import CommandError
 
 __all__ = [
     "CACHE",
@@ -16,7 +15,6 @@ __all__ = [
     "MOST_REQUESTS",
     "MOST_STEP_TOKENS",
     "SIZES",
-    "check_engine_arguments",
 ]
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -43,6 +41,14 @@ _MEANING = {
     "batch": "requests in the step",
     "window": "rows of the key and value cache of each request",
 }
+
+
+def _count(text: str) -> int:
+    if not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def _target(parser: argparse.ArgumentParser) -> None:
@@ -82,10 +88,14 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="plan for this backend (default: auto)")
     parser.add_argument("--cluster", metavar="FILE", help="plan for every group of this cluster")
     parser.add_argument(
-        "--max-requests", type=int, default=256, metavar="N", help="capacity (default: 256)"
+        "--max-requests", type=_count, default=256, metavar="N", help="capacity (default: 256)"
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=8192, metavar="N", help="tokens of a step (default: 8192)"
+        "--max-tokens",
+        type=_count,
+        default=8192,
+        metavar="N",
+        help="tokens of a step (default: 8192)",
     )
     parser.add_argument(
         "--fact",
@@ -142,7 +152,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", metavar="NAME", help="(default: auto)")
     for name, size in SIZES.items():
         text = f"{_MEANING[name]} (default: {size})"
-        parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=text)
+        parser.add_argument(f"--{name}", type=_count, default=size, metavar="N", help=text)
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
@@ -150,14 +160,14 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="of weights and caches (default: float32)",
     )
     parser.add_argument(
-        "--kv-len", type=int, metavar="N", help="rows to attend over (default: half the window)"
+        "--kv-len", type=_count, metavar="N", help="rows to attend over (default: half the window)"
     )
     parser.add_argument(
-        "--steps", type=int, default=50, metavar="N", help="steps a repeat (default: 50)"
+        "--steps", type=_count, default=50, metavar="N", help="steps a repeat (default: 50)"
     )
     parser.add_argument(
         "--repeats",
-        type=int,
+        type=_count,
         default=5,
         metavar="N",
         help="repeats, of which the median counts (default: 5)",
@@ -174,7 +184,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         choices=COMPILERS,
         help="piecewise with this compiler only; may be repeated (default: all of the backend)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch")
+    parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads of torch")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE", help="write a chart (needs matplotlib)")
 
@@ -236,25 +246,25 @@ MOST_STEP_TOKENS = 512
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that do not choose model or prompts."""
     add = parser.add_argument
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="a prompt (default: 64)")
+    add("--max-new-tokens", type=_count, default=64, metavar="N", help="a prompt (default: 64)")
     add("--backend", default="auto", help="(default: auto)")
     add("--dtype", choices=DTYPES, help="(default: float32 on the CPU, bfloat16 elsewhere)")
     add(
         "--max-requests",
-        type=int,
+        type=_count,
         metavar="N",
         help="requests that run at once (default: as many "
         f"as there are prompts, at most {MOST_REQUESTS})",
     )
     add(
         "--max-len",
-        type=int,
+        type=_count,
         metavar="N",
         help="positions of a request (default: what prompts and new tokens need)",
     )
     add(
         "--max-step-tokens",
-        type=int,
+        type=_count,
         metavar="N",
         help="tokens of a prefill step (default: what "
         f"the prompts need, at most {MOST_STEP_TOKENS})",
@@ -291,26 +301,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--repeats",
-        type=int,
+        type=_count,
         default=1,
         metavar="N",
         help="runs, of which the median time counts (default: 1)",
     )
-    add("--threads", type=int, metavar="N", help="CPU threads of torch")
+    add("--threads", type=_count, metavar="N", help="CPU threads of torch")
     add("--json", action="store_true", help="print JSON instead of text and tables")
     add_cli_args(parser)
-
-
-def check_engine_arguments(args: argparse.Namespace) -> None:
-    """Raise CommandError for a count below one."""
-    for name in (
-        "max_new_tokens",
-        "repeats",
-        "max_requests",
-        "max_len",
-        "max_step_tokens",
-        "threads",
-    ):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise CommandError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

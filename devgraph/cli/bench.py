@@ -28,9 +28,6 @@ def run(args: argparse.Namespace) -> int:
     """Time everything and print it; 1 when a policy fails or its outputs are not those of eager."""
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib: pip install matplotlib")
-    for name in ("steps", "repeats"):
-        if getattr(args, name) < 1:
-            raise CommandError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.threads:
         torch.set_num_threads(args.threads)
     shape = Shape(**{name: getattr(args, name) for name in SIZES}, dtype=getattr(torch, args.dtype))
@@ -87,48 +84,31 @@ def _report(
 def _print(report: dict[str, Any], rows: list[Row]) -> None:
     eager = rows[0]
     shape = report["shape"]
+    columns = {
+        "": [row.name for row in rows],
+        "host": [time_text(row.host) for row in rows],
+        "wall": [time_text(row.wall) for row in rows],
+        "host vs eager": [ratio(eager.host / row.host) for row in rows],
+        "wall vs eager": [ratio(eager.wall / row.wall) for row in rows],
+        "capture": [time_text(row.capture_seconds) for row in rows],
+        "memory": [
+            None if row.pool_bytes is None else format_bytes(row.pool_bytes) for row in rows
+        ],
+        "segments": [row.segments for row in rows],
+        "nodes": [row.nodes for row in rows],
+        "equals eager": [
+            row.equal if row.equal == (row.difference == 0) else f"to {row.difference:.0e}"
+            for row in rows
+        ],
+    }
     print_table(
         f"one decode step on {report['backend']} ({report['device']}, {report['threads']} CPU "
         f"threads, torch {report['torch']}): "
         + ", ".join(f"{name} {value}" for name, value in shape.items())
         + f", kv_len {report['kv_len']}",
-        (
-            "",
-            "host",
-            "wall",
-            "host vs eager",
-            "wall vs eager",
-            "capture",
-            "memory",
-            "segments",
-            "nodes",
-            "equals eager",
-        ),
-        [
-            (
-                row.name,
-                time_text(row.host),
-                time_text(row.wall),
-                ratio(eager.host / row.host),
-                ratio(eager.wall / row.wall),
-                time_text(row.capture_seconds),
-                None if row.pool_bytes is None else format_bytes(row.pool_bytes),
-                row.segments,
-                row.nodes,
-                row.equal if row.equal == (row.difference == 0) else f"to {row.difference:.0e}",
-            )
-            for row in rows
-        ],
-        numbers=(
-            "host",
-            "wall",
-            "host vs eager",
-            "wall vs eager",
-            "capture",
-            "memory",
-            "segments",
-            "nodes",
-        ),
+        list(columns),
+        zip(*columns.values(), strict=True),
+        numbers=list(columns)[1:-1],
     )
     say(
         f"medians of {report['repeats']} repeats of {report['steps']} steps each; host: until the "

@@ -250,10 +250,6 @@ class Shape:
     dtype: torch.dtype
 
     def __attrs_post_init__(self) -> None:
-        for field in attrs.fields(Shape):
-            value = getattr(self, field.name)
-            if field.name != "dtype" and value < 1:
-                raise InputError(f"{field.name} must be at least 1, got {value}")
         if self.hidden % self.heads:
             raise InputError(
                 f"hidden {self.hidden} is no multiple of {self.heads} heads; choose another size"

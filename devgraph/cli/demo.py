@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from devgraph.api.errors import InputError
-from devgraph.cli.arguments import check_engine_arguments
 from devgraph.cli.generate import generate
 from devgraph.cli.models import require_transformers
 from devgraph.cli.tables import CommandError, note, working
@@ -26,7 +25,6 @@ PROMPTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Fetch the model if need be and generate; 1 when graphs and eager give different tokens."""
-    check_engine_arguments(args)
     model = fetch(args.cache)
     # The prompts are known, and a stranger waits: the default prefill buckets take most of the
     # time before the first token, and all but one of them serve prompts that will not come.

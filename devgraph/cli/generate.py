@@ -15,7 +15,6 @@ from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.resolve import resolve
 from devgraph.api.registry import get_backend, names
-from devgraph.cli.arguments import check_engine_arguments
 from devgraph.cli.models import load_model, require_transformers
 from devgraph.cli.tables import CommandError, print_json, working
 
@@ -28,7 +27,6 @@ __all__ = ["OrderedText", "generate", "run"]
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print; 1 when graphs and eager give different tokens."""
-    check_engine_arguments(args)
     prompts = _prompts(args)
     return generate(args, prompts, model=args.model, gguf_file=args.gguf_file)
 

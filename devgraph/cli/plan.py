@@ -28,10 +28,6 @@ __all__ = ["ModelSizes", "estimate", "ranges", "run"]
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; a choice that cannot work is an error."""
-    for name in ("max_requests", "max_tokens"):
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            raise CommandError(f"--{flag} must be at least 1, got {getattr(args, name)}")
     config = DeviceGraphConfig.from_args(args, backends=names())
     facts = _facts(args.fact)
     sizes = _sizes(args)

@@ -132,8 +132,8 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
     [
         (["--hidden", "30", "--heads", "4"], "no multiple of 4 heads"),
         (["--kv-len", "17"], "--kv-len must be from 1 to the window of 16"),
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--layers", "0"], "layers must be at least 1"),
+        (["--steps", "0"], "--steps: must be at least 1"),
+        (["--layers", "0"], "--layers: must be at least 1"),
         (["--plot", "chart.nonsense"], "cannot write the chart chart.nonsense"),
     ],
 )

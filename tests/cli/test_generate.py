@@ -231,7 +231,7 @@ def test_chat_puts_prompts_into_the_template(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens: must be at least 1"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or positive"),
         (["--max-len", "4"], "need"),
         (["--backend", "cpuu"], "Did you mean 'cpu'?"),

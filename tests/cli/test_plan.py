@@ -96,7 +96,7 @@ def test_choice_that_a_safety_rule_forbids_is_an_error(capsys: pytest.CaptureFix
     [
         (["--fact", "loras=true"], "Did you mean 'lora'?"),
         (["--fact", "lora"], "write NAME=VALUE"),
-        (["--max-requests", "0"], "--max-requests must be at least 1"),
+        (["--max-requests", "0"], "--max-requests: must be at least 1"),
         (["--decode-device-graph-bs", "999"], "over the capacity of 256"),
         (["--cluster", "nowhere.json"], "nowhere.json"),
         (["--model", "nowhere/at/all"], "cannot read a model from 'nowhere/at/all'"),

@@ -26,7 +26,10 @@ class Result:
 def run_cli(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Result:
     """Run ``devgraph *argv`` and return what came out."""
     capsys.readouterr()
-    code = main([str(one) for one in argv])
+    try:
+        code = main([str(one) for one in argv])
+    except SystemExit as ended:  # of the parser
+        code = int(ended.code or 0)
     captured = capsys.readouterr()
     return Result(code, captured.out, captured.err)
 

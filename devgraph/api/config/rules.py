@@ -82,131 +82,114 @@ def _aligned(facts: EngineFacts, phase: PhaseConfig) -> tuple[int, ...]:
     return tuple(sorted({-(-size // step) * step for size in phase.buckets or ()}))
 
 
-def _only(phase: str, name: str, kind: str, **rest: Any) -> Rule:
-    return Rule(name=name, kind=kind, phases=(phase,), **rest)
+def _row(kind: str) -> Callable[..., Rule]:
+    def row(name: str, *phases: str, **rest: Any) -> Rule:
+        return Rule(name=name, kind=kind, phases=phases or PHASES, **rest)
+
+    return row
 
 
-def _both(name: str, kind: str, **rest: Any) -> Rule:
-    return Rule(name=name, kind=kind, **rest)
-
-
-def _traced(name: str, kind: str, **rest: Any) -> Rule:
-    """About policies that trace or compile the step's own code."""
-    return Rule(name=name, kind=kind, spares={UNTRACED}, **{"value": "breakable", **rest})
-
+_safety, _preference, _note, _scope = map(_row, ("safety", "preference", "note", "scope"))
+_INSIDE = {"spares": {BREAKS}, "value": "breakable"}
+"""Of rules about marked code that is captured with the rest."""
+_TRACED = {"spares": {UNTRACED}, "value": "breakable"}
+"""Of rules about policies that trace or compile the step's own code."""
 
 RULES: tuple[Rule, ...] = (
     # Phases that do not occur.
-    _only(
-        "decode",
+    _scope(
         "role-prefill",
-        "scope",
+        "decode",
         when=lambda facts, _: facts.role == "prefill",
         explanation="this node never decodes, so decode graphs would only take memory",
         source=f"{_SGLANG}/pull/30409",
     ),
-    _only(
-        "prefill",
+    _scope(
         "role-decode",
-        "scope",
+        "prefill",
         when=lambda facts, _: facts.role == "decode",
         explanation="this node never prefills, so prefill graphs would only take memory",
         source=f"{_SGLANG}/pull/30409",
     ),
-    _only(
-        "decode",
+    _scope(
         "pooling-decode",
-        "scope",
+        "decode",
         when=lambda facts, _: facts.pooling,
         explanation="the model never decodes, so decode graphs would only take memory",
         source="SGLang 0.5.23, arg_groups/model_hook.py",
     ),
     # What the engine does around a step.
-    _both(
+    _safety(
         "weight-offload",
-        "safety",
         when=lambda facts, _: facts.weight_offload,
         explanation="weights that move during a step are at other addresses than the graph reads",
         source=f"{_SGLANG}/pull/23664",
     ),
-    _both(
+    _safety(
         "debug-hooks",
-        "safety",
         when=lambda facts, _: facts.debug_hooks,
         explanation="Python hooks do not run when a graph is replayed, so dumps would lack frames",
         source=f"{_SGLANG}/pull/38439",
     ),
-    _only(
-        "prefill",
+    _safety(
         "kv-sharding",
-        "safety",
+        "prefill",
         when=lambda facts, _: facts.kv_sharding,
         explanation="prefill follows a sharding plan of each request that a capture does not have",
         source="SGLang 0.5.23, arg_groups/kv_shard_hook.py",
     ),
-    _both(
+    _safety(
         "kv-layerwise",
-        "safety",
-        spares={BREAKS},
-        value="breakable",
+        **_INSIDE,
         when=lambda facts, _: facts.kv_layerwise,
         explanation="the host's wait before each layer is skipped by a replay, so attention reads "
         "pages that have not arrived; marked no_graph, it runs between segments",
         source=f"{_VLLM}/pull/31057",
     ),
-    _both(
+    _note(
         "kv-offload",
-        "note",
         when=lambda facts, _: facts.kv_offload,
         explanation="pages that move between steps keep their addresses: graphs stay on; attach "
         "the transfers to the layers before capture",
         source=f"{_SGLANG}/issues/25526, {_SGLANG}/pull/38354",
     ),
-    _both(
+    _safety(
         "memory-saver",
-        "safety",
         spares={WHOLE},
         when=lambda facts, _: facts.memory_saver and not facts.suspend_on_release,
         explanation="segments hand tensors to eager code across a release that nobody announced; "
         "call suspend and resume of the runner around it",
         source="https://github.com/NVIDIA-NeMo/RL/pull/3612",
     ),
-    _both(
+    _note(
         "memory-saver-full",
-        "note",
         when=lambda facts, _: facts.memory_saver and not facts.suspend_on_release,
         explanation="memory comes back without its contents: buffers that are filled once, at "
         "start, must stay outside what is released",
         source=f"{_SGLANG}/pull/30474",
     ),
     # Attention.
-    _only(
-        "prefill",
+    _safety(
         "attention-prefill",
-        "safety",
-        spares={BREAKS},
-        value="breakable",
+        "prefill",
+        **_INSIDE,
         when=lambda facts, _: facts.attention != "always",
         explanation="a full prefill graph holds attention over requests of mixed lengths, which "
         "this attention cannot have captured",
         source=f"{_VLLM}/pull/20059",
     ),
-    _only(
-        "decode",
+    _safety(
         "attention-decode",
-        "safety",
-        spares={BREAKS},
-        value="breakable",
+        "decode",
+        **_INSIDE,
         when=lambda facts, _: facts.attention == "never",
         explanation="this attention cannot be captured at all; between segments it runs eagerly",
         source=f"{_VLLM}/pull/20059",
     ),
-    _only(
-        "decode",
+    _safety(
         "attention-width",
-        "safety",
-        spares={BREAKS},
-        value="breakable",
+        "decode",
+        **_INSIDE,
         when=lambda facts, _: (
             facts.attention == "single_token_decode" and facts.speculative_tokens > 0
         ),
@@ -214,134 +197,117 @@ RULES: tuple[Rule, ...] = (
         "captured with one only",
         source=f"{_VLLM}/pull/20059",
     ),
-    _both(
+    _safety(
         "region-update",
-        "safety",
-        spares={BREAKS},
-        value="breakable",
+        **_INSIDE,
         when=lambda facts, _: facts.host_lengths and not facts.region_update,
         explanation="attention takes lengths from the host and this backend cannot update regions "
         "inside a graph, so the lengths of the capture would stay",
         source="devgraph: Capabilities.region_update",
     ),
-    _only(
-        "prefill",
+    _preference(
         "slower-prefill",
-        "preference",
+        "prefill",
         when=lambda facts, _: facts.slower_prefill,
         explanation="a captured prefill falls back to a slower attention kernel than eager uses",
         source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
-    _only(
-        "prefill",
+    _note(
         "full-prefill",
-        "note",
+        "prefill",
         spares={BREAKS},
         when=lambda *_: True,
         explanation="a full prefill graph has a fixed number of request slots; batches of more "
         "requests run eagerly",
         source=f"{_SGLANG}/pull/27988",
     ),
-    _only(
-        "decode",
+    _note(
         "speculation",
-        "note",
+        "decode",
         when=lambda facts, _: facts.speculative_tokens > 0,
         explanation="verify batches are variants of their own (width = 1 + draft tokens), which is "
         "no reason to switch graphs off",
         source=f"{_VLLM}/pull/36165, {_SGLANG}/pull/25795",
     ),
-    _only(
-        "decode",
+    _note(
         "dynamic-speculation",
-        "note",
+        "decode",
         when=lambda facts, _: facts.dynamic_speculation,
         explanation="declare a variant per width that occurs; a step of another width runs as "
         "prefill",
         source=f"{_VLLM}/pull/45953",
     ),
     # Ranks.
-    _both(
+    _safety(
         "collectives",
-        "safety",
         when=lambda facts, _: facts.collectives and not facts.collectives_capturable,
         explanation="the body holds collectives and this backend cannot capture them",
         source="devgraph: Capabilities.collectives",
     ),
-    _only(
-        "prefill",
+    _preference(
         "pipeline-parallel",
-        "preference",
+        "prefill",
         when=lambda facts, _: facts.pipeline_parallel > 1,
         explanation="graphs of a pipeline stage pay off for small prefills only; large ones can be "
         "slower than eager",
         source=f"{_SGLANG}/pull/36248",
     ),
-    _only(
-        "prefill",
+    _safety(
         "context-parallel",
-        "safety",
+        "prefill",
         when=lambda facts, _: facts.context_parallel > 1 and not facts.context_parallel_static,
         explanation="ranks that share a prefill exchange sizes that differ from those of capture",
         source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
-    _only(
-        "prefill",
+    _safety(
         "decode-context-parallel",
-        "safety",
+        "prefill",
         when=lambda facts, _: facts.decode_context_parallel > 1,
         explanation="prefill gathers the KV shards by a plan of each batch that a capture lacks",
         source=f"{_SGLANG}/pull/38943",
     ),
-    _both(
+    _safety(
         "two-batch-overlap",
-        "safety",
         spares={WHOLE},
         when=lambda facts, _: facts.two_batch_overlap,
         explanation="two interleaved halves would share the segments and break in each other's "
         "middle",
         source=f"{_SGLANG}/issues/7511, {_VLLM}/pull/23693",
     ),
-    _both(
+    _note(
         "dp-attention",
-        "note",
         when=lambda facts, _: facts.data_parallel_attention,
         explanation="ranks without work must take part in every decision and step: agree on each "
         "decision and run idle ranks with it",
         source=f"{_SGLANG}/issues/19252",
     ),
-    _both(
+    _safety(
         "moe-host-counts",
-        "safety",
-        spares={BREAKS},
-        value="breakable",
+        **_INSIDE,
         when=lambda facts, _: facts.moe_all_to_all == "host",
         explanation="the exchange between experts reads its counts on the host; marked no_graph, "
         "it runs between segments",
         source=f"{_SGLANG}/pull/5014",
     ),
-    _only(
-        "prefill",
+    _preference(
         "moe-unproven",
-        "preference",
+        "prefill",
         when=lambda facts, _: facts.moe_all_to_all == "unproven",
         explanation="nobody has tried this exchange between experts under capture",
         source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
-    _only(
-        "prefill",
+    _safety(
         "moe-align",
-        "safety",
+        "prefill",
         key="align",
         value=lambda facts, phase: math.lcm(facts.moe_all_to_all_align, phase.align),
         when=lambda facts, phase: phase.align % facts.moe_all_to_all_align != 0,
         explanation="the exchange between experts can hang with other prefill sizes",
         source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
-    _only(
-        "prefill",
+    _safety(
         "moe-align-buckets",
-        "safety",
+        "prefill",
         key="buckets",
         value=_aligned,
         when=lambda facts, phase: (
@@ -351,44 +317,38 @@ RULES: tuple[Rule, ...] = (
         source="SGLang 0.5.23, the graph hook of arg_groups",
     ),
     # The model.
-    _only(
-        "prefill",
+    _safety(
         "multimodal",
-        "safety",
+        "prefill",
         when=lambda facts, _: facts.multimodal == "outside",
         explanation="embeddings that join outside the captured body are dropped by a replay; give "
         "them an input slot",
         source=f"{_SGLANG}/pull/30620",
     ),
-    _only(
-        "prefill",
+    _safety(
         "encoder-decoder",
-        "safety",
+        "prefill",
         when=lambda facts, _: facts.encoder_decoder,
         explanation="the first decoder step takes another path than a replay would",
         source=f"{_VLLM}/pull/30072",
     ),
-    _only(
-        "prefill",
+    _preference(
         "pooling-prefill",
-        "preference",
-        spares={BREAKS},
-        value="breakable",
+        "prefill",
+        **_INSIDE,
         when=lambda facts, _: facts.pooling,
         explanation="pooling reads the lengths of each batch after the body",
         source="vLLM 0.33, config/vllm.py",
     ),
-    _both(
+    _note(
         "lora",
-        "note",
         when=lambda facts, _: facts.lora,
         explanation="steps with and without adapters are variants; without them one graph always "
         "pays for adapters",
         source=f"{_VLLM}/pull/25914",
     ),
-    _both(
+    _safety(
         "host-recorder",
-        "safety",
         spares={BREAKS, UNTRACED},
         value="breakable",
         when=lambda facts, _: facts.host_recorder,
@@ -397,77 +357,77 @@ RULES: tuple[Rule, ...] = (
         source="SGLang 0.5.18, server_args.py",
     ),
     # Tracing and compiling.
-    _traced(
+    _safety(
         "piecewise-backend",
-        "safety",
         when=lambda facts, _: not facts.piecewise,
         explanation="this backend cannot capture compiled pieces",
         source=f"{_SGLANG}/pull/27811, devgraph: Capabilities.piecewise",
+        **_TRACED,
     ),
-    _traced(
+    _safety(
         "piecewise-compiler",
-        "safety",
+        spares={UNTRACED},
         key="compiler",
         value="eager",
         when=lambda facts, phase: phase.compiler not in facts.compilers,
         explanation="this backend has no such compiler for the pieces",
         source="devgraph: Capabilities.compilers",
     ),
-    _traced(
+    _safety(
         "piecewise-torch-compile",
-        "safety",
         when=lambda facts, _: facts.torch_compile,
         explanation="the engine compiles the whole model already; it cannot be split again",
         source="SGLang 0.5.18, server_args.py",
+        **_TRACED,
     ),
-    _traced(
+    _safety(
         "piecewise-traceable",
-        "safety",
         when=lambda facts, _: not facts.traceable,
         explanation="torch.compile cannot trace this model",
         source="SGLang 0.5.18, server_args.py",
+        **_TRACED,
     ),
-    _traced(
+    _safety(
         "piecewise-lora",
-        "safety",
         when=lambda facts, _: facts.lora,
         explanation="adapter data is rebound per batch, which breaks the guards of traced code",
         source=f"{_SGLANG}/pull/19469, {_SGLANG}/pull/25783",
+        **_TRACED,
     ),
-    _traced(
+    _preference(
         "piecewise-dp-attention",
-        "preference",
         when=lambda facts, _: facts.data_parallel_attention,
         explanation="sizes gathered over ranks are host values that tracing specialises on",
         source=f"{_SGLANG}/issues/11490",
+        **_TRACED,
     ),
-    _traced(
+    _preference(
         "piecewise-moe",
-        "preference",
         when=lambda facts, _: facts.moe_all_to_all != "none",
         explanation="exchanges between experts are not proven to trace",
         source=f"{_SGLANG}/pull/13638",
+        **_TRACED,
     ),
-    _traced(
+    _preference(
         "piecewise-role",
-        "preference",
         when=lambda facts, _: facts.role != "both",
         explanation="KV transfers of disaggregated serving are not proven to trace",
         source="SGLang 0.5.18, server_args.py",
+        **_TRACED,
     ),
-    _traced(
+    _preference(
         "piecewise-deterministic",
-        "preference",
         when=lambda facts, _: facts.deterministic,
         explanation="tracing chooses kernel configurations once, for another batch size than runs",
         source=f"{_VLLM}/pull/57586",
+        **_TRACED,
     ),
-    _traced(
+    _preference(
         "piecewise-symmetric-memory",
-        "preference",
         when=lambda facts, _: facts.symmetric_memory,
         explanation="collectives over symmetric memory are not proven to trace",
         source="SGLang 0.5.18, server_args.py",
+        **_TRACED,
     ),
 )
 """The whole table, in the order of application."""

@@ -18,17 +18,7 @@ from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
 
-__all__ = ["Job", "Plan", "Policy", "Segment"]
-
-
-class Segment(Protocol):
-    """Whatever can stand in a capture's segment list."""
-
-    def replay(self) -> None:
-        """Run the segment once."""
-
-    def reset(self) -> None:
-        """Free what it holds."""
+__all__ = ["Job", "Plan", "Policy"]
 
 
 @attrs.frozen(kw_only=True)
@@ -77,6 +67,7 @@ class Plan(Protocol):
     """A finished capture: segments in order, and the outputs that they write."""
 
     segments: list[Any]
+    """Each with ``replay()``, which runs it once, and ``reset()``, which frees what it holds."""
     outputs: Any
     marks: list[Mark]
     """Marks whose host values must be resolved at each replay."""
