@@ -165,6 +165,38 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
+"""Memory, and offset, size and strides in it: all that changes of layout in place can change."""
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return where ``tensor`` lies now."""
+    return (
+        tensor.untyped_storage(),
+        int(tensor.storage_offset()),
+        tensor.shape,
+        tensor.stride(),
+    )
+
+
+def rewrite(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into ``target`` without autograd; expanded dimensions are those of both."""
+    dense = unexpanded(target)
+    if dense is not target:
+        source = source.as_strided(dense.shape, source.stride())
+    dense.copy_(source.detach() if source.requires_grad else source)
+
+
+def effective_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides that address anything: those of dimensions of size one, and of a tensor
+    without elements, are 0."""
+    if not tensor.numel():
+        return (0,) * tensor.ndim
+    return tuple(
+        step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def _zeros(nbytes: int, device: torch.device | str) -> torch.Tensor:
     try:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)

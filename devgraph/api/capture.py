@@ -11,9 +11,16 @@ import torch
 
 from devgraph.api import process
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import unexpanded
-from devgraph.api.errors import InputError, InputTypeError, NestedCaptureError, StateError
+from devgraph.api.buffers import Place, place_of, unexpanded
+from devgraph.api.errors import (
+    CaptureError,
+    InputError,
+    InputTypeError,
+    NestedCaptureError,
+    StateError,
+)
 from devgraph.api.graph import DeviceGraph, GraphInfo
+from devgraph.api.marks.calls import describe
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.modes import Modes
@@ -52,7 +59,7 @@ class Captured:
         self._process = process.identity.token
         self._lock = job.pool.lock
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
-        self._bound = [(t, t.data_ptr()) for t in job.tensors]
+        self._bound = [(t, t.data_ptr(), t.shape, t.stride()) for t in job.tensors]
         self._held = list(_held_in((job.args, *job.kwargs.values())))
 
     @property
@@ -74,7 +81,8 @@ class Captured:
 
         Raises:
             HostArgumentError: host arguments are missing, unknown or ill-typed (a TypeError).
-            StateError: closed, in a forked process, or a bound tensor has moved or was replaced.
+            StateError: closed, in a forked process, or a bound tensor has moved, was replaced or
+                has another layout.
             NestedCaptureError: inside a capture.
         """
         self._check()
@@ -116,13 +124,20 @@ class Captured:
         process.identity.require(self._process, "replay a capture")
         if is_capturing():
             raise NestedCaptureError("cannot replay a capture inside a capture")
-        for tensor, address in self._bound:
+        for tensor, address, shape, stride in self._bound:
             if tensor.data_ptr() != address:
                 raise StateError(
                     f"a tensor bound at capture ({tensor.dtype} {tuple(tensor.shape)}) has moved "
                     f"from {address:#x} to {tensor.data_ptr():#x}: the graph would use the old "
                     f"memory. Write new data with copy_() instead of replacing its storage, or "
                     f"capture again."
+                )
+            if tensor.shape != shape or tensor.stride() != stride:
+                raise StateError(
+                    f"a tensor bound at capture ({tensor.dtype} {tuple(shape)} strides {stride}) "
+                    f"has another layout now: {tuple(tensor.shape)} strides {tensor.stride()}. The "
+                    f"graph would read it as it was. Undo what changed it in place (t_(), "
+                    f"resize_(), ...), or capture again."
                 )
         for container, key, tensor in self._held:
             if _entry(container, key) is not tensor:
@@ -294,12 +309,21 @@ def capture(
         after_warmup=after_warmup,
     )
     started = time.perf_counter()
-    with session(memory, mode=job.capture_error_mode) as held, _contents_kept(device, job.tensors):
+    with (
+        session(memory, mode=job.capture_error_mode) as held,
+        _contents_kept(device, job.tensors) as same,
+    ):
         with job.phase("warm-up"):
             ready = chosen.warm_up(job, warmup)
             device.synchronize()
+            same()
         with job.phase("capture"):
             plan = chosen.capture(ready, held)
+            try:
+                same()
+            except CaptureError:
+                plan.close()
+                raise
     return Captured(job, plan, policy, time.perf_counter() - started)
 
 
@@ -309,18 +333,44 @@ def _require(what: str, value: object, fits: bool, wanted: str) -> None:
 
 
 @contextlib.contextmanager
-def _contents_kept(backend: Backend, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give the tensors and the random state their contents back afterwards, also on failure."""
+def _contents_kept(
+    backend: Backend, tensors: Sequence[torch.Tensor]
+) -> Iterator[Callable[[], None]]:
+    """Give the tensors and the random state their contents back afterwards, also on failure.
+
+    Yields what raises CaptureError if the layout or the memory of one is another than before.
+    """
     with torch.inference_mode():
         saved = [(tensor, tensor.clone()) for tensor in map(unexpanded, tensors)]
+    places = [place_of(tensor) for tensor in tensors]
     rng = backend.get_rng_state()
+
+    def same() -> None:
+        for tensor, place in zip(tensors, places, strict=True):
+            if not _is_at(tensor, place):
+                raise CaptureError(
+                    f"the step changes an argument in place from {tuple(place[2])} strides "
+                    f"{place[3]} to {describe(tensor)}, or gives it other memory (t_(), resize_(), "
+                    f"set_(), ...). A replay would not. Make that change on a view of it: "
+                    f"view = tensor[...]."
+                )
+
     try:
-        yield
+        yield same
     finally:
         backend.set_rng_state(rng)
+        for tensor, place in zip(tensors, places, strict=True):
+            if not _is_at(tensor, place):
+                with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+                    tensor.set_(*place)
         with torch.inference_mode():  # inference tensors may only be written in this mode
             for tensor, content in saved:
                 tensor.copy_(content)
+
+
+def _is_at(tensor: torch.Tensor, place: Place) -> bool:
+    storage, *layout = place_of(tensor)
+    return storage._cdata == place[0]._cdata and layout == [*place[1:]]
 
 
 def _held_in(values: Iterable[Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:

@@ -17,7 +17,10 @@ from __future__ import annotations
 
 import abc
 import enum
+import functools
+import inspect
 import logging
+import numbers
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping
@@ -559,7 +562,40 @@ def _exact(value: Any) -> Any:
         )
     if kind.__hash__ is _BY_IDENTITY and hasattr(value, "__dict__") and not callable(value):
         raise TypeError("it is compared by identity, so that a change inside it goes unnoticed")
-    return kind, value
+    return kind, value, _alike(value, ())
+
+
+def _alike(value: Any, around: tuple[int, ...]) -> Any:
+    """Return what equal values may differ in: the kinds of all that is in them, and zeros' signs.
+
+    What an object leaves out of its comparison counts no more than that.
+
+    Args:
+        around: identities of the objects that ``value`` is part of.
+    """
+    kind = type(value)
+    if kind is int or kind is str or isinstance(value, torch.Tensor) or id(value) in around:
+        return kind
+    if isinstance(value, numbers.Number):
+        return kind, None if kind is float and value else repr(value)
+    around = (*around, id(value))
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(_alike(item, around) for item in value)
+    parts: list[Any] = []
+    if isinstance(value, tuple | list | dict):
+        parts.extend(value)
+    if isinstance(value, dict):
+        parts.extend(value.values())
+    if kind.__hash__ is not _BY_IDENTITY:
+        parts.extend(getattr(value, "__dict__", {}).values())
+        parts.extend(getattr(value, name, None) for name in _slots(type(value)))
+    return kind, tuple(_alike(part, around) for part in parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    return tuple(m.__name__ for m in members if inspect.ismemberdescriptor(m))
 
 
 def _require_key(mark: Mark, name: str, value: object) -> None:

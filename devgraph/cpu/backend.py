@@ -85,7 +85,10 @@ class CpuGraph(DeviceGraph):
 
     def _begin(self, mode: str) -> None:
         recorder = Recorder(
-            self.pool.blocks, others=(self.pool.regions,), knowledge=self._knowledge
+            self.pool.blocks,
+            others=(self.pool.regions,),
+            knowledge=self._knowledge,
+            arguments=self.touchable,
         )
         self._recorder = recorder
         recorder.__enter__()

@@ -68,6 +68,7 @@ class Recorder(Draft):
         others: pools whose tensors may occur too; none of them is kept from reuse by the tape.
         knowledge: what earlier recordings learned; learned anew if None.
         bound: addresses of the only memory outside the pools that may be touched; any if None.
+        arguments: tensors whose layout the code may not change in place.
         on_violation: called for everything that a device capture would refuse or freeze; the
             recording goes on with assumed values and cannot be replayed. Without it, what is
             refused raises.
@@ -84,12 +85,14 @@ class Recorder(Draft):
         others: Sequence[BlockPool] = (),
         knowledge: Knowledge | None = None,
         bound: Collection[int] | None = None,
+        arguments: Sequence[torch.Tensor] = (),
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
         super().__init__()
         self.touched: dict[int, torch.UntypedStorage] = {}
         """Memory outside the pools that the recording touches, by address."""
         self._bound = bound
+        self._arguments = arguments
         self._pool = pool
         self._pools = (pool, *others)
         knowledge = knowledge or Knowledge()
@@ -226,6 +229,14 @@ class Recorder(Draft):
     def _run_now(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plan.func(*args, **kwargs)
 
+    def _view(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if plan.writes and any(args[0] is tensor for tensor in self._arguments):
+            raise UnrecordableError(
+                f"{plan.name} changes an argument of the step in place, and a replay would not. "
+                f"Call it on a view of the tensor: tensor[...]"
+            )
+        return self._run_now(plan, args, kwargs)
+
     def _decompose(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _ABOVE | _AUTOCAST if self._autocast else _ABOVE
         include = torch._C._dispatch_tls_local_include_set()
@@ -346,9 +357,7 @@ class Recorder(Draft):
             if alias is not tensor:
                 return alias
         self._touch(tensor)
-        if tensor.requires_grad or type(tensor) is not torch.Tensor:
-            return tensor.detach()
-        return tensor
+        return tensor.detach()  # whose layout nobody changes
 
     def _touch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -429,7 +438,7 @@ class _Origin:
 
 _HANDLERS: dict[Kind, Callable[[Recorder, OpPlan, tuple[Any, ...], dict[str, Any]], Any]] = {
     Kind.DECOMPOSE: Recorder._decompose,
-    Kind.VIEW: Recorder._run_now,
+    Kind.VIEW: Recorder._view,
     Kind.METADATA: Recorder._run_now,
     Kind.RESIZE: Recorder._resize,
     Kind.ALLOCATE: Recorder._allocate,

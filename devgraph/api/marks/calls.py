@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import tensors_in
+from devgraph.api.buffers import (
+    Place,
+    byte_range,
+    effective_strides,
+    place_of,
+    rewrite,
+    tensors_in,
+    unexpanded,
+)
 from devgraph.api.errors import RegionError
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
@@ -28,7 +37,106 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+    return (tensor.dtype, tensor.shape, effective_strides(tensor), tensor.device)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _references(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return how many references Python has to each of ``tensors``, the sequence's own included."""
+    return [
+        sys.getrefcount(tensors[index])
+        - _WHILE_ASKED
+        - _WHILE_VIEWED * (tensors[index]._use_count() > 1)  # type: ignore[attr-defined]
+        for index in range(len(tensors))
+    ]
+
+
+def _calibrated() -> Iterator[int]:
+    """Yield what sys.getrefcount counts besides: the question, and, depending on torch, that a view
+    or something else beneath Python holds the tensor."""
+    lone = [torch.empty(1)]
+    yield _references(lone)[0] - 1
+    view = lone[0].view(1)
+    yield _references(lone)[0] - view.numel()
+
+
+_WHILE_ASKED = _WHILE_VIEWED = 0
+_calibration = _calibrated()
+_WHILE_ASKED = next(_calibration)
+_WHILE_VIEWED = next(_calibration)
+del _calibration
+
+
+def _named(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether anything in Python refers to one of ``tensors``, or to what they are views of, apart
+    from this sequence and one more place that holds the same."""
+    bases = [tensor if tensor._base is None else tensor._base for tensor in tensors]
+    both = [*tensors, *bases]
+    del bases
+    names = [id(tensor) for tensor in both]
+    own = names[: len(tensors)]
+    return any(
+        count > names.count(name) + 2 * own.count(name)
+        for name, count in zip(names, _references(both), strict=True)
+    )
+
+
+def _held(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors that Python does not name lie in the memory of ``tensors``.
+
+    What autograd saves is no sign of one, so nothing is known of what requires grad.
+    """
+    if any(tensor.requires_grad for tensor in tensors):
+        return False
+    roots = [tensor if tensor._base is None else tensor._base for tensor in tensors]
+    known = {id(tensor) for tensor in (*tensors, *roots)}
+    storage = tensors[0].untyped_storage()  # is one more holder
+    return bool(torch._C._storage_Use_Count(storage._cdata) > len(known) + 1)
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of ``tensors`` that share memory with each other as these do."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        copies = [
+            torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
+        ]
+    else:
+        ranges = [byte_range(tensor) for tensor in tensors]
+        start = min(begin for begin, _ in ranges) // _ALIGNMENT * _ALIGNMENT
+        size = -(-(max(end for _, end in ranges) - start) // _ALIGNMENT) * _ALIGNMENT
+        memory = torch.empty(size // first.itemsize, dtype=first.dtype, device=first.device)
+        copies = [
+            _seen_as(tensor, memory, begin - start)
+            for tensor, (begin, _) in zip(tensors, ranges, strict=True)
+        ]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        rewrite(copy, tensor)
+    return copies
+
+
+_ALIGNMENT = 16
+"""Bytes of the largest element: any dtype may begin at a multiple."""
+
+
+def _seen_as(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
+    """Return what ``tensor`` would be if it began ``start`` bytes behind that of ``memory``."""
+    flat = memory if memory.dtype is tensor.dtype else memory.view(tensor.dtype)
+    seen = flat.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
+    seen = seen.conj() if tensor.is_conj() else seen
+    return torch._neg_view(seen) if tensor.is_neg() else seen
+
+
+def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or a view of its memory if its layout was another at ``place``."""
+    memory, offset, size, stride = place
+    now = place_of(tensor)
+    if now[1:] == place[1:] or now[0]._cdata != memory._cdata:
+        return tensor
+    return tensor.detach().as_strided(size, stride, offset)
 
 
 class _Passed(NamedTuple):
@@ -37,15 +145,66 @@ class _Passed(NamedTuple):
     address: int
     layout: tuple[object, ...]
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Passed:
+        return cls(tensor.data_ptr(), (*_layout(tensor), tensor.is_conj(), tensor.is_neg()))
+
     def __str__(self) -> str:
         return f"a view of an argument at address {self.address:#x}"
+
+
+class _Bridge:
+    """Where a result that is no view of an argument goes.
+
+    Attributes:
+        target: what later runs write. It belongs to nobody else, so that its layout stays, and
+            autograd, which would remember every run, knows nothing of it.
+        kept: the result of the first run itself, if something else held its memory then and no
+            copy was made: a tensor that the function closes over, or a place that it stores its
+            result in, which lets go of this one when it gets the next.
+        pinned: that cannot be seen letting go.
+    """
+
+    __slots__ = ("kept", "pinned", "target")
+
+    def __init__(
+        self, target: torch.Tensor, kept: torch.Tensor | None = None, *, pinned: bool = False
+    ) -> None:
+        self.target = target.detach()
+        self.kept = kept
+        self.pinned = pinned
+
+    @property
+    def plain(self) -> bool:
+        """Whether results may be copied into ``target`` as they are."""
+        return self.kept is None and unexpanded(self.target) is self.target
+
+    def alias(self, pool: Pool) -> None:
+        """Hold no memory of ``pool``, which may reuse it."""
+        self.target = pool.alias(self.target)
+        self.kept = None if self.kept is None else pool.alias(self.kept)
+
+    def deliver(self, result: torch.Tensor) -> bool:
+        """Put the result of a later run where the first one went, unless that is another's."""
+        if self.kept is not None:
+            if result.data_ptr() == self.target.data_ptr():
+                return True
+            if self.pinned or _named([self.kept]):
+                return False
+        rewrite(self.target, result)
+        return True
+
+    def __str__(self) -> str:
+        memory = "" if self.kept is None else " in memory that something else still holds"
+        return f"{describe(self.target)}{memory}"
 
 
 class RegionHit:
     """A recorded call: the mark, its tensors at fixed addresses, and where results go.
 
-    Results that are views of argument tensors are handed back as they are. Every other returned
-    tensor is copied, as part of the call, into a *bridge* buffer whose address never changes.
+    Results that are views of argument tensors are handed back as they are, and so are those whose
+    memory something else holds. Every other returned tensor is copied, as part of the call, into a
+    *bridge* buffer whose address never changes; bridges share memory where the results do.
 
     Args:
         pool: aliases what is its own.
@@ -56,10 +215,12 @@ class RegionHit:
     """
 
     __slots__ = (
-        "_bridges",
-        "_leaves",
+        "_known",
+        "_owned",
+        "_places",
         "_pool",
         "_returned_none",
+        "_sharing",
         "_spec",
         "args",
         "index",
@@ -89,8 +250,13 @@ class RegionHit:
         """The modes of the call; later runs see the same."""
         self.note: Any = None
         """The vendor's own note: node set, tape span, task-group handle."""
-        self._leaves: list[Any] = []
-        self._bridges: list[torch.Tensor | None] = []
+        strided = [leaf for leaf in self.tensors if leaf.layout is torch.strided]
+        self._places = {id(leaf): place_of(leaf) for leaf in strided}
+        """Where the arguments lie at the call, until the first later run."""
+        self._owned = frozenset(map(_memory_of, strided))
+        self._known: list[Any] = []
+        """What stands for each result: a ``_Bridge``, a ``_Passed``, or the value itself."""
+        self._sharing: list[tuple[int, int, int]] = []
         self._spec: pytree.TreeSpec | None = None
         self._returned_none = False
 
@@ -110,48 +276,69 @@ class RegionHit:
             body: replaces the marked function for this run (a capture stub).
         """
         result = (body or self.mark.fn)(*args, **kwargs, **host)
-        leaves, self._spec = pytree.tree_flatten(result)
-        owned = {
-            leaf.untyped_storage().data_ptr()
-            for leaf in tensors_in((args, kwargs))
-            if leaf.layout is torch.strided
-        }
-        out = []
-        for leaf in leaves:
-            bridge = None
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in owned:
-                bridge = torch.empty_strided(
-                    leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device
-                )
-                bridge.copy_(leaf)
-            self._bridges.append(bridge)
-            out.append(leaf if bridge is None else bridge)
-        self._leaves = [self._remembered(leaf) for leaf in out]
+        out, self._spec = pytree.tree_flatten(result)
         self._returned_none = result is None
+        del result
+        self._sharing = self._shared(out)
+        self._known = [_Passed.of(o) if isinstance(o, torch.Tensor) else o for o in out]
+        memories: dict[int, list[int]] = {}
+        for index, first, _ in self._sharing:
+            memories.setdefault(first, []).append(index)
+        for members in memories.values():
+            results = [out[index] for index in members]
+            # What a stub returns says nothing of what the function will.
+            named, pinned = (False, False) if body else (_named(results), _held(results))
+            if named or pinned:
+                copies = [r if r.requires_grad else r.detach() for r in results]
+                for index, kept, copy in zip(members, results, copies, strict=True):
+                    self._known[index] = _Bridge(copy, kept, pinned=not named)
+            else:
+                copies = _copies(results)
+                for index, copy in zip(members, copies, strict=True):
+                    self._known[index] = _Bridge(copy)
+            for index, copy in zip(members, copies, strict=True):
+                out[index] = copy
         return pytree.tree_unflatten(out, self._spec)
 
-    @staticmethod
-    def _remembered(leaf: Any) -> Any:
-        # The layout only: holding a passed-through pool tensor would keep its block from reuse.
-        if isinstance(leaf, torch.Tensor):
-            return _Passed(leaf.data_ptr(), _layout(leaf))
-        return leaf
+    def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
+        """Return, for each result that is no view of an argument, the position of the first one in
+        the same memory and the bytes between them."""
+        firsts: dict[int, tuple[int, int]] = {}
+        shared = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and _memory_of(leaf) not in self._owned:
+                first, at = firsts.setdefault(_memory_of(leaf), (index, leaf.data_ptr()))
+                shared.append((index, first, leaf.data_ptr() - at))
+        return shared
 
     def alias_bridges(self) -> None:
         """Keep the bridges as aliases: they live in the graph's pool and are its to reuse."""
-        self._bridges = [None if b is None else self._pool.alias(b) for b in self._bridges]
+        for known in self._known:
+            if isinstance(known, _Bridge):
+                known.alias(self._pool)
 
     def run(self, host: dict[str, Any]) -> None:
         """Run the body again with other host values, writing the same result addresses.
 
         Raises:
-            RegionError: the result has another structure, shape, dtype, stride, device or address.
+            RegionError: the result has another structure, shape, dtype, stride, device or address,
+                or shares memory with other tensors than at capture.
         """
+        self._settle()
         if Modes.current() == self.modes:
             self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
         else:
             with self.modes.restored():
                 self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
+
+    def _settle(self) -> None:
+        """See arguments as they were at the call, whose layout the step changed in place later."""
+        places, self._places = self._places, {}
+        if places:
+            self.args, self.kwargs = pytree.tree_map(
+                lambda leaf: _seen_from(places[id(leaf)], leaf) if id(leaf) in places else leaf,
+                (self.args, self.kwargs),
+            )
 
     def _deliver_all(self, result: Any) -> None:
         if result is None and self._returned_none:
@@ -162,16 +349,24 @@ class RegionHit:
                 f"{self.mark.name} returned {spec} and returned {self._spec} at capture; a region "
                 f"must return the same structure every time."
             )
-        for leaf, bridge, known in zip(leaves, self._bridges, self._leaves, strict=True):
-            self._deliver(leaf, bridge, known)
+        for leaf, known in zip(leaves, self._known, strict=True):
+            self._check(leaf, known)
+        if self._shared(leaves) != self._sharing:
+            raise RegionError(
+                f"{self.mark.name} returned tensors that share memory with each other, or with an "
+                f"argument, in another way than at capture. What the code after it reads is fixed: "
+                f"return a clone() where they share memory for some values only."
+            )
+        for leaf, known in zip(leaves, self._known, strict=True):
+            if isinstance(known, _Bridge) and not known.deliver(leaf):
+                self._refuse(leaf, str(known))
 
-    def _deliver(self, leaf: Any, bridge: torch.Tensor | None, known: Any) -> None:
-        if bridge is not None:
-            if not isinstance(leaf, torch.Tensor) or _layout(leaf) != _layout(bridge):
-                self._refuse(leaf, describe(bridge))
-            bridge.copy_(leaf)
-        elif isinstance(known, _Passed) or isinstance(leaf, torch.Tensor):
-            if known != self._remembered(leaf):
+    def _check(self, leaf: Any, known: Any) -> None:
+        if isinstance(known, _Bridge):
+            if not isinstance(leaf, torch.Tensor) or _layout(leaf) != _layout(known.target):
+                self._refuse(leaf, str(known))
+        elif isinstance(leaf, torch.Tensor):
+            if known != _Passed.of(leaf):
                 self._refuse(leaf, str(known))
         elif known is not leaf and known != leaf:
             self._refuse(leaf, repr(known))
@@ -190,6 +385,7 @@ class RegionHit:
         What it returns goes to ``refuse`` unless it is None. Ask for it under the modes of torch
         that replays will run in.
         """
+        self._settle()
         if Modes.current() == self.modes:
             if self._returned_none:
                 if not self.kwargs:
@@ -197,18 +393,19 @@ class RegionHit:
                 fn, args, kwargs = self.mark.fn, self.args, self.kwargs
                 return lambda: fn(*args, **kwargs, **host), (), {}
             assert self._spec is not None
-            if self._spec.is_leaf() and self._bridges[0] is not None:
-                return self._runner_of_one(host, self._bridges[0]), (), {}
+            known = self._known[0] if self._spec.is_leaf() else None
+            if isinstance(known, _Bridge) and known.plain:
+                return self._runner_of_one(host, known.target), (), {}
         return self.run, (host,), {}
 
     def refuse(self, result: Any) -> NoReturn:
         """Raise RegionError for what a function returned that returned None at capture."""
         self._refuse(result, "None")
 
-    def _runner_of_one(self, host: dict[str, Any], bridge: torch.Tensor) -> Callable[[], None]:
-        fn, args, kwargs = self.mark.fn, self.args, self.kwargs
-        shape, stride, dtype, device = bridge.shape, bridge.stride(), bridge.dtype, bridge.device
-        copy = bridge.copy_
+    def _runner_of_one(self, host: dict[str, Any], target: torch.Tensor) -> Callable[[], None]:
+        fn, args, kwargs, owned = self.mark.fn, self.args, self.kwargs, self._owned
+        shape, stride, dtype, device = target.shape, target.stride(), target.dtype, target.device
+        copy, otherwise = target.copy_, self._deliver_all
 
         def run_one() -> None:
             result = fn(*args, **kwargs, **host)
@@ -218,9 +415,12 @@ class RegionHit:
                 or result.dtype is not dtype
                 or result.stride() != stride
                 or result.device != device
+                or result.requires_grad
+                or result.untyped_storage().data_ptr() in owned
             ):
-                self._refuse(result, describe(bridge))
-            copy(result)
+                otherwise(result)
+            else:
+                copy(result)
 
         return run_one
 

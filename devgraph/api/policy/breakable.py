@@ -157,7 +157,9 @@ class _BreakableScope:
         self._spoiled: CaptureError | None = None
 
     def open(self) -> None:
-        self._session.begin(self._job.backend.make_graph(self._job.pool))
+        graph = self._job.backend.make_graph(self._job.pool)
+        graph.touchable = self._job.tensors
+        self._session.begin(graph)
 
     def finish_segment(self) -> DeviceGraph | None:
         """End the current graph; keep it unless it is empty."""

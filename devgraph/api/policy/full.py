@@ -9,6 +9,7 @@ same output tensors.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Hashable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from devgraph.api.buffers import effective_strides, rewrite, unexpanded
 from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import describe
@@ -64,6 +66,8 @@ class UpdatablePlan:
     def __init__(self, job: Job, graph: DeviceGraph, outputs: Any) -> None:
         self.segments: list[Any] = [graph]
         self.outputs = outputs
+        # Of no part in autograd, and of a layout that the user cannot change.
+        self._targets = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
         self.marks: list[Mark] = graph.marks
         self.run = graph.launch
         self.notes: dict[str, Any] = {
@@ -113,7 +117,7 @@ class UpdatablePlan:
 
     def close(self) -> None:
         """Close every graph."""
-        self.outputs = None
+        self.outputs = self._targets = None
         for graph in self._graphs:
             graph.close()
         if self._broken is not None:
@@ -212,28 +216,51 @@ class UpdatablePlan:
 
     def _deliver(self, outputs: Any) -> None:
         """Copy the outputs of another capture into those that the user holds."""
-        known, spec = pytree.tree_flatten(self.outputs)
+        known, spec = pytree.tree_flatten(self._targets)
         given, given_spec = pytree.tree_flatten(outputs)
         if spec != given_spec:
             raise RegionError(f"the step returned {given_spec} and returned {spec} at capture")
+        ways: dict[int, tuple[int, int]] = {}
         for target, source in zip(known, given, strict=True):
             if isinstance(target, torch.Tensor):
-                _copy_tensor(target, source)
+                self._copy_tensor(target, source, ways)
 
-
-def _copy_tensor(target: torch.Tensor, source: Any) -> None:
-    if not isinstance(source, torch.Tensor) or (source.dtype, source.shape) != (
-        target.dtype,
-        target.shape,
-    ):
-        got = describe(source) if isinstance(source, torch.Tensor) else repr(source)
-        raise RegionError(
-            f"the step returned {got} for these host arguments and {describe(target)} at capture; "
-            f"outputs have fixed addresses, so their layout cannot depend on host arguments"
-        )
-    if source.data_ptr() != target.data_ptr() or source.stride() != target.stride():
+    def _copy_tensor(
+        self, target: torch.Tensor, source: Any, ways: dict[int, tuple[int, int]]
+    ) -> None:
+        """Copy one output; ``ways`` says for each memory from where and how far things came."""
+        if not _fits(target, source):
+            got = describe(source) if isinstance(source, torch.Tensor) else repr(source)
+            raise RegionError(
+                f"the step returned {got} for these host arguments and {describe(target)} at "
+                f"capture; outputs have fixed addresses, so their layout cannot depend on host "
+                f"arguments"
+            )
+        way = _memory_of(source), source.data_ptr() - target.data_ptr()
+        shared = ways.setdefault(_memory_of(target), way) != way
+        if not way[1] and effective_strides(source) == effective_strides(target):
+            return
+        if shared or self._job.pool.alias(target) is target:
+            raise RegionError(
+                f"the step returned {describe(source)} for these host arguments; at capture it "
+                f"returned an argument there, or memory of another output, which would change as "
+                f"well. Return a clone() that is the output's own."
+            )
         with torch.inference_mode(target.is_inference()):
-            target.copy_(source)
+            rewrite(target, source)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _fits(target: torch.Tensor, source: Any) -> bool:
+    """Whether the data of ``source`` can stand in ``target``."""
+    return (
+        isinstance(source, torch.Tensor)
+        and (source.dtype, source.shape) == (target.dtype, target.shape)
+        and all(map(operator.le, unexpanded(source).shape, unexpanded(target).shape))
+    )
 
 
 class _Full(Policy):
