@@ -168,6 +168,11 @@ class HostArgs:
         for name in self.declared:
             if not name.isidentifier():
                 raise ConfigError(f"host argument {name!r} must be a Python identifier")
+            if name == "self" or hasattr(HostValues, name):
+                raise ConfigError(
+                    f"host argument {name!r} is not to be had as batch.host.{name}, which is "
+                    f"something else; choose another name"
+                )
         self._slots = {n: v for n, v in self.declared.items() if isinstance(v, HostSlot)}
         self._plain = HostSpec({n: v for n, v in self.declared.items() if n not in self._slots})
         self._kinds = {n: None if n in self._slots else type(v) for n, v in self.declared.items()}

@@ -348,6 +348,8 @@ def options_of(variant: object) -> Mapping[str, Any]:
 def _check_mapping(variant: object) -> None:
     if not isinstance(variant, Mapping):
         raise InputTypeError(f"a variant is a mapping such as {{'lora': True}}, got {variant!r}")
+    if not all(isinstance(name, str) for name in variant):
+        raise InputTypeError(f"variant {dict(variant)}: names must be strings")
 
 
 def _check_width(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:

@@ -338,9 +338,8 @@ def _check_dim(name: str, dim: object) -> None:
 def _fits(value: Scalar, dtype: torch.dtype) -> bool:
     if dtype is torch.bool:
         return value in (0, 1)
-    if dtype.is_floating_point:
-        return math.isinf(value) or math.isnan(value) or abs(value) <= torch.finfo(dtype).max
-    if dtype.is_complex:
-        return True
+    # Compared as they are: an int may be too large to become a float.
+    if dtype.is_floating_point or dtype.is_complex:
+        return value != value or abs(value) == math.inf or abs(value) <= torch.finfo(dtype).max
     info = torch.iinfo(dtype)
-    return float(value).is_integer() and info.min <= value <= info.max
+    return value % 1 == 0 and info.min <= value <= info.max

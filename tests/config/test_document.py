@@ -96,6 +96,13 @@ def test_broken_json_is_reported_with_line_and_column(
     assert rest in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["[" * 5000 + "]" * 5000, '{"a":' * 200_000])
+def test_json_that_is_nested_too_deeply_is_refused(text: str) -> None:
+    """FAULTS 33."""
+    with pytest.raises(ConfigError):
+        DeviceGraphConfig.from_json(text)
+
+
 def test_text_that_is_only_a_policy_is_told_how_to_name_a_phase() -> None:
     with pytest.raises(ConfigError, match=r"write '{\"decode\": \"full\"}'"):
         DeviceGraphConfig.from_json("full")

@@ -203,6 +203,11 @@ def test_older_flags_among_themselves_decide_as_in_their_engines(
     assert any("prefill.policy" in text and " overrides " in text for text in said)
 
 
+def test_capture_sizes_that_are_null_say_nothing() -> None:
+    config, _ = from_argv("-cc.cudagraph_capture_sizes", "null")
+    assert config.to_dict() == from_argv()[0].to_dict()
+
+
 def test_from_args_reads_an_engines_own_compilation_object() -> None:
     class Mode:
         name = "FULL_DECODE_ONLY"

@@ -77,6 +77,15 @@ class ReplayDoesNothing(_Launches):
         pass
 
 
+class ClearedInSilence(CpuGraph):
+    """Does not tell those who bound its executable that it is gone."""
+
+    def _leave_for(self, state: dg.GraphState) -> None:
+        epoch = self.pool.epoch
+        super()._leave_for(state)
+        self.pool.epoch = epoch
+
+
 class CaptureExecutes(CpuGraph):
     def _end(self) -> Executable:
         executable = super()._end()
@@ -340,6 +349,12 @@ MUTANTS = (
         "a replay runs nothing",
         "test_every_replay_runs_the_work_once",
         ReplayDoesNothing,
+    ),
+    Mutant(
+        "cleared-in-silence",
+        "a graph that is cleared leaves the pool's epoch as it is",
+        "test_graph_that_was_cleared_is_launched_by_no_step_that_bound_it",
+        ClearedInSilence,
     ),
     Mutant(
         "capture-executes",

@@ -66,6 +66,8 @@ def read_json(text: str, source: str) -> object:
         raise ConfigTypeError(f"{source}: expected JSON text, got {type(text).__name__}")
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply to be read") from None
     except json.JSONDecodeError as error:
         here = error.doc[error.pos :].split("\n", 1)[0][:24]
         at = f"at {here!r}" if here else "at its end"
@@ -214,6 +216,8 @@ def _read_yaml(text: str, name: str) -> object:
 
     try:
         return yaml.load(text, Loader=Loader)
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply to be read") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -240,7 +240,7 @@ def _json(key: str) -> Callable[[Any, str], Reading]:
 
     def read(value: Any, flag: str) -> Reading:
         item = read_json(value, flag) if isinstance(value, str) else value
-        return _reading({(phase, key): item for phase in PHASES}, flag)
+        return _reading({} if item is None else {(phase, key): item for phase in PHASES}, flag)
 
     return read
 

@@ -620,6 +620,17 @@ def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
     assert_gone_when_dropped(make)
 
 
+def test_graph_that_was_cleared_is_launched_by_no_step_that_bound_it(kit: Kit) -> None:
+    """FAULTS 28."""
+    body = dg.no_graph(lambda x: x * 2)
+    captured = kit.capture(lambda x: body(x + 1) + 1, kit.tensor(4), policy="breakable")
+    for _ in range(3):
+        captured.replay()
+    captured.segments[0].reset()
+    with pytest.raises(dg.StateError, match="empty"):
+        captured.replay()
+
+
 def test_pool_outlives_its_last_graph(kit: Kit, pool: dg.Pool) -> None:
     x = kit.tensor(64)
     for offset in range(3):
