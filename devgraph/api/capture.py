@@ -100,15 +100,10 @@ class Captured:
     def run(self, host: Mapping[str, Any]) -> None:
         """Do what ``replay`` does for a caller that has checked already what it would check.
 
-        The caller holds the pool's lock, has called ``pool.order()``, is outside of captures, has
-        not closed this one, gives a value of the declared type for every host argument, and asks
-        the backend's ``raise_if_lost`` about errors.
-
-        Raises:
-            StateError: in a forked process.
+        The caller is in the process of the capture and outside of captures, has not closed it,
+        holds the pool's lock, has called ``pool.order()``, gives a value of the declared type for
+        every host argument, and asks the backend's ``raise_if_lost`` about errors.
         """
-        if process.identity.token is not self._process:
-            self._check()
         plan = self._plan
         if plan.marks:
             plan.bind({mark: mark.host_kwargs(host) for mark in plan.marks})

@@ -130,6 +130,7 @@ class Runner(abc.ABC):
         self._config = config
         self._options = options
         self._name = options.name
+        self._debug = options.debug
         self._clock = LeaseClock(options.name)
         self._step = Step(
             function,
@@ -417,7 +418,7 @@ class Runner(abc.ABC):
             decision = Decision.eager(update_reason(error), graph.key)
             return self._run_eager(inputs, host_args, step.real, graph.options, decision, clone)
         outputs = step.result(host_args)
-        return self._handed(outputs, clone) if clone or self._options.debug else outputs
+        return self._handed(outputs, clone) if clone or self._debug else outputs
 
     def _run_eager(
         self,
@@ -432,7 +433,7 @@ class Runner(abc.ABC):
         self._counters.count(decision.reason)
         self._counters.eager_tokens += size.tokens
         self._want(decision)
-        return self._handed(outputs, clone) if clone or self._options.debug else outputs
+        return self._handed(outputs, clone) if clone or self._debug else outputs
 
     def _want(self, decision: Decision) -> None:
         """Capture a bucket that enough batches wanted; after the step, whose outputs are safe."""
@@ -575,6 +576,8 @@ class Runner(abc.ABC):
 
     def _facts(self) -> dict[str, Any]:
         """Return what all ranks must have in common."""
+        from devgraph import __version__
+
         return {
             "phase": self.phase,
             "mode": self._config.to_dict(everything=True),
@@ -584,7 +587,7 @@ class Runner(abc.ABC):
             "backend": self.backend.name,
             "backend_version": self.backend.version,
             "torch": torch.__version__,
-            "devgraph": _version(),
+            "devgraph": __version__,
         }
 
     # Life.
@@ -753,12 +756,6 @@ def _check_config(config: PhaseConfig) -> None:
             f"strict with capture={config.capture!r} would refuse every batch whose bucket is not "
             f"captured yet; use capture='eager' or strict=False"
         )
-
-
-def _version() -> str:
-    from devgraph import __version__
-
-    return __version__
 
 
 def _require_decision(decision: object) -> None:

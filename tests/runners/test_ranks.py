@@ -1,7 +1,8 @@
-"""Ranks as real processes over gloo: agreement, every way to fail, mixed groups.
+"""Ranks: handshake, lockstep capture, common buckets, votes, idle ranks, every way to fail.
 
-Whatever happens, every rank ends within the timeout, with a common result or with an error that
-names the rank at fault.
+The ranks of the first half are threads with a backend instance each, those of the second half real
+processes over gloo: whatever happens, every one of them ends within the timeout, with a common
+result or with an error that names the rank at fault.
 """
 
 from __future__ import annotations
@@ -10,14 +11,31 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import devgraph as dg
+from devgraph import Reason
+from devgraph.runners import RankGroup
+from devgraph.runners import capturing as rounds
 from tests.sim import ascend
+from tests.support.runner_steps import (
+    IDS,
+    ROWS,
+    CacheStep,
+    X,
+    cache_inputs,
+    decode_of,
+    double,
+    rows_of_x,
+)
 
 pytestmark = pytest.mark.skipif(
     not dist.is_available() or not hasattr(os, "fork"), reason="needs torch.distributed and fork"
@@ -35,6 +53,403 @@ PATIENT_S = 60.0
 """... and where all of them come, however busy the processors are."""
 
 Ranks = Callable[..., dict[int, dict[str, Any]]]
+
+
+def in_ranks(size, work, *, timeout_s=20.0, vote=None, absent=()):
+    """Run ``work(rank, group)`` on ``size`` threads; return results or exceptions by rank."""
+    store = dist.HashStore()
+    results: list[Any] = [None] * size
+
+    def run(rank):
+        group = RankGroup(store, rank, size=size, timeout_s=timeout_s, vote=vote)
+        try:
+            results[rank] = work(rank, group)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(size) if r not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def ranked(group, step=double, slots=(X,), **options):
+    return decode_of(step, slots, group=group, backend=type(dg.get_backend("cpu"))(), **options)
+
+
+def states(runner):
+    return {b.bucket: b.state for b in runner.plan().buckets}
+
+
+def test_threads_that_are_alike_capture_and_run_the_same_graphs():
+    def work(rank, group):
+        runner = ranked(group)
+        decision = runner.agree(runner.can_run(1 + rank))
+        out = runner.run({"x": rows_of_x(1 + rank)}, decision=decision)
+        return decision.bucket, torch.equal(out, rows_of_x(1 + rank) * 2), states(runner)
+
+    results = in_ranks(4, work)
+    assert results == [(4, True, dict.fromkeys((8, 4, 2, 1), "captured"))] * 4
+
+
+def test_a_rank_with_other_buckets_is_named_with_both_values_on_every_rank():
+    def work(rank, group):
+        ranked(group, config={"buckets": [2, 4] if rank == 2 else [1, 4]})
+
+    for error in in_ranks(4, work):
+        assert isinstance(error, dg.AgreementError)
+        assert "rank 2 has buckets=[2, 4, 8], others [1, 4, 8]" in str(error)
+
+
+def test_a_rank_on_another_backend_is_refused():
+    def work(rank, group):
+        backend = type(dg.get_backend("cpu"))()
+        if rank == 1:
+            backend.name = "other"
+        decode_of(double, (X,), group=group, backend=backend)
+
+    for error in in_ranks(3, work):
+        assert isinstance(error, dg.AgreementError)
+        assert 'rank 1 has backend="other", others "cpu"' in str(error)
+
+
+def test_missing_ranks_are_named_within_the_timeout():
+    started = time.monotonic()
+    results = in_ranks(4, lambda rank, group: ranked(group), timeout_s=0.5, absent=(1, 3))
+    assert time.monotonic() - started < 10
+    for rank in (0, 2):
+        assert isinstance(results[rank], dg.AgreementError)
+        assert "for ranks 1, 3, which did not come" in str(results[rank])
+
+
+def fail_capture(monkeypatch, should_fail):
+    """Let ``should_fail(step function, count of captures of this thread)`` raise instead."""
+    real = rounds.capture
+    counts = threading.local()
+
+    def capture(fn, **options):
+        counts.n = getattr(counts, "n", 0) + 1
+        error = should_fail(counts.n)
+        if error is not None:
+            raise error
+        return real(fn, **options)
+
+    monkeypatch.setattr(rounds, "capture", capture)
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_rank_out_of_memory_at_its_third_bucket_drops_it_everywhere(monkeypatch, moment):
+    broken = threading.local()
+    if moment == "before":
+        fail_capture(
+            monkeypatch,
+            lambda n: dg.ResourceError("no streams") if n == 3 and broken.rank == 1 else None,
+        )
+
+    def work(rank, group):
+        broken.rank = rank
+
+        def step(batch):  # fails while the others wait for it at the end of a warm-up
+            if moment == "during" and rank == 1 and batch.tokens == 2:
+                raise torch.OutOfMemoryError("no memory")
+            return batch.x * 2
+
+        runner = ranked(group, step)
+        out = runner.run({"x": rows_of_x(4)})
+        return states(runner), torch.equal(out, rows_of_x(4) * 2), runner.explain()
+
+    results = in_ranks(4, work)
+    kept = {8: "captured", 4: "captured"}
+    assert results[1][0] == {**kept, 2: "out_of_memory", 1: "out_of_memory"}
+    for rank in (0, 2, 3):
+        assert results[rank][0] == {**kept, 2: "ranks_dropped", 1: "ranks_dropped"}
+        assert "rank 1: out_of_memory" in results[rank][2]
+    assert all(result[1] for result in results)
+
+
+@pytest.mark.parametrize("moment", ["warm-up", "recording"])
+def test_a_rank_that_raises_in_capture_stops_all_ranks_with_its_text(moment):
+    def work(rank, group):
+        def step(batch):
+            recording = dg.is_capturing()
+            if rank == 2 and batch.tokens == 4 and recording == (moment == "recording"):
+                raise KeyError("layer 7")
+            return batch.x * 2
+
+        runner = ranked(group, step, captured=False)
+        try:
+            runner.capture()
+        finally:
+            assert runner.can_run(8).ok
+
+    started = time.monotonic()
+    results = in_ranks(4, work)
+    assert time.monotonic() - started < 15
+    assert isinstance(results[2], KeyError)
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], dg.AgreementError), results[rank]
+        assert "rank 2 could not capture 4: it raised KeyError" in str(results[rank])
+
+
+def test_a_spent_budget_on_one_rank_ends_the_capture_on_all():
+    def work(rank, group):
+        return states(
+            ranked(
+                group,
+                reset_state=lambda: time.sleep(0.05 if rank == 0 else 0),
+                config={"time_budget_s": 0.03},
+            )
+        )
+
+    results = in_ranks(2, work)
+    assert set(results[0].values()) == {"captured", "time_budget"}
+    captured = [bucket for bucket, state in results[0].items() if state == "captured"]
+    assert captured == [bucket for bucket, state in results[1].items() if state == "captured"]
+
+
+def test_a_step_runs_in_a_graph_only_if_every_rank_can():
+    def work(rank, group):
+        runner = ranked(group)
+        seen = []
+        for sizes in ((2, 3), (2, 20), (9, 9), (1, 8)):
+            mine = runner.can_run(sizes[rank])
+            decision = runner.agree(mine)
+            out = runner.run({"x": rows_of_x(sizes[rank])}, decision=decision)
+            assert torch.equal(out, rows_of_x(sizes[rank]) * 2)
+            seen.append((decision.ok, decision.bucket, decision.reason.value))
+        return seen, runner.stats().eager
+
+    first, second = in_ranks(2, work)
+    assert first[0] == [
+        (True, 4, "graph"),
+        (False, None, "voted_eager"),
+        (False, None, "over_largest_bucket"),
+        (True, 8, "graph"),
+    ]
+    assert second[0][1] == (False, None, "over_largest_bucket")
+    assert first[1] == {"voted_eager": 1, "over_largest_bucket": 1}
+    assert second[1] == {"over_largest_bucket": 2}
+
+
+def test_an_idle_rank_takes_part_on_pad_values():
+    def work(rank, group):
+        step = CacheStep()
+        runner = ranked(group, step, (IDS, ROWS))
+        for count in (3, 20):  # in a graph, and eagerly
+            busy = rank == 0
+            decision = runner.agree(runner.can_run(count) if busy else None)
+            runner.run(cache_inputs(count) if busy else None, decision=decision)
+        nothing = runner.agree(None)
+        assert runner.run(None, decision=nothing) is None
+        return step.cache[:31].any().item(), runner.stats()
+
+    busy, idle = in_ranks(2, work)
+    assert busy[0] and not idle[0]
+    assert idle[1].idle_steps == idle[1].graph_steps == 1
+    assert idle[1].eager == {"voted_eager": 1, "empty_batch": 1}
+
+
+def test_an_idle_rank_follows_the_variant_of_the_others():
+    def work(rank, group):
+        runner = ranked(group, variants=[{}, {"lora": True}])
+        mine = runner.can_run(2, variant={"lora": True}) if rank else None
+        decision = runner.agree(mine)
+        inputs = {"x": rows_of_x(2)} if rank else None
+        runner.run(inputs, variant={"lora": True}, decision=decision)
+        return {b.key: b.hits for b in runner.stats().buckets if b.hits}
+
+    assert in_ranks(2, work) == [{"2 (lora=True)": 1}] * 2
+
+
+def test_ranks_that_want_different_variants_are_refused_everywhere():
+    def work(rank, group):
+        runner = ranked(group, variants=[{}, {"lora": True}])
+        runner.agree(runner.can_run(2, variant={"lora": True} if rank else {}))
+
+    for error in in_ranks(2, work):
+        assert isinstance(error, dg.AgreementError)
+        assert "different variants in one step: {} and {'lora': True}" in str(error)
+
+
+def test_the_engine_may_bring_its_own_vote():
+    votes = threading.Barrier(2)
+    cast: list[list[int]] = []
+
+    def vote(values):
+        cast.append(values)
+        votes.wait(10)
+        lowest = [min(column) for column in zip(*cast[-2:], strict=True)]
+        votes.wait(10)
+        return lowest
+
+    def work(rank, group):
+        runner = ranked(group)
+        return runner.agree(runner.can_run(1 + 3 * rank)).bucket
+
+    assert in_ranks(2, work, vote=vote) == [4, 4]
+    assert len(cast) == 2
+
+
+def test_a_vote_that_fails_names_this_rank():
+    def vote(values):
+        raise RuntimeError("connection closed by peer")
+
+    def work(rank, group):
+        runner = ranked(group)
+        runner.agree(runner.can_run(1))
+
+    for rank, error in enumerate(in_ranks(2, work, vote=vote)):
+        assert isinstance(error, dg.AgreementError)
+        assert f"failed on rank {rank}" in str(error)
+
+
+def test_many_votes_leave_no_keys_behind():
+    store = dist.HashStore()
+    groups = [RankGroup(store, rank, size=2, timeout_s=10) for rank in range(2)]
+
+    def work(rank):
+        for index in range(50):
+            assert groups[rank].minimum("t", (index, -index)) == [index, -index]
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert store.num_keys() <= 5
+
+
+def test_lazy_and_background_captures_need_a_single_rank():
+    group = RankGroup(dist.HashStore(), 0, size=2)
+    for mode in ("lazy", "background"):
+        with pytest.raises(dg.InputError, match="lets a rank capture alone"):
+            ranked(group, config={"capture": mode}, captured=False)
+    runner = ranked(group, captured=False)
+    with pytest.raises(dg.InputError, match="lets a rank capture alone"):
+        runner.idle()
+
+
+def test_a_group_of_one_needs_nobody():
+    runner = ranked(RankGroup(dist.HashStore(), 0, size=1))
+    assert runner.agree(runner.can_run(2)).bucket == 2
+    assert runner.agree(None).reason is Reason.EMPTY_BATCH
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "timeout_s", "text"),
+    [(2, 2, 1, "rank 2 is not within a group of 2"), (0, 2, 0, "timeout_s must be over 0")],
+)
+def test_an_impossible_group_is_refused(rank, size, timeout_s, text):
+    with pytest.raises(dg.ConfigError, match=text):
+        RankGroup(dist.HashStore(), rank, size=size, timeout_s=timeout_s)
+
+
+def test_waiting_ends_when_the_work_is_done():
+    done = threading.Event()
+    threading.Timer(0.05, done.set).start()
+    RankGroup(dist.HashStore(), 0, size=2).wait(done.is_set, "step")
+    assert done.is_set()
+
+
+def test_waiting_for_a_device_names_the_rank_that_is_gone_on_every_rank():
+    def work(rank, group):
+        group.wait(lambda: False, "step")
+
+    started = time.monotonic()
+    results = in_ranks(4, work, timeout_s=0.3, absent=(2,))
+    assert time.monotonic() - started < 10
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], dg.AgreementError)
+        assert "for 'step'" in str(results[rank])
+        assert "for rank 2, which did not come" in str(results[rank])
+
+
+def test_a_stuck_device_is_told_from_a_rank_that_is_gone():
+    def work(rank, group):
+        group.wait(lambda: False, "step")
+
+    for error in in_ranks(2, work, timeout_s=0.3):
+        assert isinstance(error, dg.AgreementError)
+        assert "although every rank answers" in str(error)
+
+
+def test_a_rank_that_gives_up_waiting_takes_the_patient_ones_along():
+    def work(rank, group):
+        group.timeout_s = 0.3 if rank == 0 else 60.0
+        group.wait(lambda: False, "step")
+
+    started = time.monotonic()
+    results = in_ranks(3, work)
+    assert time.monotonic() - started < 20
+    assert all(isinstance(error, dg.AgreementError) for error in results)
+
+
+def test_a_failed_vote_names_the_rank_that_is_gone():
+    def vote(values):
+        raise RuntimeError("connection closed by peer")
+
+    def work(rank, group):
+        group.minimum("step/vote", [1])
+
+    results = in_ranks(3, work, vote=vote, timeout_s=0.3, absent=(1,))
+    for rank in (0, 2):
+        assert f"the vote 'step/vote' failed on rank {rank} (connection closed" in str(
+            results[rank]
+        )
+        assert "for rank 1, which did not come" in str(results[rank])
+
+
+def test_a_warm_up_that_never_ends_on_a_device_is_noticed():
+    """As when another rank dies before its part of a collective in the warm-up."""
+
+    def work(rank, group):
+        runner = ranked(group, captured=False)
+        if rank == 1:
+            group.handshake("decode/0", runner._facts())
+            return
+        runner.backend.fence = lambda: lambda: False
+        runner.capture()
+
+    results = in_ranks(2, work, timeout_s=0.3)
+    assert isinstance(results[0], dg.AgreementError)
+    assert "for rank 1, which did not come" in str(results[0])
+
+
+def test_the_barrier_after_a_warm_up_waits_for_the_device_on_this_thread():
+    """A backend lets one thread at a time have the device: another one would wait for this."""
+    threads = []
+
+    def work(rank, group):
+        runner = ranked(group, captured=False)
+        backend = runner.backend
+        wait = backend.synchronize
+        backend.synchronize = lambda: (threads.append(threading.current_thread()), wait())
+        runner.capture()
+        return threading.current_thread()
+
+    assert set(in_ranks(2, work)) == set(threads)
+
+
+def test_groups_made_one_after_the_other_do_not_meet_each_others_values(tmp_path):
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        first, second = (RankGroup.from_process_group() for _ in range(2))
+        assert first.gather("t", "a") == ["a"]
+        assert not second._has("devgraph/t/1/0")
+        assert second.gather("t", "b") == ["b"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_that_cannot_talk_on_the_host_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    with pytest.raises(dg.ConfigError, match=r"new_group\(backend='gloo'\)"):
+        RankGroup.from_process_group()
 
 
 class Prepared:
