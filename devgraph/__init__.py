@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from devgraph.api import HOMES as _API_HOMES
+from devgraph.api import __version__ as __version__
 
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend as Backend
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from devgraph.runners import PrefillRunner as PrefillRunner
     from devgraph.runners import RankGroup as RankGroup
     from devgraph.runners import Reason as Reason
-
-__version__ = "0.1.0"
 
 _HOMES = {
     **_API_HOMES,

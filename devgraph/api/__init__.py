@@ -11,6 +11,8 @@ from typing import Any
 
 from devgraph.api.errors import __all__ as _errors
 
+__version__ = "0.1.0"
+
 HOMES = {
     "devgraph.api.backend": ("Backend",),
     "devgraph.api.buffers": ("StaticBuffers",),

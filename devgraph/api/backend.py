@@ -4,76 +4,68 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import gc
 import logging
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from devgraph.api import process
-from devgraph.api.attention import SlotAttention
-from devgraph.api.capabilities import Capabilities
+from devgraph.api.device import Device
 from devgraph.api.errors import (
-    CaptureBusyError,
-    DeviceLost,
-    InputError,
     InputTypeError,
 )
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec, Tracked
 from devgraph.api.marks.scopes import GraphScope
-from devgraph.api.pool import Pool, keep_for_ever
+from devgraph.api.pool import Pool
 from devgraph.api.session import session
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "SlotAttention"]
 
 logger = logging.getLogger(__name__)
 
-CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
+
+class SlotAttention(Protocol):
+    """A backend's own attention over slots, as an updatable region.
+
+    The graph holds it under the policy ``full``, whatever the number of requests: only the
+    lengths in it change. It is an eager segment under ``breakable``.
+    """
+
+    row_multiple: int
+    """What the rows of a slot must be a multiple of."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        spans: tuple[int, ...],
+    ) -> None:
+        """Attend the packed tokens of requests causally to the rows that each of them owns.
+
+        Args:
+            query: ``[tokens, heads, dim]``, requests one after another, padding behind them.
+            keys, values: ``[slots * rows, kv_heads, dim]``, contiguous.
+            out: written, ``[tokens, heads, dim]``; zero for padding.
+            spans: three numbers a request: its slot, the tokens it has cached, its new tokens;
+                slots ascend. A host argument: hand it over as it was received.
+        """
+        ...
 
 
-class Backend(abc.ABC):
+class Backend(Device):
     """One vendor's device. Subclasses give identity, capabilities and a graph class.
 
     ``make_graph`` and ``capture_context`` have the signatures of PyTorch's device-graph proposal.
     """
 
-    name: str = ""
-    capabilities: Capabilities = Capabilities()
-    capture_lock_timeout: float = 60.0
-    """Seconds that a capture waits for another thread's capture on the same device."""
-
-    def __init__(self) -> None:
-        self.after_fork()
-        process.identity.renewed.add(self)
-        self._lost = ""
-        self._buried: list[Any] = []
-        self.graphs: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
-        """Every living graph, which must be told when the device is lost."""
-
-    def after_fork(self) -> None:
-        """Forget who captures: that thread is not in the child."""
-        self._capture_lock = threading.RLock()
-        self._capture_owner = ""
-        self._capture_thread: int | None = None
-        self.recording = False
-        """Whether a session is open."""
-
-    @property
-    @abc.abstractmethod
-    def device(self) -> torch.device:
-        """The device whose work is captured."""
-
     @abc.abstractmethod
     def make_graph(self, pool: Pool | None = None) -> DeviceGraph:
         """Return an empty graph in ``pool`` (in a pool of its own if None)."""
-
-    @abc.abstractmethod
-    def synchronize(self) -> None:
-        """Wait until all work of the device is done."""
 
     def fence(self) -> Callable[[], bool]:
         """Return what tells, without waiting, whether the current stream's work so far is done.
@@ -152,27 +144,6 @@ class Backend(abc.ABC):
         """
         return run
 
-    def lost_reason(self, error: BaseException) -> str | None:
-        """Return why ``error`` means that the device is lost, or None if it does not."""
-        return None
-
-    def shortage(self, error: BaseException) -> str | None:
-        """Return what a capture lacked if ``error`` says that a resource of the device, other than
-        torch's memory, ran out; else None."""
-        return None
-
-    def is_host_read(self, error: BaseException) -> bool:
-        """Whether the vendor raised ``error`` because a capture read device data on the host."""
-        return False
-
-    def new_replay_lock(self) -> threading.RLock:
-        """Return the lock that a new pool holds while it replays.
-
-        Where other threads must leave the device alone during a capture, it is the capture's own:
-        a replay then waits until the capture is over.
-        """
-        return threading.RLock() if self.capabilities.concurrent_threads else self._capture_lock
-
     def own_pool(self, pool: Pool | None) -> Pool:
         """Return ``pool``, or a new one for None.
 
@@ -185,94 +156,6 @@ class Backend(abc.ABC):
             raise InputTypeError(f"pool must come from backend.make_pool(), got {pool!r}")
         pool.check(self)
         return pool
-
-    @contextlib.contextmanager
-    def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
-        """Run the block on a stream that can be captured, ordered after and before the current.
-
-        The base class has no streams and runs it in place.
-        """
-        yield
-
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Have the device to oneself, and collect no garbage meanwhile.
-
-        A collection inside a capture, or while allocations are routed to a pool, could free graphs
-        and pools or unload kernels: drivers and allocators refuse that, or worse, record it.
-        """
-        with self.exclusive():
-            collecting = gc.isenabled()
-            try:
-                gc.disable()
-                yield
-            finally:
-                if collecting:
-                    gc.enable()
-
-    @property
-    def held_here(self) -> bool:
-        """Whether this thread has the device to itself."""
-        return self._capture_thread == threading.get_ident()
-
-    @property
-    def recording_here(self) -> bool:
-        """Whether this thread has a session open."""
-        return self.recording and self.held_here
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Have the device to oneself: no other thread captures meanwhile.
-
-        What waits for the whole device needs this, because drivers refuse to wait for a device
-        with a capture under way, and end that capture as well. May be nested in one thread.
-
-        Raises:
-            CaptureBusyError: another thread captures on this device for too long.
-        """
-        if self.held_here:
-            yield
-            return
-        with self.locked(self._capture_lock):
-            try:
-                self._capture_owner = threading.current_thread().name
-                self._capture_thread = threading.get_ident()
-                yield
-            finally:
-                self._capture_owner = ""
-                self._capture_thread = None
-                self._buried.clear()
-
-    def bury(self, *things: Any) -> None:
-        """Keep ``things`` until no capture is under way, if one is, and those of a lost device.
-
-        Device memory that is given back meanwhile would end the process.
-        """
-        if self._lost:
-            keep_for_ever(*things)
-        elif self._capture_owner:
-            self._buried.append(things)
-
-    @contextlib.contextmanager
-    def locked(self, lock: Any) -> Iterator[None]:
-        """Hold ``lock``, which a capture of another thread may hold.
-
-        Raises:
-            CaptureBusyError: it does so for too long.
-        """
-        held: list[bool] = []
-        try:
-            # One call, so that no interrupt comes between taking the lock and knowing that.
-            held.extend(map(lock.acquire, (True,), (self.capture_lock_timeout,)))
-            if not held[0]:
-                raise CaptureBusyError(
-                    f"thread {self._capture_owner!r} has been capturing on {self.device} for more "
-                    f"than {self.capture_lock_timeout:g} s; only one thread captures at a time."
-                )
-            yield
-        finally:
-            if held and held[0]:
-                lock.release()
 
     @contextlib.contextmanager
     def capture_context(
@@ -313,49 +196,3 @@ class Backend(abc.ABC):
             recording.begin(graph, spec=spec)
             yield spec.tracked()
             recording.end()
-
-    def check_capture_error_mode(self, mode: str) -> str:
-        """Return the backend's own mode for ``mode``; the strictest it has if it lacks it."""
-        if mode not in CAPTURE_ERROR_MODES:
-            raise InputError(
-                f"capture_error_mode {mode!r} is none of {', '.join(CAPTURE_ERROR_MODES)}"
-            )
-        known = self.capabilities.capture_error_modes
-        if mode in known:
-            return mode
-        logger.info("%s has no capture error mode %s; using %s", self.name, mode, known[0])
-        return known[0]
-
-    @property
-    def lost(self) -> bool:
-        """Whether an earlier call found the device in an error state that does not end."""
-        return bool(self._lost)
-
-    def require_alive(self) -> None:
-        """Raise DeviceLost if the device is ``lost``."""
-        if self._lost:
-            raise DeviceLost(f"{self.device} is lost ({self._lost}); start a new process.")
-
-    def raise_if_lost(self, error: BaseException) -> None:
-        """Raise DeviceLost from ``error``, and at every later capture, if it means just that."""
-        reason = self.lost_reason(error)
-        if reason is not None and not isinstance(error, DeviceLost):
-            self._lost = reason
-            keep_for_ever(*self._buried)
-            for graph in list(self.graphs):
-                graph.give_up()
-            raise DeviceLost(
-                f"{self.device} is in a sticky error state and every later call will fail; "
-                f"start a new process ({reason})."
-            ) from error
-
-    def elsewhere(self) -> bool:
-        """Whether this thread's current device is another one than the backend's."""
-        return False
-
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the backend's device the current one of this thread for a block."""
-        return contextlib.nullcontext()
-
-    def __repr__(self) -> str:
-        return f"<backend {self.name} on {self.device}>"

@@ -30,6 +30,7 @@ import attrs
 import torch
 
 from devgraph.api import process
+from devgraph.api.device import Device
 from devgraph.api.errors import (
     CaptureError,
     EmptyCaptureError,
@@ -44,7 +45,6 @@ from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
 
 if TYPE_CHECKING:
-    from devgraph.api.backend import Backend
     from devgraph.api.pool import Pool, Recording
 
 __all__ = ["DeviceGraph", "GraphInfo", "GraphState"]
@@ -121,7 +121,7 @@ class DeviceGraph(abc.ABC):
     applies_at_once = False
     """Whether an update that an error or an interrupt stops has changed nothing."""
 
-    def __init__(self, backend: Backend, pool: Pool) -> None:
+    def __init__(self, backend: Device, pool: Pool) -> None:
         self.backend = backend
         self.pool = pool
         self.hits: list[RegionHit] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 import weakref
 from collections import OrderedDict
@@ -14,27 +13,17 @@ import attrs
 import torch
 
 from devgraph.api import process
+from devgraph.api.device import Device
 from devgraph.api.errors import InputError, InputTypeError, StateError
 
 if TYPE_CHECKING:
-    from devgraph.api.backend import Backend
     from devgraph.api.buffers import StaticBuffers
-    from devgraph.api.graph import DeviceGraph
 
-__all__ = ["Pool", "Recording", "Recordings", "Shrinkable", "keep_for_ever"]
+__all__ = ["Pool", "Recording", "Recordings", "Shrinkable"]
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
 """Recordings of a pool may take this much by default: about 160 executables of a 36-layer decode
 step at 1.6 MiB each (measured on one H200, see docs/benchmarks.md)."""
-
-
-def keep_for_ever(*things: object) -> None:
-    """Let no one free ``things``, the end of the interpreter included.
-
-    For what a lost device owns: its destructor would fail, and that ends the process.
-    """
-    for thing in things:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class Recording(Protocol):
@@ -56,9 +45,17 @@ class Shrinkable(Protocol):
         """Free what a later use can make again without running a region."""
 
 
+class Owner(Protocol):
+    """What recordings belong to: a graph."""
+
+    @property
+    def key(self) -> Hashable:
+        """The key of the host values that the next launch uses."""
+
+
 @attrs.define
 class _Kept:
-    owner: weakref.ref[DeviceGraph]
+    owner: weakref.ref[Owner]
     recording: Recording
     charged: int
 
@@ -100,7 +97,7 @@ class Recordings:
         self._items.move_to_end((id(owner), key))
         return found.recording
 
-    def put(self, owner: DeviceGraph, key: Hashable, recording: Recording) -> None:
+    def put(self, owner: Owner, key: Hashable, recording: Recording) -> None:
         """Keep ``recording`` and bring the rest under the budget."""
         if (id(owner), key) in self._items:
             self._remove((id(owner), key))
@@ -174,7 +171,7 @@ class Pool:
         budget_bytes: the most that recordings of this pool's graphs may take.
     """
 
-    def __init__(self, backend: Backend, budget_bytes: int | None = None) -> None:
+    def __init__(self, backend: Device, budget_bytes: int | None = None) -> None:
         if budget_bytes is not None:
             if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
                 raise InputTypeError(
@@ -266,7 +263,7 @@ class Pool:
     def __reduce__(self) -> Any:
         raise TypeError("a Pool owns device memory and cannot be pickled or copied")
 
-    def check(self, backend: Backend) -> None:
+    def check(self, backend: Device) -> None:
         """Raise StateError when the pool belongs to another backend."""
         if self.backend is not backend:
             raise StateError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import unexpanded
 from devgraph.api.errors import InputError, InputTypeError
+from devgraph.api.marks.modes import Modes
 
 if TYPE_CHECKING:
-    from devgraph.api.capture import Captured
     from devgraph.api.policy.job import Job
 
 __all__ = ["Failure", "Report", "compare", "compare_near", "prove", "randomize"]
@@ -110,9 +110,26 @@ def compare_near(
     return ""
 
 
+class Provable(Protocol):
+    """A captured step, as ``Captured`` is one."""
+
+    modes: Modes
+
+    @property
+    def exact(self) -> bool:
+        """Whether replays equal eager bit for bit."""
+
+    @property
+    def outputs(self) -> Any:
+        """What a replay writes."""
+
+    def replay(self, **host_args: Any) -> Any:
+        """Run what was captured."""
+
+
 class _Prover:
     def __init__(
-        self, captured: Captured, job: Job, rtol: float | None, atol: float | None
+        self, captured: Provable, job: Job, rtol: float | None, atol: float | None
     ) -> None:
         self._captured = captured
         self._job = job
@@ -189,7 +206,7 @@ def _require_sets(host_args: object) -> None:
 
 
 def prove(
-    captured: Captured,
+    captured: Provable,
     job: Job,
     *,
     cases: int = 3,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from devgraph.api.device import Device
 from devgraph.api.errors import (
     DeviceGraphError,
     HostReadError,
@@ -18,9 +19,6 @@ from devgraph.api.marks.marks import Scope, entered, is_capturing
 from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.source import raising_line
 from devgraph.api.pool import Pool
-
-if TYPE_CHECKING:
-    from devgraph.api.backend import Backend
 
 __all__ = ["Session", "session"]
 
@@ -125,7 +123,7 @@ def session(
             backend.recording = False
 
 
-def _explained(backend: Backend, error: Exception) -> DeviceGraphError | None:
+def _explained(backend: Device, error: Exception) -> DeviceGraphError | None:
     """Return the typed error for a vendor's own, or None if ``error`` says it all."""
     if backend.is_host_read(error):
         what = str(error).partition("\n")[0]

@@ -133,7 +133,8 @@ def full_backend() -> Any:
             def body() -> Any:
                 return self._to_shared(forward_fn())
 
-            graph, output = capture_whole(pool, self._count, body, release=False)
+            backend = _shared().memory.backend
+            graph, output = capture_whole(backend, pool, self._count, body, release=False)
             self._graphs[shape_key] = CapturedStep(graph, self._count)
             self._outputs[shape_key] = output
 
@@ -156,7 +157,7 @@ class _Recording:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.graph = session.pool.backend.make_graph(session.pool)
+        self.graph = _shared().memory.backend.make_graph(session.pool)
         session.begin(self.graph)
 
     def capture_end(self) -> None:

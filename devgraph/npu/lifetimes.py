@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from devgraph.api.device import keep_for_ever
 from devgraph.api.errors import DeviceLost, ResourceError
-from devgraph.api.pool import keep_for_ever
 from devgraph.api.torchlike.base import TorchBackend
 
 __all__ = ["Burials", "StreamBudget"]

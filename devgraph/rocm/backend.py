@@ -15,8 +15,9 @@ import attrs
 import torch
 
 from devgraph.api.capabilities import Capabilities
+from devgraph.api.device import keep_for_ever
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.pool import Pool, keep_for_ever
+from devgraph.api.pool import Pool
 from devgraph.api.torchlike.base import TorchPool
 from devgraph.api.torchlike.node_graph import NodeBackend
 from devgraph.rocm.graph import RocmGraph

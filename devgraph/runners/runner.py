@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api import process
+from devgraph.api import __version__, process
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.config.phase import PhaseConfig
@@ -140,6 +140,7 @@ class Runner(abc.ABC):
             outputs=OutputStore(outputs),
             host=HostArgs(host_args),
             clock=self._clock,
+            backend=backend,
             pool=pool,
         )
         self.graphs = Graphs(
@@ -576,7 +577,6 @@ class Runner(abc.ABC):
 
     def _facts(self) -> dict[str, Any]:
         """Return what all ranks must have in common."""
-        from devgraph import __version__
 
         return {
             "phase": self.phase,

@@ -45,6 +45,7 @@ class Step:
         outputs: OutputStore,
         host: HostArgs,
         clock: LeaseClock,
+        backend: Backend,
         pool: Pool,
     ) -> None:
         self.function = function
@@ -54,7 +55,7 @@ class Step:
         self.host = host
         self.clock = clock
         self.pool = pool
-        self.backend: Backend = pool.backend
+        self.backend = backend
         self.live = Live()
         self._whole = whole
 

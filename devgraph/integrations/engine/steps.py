@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import NO_HOST_ARGS
@@ -69,6 +70,7 @@ def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable
 
 
 def capture_whole(
+    backend: Backend,
     pool: Pool,
     count: ModeCount,
     body: Callable[[], Any],
@@ -87,7 +89,7 @@ def capture_whole(
         within: the session that records it; one of its own by default.
     """
     started = time.perf_counter()
-    graph = pool.backend.make_graph(pool)
+    graph = backend.make_graph(pool)
     graph.names_side_streams = False  # an engine captures a thousand graphs, of code that it knows
     scope = GraphScope(graph, NO_HOST_ARGS)
     with within or session(pool) as held, held.recording(scope):
@@ -101,6 +103,7 @@ def capture_whole(
 
 
 def capture_broken(
+    backend: Backend,
     pool: Pool,
     count: ModeCount,
     body: Callable[..., Any],
@@ -124,7 +127,7 @@ def capture_broken(
         *args,
         kwargs=kwargs,
         policy="breakable",
-        backend=pool.backend,
+        backend=backend,
         warmup=warmup,
         pool=pool,
     )

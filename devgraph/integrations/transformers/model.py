@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from devgraph.api.attention import SlotAttention
+from devgraph.api.backend import SlotAttention
 from devgraph.api.errors import InputError, StateError
 from devgraph.integrations.transformers.attention import (
     decode_bounded,

@@ -79,13 +79,14 @@ def _capturing_manager() -> Any:
             if self._devgraph_pool is None:
                 self._devgraph_pool = self._layer.memory.pool(self.pool)
             pool = self._devgraph_pool
+            backend = self._layer.memory.backend
             with self._layer.capturing(pool, settle=True) as join:
 
                 def body() -> None:
                     forward(CUDAGraphMode.NONE)
                     join()
 
-                return capture_whole(pool, self._count, body, release=True)[0]
+                return capture_whole(backend, pool, self._count, body, release=True)[0]
 
         def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None) -> Any:
             desc = super().dispatch(num_reqs, num_tokens, uniform_token_count)

@@ -101,8 +101,14 @@ class _Graphs:
                 join()
                 return output
 
-            within = self._layer.within(pool)
-            graph, output = capture_whole(pool, count, body, release=release, within=within)
+            graph, output = capture_whole(
+                self._layer.memory.backend,
+                pool,
+                count,
+                body,
+                release=release,
+                within=self._layer.within(pool),
+            )
         return CapturedStep(graph, count, self._layer.weak(pool, output)), output
 
     def _moved(
@@ -311,7 +317,9 @@ class BreakableStep(_Graphs):
             # Once more under the mode: what the model compiles by itself, it compiles per mode, and
             # never inside a capture.
             warmup = 0 if self.concrete_cudagraph_entries else 1
-            captured = capture_broken(pool, self._broken, body, args, kwargs, warmup=warmup)
+            captured = capture_broken(
+                self._layer.memory.backend, pool, self._broken, body, args, kwargs, warmup=warmup
+            )
         try:
             breaks.require_calls(context.no_compile_layers)
         except BaseException:

@@ -1,4 +1,4 @@
-"""What a backend does for every graph: whose turn it is, garbage in captures, lost devices."""
+"""What a device does for every graph: whose turn it is, garbage in captures, its loss."""
 
 from __future__ import annotations
 
