@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,17 +17,6 @@ pytest_plugins = ["tests.sim.ascend.plugin"]
 
 BUCKETS = list(range(1, 21))
 STREAMS = 40
-
-
-@pytest.fixture
-def backend(driver: Driver) -> Iterator[Any]:
-    backend: Any = dg.get_backend("npu")
-    gc.collect()
-    backend.synchronize()
-    kept = backend.budget
-    backend.budget = StreamBudget()
-    yield backend
-    backend.budget = kept
 
 
 @dg.no_graph
