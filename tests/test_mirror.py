@@ -31,7 +31,6 @@ WHOLE = {
     "rocm/test_doctor.py": "the command line over the fake library",
     "rocm/test_faults.py": "what some versions of the runtime do wrong",
     "rocm/test_hardware.py": "what only a device can prove",
-    "runners/test_agreement.py": "ranks as threads, from handshake to failure",
     "runners/test_device.py": "runners on the backend under test",
     "runners/test_tensor_parallel.py": "the example of a model split over ranks",
     "testing/test_mutants.py": "broken backends, which the suite must catch",
