@@ -169,6 +169,9 @@ class Backend(Device):
     ) -> Iterator[dict[str, Tracked]]:
         """Capture the device work of the block into ``graph`` without running it.
 
+        A tensor that the block leaves lies in the pool's memory: replays of graphs of the pool
+        that were captured earlier may overwrite it. ``dg.capture`` gives its outputs their own.
+
         Args:
             graph: an empty graph of this backend.
             stream: the stream to capture on; None, or the default stream, means the pool's own.

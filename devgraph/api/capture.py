@@ -26,7 +26,7 @@ from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.modes import Modes
 from devgraph.api.policy import check_compiler, compiles, get_policy
 from devgraph.api.policy.budget import UpdateBudget
-from devgraph.api.policy.job import Job, Plan
+from devgraph.api.policy.job import Job, Outputs, Plan
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
@@ -39,8 +39,8 @@ class Captured:
     """A captured callable; made by ``capture``.
 
     ``replay(**host_args)`` does what ``fn(*args, **host_args)`` does, with the data that the
-    bound tensors hold now. ``outputs`` are the same tensors every time: the next replay
-    overwrites them.
+    bound tensors hold now. ``outputs`` are the same tensors every time: the next replay of this
+    capture overwrites them, and no other capture of the pool does.
     """
 
     def __init__(self, job: Job, plan: Plan, policy: str, seconds: float) -> None:
@@ -264,7 +264,8 @@ def capture(
         host_args: names and capture values of the host arguments.
         warmup: runs of the step before the capture, on the capture stream (2 as torch recommends
             for libraries that set themselves up lazily). "piecewise" runs the compiled step, and
-            once at least after it compiled.
+            once at least after it compiled. The last gives the outputs their memory where other
+            captures share the pool: with 0 runs a replay of an earlier capture overwrites them.
         pool: graph memory to share with other captures; a new one if None.
         compiler: what compiles the pieces of "piecewise"; the other policies have none.
         capture_error_mode: see ``Backend.capture_context``.
@@ -297,6 +298,7 @@ def capture(
         spec=spec,
         backend=device,
         pool=memory,
+        outputs=Outputs(memory),
         capture_error_mode=device.check_capture_error_mode(capture_error_mode),
         compiler=check_compiler(compiler),
         before_break=before_break,

@@ -186,6 +186,8 @@ class Pool:
         self.occupied = False
         """Whether the thread that holds ``lock`` runs an eager body between segments of the pool,
         which count on its memory."""
+        self.used = False
+        """Whether a capture has ever been begun in it."""
         self.epoch = 0
         """Changes whenever a graph of the pool stops being replayable."""
         self._static: list[weakref.ref[StaticBuffers]] = []

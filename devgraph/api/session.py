@@ -55,6 +55,7 @@ class Session:
         """Record what follows into ``graph``, an empty one of the pool."""
         graph.require_empty()
         self.on_failure(graph.cancel)
+        self.pool.used = True
         graph.begin(self._mode, spec=spec)
         self._graph = graph
 

@@ -378,7 +378,7 @@ MUTANTS = (
     Mutant(
         "pool-overwritten",
         "a replay destroys memory that other graphs' outputs hold",
-        "test_output_survives_replays_of_buckets_that_were_captured_later",
+        "test_output_survives_replays_of_the_other_buckets",
         pool=ReplaysOfAPoolOverlap,
     ),
     Mutant(

@@ -228,7 +228,7 @@ def capture_segments(
     scope = _BreakableScope(job, session, host or {})
     with session.recording(scope):
         scope.open()
-        outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
+        outputs = job.outputs.filled(job.fn(*job.args, **job.kwargs, **job.spec.tracked()))
         if finish is None:
             scope.finish_segment()
         else:

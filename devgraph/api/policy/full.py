@@ -269,7 +269,7 @@ class _Full(Policy):
         graph.touchable = job.tensors
         with session.recording(GraphScope(graph, job.spec)):
             session.begin(graph, spec=job.spec)
-            outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
+            outputs = job.outputs.filled(job.fn(*job.args, **job.kwargs, **job.spec.tracked()))
             session.end()
         if graph.hits:
             return UpdatablePlan(job, graph, outputs)

@@ -9,16 +9,64 @@ from typing import Any, Protocol
 
 import attrs
 import torch
+from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import tensors_in
+from devgraph.api.buffers import tensors_in, unexpanded
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
 
-__all__ = ["Job", "Plan", "Policy"]
+__all__ = ["Job", "Outputs", "Plan", "Policy"]
+
+
+class Outputs:
+    """Memory for what a step returns that no other capture of the pool writes.
+
+    A pool's memory serves its captures in turn, so that what one leaves in it lies where graphs
+    that were captured before it have their intermediate results. The last warm-up run has returned
+    the same tensors in memory of their own.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._held: tuple[list[Any], pytree.TreeSpec] | None = None
+
+    def hold(self, outputs: Any) -> None:
+        """Keep what a warm-up run returned, if graphs were captured in the pool before."""
+        if self._pool.used:
+            # Detached, else they hold what the run kept for gradients.
+            self._held = pytree.tree_flatten(
+                pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+            )
+
+    def filled(self, outputs: Any) -> Any:
+        """Copy the outputs of a capture, as its last work, and return where they are now.
+
+        What is not in the pool's memory, and what has another layout than in the warm-up run, stays
+        where it is. Later calls return ``outputs``.
+        """
+        held, self._held = self._held, None
+        leaves, spec = pytree.tree_flatten(outputs)
+        if held is None or held[1] != spec:
+            return outputs
+        return pytree.tree_unflatten(map(self._moved, leaves, held[0]), spec)
+
+    def _moved(self, source: Any, target: Any) -> Any:
+        if not (
+            isinstance(source, torch.Tensor)
+            and isinstance(target, torch.Tensor)
+            and source.layout is target.layout is torch.strided
+            and (source.dtype, source.shape, source.stride())
+            == (target.dtype, target.shape, target.stride())
+            and self._pool.alias(source) is not source
+        ):
+            return source
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            unexpanded(target).copy_(unexpanded(source))
+        return target
 
 
 @attrs.frozen(kw_only=True)
@@ -31,6 +79,8 @@ class Job:
     spec: HostSpec
     backend: Backend
     pool: Pool
+    outputs: Outputs
+    """Where the captured step leaves what it returns."""
     capture_error_mode: str
     compiler: str | None
     before_break: Callable[[], None] | None
@@ -93,7 +143,7 @@ class Policy(Protocol):
         Libraries set themselves up lazily in these runs, on the stream of the capture.
         """
         for _ in range(runs):
-            job.fn(*job.args, **job.kwargs, **job.spec.declared)
+            job.outputs.hold(job.fn(*job.args, **job.kwargs, **job.spec.declared))
             job.warmed_up()
         return job
 

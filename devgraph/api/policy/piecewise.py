@@ -48,7 +48,7 @@ from devgraph.api.marks.marks import Mark, entered
 from devgraph.api.marks.source import SourceLine
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
-from devgraph.api.policy.job import Job, Plan, Policy
+from devgraph.api.policy.job import Job, Outputs, Plan, Policy
 from devgraph.api.session import Session
 
 __all__ = ["POLICY"]
@@ -72,6 +72,7 @@ class _Activation:
     """What a marked function receives for a token: plain values, or tracked ones in a capture."""
     tokens: dict[str, torch.Tensor]
     wrap: Callable[[Callable[..., Any], GraphModule], Callable[..., Any]]
+    outputs: Outputs
     capture: tuple[Job, Session] | None = None
     """Set while capturing."""
     plan: BreakablePlan | None = None
@@ -451,7 +452,9 @@ class _Entry:
         with _modes_kept(activation):
             if activation.capture is None:
                 with entered(None):
-                    return self._forward(*inputs)
+                    outputs = self._forward(*inputs)
+                    activation.outputs.hold(outputs)
+                    return outputs
             job, session = activation.capture
             job = attrs.evolve(job, fn=self._captured, args=inputs, kwargs={})
             activation.plan = plan = capture_segments(job, session)
@@ -526,6 +529,7 @@ class _CompiledStep:
             live=job.spec.declared,
             tokens={name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared},
             wrap=job.backend.wrap_compiled,
+            outputs=job.outputs,
         )
         fn = _around(job.fn) if hasattr(job.fn, "__devgraph_mark__") else job.fn
         self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)

@@ -1,0 +1,65 @@
+"""Outputs of captures that share a pool: each has memory that no other capture writes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import devgraph as dg
+
+POLICIES = ("full", "breakable", "piecewise")
+
+
+@dg.region(host_args=("n",), fake=lambda x, **_: torch.empty_like(x))
+def scaled(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    return x * n
+
+
+def long_step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    for _ in range(3):
+        x = scaled(x * 2 + 1, n=n) @ torch.eye(16)
+    return x.tanh()
+
+
+def step(x: torch.Tensor, *, n: int) -> dict[str, torch.Tensor]:
+    y = scaled(x + 1, n=n) * 2
+    return {"whole": y, "part": y[:, 1::3], "row": y[0].expand(3, 16), "input": x}
+
+
+def check(captured: dg.Captured, x: torch.Tensor, n: int) -> None:
+    got, want = captured.outputs, step(x, n=n)
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+        assert got[name].stride() == tensor.stride(), name
+    assert got["input"] is x
+    assert got["part"].data_ptr() == got["whole"].data_ptr() + 4
+    assert got["row"].data_ptr() == got["whole"].data_ptr()
+
+
+@pytest.mark.parametrize("second", POLICIES)
+@pytest.mark.parametrize("first", POLICIES)
+def test_outputs_outlive_replays_of_a_capture_that_was_made_before(first: str, second: str) -> None:
+    backend = dg.get_backend("cpu")
+    pool = backend.make_pool()
+    x, y = torch.randn(8, 16), torch.randn(4, 16)
+    earlier = dg.capture(long_step, x, policy=first, backend=backend, pool=pool, host_args={"n": 2})
+    later = dg.capture(step, y, policy=second, backend=backend, pool=pool, host_args={"n": 2})
+    for n in (2, 3, 2):
+        later.replay(n=n)
+        assert torch.equal(earlier.replay(n=n), long_step(x, n=n))
+        check(later, y, n)
+        y.add_(1)
+        later.replay(n=5 - n)
+        check(later, y, 5 - n)
+        assert torch.equal(earlier.outputs, long_step(x, n=n))
+
+
+def test_outputs_of_a_capture_keep_nothing_of_its_warm_up() -> None:
+    backend, weight = dg.get_backend("cpu"), torch.randn(16, 16, requires_grad=True)
+    pool = backend.make_pool()
+    x = torch.randn(4, 16)
+    with dg.capture(lambda v: v + 1, x, backend=backend, pool=pool):
+        captured = dg.capture(lambda v: v @ weight, x, backend=backend, pool=pool)
+    assert captured.outputs.grad_fn is None
+    x.add_(1)
+    assert torch.equal(captured.replay(), x @ weight)
