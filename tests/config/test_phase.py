@@ -35,7 +35,8 @@ def test_phase_config_checks_and_normalises_values_given_in_python() -> None:
 def test_documentation_has_the_table_of_keys() -> None:
     text = (Path(__file__).parents[2] / "docs" / "modes.md").read_text()
     rows = [
-        f"| `{key.name}` | {_default(key)} | {key.accepts} | {key.meaning} |"
+        f"| `{key.name}` | {_default(key)} | {key.accepts}{', or `null`' * key.optional} | "
+        f"{key.meaning} |"
         for key in KEYS.values()
     ]
     assert "\n".join(rows) in text

@@ -72,7 +72,10 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         add(_disable(phase), action="store_true", help=text)
         for flag, key in _SHORTHANDS[phase]:
             text = f"{phase}: {key.meaning} {key.accepts[0].upper()}{key.accepts[1:]}."
-            add(flag, help=text, **_options(flag, key.shape, key.read))
+            options = _options(flag, key.shape, key.read)
+            if key.names is not None:
+                options["metavar"] = key.name.upper()
+            add(flag, help=text, **options)
     for older in OLDER_FLAGS:
         options = _options(older.name, older.shape, older.read)
         names = (older.name, older.short) if older.short else (older.name,)

@@ -119,6 +119,8 @@ class Key:
     """Takes a value and the path that an error begins with; returns what ``PhaseConfig`` holds."""
     kind: str
     """What it accepts, in words, unless ``names`` says it."""
+    optional: bool
+    """Whether it accepts null too, for no value."""
     names: Callable[[], tuple[str, ...]] | None
     shape: str
     """Of a flag that sets it: ``text``, ``integer`` or ``integers``."""
@@ -128,7 +130,7 @@ class Key:
 
     @property
     def accepts(self) -> str:
-        """What it accepts, in words."""
+        """What it accepts besides null, in words."""
         if self.names is None:
             return self.kind
         *others, last = (f"`{name}`" for name in self.names())
@@ -184,11 +186,10 @@ def _number(kind: type[int] | type[float], least: int, *, above: bool = False) -
 
 
 def _optional(declared: dict[str, Any]) -> dict[str, Any]:
-    """Accept null too, for no value."""
     read = declared["read"]
     return {
         **declared,
-        "kind": f"{declared['kind']}, or `null`",
+        "optional": True,
         "read": lambda value, path: None if value is None else read(value, path),
     }
 
@@ -359,7 +360,7 @@ KEYS: Mapping[str, Key] = {
     field.name: Key(
         name=field.name,
         default=field.default,
-        **{"kind": "", "names": None, "shape": "text", **field.metadata},
+        **{"kind": "", "optional": False, "names": None, "shape": "text", **field.metadata},
     )
     for field in attrs.fields(PhaseConfig)
     if field.metadata
