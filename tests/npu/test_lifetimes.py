@@ -353,11 +353,11 @@ def test_budget_counts_graphs_that_live_and_refuses_beyond_its_limit():
     assert budget.left == 1
 
 
-def test_budget_learns_the_limit_from_a_driver_that_refuses():
+def test_budget_says_who_holds_the_streams_that_a_driver_refused_and_keeps_its_limit():
     budget, kept = StreamBudget(limit=1800), [Graph() for _ in range(34)]
     for graph in kept:
-        budget.take(graph)
-    error = budget.exhausted(RuntimeError("error code is 207008"))
-    assert "34 graphs" in str(error)
-    assert "207008" in str(error)
-    assert budget.limit == 34
+        budget.take(graph, streams=2)
+    said = budget.shortage(RuntimeError("error code is 207008"))
+    assert "34 graphs hold 68 streams" in said
+    assert "207008" in said
+    assert budget.limit == 1800
