@@ -33,6 +33,7 @@ from devgraph.integrations.transformers.attention import (
 from devgraph.integrations.transformers.cache import CacheLayer, KVCache
 from devgraph.integrations.transformers.fusion import Fusion
 from devgraph.integrations.transformers.probe import (
+    ModelShape,
     configs_of,
     overridden,
     probe,
@@ -81,7 +82,8 @@ class CausalModel:
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
-        InputError: a size that is not positive, or more positions than the model has.
+        InputError: a size that is not positive, or more positions than the model has or its cache
+            keeps.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class CausalModel:
     ) -> None:
         self.model = model
         self.shape = probe(model)
-        self.positions = _positions(model, max_len)
+        self.positions = _positions(self.shape, max_len)
         if max_requests < 1:
             raise InputError(f"max_requests must be at least 1, got {max_requests}")
         self.max_requests = max_requests
@@ -422,15 +424,15 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _positions(model: PreTrainedModel, max_len: int | None) -> int:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def _positions(shape: ModelShape, max_len: int | None) -> int:
+    limit = shape.positions
     if max_len is None:
         max_len = min(limit or 2048, 2048)
     if max_len < 1:
         raise InputError(f"max_len must be at least 1, got {max_len}")
     if limit is not None and max_len > limit:
         raise InputError(
-            f"max_len {max_len} is over the {limit} positions of {type(model).__name__}; use at "
-            f"most {limit}"
+            f"max_len {max_len} is over the {limit} positions that the model has and its cache "
+            f"keeps; use at most {limit}"
         )
     return max_len

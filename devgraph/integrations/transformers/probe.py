@@ -16,7 +16,12 @@ from typing import Any
 import attrs
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -69,6 +74,8 @@ class ModelShape:
     """What the probe found."""
 
     layers: tuple[LayerShape, ...]
+    positions: int | None
+    """Positions up to which a request is what ``model.generate`` makes of it; None is no limit."""
     vocabulary: int
     dtype: torch.dtype
     device: torch.device
@@ -84,17 +91,20 @@ class ModelShape:
 
 @contextlib.contextmanager
 def overridden(configs: list[Any], **values: Any) -> Iterator[None]:
-    """Set attributes of ``configs`` for the duration, so that the model stays as it was."""
+    """Set attributes of ``configs`` for the duration, so that the model stays as it was.
+
+    Past the checks of a configuration: some take no None for the token of padding.
+    """
     saved = [(c, {n: getattr(c, n) for n in values if hasattr(c, n)}) for c in configs]
     try:
         for config, old in saved:
             for name in old:
-                setattr(config, name, values[name])
+                object.__setattr__(config, name, values[name])
         yield
     finally:
         for config, old in saved:
             for name, value in old.items():
-                setattr(config, name, value)
+                object.__setattr__(config, name, value)
 
 
 @contextlib.contextmanager
@@ -167,6 +177,36 @@ def _check_static(model: PreTrainedModel) -> None:
                     f"the rotary embedding {name!r} is of type {kind!r}, which reads the longest "
                     f"position of every step on the host",
                 )
+
+
+def _check_state(model: PreTrainedModel) -> list[DynamicLayer]:
+    """Return the layers of the cache that ``model.generate`` makes; refuse other layers."""
+    layers = DynamicCache(config=model.config).layers
+    for index, layer in enumerate(layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise _refuse(
+                model,
+                f"layer {index} of its cache is a {type(layer).__name__}, not keys and values "
+                f"alone",
+            )
+    return layers  # type: ignore[no-any-return]
+
+
+def _positions(
+    model: PreTrainedModel, kept: list[DynamicLayer], shapes: tuple[LayerShape, ...]
+) -> int | None:
+    """Return how long a request may become.
+
+    Where the cache of ``generate`` keeps fewer rows than a mask shows (Moshi's has the window of
+    its configuration, its mask none), a request that outgrows it depends on how its prompt was
+    cut into steps, so it must end before.
+    """
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+    for layer, shape in zip(kept, shapes, strict=False):
+        window = layer.sliding_window if layer.is_sliding else None
+        if window is not None and (shape.window is None or shape.window > window):
+            limits.append(window)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 class _Found(Exception):
@@ -325,6 +365,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
         UnsupportedModelError: it cannot run correctly here; the message says why.
     """
     _check_static(model)
+    kept = _check_state(model)
     body = _body_of(model)
     seen = Seen(body)
     with seen.noting():
@@ -336,9 +377,11 @@ def probe(model: PreTrainedModel) -> ModelShape:
     if watch.cache.asked:
         _check_length(model, body, watch, output)
     head = model.get_output_embeddings()
+    layers = tuple(watch.layers[i] for i in sorted(watch.layers))
     return ModelShape(
         body=body,
-        layers=tuple(watch.layers[i] for i in sorted(watch.layers)),
+        layers=layers,
+        positions=_positions(model, kept, layers),
         vocabulary=int(head.weight.shape[0]),
         dtype=output.last_hidden_state.dtype,
         device=model.device,

@@ -15,7 +15,14 @@ transformers = pytest.importorskip("transformers", reason="the transformers inte
 from transformers import masking_utils, modeling_utils
 from transformers.masking_utils import causal_mask_function
 
-from devgraph.integrations.transformers.probe import UnsupportedModelError, _Probe, probe
+from devgraph.api.errors import InputError
+from devgraph.integrations.transformers.model import CausalModel
+from devgraph.integrations.transformers.probe import (
+    UnsupportedModelError,
+    _Probe,
+    overridden,
+    probe,
+)
 from tests.support.transformers_models import FAMILIES, make_model
 
 
@@ -69,7 +76,19 @@ REFUSED = {
     ),
     "recurrent state": (
         small(transformers.MambaConfig, vocab_size=50, hidden_size=32, num_hidden_layers=1),
-        "position_ids|registry|failed",
+        "layer 0 of its cache is a LinearAttentionLayer",
+    ),
+    "recurrent state beside keys and values": (
+        small(
+            transformers.Qwen3NextConfig,
+            **_TINY,
+            layer_types=["full_attention", "linear_attention"],
+        ),
+        "layer 1 of its cache is a LinearAttentionLayer",
+    ),
+    "sparse attention by an index of its own": (
+        small(transformers.DeepseekV32Config, **_TINY),
+        "layer 0 of its cache is a DynamicIndexedLayer",
     ),
     "attention sinks": (
         small(
@@ -168,6 +187,29 @@ def test_model_that_counts_on_the_length_of_its_cache_is_refused() -> None:
     positions.forward = counted
     with pytest.raises(UnsupportedModelError, match="length of its cache"):
         probe(model)
+
+
+def test_cache_that_keeps_fewer_rows_than_the_mask_shows_limits_positions() -> None:
+    """Past its window, Moshi's tokens depend on how the prompt was cut into steps."""
+    model = small(transformers.MoshiConfig, **{**_TINY, "num_key_value_heads": 4}, head_dim=8)
+    assert probe(model()).positions == 64
+    shorter = model()
+    shorter.config.sliding_window = 16
+    assert probe(shorter).positions == 16
+    assert [layer.window for layer in probe(shorter).layers] == [None, None]
+    with pytest.raises(InputError, match="over the 16 positions"):
+        CausalModel(shorter, max_len=17)
+
+
+def test_cache_that_keeps_what_the_mask_shows_limits_nothing() -> None:
+    assert probe(make_model("mistral")).positions == 256
+
+
+def test_overriding_passes_the_checks_of_a_configuration() -> None:
+    config = transformers.Emu3TextConfig(pad_token_id=3)
+    with overridden([config], pad_token_id=None):
+        assert config.pad_token_id is None
+    assert config.pad_token_id == 3
 
 
 def test_stand_in_for_a_mask_is_where_the_model_is() -> None:
