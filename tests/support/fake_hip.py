@@ -14,7 +14,17 @@ from devgraph.api.policy.budget import UpdateBudget
 from tests.sim.hip import Fake, unavailable_reason
 from tests.sim.hip.backend import FakeBackend
 
-__all__ = ["KEEP_ALL", "check", "on_fake", "scaled", "step"]
+__all__ = [
+    "KEEP_ALL",
+    "assert_usable",
+    "captured",
+    "check",
+    "noise",
+    "on_fake",
+    "recorded",
+    "scaled",
+    "step",
+]
 
 if reason := unavailable_reason():
     pytest.skip(f"the fake libamdhip64 cannot be built: {reason}", allow_module_level=True)
@@ -56,3 +66,28 @@ def check(cap: dg.Captured, fn: Callable[..., Any], x: torch.Tensor, **host: Any
     cap.outputs.fill_(float("nan"))
     got = cap.replay(**host)
     assert torch.equal(got, want), f"differs from eager with {host}"
+
+
+def noise() -> torch.Tensor:
+    return torch.randn(4, 8)
+
+
+def captured(be: Any, fn: Callable[..., Any], x: torch.Tensor, **options: Any) -> dg.Captured:
+    options.setdefault("budget", KEEP_ALL)
+    return dg.capture(fn, x, backend=be, host_args={"n": 2}, **options)
+
+
+def recorded(be: Any, fn: Callable[..., Any], x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """Capture ``fn`` with the raw calls; return graph and output."""
+    graph = be.make_graph()
+    with be.capture_context(graph, host_args={"n": 2}):
+        out = fn(x, n=2)
+    return graph, out
+
+
+def assert_usable(be: Any) -> None:
+    """Fail unless a new capture on this backend is right, and right again after updates."""
+    x = noise()
+    with captured(be, step, x) as cap:
+        for n in (2, 3, 5, 3, 2):
+            check(cap, step, x, n=n)

@@ -1,0 +1,123 @@
+"""Captures that cannot be ended, and what the backend tells, on the fake runtime."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.api.torchlike.nodes import RuntimeCallError
+from tests.support.fake_hip import (
+    assert_usable,
+    captured,
+    check,
+    noise,
+    on_fake,
+    step,
+)
+
+# Captures that cannot be ended.
+
+
+def fork_and_forget(be: Any, x: torch.Tensor) -> torch.Tensor:
+    side = be.namespace.Stream()
+    side.wait_stream(be.namespace.current_stream())
+    with be.namespace.stream(side):
+        return x * 2
+
+
+@pytest.mark.parametrize("raising", [False, True], ids=["alone", "with an error"])
+def test_capture_with_an_unjoined_fork_is_ended_once_and_its_stream_retired(raising: bool):
+    with on_fake() as be:
+        pool = be.make_pool()
+        stuck = pool.stream
+        graph = be.make_graph(pool)
+        expected: Any = ZeroDivisionError if raising else dg.UnjoinedStreamError
+        with pytest.raises(expected), be.capture_context(graph):
+            fork_and_forget(be, noise() + 1)
+            if raising:
+                raise ZeroDivisionError
+        assert graph.state == "empty"
+        assert stuck.cuda_stream in be.retired
+        assert pool.stream != stuck
+        assert be.fake.get("second_ends") == 0
+        x = noise()
+        for _ in range(40):  # torch hands out the retired stream again; nobody takes it
+            with dg.capture(lambda x: x * 2, x, backend=be) as cap:
+                assert torch.equal(cap.replay(), x * 2)
+                assert cap.pool.stream != stuck
+        with captured(be, step, x, pool=pool) as cap:
+            for n in (2, 3, 5):
+                check(cap, step, x, n=n)
+
+
+def test_region_that_forks_and_forgets_is_refused():
+    with on_fake() as be:
+
+        @dg.region(host_args=("n",))
+        def loose(x: torch.Tensor, *, n: int) -> torch.Tensor:
+            return fork_and_forget(be, x) * n
+
+        with pytest.raises(dg.CaptureError):
+            captured(be, lambda x, *, n: loose(x, n=n), noise(), warmup=0)
+        assert_usable(be)
+
+
+def test_region_that_forgets_to_join_for_a_new_value_is_refused_and_its_stream_retired():
+    """FAULTS 15."""
+    with on_fake() as be:
+
+        @dg.region(host_args=("n",))
+        def loose(x: torch.Tensor, *, n: int) -> torch.Tensor:
+            return (fork_and_forget(be, x) if n > 3 else x * 2) * n
+
+        def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+            return loose(x, n=n)
+
+        x = noise()
+        with captured(be, step, x) as cap:
+            for n in (2, 3, 5, 2, 4, 3):
+                if n <= 3:
+                    check(cap, step, x, n=n)
+                    continue
+                stuck = cap.pool.stream
+                with pytest.raises(dg.UpdateError, match="must join every stream"):
+                    cap.replay(n=n)
+                assert stuck.cuda_stream in be.retired
+                assert cap.pool.stream != stuck
+        assert_usable(be)
+
+
+def test_process_whose_streams_are_all_stuck_says_so():
+    with on_fake() as be:
+        be.retired.update(stream.cuda_stream for stream in be.namespace._streams)
+        with pytest.raises(dg.BackendUnavailableError, match="start a new process"):
+            be.make_pool().stream  # noqa: B018
+
+
+# Other things.
+
+
+def test_capture_in_another_thread_is_recorded():
+    with on_fake() as be:
+        x, found = noise(), []
+
+        def work() -> None:
+            with captured(be, step, x) as cap:
+                found.append(torch.equal(cap.replay(n=3), step(x, n=3)))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert found == [True]
+
+
+def test_sticky_errors_mean_that_the_device_is_lost():
+    with on_fake() as be:
+        lost = RuntimeCallError("hipGraphLaunch failed (719: hipErrorLaunchFailure, x)", 719)
+        assert be.lost_reason(lost) == "hipGraphLaunch failed (719: hipErrorLaunchFailure, x)"
+        assert be.lost_reason(RuntimeCallError("out of memory", 2)) is None
+        assert be.lost_reason(ValueError("no code")) is None
