@@ -177,6 +177,9 @@ class Device:
         """What the kernels that were recorded do, by the number that is their argument."""
         self.held: list[torch.Tensor] = []
         """What copies and fills address must not go back to the allocator."""
+        self.memory: dict[int, torch.Tensor] = {}
+        """What owns the memory of everything that captures made, by address: as on a device, no
+        tensor is held that the caller sees."""
         self._kernels: dict[Any, int] = {}
         self._numbers = itertools.count(1)
 
@@ -282,6 +285,8 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if not self._device.is_current_stream_capturing() or self._is_metadata(func, name):
             return func(*args, **kwargs)
+        if name.startswith(("empty", "new_empty")):
+            return self._given(func(*args, **kwargs))
         stream = self._device.current.cuda_stream
         if name in _READS:
             self._device.fake.unsafe(stream)
@@ -294,22 +299,35 @@ class Recorder(TorchDispatchMode):
         return self._record(stream, func, name, args, kwargs)
 
     def _is_metadata(self, func: Any, name: str) -> bool:
-        return bool(func.is_view) or name.startswith(
-            ("empty", "new_empty", "detach", "_unsafe_view")
-        )
+        return bool(func.is_view) or name.startswith(("detach", "_unsafe_view"))
+
+    def _given(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the caller gets for ``tensor``, whose memory outlives it."""
+        if tensor.untyped_storage().nbytes():
+            self._device.memory[tensor.untyped_storage().data_ptr()] = tensor
+        return _bare(tensor)
+
+    def _kept(self, leaf: Any) -> Any:
+        """Return what a node holds of an argument: of what a capture made, no more than where it
+        lies."""
+        if not isinstance(leaf, torch.Tensor) or leaf.is_conj() or leaf.is_neg():
+            return leaf
+        made = leaf.untyped_storage().data_ptr() in self._device.memory
+        return _bare(leaf) if made else leaf
 
     def _record(self, stream: int, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         fake = self._device.fake
         if name == "copy_" and self._is_flat_copy(*args[:2]):
             to, source = args[:2]
-            self._device.held += [to, source]
+            self._device.held += [self._kept(to), self._kept(source)]
             fake.copy(stream, to.data_ptr(), source.data_ptr(), to.numel() * to.element_size())
             return to
         if name == "zero_" and args[0].is_contiguous():
-            self._device.held.append(args[0])
+            self._device.held.append(self._kept(args[0]))
             fake.fill(stream, args[0].data_ptr(), 0, args[0].numel() * args[0].element_size())
             return args[0]
         results, outputs = self._results(func, args, kwargs)
+        args, kwargs = pytree.tree_map(self._kept, (args, kwargs))
 
         mode = torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad
         # A kernel does not depend on the autocast of whoever launches it.
@@ -359,9 +377,20 @@ class Recorder(TorchDispatchMode):
             else:
                 if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                     leaf.fill_(float("nan"))
-                results.append(leaf)
-                outputs.append(leaf if isinstance(leaf, torch.Tensor) else None)
+                is_tensor = isinstance(leaf, torch.Tensor)
+                results.append(self._given(leaf) if is_tensor else leaf)
+                outputs.append(leaf if is_tensor else None)
         return pytree.tree_unflatten(results, spec), outputs
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that does not own it."""
+    storage = tensor.untyped_storage()
+    bare = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
