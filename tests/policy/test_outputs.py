@@ -54,6 +54,29 @@ def test_outputs_outlive_replays_of_a_capture_that_was_made_before(first: str, s
         assert torch.equal(earlier.outputs, long_step(x, n=n))
 
 
+@pytest.mark.parametrize(("misses", "copies"), [(0, 4), (8, 0), (8, 4)])
+def test_outputs_in_a_shared_pool_are_those_of_copies_and_of_the_broken_form(
+    misses: int, copies: int
+) -> None:
+    @dg.region(host_args=("n",))
+    def uneven(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x.sin() if n > 2 else x * n + 1
+
+    def uneven_step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return uneven(x * 2, n=n)
+
+    backend, x = dg.get_backend("cpu"), torch.randn(4, 16)
+    pool, budget = backend.make_pool(), dg.UpdateBudget(misses=misses, copies=copies)
+    earlier, later = (
+        dg.capture(uneven_step, x, backend=backend, pool=pool, host_args={"n": 2}, budget=budget)
+        for _ in range(2)
+    )
+    for n in (2, 3, 1, 3, 4):
+        later.replay(n=n)
+        assert torch.equal(earlier.replay(n=2), uneven_step(x, n=2))
+        assert torch.equal(later.outputs, uneven_step(x, n=n))
+
+
 def test_outputs_of_a_capture_keep_nothing_of_its_warm_up() -> None:
     backend, weight = dg.get_backend("cpu"), torch.randn(16, 16, requires_grad=True)
     pool = backend.make_pool()

@@ -240,7 +240,7 @@ class UpdatablePlan:
         shared = ways.setdefault(_memory_of(target), way) != way
         if not way[1] and effective_strides(source) == effective_strides(target):
             return
-        if shared or self._job.pool.alias(target) is target:
+        if shared or not self._job.outputs.own(target):
             raise RegionError(
                 f"the step returned {describe(source)} for these host arguments; at capture it "
                 f"returned an argument there, or memory of another output, which would change as "

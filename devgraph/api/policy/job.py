@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import tensors_in, unexpanded
+from devgraph.api.buffers import rewrite, tensors_in
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark
 from devgraph.api.policy.budget import UpdateBudget
@@ -33,6 +33,8 @@ class Outputs:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._held: tuple[list[Any], pytree.TreeSpec] | None = None
+        self._moved: set[int] = set()
+        """Where memory begins that outputs were moved to, which live as long as the capture."""
 
     def hold(self, outputs: Any) -> None:
         """Keep what a warm-up run returned, if graphs were captured in the pool before."""
@@ -52,20 +54,28 @@ class Outputs:
         leaves, spec = pytree.tree_flatten(outputs)
         if held is None or held[1] != spec:
             return outputs
-        return pytree.tree_unflatten(map(self._moved, leaves, held[0]), spec)
+        return pytree.tree_unflatten(map(self._filled, leaves, held[0]), spec)
 
-    def _moved(self, source: Any, target: Any) -> Any:
+    def own(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor``, an output, lies in memory that the capture gave it."""
+        return (
+            tensor.untyped_storage().data_ptr() in self._moved
+            or self._pool.alias(tensor) is not tensor
+        )
+
+    def _filled(self, source: Any, target: Any) -> Any:
         if not (
             isinstance(source, torch.Tensor)
             and isinstance(target, torch.Tensor)
             and source.layout is target.layout is torch.strided
             and (source.dtype, source.shape, source.stride())
             == (target.dtype, target.shape, target.stride())
-            and self._pool.alias(source) is not source
+            and self.own(source)
         ):
             return source
-        with torch.inference_mode(target.is_inference()), torch.no_grad():
-            unexpanded(target).copy_(unexpanded(source))
+        with torch.inference_mode(target.is_inference()):
+            rewrite(target, source)
+        self._moved.add(target.untyped_storage().data_ptr())
         return target
 
 
