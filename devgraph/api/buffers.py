@@ -152,9 +152,26 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         return f"<StaticBuffers on {self.device}, {self.nbytes} bytes: {named}>"
 
 
+_LEAVES = frozenset({type(None), bool, int, float, str})
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return every tensor in nested tuples, lists and dicts, in their order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    todo = [tree]
+    while todo:  # Marked calls and operations ask often, and torch's walk is a generator a node.
+        node = todo.pop()
+        kind = type(node)
+        if isinstance(node, torch.Tensor):
+            found.append(node)
+        elif kind is tuple or kind is list:
+            todo.extend(reversed(node))
+        elif kind is dict:
+            todo.extend(reversed(node.values()))
+        elif kind not in _LEAVES:
+            leaves = pytree.tree_leaves(node)
+            found.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return found
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from devgraph.api.errors import (
 from devgraph.api.graph import DeviceGraph, GraphInfo
 from devgraph.api.marks.calls import describe
 from devgraph.api.marks.host_values import HostSpec
-from devgraph.api.marks.marks import is_capturing
+from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.modes import Modes
 from devgraph.api.policy import check_compiler, compiles, get_policy
 from devgraph.api.policy.budget import UpdateBudget
@@ -88,7 +88,8 @@ class Captured:
         self._check()
         values = self._spec.fill(host_args)
         with self._lock:
-            self.pool.require_free("replay a capture")
+            if self.pool.occupied:
+                self.pool.require_free("replay a capture")
             self.pool.order()
             try:
                 self.run(values)
@@ -116,8 +117,9 @@ class Captured:
     def _check(self) -> None:
         if self._job is None:
             raise StateError("this capture is closed; capture again")
-        process.identity.require(self._process, "replay a capture")
-        if is_capturing():
+        if process.identity.token is not self._process:
+            process.identity.require(self._process, "replay a capture")
+        if current_scope() is not None:
             raise NestedCaptureError("cannot replay a capture inside a capture")
         for tensor, address, shape, stride in self._bound:
             if tensor.data_ptr() != address:

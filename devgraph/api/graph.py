@@ -405,10 +405,13 @@ class DeviceGraph(abc.ABC):
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
         """Return the key of these host values: every region's values, as one hashable tuple."""
+        pairs = []
         try:
-            key = tuple(
-                (name, _exact(value)) for kwargs in host.values() for name, value in kwargs.items()
-            )
+            for kwargs in host.values():
+                for name, value in kwargs.items():
+                    kind = type(value)
+                    pairs.append((name, value if kind is int or kind is str else _exact(value)))
+            key = tuple(pairs)
             hash(key)
         except TypeError:
             for mark, kwargs in host.items():

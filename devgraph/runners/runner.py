@@ -577,7 +577,6 @@ class Runner(abc.ABC):
 
     def _facts(self) -> dict[str, Any]:
         """Return what all ranks must have in common."""
-
         return {
             "phase": self.phase,
             "mode": self._config.to_dict(everything=True),

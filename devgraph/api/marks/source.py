@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import re
 import sys
@@ -32,7 +33,11 @@ class SourceLine:
 
 def is_machinery(frame: FrameType) -> bool:
     """Whether ``frame`` runs code of torch, of devgraph's own rooms, or of their helpers."""
-    module = frame.f_globals.get("__name__", "")
+    return _is_machinery(frame.f_globals.get("__name__", ""))
+
+
+@functools.cache
+def _is_machinery(module: str) -> bool:
     return _is_in(module, _MACHINERY) and not _is_in(module, _ON_TOP)
 
 
@@ -44,7 +49,8 @@ def user_line() -> SourceLine:
     """Return the innermost line of the calling stack outside torch and devgraph's own rooms."""
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
-    while frame is not None and is_machinery(frame):
+    # Every operation that is recorded asks, through a stack of some twenty frames of machinery.
+    while frame is not None and _is_machinery(frame.f_globals.get("__name__", "")):
         outermost, frame = frame, frame.f_back
     found = frame or outermost
     assert found is not None
