@@ -173,7 +173,7 @@ def test_a_bad_host_slot_is_refused():
     ],
 )
 def test_bad_variants_are_refused(variants, text):
-    with pytest.raises((dg.InputError, dg.ConfigError), match=text):
+    with pytest.raises(dg.InputError if "hashable" in text else dg.ConfigError, match=text):
         double_runner(variants=variants, captured=False)
 
 
