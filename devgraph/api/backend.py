@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import attrs
 import torch
 
 from devgraph.api.device import Device
@@ -20,9 +22,27 @@ from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
 
-__all__ = ["Backend", "SlotAttention"]
+__all__ = ["Backend", "ReplayPace", "SlotAttention"]
 
 logger = logging.getLogger(__name__)
+
+_SLOW = 1.08
+"""Two measurements of the same pace differed by less than 0.02, the two paces by 0.17."""
+
+
+@attrs.frozen(kw_only=True)
+class ReplayPace:
+    """How fast graphs go from kernel to kernel; some devices have a slower pace that lasts."""
+
+    microseconds: float
+    """From one kernel to the next in a graph of tiny ones."""
+    fastest: float
+    """The least that was measured in this process."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether graphs went faster in this process before."""
+        return self.microseconds > _SLOW * self.fastest
 
 
 class SlotAttention(Protocol):
@@ -62,6 +82,8 @@ class Backend(Device):
 
     ``make_graph`` and ``capture_context`` have the signatures of PyTorch's device-graph proposal.
     """
+
+    _fastest = math.inf
 
     @abc.abstractmethod
     def make_graph(self, pool: Pool | None = None) -> DeviceGraph:
@@ -112,6 +134,21 @@ class Backend(Device):
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore what ``get_rng_state`` returned."""
         torch.set_rng_state(state)
+
+    def replay_pace(self) -> ReplayPace | None:
+        """Measure how fast graphs go now, or return None where that never changes.
+
+        Takes some milliseconds and waits for the device.
+        """
+        measured = self._measured_pace()
+        if measured is None:
+            return None
+        self._fastest = min(self._fastest, measured)
+        return ReplayPace(microseconds=measured, fastest=self._fastest)
+
+    def _measured_pace(self) -> float | None:
+        """Return the microseconds from kernel to kernel of a graph."""
+        return None
 
     def memory_info(self) -> tuple[int, int] | None:
         """Return (free, total) bytes of device memory, or None where that is not known."""

@@ -5,15 +5,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError
+from devgraph.api.registry import get_backend
 from devgraph.api.torchlike.node_graph import NodeBackend
+from devgraph.api.torchlike.nodes import NodeRuntime
+from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.runtime import Runtime
 
-__all__ = ["CudaBackend", "make_backend"]
+__all__ = ["CudaBackend", "make_backend", "recover_pace"]
 
 # CUDA errors after which every later call of the process fails (CUDA Runtime API, cudaError:
 # illegal address, launch timeout, assert, hardware stack, instruction, alignment, address space,
@@ -48,6 +52,10 @@ class CudaBackend(NodeBackend):
             node_counts=self.runtime is not None,
         )
 
+    def use_runtime(self, runtime: NodeRuntime | None) -> None:
+        super().use_runtime(runtime)
+        self._pace = PaceKeeper(runtime, self._device) if isinstance(runtime, Runtime) else None
+
     def check_available(self) -> None:
         if torch.version.hip:
             raise BackendUnavailableError(
@@ -81,6 +89,26 @@ class CudaBackend(NodeBackend):
             or "during CUDA graph capture unless the CPU tensor is pinned" in text
         )
 
+    def join(self, current: Any, side: Any) -> None:
+        super().join(current, side)
+        self.recover_pace(side)
+
+    def recover_pace(self, stream: Any) -> None:
+        """Let graphs go at full pace again after launches on ``stream``, a torch stream."""
+        if self._pace is not None:
+            self._pace.recover(stream.cuda_stream)
+
+    def details(self) -> dict[str, str]:
+        pace = self.replay_pace()
+        told = "unknown" if pace is None else f"{pace.microseconds:.2f} us from kernel to kernel"
+        return {"pace of graphs": told}
+
+    def _measured_pace(self) -> float | None:
+        if self._pace is None:
+            return None
+        with self.exclusive(), self.on_device():
+            return self._pace.measure(self.capture_stream)
+
     def elsewhere(self) -> bool:
         return bool(torch._C._cuda_getDevice() != self._device.index)
 
@@ -92,6 +120,20 @@ class CudaBackend(NodeBackend):
 def _compilers() -> tuple[str, ...]:
     # Inductor generates Triton code for the device.
     return ("eager", "inductor") if importlib.util.find_spec("triton") else ("eager",)
+
+
+def recover_pace(stream: Any) -> None:
+    """Let graphs go at full pace again after captures that were not devgraph's.
+
+    Args:
+        stream: the ``torch.cuda.Stream`` on which they were made.
+
+    Raises:
+        BackendUnavailableError: there is no NVIDIA device.
+    """
+    backend = get_backend("cuda")
+    assert isinstance(backend, CudaBackend)
+    backend.recover_pace(stream)
 
 
 def make_backend() -> CudaBackend:

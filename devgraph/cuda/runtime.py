@@ -112,6 +112,9 @@ class Runtime(NodeCalls):
         "PointerGetAttribute": (c_void_p, c_int, c_uint64),
         "CtxGetCurrent": (c_void_p,),
         "GetErrorName": (c_int, c_void_p),
+        "ModuleLoadData": (c_void_p, c_void_p),
+        "ModuleGetFunction": (c_void_p, c_void_p, c_void_p),
+        "LaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     }
     structures: ClassVar[Mapping[str, type[Any]]] = {
         KERNEL: KernelParams,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from devgraph.api.backend import ReplayPace
 from devgraph.api.capture import Captured, capture
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import AgreementError, InputError, ResourceError
@@ -64,6 +65,8 @@ class Capturing:
         self._backend, self._pool = step.backend, step.pool
         self._held = 0
         self.rounds = 0
+        self.pace: ReplayPace | None = None
+        """How fast graphs went after the last round, where a device has several paces."""
 
     def require_together(self, capture_mode: str) -> None:
         """Raise InputError where a rank would capture alone."""
@@ -83,6 +86,7 @@ class Capturing:
         """
         self.rounds += 1
         self._held = self._pool.bytes
+        self._backend.replay_pace()  # what the captures must leave
         started = time.perf_counter()
         done: list[BucketGraph] = []
         with (
@@ -100,6 +104,15 @@ class Capturing:
                     break
                 done.append(graph)
         self._share_growth(done[1:])
+        self.pace = self._backend.replay_pace()
+        if self.pace is not None and self.pace.slow:
+            logger.warning(
+                "%s: graphs of this process now take %.2f us from kernel to kernel, and took %.2f "
+                "before: some program launches kernels on further streams (docs/fast-replay.md)",
+                self._name,
+                self.pace.microseconds,
+                self.pace.fastest,
+            )
         logger.info(
             "%s: captured %d of %d buckets in %.2f s, %s (%s on %s)",
             self._name,

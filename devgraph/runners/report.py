@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from devgraph.api.backend import ReplayPace
 from devgraph.runners.graphs import BucketGraph, Graphs, Reason
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.outputs import OutputStore
@@ -106,6 +107,8 @@ class RunnerStats:
     graph_bytes: int
     input_bytes: int
     output_bytes: int
+    replay_pace: ReplayPace | None
+    """How fast graphs went after the last captures; None where a device has but one pace."""
     buckets: tuple[BucketStats, ...]
 
     @classmethod
@@ -189,6 +192,10 @@ class RunnerStats:
         ):
             page.metric(name, kind, text)
             page.sample(name, value)
+        if self.replay_pace is not None:
+            name = "replay_pace_microseconds"
+            page.metric(name, "gauge", "From kernel to kernel of a graph, after captures.")
+            page.sample(name, self.replay_pace.microseconds)
         return page.text()
 
     def summary(self) -> str:

@@ -665,7 +665,12 @@ class Runner(abc.ABC):
 
     def stats(self) -> RunnerStats:
         """Return a snapshot of the counters."""
-        return RunnerStats.of(self.graphs, self._counters, **self._identity())
+        return RunnerStats.of(
+            self.graphs,
+            self._counters,
+            replay_pace=self._capturing.pace,
+            **self._identity(),
+        )
 
     def plan(self, *, sample: bool = False) -> RunnerPlan:
         """Return buckets, rows and bytes.

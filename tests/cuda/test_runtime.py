@@ -11,7 +11,7 @@ import pytest
 from devgraph.api.torchlike.nodes import RuntimeCallError, Update
 from devgraph.cuda import runtime as cuda_runtime
 from devgraph.cuda.runtime import CopyParams, FillParams, KernelParams, Runtime
-from tests.support.stub_driver import GRAPH, StubDriver
+from tests.support.stub_driver import GRAPH, REFUSED, StubDriver
 
 CONTEXT = 77
 DEVICE, UNIFIED, HOST = 2, 4, 1
@@ -54,6 +54,15 @@ class Driver(StubDriver):
     def CtxGetCurrent(self, context: int) -> int:
         c_uint64.from_address(context).value = self.context
         return 0
+
+    def ModuleLoadData(self, module: int, text: int) -> int:
+        return REFUSED
+
+    def ModuleGetFunction(self, function: int, module: int, name: int) -> int:
+        return REFUSED
+
+    def LaunchKernelEx(self, config: int, function: int, params: None, extra: None) -> int:
+        return REFUSED
 
     def GetErrorName(self, error: int, text: int) -> int:
         self._text = ctypes.create_string_buffer(b"CUDA_ERROR_INVALID_VALUE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import devgraph as dg
+from devgraph.api.backend import ReplayPace
+from devgraph.cpu.backend import CpuBackend
 from devgraph.runners import InputSlot, Pad
 from devgraph.runners.report import format_bytes
 from tests.support.runner_steps import (
@@ -21,6 +24,7 @@ from tests.support.runner_steps import (
     X,
     cache_inputs,
     decode_of,
+    double,
     double_runner,
     rows_of_x,
 )
@@ -253,3 +257,29 @@ def test_serving_goes_on_after_a_proof():
     inputs = cache_inputs(3)
     want = step.expected(step.cache.clone(), **inputs)
     torch.testing.assert_close(runner.run(inputs), want)
+
+
+class TwoPaces(CpuBackend):
+    """A device whose graphs go slower from the second measurement on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._paces = iter((0.93, 1.1, 1.1, 0.94))
+
+    def _measured_pace(self) -> float:
+        return next(self._paces)
+
+
+def test_captures_after_which_graphs_go_slower_are_told(caplog):
+    runner = decode_of(double, (X,), backend=TwoPaces(), captured=False)
+    assert runner.stats().replay_pace is None
+    with caplog.at_level(logging.WARNING, logger="devgraph.runners.capturing"):
+        runner.capture()
+    stats = runner.stats()
+    assert stats.replay_pace == ReplayPace(microseconds=1.1, fastest=0.93)
+    assert stats.replay_pace.slow
+    assert "now take 1.10 us from kernel to kernel, and took 0.93 before" in caplog.text
+    assert re.search(r"replay_pace_microseconds\{.*\} 1\.1$", stats.to_prometheus(), re.M)
+    runner.invalidate("weights")
+    runner.capture()
+    assert not runner.stats().replay_pace.slow

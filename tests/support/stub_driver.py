@@ -9,7 +9,7 @@ from typing import Any
 
 from devgraph.api.torchlike.node_calls import BRIEF, WAITING, NodeCalls
 
-__all__ = ["GRAPH", "KINDS", "StubDriver"]
+__all__ = ["GRAPH", "KINDS", "REFUSED", "StubDriver"]
 
 GRAPH = 2**46 + 5
 """The one graph, whose copy is 1000 further on, as the nodes of the copy are 500 further on."""

@@ -1,0 +1,139 @@
+"""The pace of graphs: how long the device takes from one kernel of a graph to the next.
+
+On Hopper every graph of a process goes a third of a microsecond a kernel slower while too many of
+the last launches on its streams were ordinary ones: a capture leaves some on the stream that
+captures. Empty kernels that are launched there with programmatic serialization bring the pace back.
+docs/fast-replay.md has the experiments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import addressof, c_int, c_uint, c_uint64, c_void_p
+from typing import Any
+
+import torch
+
+from devgraph.api.torchlike.nodes import RuntimeCallError
+from devgraph.cuda.runtime import Runtime
+
+__all__ = ["PaceKeeper"]
+
+logger = logging.getLogger(__name__)
+
+LAUNCHES = 8
+"""Launches that a stream is remembered by: eight empty kernels brought the pace back whenever only
+one stream besides the engine's own had been used, four did not (one H200, driver 580.159)."""
+
+_KERNELS = 128
+"""Kernels of the graph that is timed: 0.93 us each at full pace, 1.10 below it."""
+
+_EMPTY_KERNEL = b""".version 8.0
+.target sm_90
+.address_size 64
+.visible .entry empty() { ret; }
+"""
+_PROGRAMMATIC_SERIALIZATION = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute"""
+
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig"""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("attribute_count", c_uint),
+    )
+
+
+class PaceKeeper:
+    """Brings the pace of a device back and measures it.
+
+    Args:
+        runtime: the driver's calls; its context is the device's own.
+        device: the device.
+    """
+
+    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+        self._runtime = runtime
+        self._device = device
+        self._function = 0
+        self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (c_int * 16)(1))
+        self._config = _Config((1, 1, 1), (32, 1, 1), 0, None, addressof(self._attribute), 1)
+        self._probe: Any = None
+        self._event: Any = torch.cuda.Event
+        # Processors before Hopper know no programmatic serialization.
+        self._works = torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def recover(self, stream: int) -> None:
+        """Launch empty kernels on a stream that captured, so that graphs go at full pace again.
+
+        A driver that refuses leaves the pace as it is, which is logged.
+
+        Args:
+            stream: the driver's handle; it must not be capturing.
+        """
+        if not self._works:
+            return
+        try:
+            if not self._function:
+                self._function = self._load()
+            self._config.stream = stream
+            config = addressof(self._config)
+            for _ in range(LAUNCHES):
+                self._runtime.call("LaunchKernelEx", config, self._function, None, None)
+        except RuntimeCallError as error:
+            logger.warning("graphs may stay at a slower pace after captures: %s", error)
+
+    def measure(self, stream: Any) -> float:
+        """Return the microseconds from one kernel to the next in a graph of tiny ones.
+
+        Takes about a millisecond and waits for the device; the first call captures the graph.
+
+        Args:
+            stream: torch's stream to capture on.
+        """
+        if self._probe is None:
+            self._probe = self._captured(stream)
+        graph, _ = self._probe
+        graph.replay()
+        taken: list[float] = []
+        for _ in range(3):
+            start, end = (self._event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(3):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end) * 1e3 / 3 / _KERNELS)
+        return min(taken)
+
+    def _captured(self, stream: Any) -> tuple[Any, torch.Tensor]:
+        graph, word = torch.cuda.CUDAGraph(), torch.zeros(1, device=self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            word.add_(1)
+            graph.capture_begin(capture_error_mode="thread_local")
+            for _ in range(_KERNELS):
+                word.add_(1)
+            graph.capture_end()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self.recover(stream.cuda_stream)
+        return graph, word
+
+    def _load(self) -> int:
+        text = ctypes.create_string_buffer(_EMPTY_KERNEL)
+        name = ctypes.create_string_buffer(b"empty")
+        module = c_uint64(self._runtime.made("ModuleLoadData", addressof(text)))
+        return self._runtime.made("ModuleGetFunction", module.value, addressof(name))
