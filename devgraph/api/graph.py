@@ -40,7 +40,7 @@ from devgraph.api.errors import (
     UpdateUnsupportedError,
 )
 from devgraph.api.executable import Call, Executable, weakly
-from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
 
@@ -124,7 +124,7 @@ class DeviceGraph(abc.ABC):
     def __init__(self, backend: Device, pool: Pool) -> None:
         self.backend = backend
         self.pool = pool
-        self.hits: list[RegionHit] = []
+        self.hits: list[MarkedCall] = []
         """The updatable regions in capture order."""
         self.touchable: tuple[torch.Tensor, ...] = ()
         """Tensors of the caller, besides those that the capture touched, that regions may touch."""
@@ -169,13 +169,13 @@ class DeviceGraph(abc.ABC):
     def _size(self) -> tuple[int | None, int]:
         """Return the number of nodes (None where unknown) and the graph's own bytes."""
 
-    def _region_begin(self, hit: RegionHit) -> None:  # noqa: B027
+    def _region_begin(self, hit: MarkedCall) -> None:  # noqa: B027
         """An updatable region starts here."""
 
-    def _region_end(self, hit: RegionHit) -> None:  # noqa: B027
+    def _region_end(self, hit: MarkedCall) -> None:  # noqa: B027
         """It ends here; ``hit.note`` is the vendor's to use."""
 
-    def region_size(self, hit: RegionHit) -> int | None:
+    def region_size(self, hit: MarkedCall) -> int | None:
         """Return the number of nodes of a region, or None where the backend cannot tell."""
         return None
 
@@ -363,7 +363,7 @@ class DeviceGraph(abc.ABC):
     ) -> Any:
         """Capture one call of an updatable region and return its result."""
         self._refuse_spoiled()
-        hit = RegionHit(self.pool, mark, args, kwargs, len(self.hits))
+        hit = MarkedCall(self.pool, mark, args, kwargs, len(self.hits))
         self._host[mark] = host
         self._region_begin(hit)
         result = hit.first_run(args, kwargs, host)

@@ -17,7 +17,7 @@ from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import StateError
 from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Absorbed, Mark, entered
 from devgraph.api.pool import Pool, Recording
 from devgraph.cpu.check import check
@@ -121,11 +121,11 @@ class CpuGraph(DeviceGraph):
         count = 0 if self._tape is None else len(self._tape)
         return count, count * ENTRY_BYTES
 
-    def _region_begin(self, hit: RegionHit) -> None:
+    def _region_begin(self, hit: MarkedCall) -> None:
         assert self._recorder is not None
         hit.note = self._recorder.begin_span(f"region {hit.mark.name}")
 
-    def _region_end(self, hit: RegionHit) -> None:
+    def _region_end(self, hit: MarkedCall) -> None:
         assert self._recorder is not None
         self._recorder.end_span(hit.note)
 

@@ -16,7 +16,7 @@ import torch
 
 from devgraph.api.executable import Call, Executable, weakly
 from devgraph.api.graph import GraphState
-from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark
 from devgraph.api.torchlike.base import TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard
@@ -180,7 +180,7 @@ class NpuGraph(TorchGraph):
         with RandomGuard(why):
             return super().capture_region(mark, args, kwargs, host)
 
-    def _region_begin(self, hit: RegionHit) -> None:
+    def _region_begin(self, hit: MarkedCall) -> None:
         backend = self._torch
         self._open_regions()
         stream = backend.namespace.current_stream(backend.device)
@@ -190,7 +190,7 @@ class NpuGraph(TorchGraph):
         backend.namespace.graph_task_group_begin(stream)
         self._group_open = stream
 
-    def _region_end(self, hit: RegionHit) -> None:
+    def _region_end(self, hit: MarkedCall) -> None:
         stream, self._group_open = self._group_open, None
         handle = self._torch.namespace.graph_task_group_end(stream)
         assert self._regions is not None

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.errors import UpdateError, UpdateTopologyError
-from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
 from devgraph.npu.channel import Job, UpdateChannel
@@ -69,7 +69,7 @@ class EventStore:
 class Group:
     """One captured region: its call, the event it waits for, the handle of its task group."""
 
-    call: RegionHit
+    call: MarkedCall
     event: Any
     handle: Any
 

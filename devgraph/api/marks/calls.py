@@ -25,7 +25,7 @@ from devgraph.api.marks.modes import Modes
 if TYPE_CHECKING:
     from devgraph.api.pool import Pool
 
-__all__ = ["BoundCall", "RegionHit", "describe"]
+__all__ = ["BoundCall", "MarkedCall", "describe"]
 
 BoundCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function, its arguments and its keyword arguments, which may change between calls."""
@@ -199,7 +199,7 @@ class _Bridge:
         return f"{describe(self.target)}{memory}"
 
 
-class RegionHit:
+class MarkedCall:
     """A recorded call: the mark, its tensors at fixed addresses, and where results go.
 
     Results that are views of argument tensors are handed back as they are, and so are those whose

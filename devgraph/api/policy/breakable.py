@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from devgraph.api.errors import CaptureError, EmptyCaptureError, StateError
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks.calls import BoundCall, RegionHit
+from devgraph.api.marks.calls import BoundCall, MarkedCall
 from devgraph.api.marks.marks import Mark, entered
 from devgraph.api.marks.scopes import captured_call, swallowed
 from devgraph.api.policy.job import Job, Policy
@@ -24,9 +24,9 @@ class EagerSegment:
         host: the host keyword arguments, a dictionary that the plan refreshes in place.
     """
 
-    def __init__(self, hit: RegionHit, host: dict[str, Any]) -> None:
+    def __init__(self, hit: MarkedCall, host: dict[str, Any]) -> None:
         self.mark = hit.mark
-        self.hit: RegionHit | None = hit
+        self.hit: MarkedCall | None = hit
         self._host = host
 
     def replay(self) -> None:
@@ -50,7 +50,7 @@ class EagerSegment:
         """Let go of every tensor."""
         self.hit = None
 
-    def _held(self) -> RegionHit:
+    def _held(self) -> MarkedCall:
         if self.hit is None:
             raise StateError(f"the eager segment of {self.mark.name} was reset; capture again")
         return self.hit
@@ -201,7 +201,7 @@ class _BreakableScope:
         with entered(None), job.pool.eager_body():
             if job.before_break is not None:
                 job.before_break()
-            hit = RegionHit(job.pool, mark, args, kwargs, len(self.segments))
+            hit = MarkedCall(job.pool, mark, args, kwargs, len(self.segments))
             result = hit.first_run(args, kwargs, host, body=mark.capture_stub)
         segment = EagerSegment(hit, host)
         self._session.on_failure(segment.reset)

@@ -18,7 +18,7 @@ import attrs
 
 from devgraph.api.errors import CaptureError, UnjoinedStreamError, UpdateError, UpdateTopologyError
 from devgraph.api.executable import Call, Executable, Finding
-from devgraph.api.marks.calls import RegionHit
+from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
 from devgraph.api.session import session
@@ -217,16 +217,16 @@ class NodeGraph(TorchGraph):
             return self._nodes, 0
         return self._nodes, self._torch.meter.bytes_of(self._nodes)
 
-    def region_size(self, hit: RegionHit) -> int | None:
+    def region_size(self, hit: MarkedCall) -> int | None:
         return len(hit.note.nodes) if isinstance(hit.note, _Span) else None
 
     # Regions in a capture.
 
-    def _region_begin(self, hit: RegionHit) -> None:
+    def _region_begin(self, hit: MarkedCall) -> None:
         if self._updatable:
             hit.note = self._captured_so_far()
 
-    def _region_end(self, hit: RegionHit) -> None:
+    def _region_end(self, hit: MarkedCall) -> None:
         if not self._updatable:
             return
         (start, before), (stop, last) = hit.note, self._captured_so_far()
@@ -375,7 +375,7 @@ class NodeGraph(TorchGraph):
                 f"it forks, and must not use one that was forked before it."
             ) from error
 
-    def _run_again(self, hit: RegionHit, host: dict[str, Any]) -> None:
+    def _run_again(self, hit: MarkedCall, host: dict[str, Any]) -> None:
         try:
             self._run_in_lane(hit, host)
         except RuntimeError:
@@ -389,7 +389,7 @@ class NodeGraph(TorchGraph):
                 self._run_in_lane(hit, host)
             raise
 
-    def _run_in_lane(self, hit: RegionHit, host: dict[str, Any]) -> None:
+    def _run_in_lane(self, hit: MarkedCall, host: dict[str, Any]) -> None:
         lane = hit.note.lane
         if lane is None:
             hit.run(host)
