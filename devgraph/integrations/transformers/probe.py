@@ -64,6 +64,8 @@ _HONOURED = frozenset({"scaling", "softcap"})
 # Rotary embeddings that pick their frequencies by the longest position of a step, read on the host.
 _HOST_ROPE = frozenset({"dynamic", "longrope"})
 
+_OWN_ATTENTION = "its attention does not go through the attention-function registry"
+
 
 class UnsupportedModelError(DeviceGraphError, ValueError):
     """The model does something that this integration cannot run correctly; it says what."""
@@ -371,7 +373,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
     with seen.noting():
         watch, output = _run(model, body)
     if not watch.layers:
-        raise _refuse(model, "its attention does not go through the attention-function registry")
+        raise _refuse(model, _OWN_ATTENTION)
     if sorted(watch.layers) != list(range(len(watch.layers))) or watch.cache.written is not None:
         raise _refuse(model, f"only layers {sorted(watch.layers)} attend through the registry")
     if watch.cache.asked:
@@ -408,9 +410,11 @@ def _run(model: PreTrainedModel, body: torch.nn.Module, length: int = 0) -> tupl
     except UnsupportedModelError:
         raise
     except Exception as error:
-        raise _refuse(
-            model, f"a first forward failed with {type(error).__name__}: {error}"
-        ) from error
+        # Between writing to its cache and calling an attention function: it attends by itself,
+        # and stumbles over the mask that stands in.
+        alone = watch.cache.written is not None
+        failed = f"a first forward failed with {type(error).__name__}: {error}"
+        raise _refuse(model, _OWN_ATTENTION if alone else failed) from error
     finally:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)

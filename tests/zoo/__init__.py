@@ -1,0 +1,1 @@
+"""Every causal language model of transformers, tiny, on the engine and by its own ``generate``."""

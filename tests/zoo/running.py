@@ -1,0 +1,106 @@
+"""One family on the engine, and what became of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import attrs
+import torch
+
+import devgraph as dg
+from devgraph.api.errors import HostReadError
+from devgraph.integrations.transformers import Engine
+from devgraph.integrations.transformers.probe import UnsupportedModelError
+from tests.support.transformers_models import reference
+from tests.zoo.families import VOCABULARY, build, quiet
+
+LENGTHS = (1, 90, 17, 40, 5)
+NEW = 6
+
+# (decode, prefill, fuse): each policy serves each phase, and one pair runs unfused too. Piecewise
+# is missing: torch.compile cannot trace a model whose attention is devgraph's.
+MODES = (
+    ("disabled", "disabled", True),
+    ("full", "breakable", True),
+    ("full", "breakable", False),
+    ("breakable", "full", True),
+)
+
+RUNS = "runs"
+REFUSED = "refused"
+# Known only when a graph is captured; with the policy ``disabled`` the model runs.
+UNCAPTURED = "refused by its first capture"
+UNBUILT = "cannot be built here"
+
+
+@attrs.frozen
+class Result:
+    """What became of a family, one of the four above, and why."""
+
+    verdict: str
+    reason: str = ""
+
+
+def meet(name: str) -> Result:
+    """Build the family ``name`` and run it under every mode.
+
+    Raises:
+        AssertionError: the engine generated another token than the model.
+        Exception: the engine failed otherwise than by refusing the model.
+    """
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    with quiet():
+        try:
+            model = build(name)
+            want = [reference(model, prompt, NEW) for prompt in prompts]
+        except Exception as error:
+            return Result(UNBUILT, f"{type(error).__name__}: {_line(error)}")
+        for decode, prefill, fuse in MODES:
+            try:
+                engine = _engine(model, decode, prefill, fuse=fuse)
+            except UnsupportedModelError as error:
+                return Result(REFUSED, _why(error))
+            with engine:
+                try:
+                    engine.capture()
+                except HostReadError as error:
+                    return Result(UNCAPTURED, str(error).split(", at ")[0])
+                completions = engine.generate(prompts, max_new_tokens=NEW)
+            got = [list(completion.token_ids) for completion in completions]
+            assert got == want, f"{name}, decode {decode}, prefill {prefill}, fuse {fuse}"
+    return Result(RUNS)
+
+
+def _engine(model: Any, decode: str, prefill: str, *, fuse: bool) -> Engine:
+    mode = {
+        "decode": {"policy": decode, "buckets": [1, 2]},
+        "prefill": {"policy": prefill, "buckets": [16, 64]},
+    }
+    for phase in mode.values():
+        if phase["policy"] == "disabled":
+            del phase["buckets"]
+    return Engine(
+        model,
+        backend="cpu",
+        # Fewer slots than prompts, and fewer tokens a step than the longest prompt has.
+        max_requests=2,
+        max_len=max(LENGTHS) + NEW,
+        max_step_tokens=64,
+        config=dg.DeviceGraphConfig.from_json(json.dumps(mode)),
+        fuse=fuse,
+    )
+
+
+def _line(error: Exception) -> str:
+    # The last lines of a validation say what is wrong, the first that something is.
+    return " ".join(str(error).replace("|", "/").split())[-200:]
+
+
+def _why(error: UnsupportedModelError) -> str:
+    """Return why in words that are the same for all families that are refused for it."""
+    reason = str(error).split(" cannot run on device graphs here: ")[1].split(". Supported are")[0]
+    reason = re.sub(r"\b[A-Z]\w*(Attention|MLA)\b", "its attention", reason)
+    return re.sub(r"\blayer \d+\b", "a layer", " ".join(reason.split()))

@@ -1,0 +1,67 @@
+"""Families of transformers on the engine: as docs/models.md says, and never another token."""
+
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="the transformers integration")
+
+from tests.zoo.families import families
+from tests.zoo.running import REFUSED, RUNS, UNBUILT, UNCAPTURED, Result, meet
+from tests.zoo.table import DOCUMENT, read, table
+
+VERSION, DOCUMENTED = read(DOCUMENT.read_text(encoding="utf-8"))
+THE_VERSION = pytest.mark.skipif(
+    transformers.__version__ != VERSION, reason=f"docs/models.md is about transformers {VERSION}"
+)
+
+SAMPLE = {
+    "ArceeForCausalLM",
+    "DeepseekV3ForCausalLM",  # latent attention
+    "GPT2LMHeadModel",  # learned positions
+    "GPTNeoXForCausalLM",  # partial rotary embeddings
+    "Gemma2ForCausalLM",  # caps, mixed windows
+    "LlamaForCausalLM",
+    "MistralForCausalLM",  # windows
+    "MixtralForCausalLM",  # experts
+    "MoshiForCausalLM",  # a cache that keeps less than its mask shows
+    "OPTForCausalLM",  # asks for the length of its cache
+    "Qwen3NextForCausalLM",  # recurrent state
+    "XGLMForCausalLM",  # attention of its own
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in families()],
+)
+def test_family_generates_as_the_model_does_or_is_refused(name: str) -> None:
+    result = meet(name)
+    if transformers.__version__ == VERSION:
+        assert result == DOCUMENTED[name]
+
+
+@THE_VERSION
+def test_document_has_every_family() -> None:
+    assert sorted(DOCUMENTED) == families()
+
+
+def test_document_is_what_the_command_writes() -> None:
+    made = table(DOCUMENTED).replace(f"transformers {transformers.__version__}:", "")
+    kept = DOCUMENT.read_text(encoding="utf-8").replace(f"transformers {VERSION}:", "")
+    assert made == kept
+
+
+def test_table_is_read_as_it_was_written() -> None:
+    results = {
+        "A": Result(RUNS),
+        "B": Result(RUNS),
+        "C": Result(REFUSED, "its attention, alone"),
+        "D": Result(UNCAPTURED, "a host read"),
+        "E": Result(UNBUILT, "ValueError: no"),
+    }
+    assert read(table(results)) == (transformers.__version__, results)
+    assert read(table({"A": Result(RUNS)}))[1] == {"A": Result(RUNS)}
