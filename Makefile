@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 JOBS ?= auto
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-all test-npu test-newest test-oldest lint bench format clean
+.PHONY: help demo test fuzz test-all test-npu test-newest test-oldest lint bench format clean
 
 help:
 	@echo "make demo      generate text with a real model on the CPU reference"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-npu  the Ascend part of it, on torch-npu over a simulated driver (needs g++)"
 	@echo "make test-newest  the conformance suite of the CPU and the tests of piecewise, on the newest torch"
 	@echo "make test-oldest  the same on the oldest torch that devgraph takes"
+	@echo "make fuzz      random work against eager for MINUTES (10), with new seeds"
 	@echo "make lint      ruff, mypy --strict, import rules"
 	@echo "make bench     the benchmarks of this machine's backends"
 
@@ -44,7 +45,7 @@ test-all: $(STAMP)
 # torch-npu changes torch, and transformers cannot be imported beside one without a driver. So it has
 # a folder and a session of its own; without it or g++ the session's tests are skipped and say why.
 NPU_ARGS = -k "not real_model"
-NPU_TESTS = devgraph/testing/conformance tests/npu tests/sim/ascend
+NPU_TESTS = devgraph/testing/conformance tests/npu tests/sim/ascend tests/fuzz
 test-npu: $(STAMP)
 	@test -d $(NPU)/torch_npu || ! command -v g++ >/dev/null || \
 		$(BIN)/python -m pip install --quiet --no-deps --target $(NPU) "torch-npu==$$($(BIN)/python \
@@ -52,6 +53,10 @@ test-npu: $(STAMP)
 		echo "torch-npu cannot be had for this torch and Python: its tests are skipped"
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=$(CURDIR):$(CURDIR)/$(NPU) $(BIN)/python -m pytest \
 		-n $(JOBS) -m npu -p tests.sim.ascend.activated $(NPU_ARGS) $(NPU_TESTS) $(PYTEST_ARGS)
+
+MINUTES ?= 10
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz.driver $(MINUTES)
 
 .venv-newest/.installed: TORCH := torch
 .venv-oldest/.installed: TORCH := torch==$(OLDEST_TORCH).*

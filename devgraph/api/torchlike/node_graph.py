@@ -525,9 +525,10 @@ class NodeBackend(TorchBackend):
         native.replay()
         if generator.get_offset() != before:
             return True
-        if self._lazy_generators is None:
+        # A capture that failed has taken the keeper along; then it is left open which torch it is.
+        if self._lazy_generators is None and pool.keeper is not None:
             self._lazy_generators = not self._refuses_in_capture(pool.keeper, pool)
-        return self._lazy_generators and self._refuses_in_capture(native, pool)
+        return self._lazy_generators is not False and self._refuses_in_capture(native, pool)
 
     def _refuses_in_capture(self, native: Any, pool: TorchPool) -> bool:
         runtime = self.runtime

@@ -230,7 +230,9 @@ class Device:
     def is_current_stream_capturing(self) -> bool:
         status = ctypes.c_int()
         self.runtime.hipStreamIsCapturing.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-        self.runtime.hipStreamIsCapturing(self.current.cuda_stream, ctypes.byref(status))
+        self.check(
+            self.runtime.hipStreamIsCapturing(self.current.cuda_stream, ctypes.byref(status))
+        )
         return status.value != 0
 
     @contextlib.contextmanager

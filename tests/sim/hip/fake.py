@@ -15,7 +15,8 @@ __all__ = ["Fake"]
 _BODY = ctypes.CFUNCTYPE(None, ctypes.POINTER(c_void_p))
 
 _SETTINGS = """
-    version stale refuse_write_at refuse_instantiate borrow quiet reports_copies shuffle
+    version stale refuse_write_at refuse_instantiate fail_call_in borrow quiet reports_copies
+    shuffle
 """.split()
 
 

@@ -87,6 +87,7 @@ std::map<std::string, long long> settings = {
     {"stale", 0},            /* how many next parameter writes answer success and do nothing */
     {"refuse_write_at", 0},  /* the how-manieth next parameter write fails */
     {"refuse_instantiate", 0},
+    {"fail_call_in", 0},     /* the how-manieth next call fails */
     {"borrow", 0},           /* SetParams keeps the caller's pointers, as 6.3.1 did */
     {"quiet", 1},            /* unsafe calls in a capture raise nothing, as before 7.14 */
     {"reports_copies", 1},   /* parameters of a captured copy are filled in */
@@ -102,6 +103,11 @@ int last_error = 0;
 
 int fail(int error) { return last_error = error; }
 bool fault(const char* name) { return settings[name] != 0; }
+
+/* Begins every call of HIP whose turn to fail comes by `fail_call_in`. */
+#define REFUSABLE \
+  if (settings["fail_call_in"] > 0 && --settings["fail_call_in"] == 0) \
+    return fail(hipErrorOutOfMemory)
 
 bool once(const char* name) {
   auto& left = settings[name];
@@ -277,6 +283,7 @@ HIP_EXPORT int hipGetLastError() {
 }
 
 HIP_EXPORT int hipStreamBeginCapture(Stream* stream, int) {
+  REFUSABLE;
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (stream && stream->stuck) settings["second_begins"]++; /* as bad as a second end */
   if (!stream || stream->status == hipStreamCaptureStatusActive) return fail(hipErrorIllegalState);
@@ -290,6 +297,7 @@ HIP_EXPORT int hipStreamBeginCapture(Stream* stream, int) {
 }
 
 HIP_EXPORT int hipStreamEndCapture(Stream* stream, Graph** graph) {
+  REFUSABLE;
   std::lock_guard<std::recursive_mutex> guard(lock);
   *graph = nullptr;
   if (!stream || stream->status == hipStreamCaptureStatusNone) return fail(hipErrorIllegalState);
@@ -317,6 +325,7 @@ HIP_EXPORT int hipStreamEndCapture(Stream* stream, Graph** graph) {
 }
 
 HIP_EXPORT int hipStreamIsCapturing(Stream* stream, int* status) {
+  REFUSABLE;
   *status = stream ? stream->status : hipStreamCaptureStatusNone;
   return hipSuccess;
 }
@@ -324,6 +333,7 @@ HIP_EXPORT int hipStreamIsCapturing(Stream* stream, int* status) {
 #ifndef FAKEHIP_ANCIENT
 HIP_EXPORT int hipStreamGetCaptureInfo_v2(Stream* stream, int* status, unsigned long long* id,
                                           Graph** graph, Node*** last, size_t* count) {
+  REFUSABLE;
   *status = stream ? stream->status : hipStreamCaptureStatusNone;
   if (*status != hipStreamCaptureStatusActive) return hipSuccess;
   *id = stream->id;
@@ -335,6 +345,7 @@ HIP_EXPORT int hipStreamGetCaptureInfo_v2(Stream* stream, int* status, unsigned 
 #endif
 
 HIP_EXPORT int hipGraphGetNodes(Graph* graph, Node** nodes, size_t* count) {
+  REFUSABLE;
   if (nodes) {
     for (size_t i = 0; i < std::min(*count, graph->nodes.size()); i++)
       nodes[i] = graph->nodes[fault("shuffle") ? graph->nodes.size() - 1 - i : i];
@@ -344,6 +355,7 @@ HIP_EXPORT int hipGraphGetNodes(Graph* graph, Node** nodes, size_t* count) {
 }
 
 HIP_EXPORT int hipGraphGetEdges(Graph* graph, Node** from, Node** to, size_t* count) {
+  REFUSABLE;
   size_t at = 0;
   for (auto* node : graph->nodes) {
     for (auto* before : node->after) {
@@ -356,6 +368,7 @@ HIP_EXPORT int hipGraphGetEdges(Graph* graph, Node** from, Node** to, size_t* co
 }
 
 HIP_EXPORT int hipGraphNodeGetType(Node* node, unsigned* type) {
+  REFUSABLE;
   bool old = settings["version"] < 50300000;
   *type = unsigned(node->type + (old ? 1 : 0));
   if (old && node->type == kMemcpy) *type = 9; /* 5.2: one-dimensional copies */
@@ -363,6 +376,7 @@ HIP_EXPORT int hipGraphNodeGetType(Node* node, unsigned* type) {
 }
 
 HIP_EXPORT int hipGraphClone(Graph** clone, Graph* graph) {
+  REFUSABLE;
   std::lock_guard<std::recursive_mutex> guard(lock);
   auto* made = new Graph;
   std::map<Node*, Node*> of;
@@ -376,6 +390,7 @@ HIP_EXPORT int hipGraphClone(Graph** clone, Graph* graph) {
 }
 
 HIP_EXPORT int hipGraphNodeFindInClone(Node** found, Node* node, Graph* clone) {
+  REFUSABLE;
   for (auto* candidate : clone->nodes) {
     if (candidate->original == node) {
       *found = candidate;
@@ -386,6 +401,7 @@ HIP_EXPORT int hipGraphNodeFindInClone(Node** found, Node* node, Graph* clone) {
 }
 
 HIP_EXPORT int hipGraphDestroy(Graph* graph) {
+  REFUSABLE;
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (graph->destroyed) return fail(hipErrorIllegalState);
   destroy(graph);
@@ -393,6 +409,7 @@ HIP_EXPORT int hipGraphDestroy(Graph* graph) {
 }
 
 HIP_EXPORT int hipGraphInstantiateWithFlags(Exec** exec, Graph* graph, unsigned long long flags) {
+  REFUSABLE;
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (flags != 1 || once("refuse_instantiate")) return fail(hipErrorOutOfMemory);
   auto* made = new Exec;
@@ -405,6 +422,7 @@ HIP_EXPORT int hipGraphInstantiateWithFlags(Exec** exec, Graph* graph, unsigned 
 }
 
 HIP_EXPORT int hipGraphLaunch(Exec* exec, Stream* stream) {
+  REFUSABLE;
   if (exec->destroyed) return fail(hipErrorInvalidValue);
   settings["launches"]++;
   if (stream && stream->status != hipStreamCaptureStatusNone)
@@ -414,6 +432,7 @@ HIP_EXPORT int hipGraphLaunch(Exec* exec, Stream* stream) {
 }
 
 HIP_EXPORT int hipGraphExecDestroy(Exec* exec) {
+  REFUSABLE;
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (exec->destroyed) return fail(hipErrorInvalidValue);
   exec->destroyed = true;
@@ -424,22 +443,26 @@ HIP_EXPORT int hipGraphExecDestroy(Exec* exec) {
 }
 
 HIP_EXPORT int hipGraphKernelNodeGetParams(Node* node, hipKernelNodeParams* params) {
+  REFUSABLE;
   if (node->type != kKernel) return fail(hipErrorInvalidValue);
   *params = node->kernel;
   return hipSuccess;
 }
 
 HIP_EXPORT int hipGraphKernelNodeSetParams(Node* node, const hipKernelNodeParams* params) {
+  REFUSABLE;
   return node->type == kKernel ? write_kernel(node, params) : fail(hipErrorInvalidValue);
 }
 
 HIP_EXPORT int hipGraphExecKernelNodeSetParams(Exec* exec, Node* node,
                                                const hipKernelNodeParams* params) {
+  REFUSABLE;
   if (node->type != kKernel) return fail(hipErrorInvalidValue);
   return update(exec, node, [&](Node* packet) { write_kernel(packet, params); });
 }
 
 HIP_EXPORT int hipGraphMemcpyNodeGetParams(Node* node, hipMemcpy3DParms* params) {
+  REFUSABLE;
   if (node->type != kMemcpy) return fail(hipErrorInvalidValue);
   std::memset(params, 0xA5, sizeof *params); /* what older runtimes leave in it */
   params->srcArray = params->dstArray = nullptr;
@@ -453,6 +476,7 @@ HIP_EXPORT int hipGraphMemcpyNodeGetParams(Node* node, hipMemcpy3DParms* params)
 
 HIP_EXPORT int hipGraphMemcpyNodeSetParams1D(Node* node, void* to, const void* from, size_t size,
                                              int kind) {
+  REFUSABLE;
   if (node->type != kMemcpy) return fail(hipErrorInvalidValue);
   node->to = to;
   node->from = const_cast<void*>(from);
@@ -463,18 +487,21 @@ HIP_EXPORT int hipGraphMemcpyNodeSetParams1D(Node* node, void* to, const void* f
 
 HIP_EXPORT int hipGraphExecMemcpyNodeSetParams1D(Exec* exec, Node* node, void* to,
                                                  const void* from, size_t size, int kind) {
+  REFUSABLE;
   return update(exec, node, [&](Node* packet) {
     hipGraphMemcpyNodeSetParams1D(packet, to, from, size, kind);
   });
 }
 
 HIP_EXPORT int hipGraphMemsetNodeGetParams(Node* node, hipMemsetParams* params) {
+  REFUSABLE;
   if (node->type != kMemset) return fail(hipErrorInvalidValue);
   *params = node->fill;
   return hipSuccess;
 }
 
 HIP_EXPORT int hipGraphMemsetNodeSetParams(Node* node, const hipMemsetParams* params) {
+  REFUSABLE;
   if (node->type != kMemset) return fail(hipErrorInvalidValue);
   node->fill = *params;
   return hipSuccess;
@@ -482,6 +509,7 @@ HIP_EXPORT int hipGraphMemsetNodeSetParams(Node* node, const hipMemsetParams* pa
 
 HIP_EXPORT int hipGraphExecMemsetNodeSetParams(Exec* exec, Node* node,
                                                const hipMemsetParams* params) {
+  REFUSABLE;
   return update(exec, node, [&](Node* packet) { packet->fill = *params; });
 }
 
@@ -501,6 +529,7 @@ HIP_EXPORT int hipMemsetAsync(void* to, int value, size_t size, Stream* stream) 
 
 #if !defined(FAKEHIP_RELEASE_52) && !defined(FAKEHIP_ANCIENT)
 HIP_EXPORT int hipGraphKernelNodeCopyAttributes(Node* from, Node* to) {
+  REFUSABLE;
   settings["attribute_copies"]++;
   return from->type == kKernel && to->type == kKernel ? hipSuccess : fail(hipErrorInvalidValue);
 }

@@ -1,0 +1,401 @@
+"""The cases of the fuzzers, by seed: ``python -m tests.fuzz.driver MINUTES [--kind K] [--seed N]``.
+
+A case returns what it counted and raises ``Mismatch`` for anything that is neither right nor a
+typed refusal. Those of the simulated Ascend driver run where torch_npu is loaded, in tests only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import random
+import resource
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import devgraph as dg
+from devgraph.api.policy.budget import UpdateBudget
+from tests.fuzz.runners import SCRATCH, RandomRunner
+from tests.fuzz.steps import Program, make_program
+from tests.sim.hip import unavailable_reason
+from tests.support.interrupts import OPERATIONS, Bench, interrupted
+
+__all__ = ["ASCEND_FAULTS", "CASES", "Mismatch", "ascend_case", "every_fault", "hip_case", "run"]
+
+
+class Mismatch(AssertionError):
+    """Something was wrong, or raised what it should not."""
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+def _sharing(tensors: list[torch.Tensor]) -> list[int]:
+    """Return, for each tensor, the first one whose memory it shares."""
+    starts = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [starts.index(start) for start in starts]
+
+
+def _require_equal(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
+    for index, (one, other) in enumerate(zip(got, want, strict=True)):
+        if (one.shape, one.dtype) != (other.shape, other.dtype) or not torch.allclose(
+            one, other, rtol=0, atol=0, equal_nan=True
+        ):
+            raise Mismatch(f"{what} {index} is {one}, eagerly {other}")
+
+
+# Steps.
+
+
+def step_case(seed: int) -> Counter[str]:
+    """A random step under every policy, all in one pool, against eager."""
+    rng, counts = _seeded(seed), Counter[str]()
+    program, pool = make_program(rng), dg.get_backend("cpu").make_pool()
+    captures = []
+    for policy in rng.sample(["full", "breakable"], 2) + ["piecewise"] * (seed % 8 == 0):
+        captured = _captured(program, pool, policy, rng, counts)
+        if captured is not None:
+            captures.append(captured)
+    for _ in range(rng.randint(4, 8) if captures else 0):
+        others = [(c, _own(c, program)) for c in captures]
+        others = [(c, own, _copies(own)) for c, own in others]
+        captured = rng.choice(captures)
+        _replay_as_eager(program, captured, program.host(), counts)
+        for other, own, before in others:
+            if other is not captured:
+                _require_equal(own, before, "an output of another capture of the pool")
+    for captured in captures:
+        captured.close()
+    return counts
+
+
+def _captured(
+    program: Program, pool: dg.Pool, policy: str, rng: random.Random, counts: Counter[str]
+) -> dg.Captured | None:
+    before = _copies(program.inputs)
+    budget = UpdateBudget(misses=rng.choice([0, 1, 8]), copies=rng.choice([0, 1, 4]))
+    try:
+        captured = dg.capture(
+            program.step,
+            *program.inputs,
+            policy=policy,
+            backend=pool.backend,
+            pool=pool,
+            host_args=program.host(),
+            budget=budget,
+        )
+    except dg.DeviceGraphError as error:
+        counts[f"refused: {policy}, {type(error).__name__}"] += 1
+        captured = None
+    else:
+        counts["captured"] += 1
+        if policy == "full" and program.needs_breaks:
+            raise Mismatch("a function that can never be captured was captured")
+    _require_equal(program.inputs, before, "after the capture, input")
+    return captured
+
+
+def _own(captured: dg.Captured, program: Program) -> list[torch.Tensor]:
+    """Return the outputs that no step may write but this one."""
+    shared = {tensor.untyped_storage().data_ptr() for tensor in program.memory}
+    outputs = _tensors(captured.outputs)
+    return [o for o in outputs if o.untyped_storage().data_ptr() not in shared]
+
+
+def _replay_as_eager(
+    program: Program, captured: dg.Captured, host: dict[str, Any], counts: Counter[str]
+) -> None:
+    memory = program.memory
+    for tensor in memory:
+        tensor.copy_(torch.randn(tensor.shape))
+    start = _copies(memory)
+    try:
+        outputs = captured.replay(**host)
+    except dg.UpdateTopologyError:
+        counts["refused: replay"] += 1
+        _require_equal(memory, start, "after a refused replay, input")
+        return
+    got = _tensors(outputs)
+    sharing, values, written = _sharing([*memory, *got]), _copies(got), _copies(memory)
+    for tensor, content in zip(memory, start, strict=True):
+        tensor.copy_(content)
+    wanted = program.step(*program.inputs, **host)
+    want = _tensors(wanted)
+    where = f"{captured.policy} with {host}"
+    if pytree.tree_structure(outputs) != pytree.tree_structure(wanted):
+        raise Mismatch(f"{where}: another structure")
+    _require_equal(values, want, f"{where}: output")
+    _require_equal(written, memory, f"{where}: input or state")
+    if sharing != _sharing([*memory, *want]):
+        raise Mismatch(f"{where}: {sharing} share memory, eagerly {_sharing([*memory, *want])}")
+    counts["replays"] += 1
+
+
+# Runners.
+
+
+def runner_case(seed: int) -> Counter[str]:
+    """Two random runners in one pool, used in turns, against their steps on the real batch."""
+    rng, counts = _seeded(seed), Counter[str]()
+    backend = dg.get_backend("cpu")
+    pool = backend.make_pool()
+    runners = [
+        RandomRunner(rng, backend, pool, rng.choice(["full", "breakable"])) for _ in range(2)
+    ]
+    for each in runners:
+        each.runner.capture()
+    for _ in range(rng.randint(8, 16)):
+        each = rng.choice(runners)
+        action = rng.choices(["run", "invalidate", "suspend", "resume", "idle"], [12, 1, 1, 1, 2])[
+            0
+        ]
+        if action == "invalidate":
+            each.runner.invalidate("weights")
+            each.runner.capture()
+        elif action != "run":
+            getattr(each.runner, action)()
+        else:
+            _run_as_eager(each, rng, counts)
+    for each in runners:
+        for reason, number in each.runner.stats().eager.items():
+            counts[f"eager: {reason}"] += number
+        each.runner.close()
+    return counts
+
+
+def _run_as_eager(each: RandomRunner, rng: random.Random, counts: Counter[str]) -> None:
+    inputs, host, variant = each.batch()
+    given, start = _copies(inputs.values()), each.cache.clone()
+    got = each.runner.run(inputs, host_args=host, variant=variant, clone=rng.random() < 0.5)
+    values, written = _copies(_tensors(got)), each.cache.clone()
+    each.cache.copy_(start)
+    want = each.eager(inputs, host, variant)
+    where = f"{each.about} with {host}, {variant}, {len(inputs['ids'])} tokens"
+    _require_equal(list(inputs.values()), given, f"{where}: input")
+    for one, other in zip(values, _tensors(want), strict=True):
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-5, atol=1e-5):
+            raise Mismatch(f"{where}: {one}, eagerly {other}")
+    _require_equal([written[:SCRATCH]], [each.cache[:SCRATCH]], f"{where}: the cache")
+    counts["runs"] += 1
+
+
+# Interrupts.
+
+_bench: list[Bench] = []
+
+
+def interrupt_case(seed: int) -> Counter[str]:
+    """A KeyboardInterrupt at a random place of a random operation."""
+    rng, counts = _seeded(seed), Counter[str]()
+    if not _bench:
+        _bench.append(Bench())
+    name = rng.choice(list(OPERATIONS))
+    place, n = int(10 ** rng.uniform(0, 3.6)), rng.randint(1, 9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what a destructor was interrupted in
+        if interrupted(lambda: OPERATIONS[name][0](_bench[0], n), place):
+            counts[f"interrupted: {name}"] += 1
+    _bench[0].check(n)
+    return counts
+
+
+# Faults of drivers.
+
+
+def hip_case(seed: int) -> Counter[str]:
+    """A call of the fake HIP library fails, and all after it is right or refused."""
+    from tests.support.fake_hip import on_fake
+
+    with on_fake() as backend:
+        fake = backend.fake
+        return _fault_case(
+            1 + seed % 1000,
+            backend,
+            order=lambda at: fake.set(fail_call_in=at),
+            left=lambda: fake.get("fail_call_in"),
+        )
+
+
+ASCEND_FAULTS = ("fail_stream_in", "fail_capture_in", "fail_capture_end_in", "fail_malloc_in")
+
+
+def ascend_case(name: str, at: int, backend: Any, driver: Any) -> Counter[str]:
+    """The simulated Ascend driver refuses a call, and all after it is right or refused."""
+    return _fault_case(
+        at,
+        backend,
+        order=lambda at: driver.set(**{name: at}),
+        left=lambda: driver.settings()[name],
+    )
+
+
+def every_fault(case: Callable[[int], Counter[str]]) -> Counter[str]:
+    """Run ``case`` with the fault at the first call, the second and so on, while there is one."""
+    total, calls = Counter[str](), itertools.count(1)
+    while (counts := case(next(calls)))["faults"]:
+        total += counts
+    return total
+
+
+def _fault_case(
+    at: int, backend: Any, *, order: Callable[[int], None], left: Callable[[], int]
+) -> Counter[str]:
+    """Capture, replay and update with a fault at call number ``at``, and then once more without."""
+    counts = Counter[str]()
+    program = _FaultProgram(backend, backend.make_pool(), torch.ones(4, 8, device=backend.device))
+    order(at)
+    for _ in range(2):
+        with _refusals(counts):
+            program.open()
+        for n in (2, 3, 2, 5, 3):
+            with _refusals(counts):
+                program.check(n)
+    counts["faults"] += left() == 0
+    order(0)
+    program.close()
+    program.open()
+    for n in (2, 3, 2):
+        program.check(n)
+    program.close()
+    backend.synchronize()
+    return counts
+
+
+@contextlib.contextmanager
+def _refusals(counts: Counter[str]) -> Iterator[None]:
+    try:
+        yield
+    except dg.DeviceGraphError:
+        counts["refused"] += 1
+    except RuntimeError as error:  # torch's own, with the driver's text
+        if not isinstance(error, torch.OutOfMemoryError) and type(error) is not RuntimeError:
+            raise
+        counts["refused by torch"] += 1
+
+
+@dg.region(host_args=("n",), mutates=("out",))
+def _scale(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
+    torch.mul(x, float(n), out=out)
+
+
+def _fault_step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    out = torch.empty_like(x)
+    for _ in range(2):
+        _scale(x, out, n=n)
+        x = out + 1
+    return x
+
+
+class _FaultProgram:
+    """A capture under each policy, in one pool."""
+
+    def __init__(self, backend: Any, pool: dg.Pool, x: torch.Tensor) -> None:
+        self._backend, self._pool, self._x = backend, pool, x
+        self._captured: dict[str, dg.Captured] = {}
+
+    def open(self) -> None:
+        for policy in ("full", "breakable"):
+            if policy not in self._captured:
+                self._captured[policy] = dg.capture(
+                    _fault_step,
+                    self._x,
+                    policy=policy,
+                    backend=self._backend,
+                    pool=self._pool,
+                    host_args={"n": 2},
+                    budget=UpdateBudget(misses=100),
+                )
+
+    def check(self, n: int) -> None:
+        for policy, captured in self._captured.items():
+            self._x.add_(0.5)
+            got = captured.replay(n=n)
+            want = _fault_step(self._x, n=n)
+            if not torch.equal(got.cpu(), want.cpu()):
+                raise Mismatch(f"{policy} with n={n}: {got}, eagerly {want}")
+
+    def close(self) -> None:
+        for captured in self._captured.values():
+            captured.close()
+        self._captured.clear()
+
+
+# The long mode.
+
+CASES: dict[str, Callable[[int], Counter[str]]] = {
+    "steps": step_case,
+    "runners": runner_case,
+    "interrupts": interrupt_case,
+    "hip": hip_case,
+}
+
+
+def _seeded(seed: int) -> random.Random:
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
+def run(kind: str, seed: int) -> Counter[str]:
+    """Run one case; what it raises names the seed, and of a step the source.
+
+    Raises:
+        Mismatch: it was wrong, or raised what it should not.
+    """
+    try:
+        return CASES[kind](seed)
+    except Exception as error:
+        source = make_program(_seeded(seed)).source if kind == "steps" else ""
+        raise Mismatch(f"{kind}, seed {seed}: {type(error).__name__}: {error}\n{source}") from error
+
+
+def main() -> int:
+    """Run cases until the time is over; print figures, and each mismatch as it comes."""
+    parser = argparse.ArgumentParser(description="random work against eager")
+    parser.add_argument("minutes", type=float)
+    parser.add_argument("--kind", choices=CASES, action="append", help="default: all of them")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="the first one")
+    arguments = parser.parse_args()
+    possible = [kind for kind in CASES if kind != "hip" or unavailable_reason() is None]
+    kinds = arguments.kind or possible
+    counts, wrong, cases = Counter[str](), 0, 0
+    end, settled = time.monotonic() + 60 * arguments.minutes, 0
+    for seed in itertools.count(arguments.seed):
+        if time.monotonic() > end:
+            break
+        for kind in kinds:
+            cases += 1
+            try:
+                counts += run(kind, seed)
+            except Mismatch as error:
+                wrong += 1
+                print(error, flush=True)
+        if seed - arguments.seed == 50:
+            settled = _resident()
+    gc.collect()
+    for name, number in sorted(counts.items()):
+        print(f"{number:9} {name}")
+    grown = f", {(_resident() - settled) >> 20} MiB more than after 50 seeds" if settled else ""
+    print(f"{cases} cases, {wrong} mismatches, {_resident() >> 20} MiB{grown}")
+    return 1 if wrong else 0
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,59 @@
+"""The fuzzers with fixed seeds; ``make fuzz MINUTES=10`` goes on with others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import devgraph as dg
+from tests.fuzz.driver import ASCEND_FAULTS, ascend_case, every_fault, hip_case, run
+from tests.sim.hip import unavailable_reason
+
+pytest_plugins = ["tests.sim.ascend.plugin"]
+
+
+def total(kind: str, seeds: range) -> Counter[str]:
+    return sum((run(kind, seed) for seed in seeds), Counter[str]())
+
+
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_random_steps_equal_eager_under_every_policy(first: int) -> None:
+    counts = total("steps", range(first, first + 20))
+    refused = sum(number for what, number in counts.items() if what.startswith("refused"))
+    assert counts["replays"] > 60
+    assert refused < counts["captured"] / 4, counts
+
+
+def test_random_runners_equal_their_steps() -> None:
+    counts = total("runners", range(12))
+    eager = sum(number for what, number in counts.items() if what.startswith("eager"))
+    assert counts["runs"] > 80
+    assert eager < counts["runs"], counts
+
+
+def test_interrupts_at_random_places_leave_the_next_operation_right() -> None:
+    assert sum(total("interrupts", range(60)).values()) > 20
+
+
+@pytest.mark.skipif(
+    unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
+)
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))]
+)
+def test_fault_at_any_call_of_hip_leaves_the_rest_right_or_refused(part: int) -> None:
+    """Every eighth call here, and all of them with the slow tests."""
+    counts = every_fault(lambda at: hip_case(8 * (at - 1) + part))
+    assert counts["faults"] > 20
+    assert counts["refused"] + counts["refused by torch"] > 20
+
+
+@pytest.mark.parametrize("name", ASCEND_FAULTS)
+def test_refusal_at_any_call_of_ascend_leaves_the_rest_right_or_refused(
+    driver: Any, name: str
+) -> None:
+    backend = dg.get_backend("npu")
+    counts = every_fault(lambda at: ascend_case(name, at, backend, driver))
+    assert counts["faults"]
