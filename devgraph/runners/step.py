@@ -209,7 +209,6 @@ class GraphStep:
         values: Mapping[str, Any] = {}
         if host_args or self._declares_host:
             values = self._resolve(host_args, self.real, self._padded)
-        self._order()
         self.load(inputs)
         self._clock.now += 1
         self.replay(values)
@@ -217,7 +216,9 @@ class GraphStep:
         self.graph.real_rows += self.rows
 
     def load(self, inputs: Mapping[str, Any]) -> None:
-        """Copy and pad the inputs, and make this run the one that eager bodies see."""
+        """Order what follows behind the pool's other work, copy and pad the inputs, and make this
+        run the one that eager bodies see."""
+        self._order()
         self._copy(inputs)
         self._live.size, self._live.tensors = self.real, self._run_tensors
 

@@ -76,8 +76,8 @@ def test_unjoined_side_stream_in_a_step_of_an_engine_is_refused_and_the_next_one
             return x * 2
 
     with pytest.raises(dg.UnjoinedStreamError, match="was not joined"):
-        capture_whole(pool, ModeCount(), step, release=False)
-    graph, output = capture_whole(pool, ModeCount(), lambda: x * 5, release=False)
+        capture_whole(be, pool, ModeCount(), step, release=False)
+    graph, output = capture_whole(be, pool, ModeCount(), lambda: x * 5, release=False)
     x.fill_(3.0)
     graph.replay()
     assert torch.equal(output, x * 5)

@@ -283,3 +283,20 @@ def test_captures_after_which_graphs_go_slower_are_told(caplog):
     runner.invalidate("weights")
     runner.capture()
     assert not runner.stats().replay_pace.slow
+
+
+def test_proof_orders_each_replay_behind_the_captures(monkeypatch):
+    """A stream that captures had left a replay of several segments bound to itself: on devices
+    the proof then read outputs that were still to be written."""
+    runner = double_runner(config={"policy": "breakable"})
+    told = []
+    pool, captured = type(runner.pool), type(runner.graphs.captured[0].captured)
+    order, run = pool.order, captured.run
+    monkeypatch.setattr(pool, "order", lambda self: (told.append("order"), order(self))[1])
+    monkeypatch.setattr(
+        captured, "run", lambda self, values: (told.append("replay"), run(self, values))[1]
+    )
+    assert runner.prove().ok
+    replays = [i for i, what in enumerate(told) if what == "replay"]
+    assert replays
+    assert all("order" in told[max(0, i - 2) : i] for i in replays)

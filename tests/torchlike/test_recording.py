@@ -29,7 +29,7 @@ def recording_of(
     pattern = pattern_of(driver, graph, ("attend", 0, len(driver.nodes(graph))))
     scratch = driver.graph(*(kernel(v) for v in values))
     (updates,) = pattern.match([0], scratch, [len(values)])
-    part = RegionUpdate({}, updates, Scratch(driver, scratch))
+    part = RegionUpdate((), updates, Scratch(driver, scratch))
     nodes = len(driver.nodes(graph))
     return NodeRecording(driver, meter, nodes, {None: part}, 1)
 

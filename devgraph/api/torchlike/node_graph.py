@@ -326,10 +326,11 @@ class NodeGraph(TorchGraph):
         pattern, runtime = self._pattern, self._runtime()
         assert pattern is not None
         known = {} if self._current is None else self._current.parts
+        keys = {mark: self.key_of({mark: values}) for mark, values in host.items()}
         parts: dict[Mark | None, RegionUpdate] = {
             mark: known[mark]
-            for mark, values in host.items()
-            if mark in known and known[mark].values == values
+            for mark, key in keys.items()
+            if mark in known and known[mark].key == key
         }
         picks = [hit.index for hit in self.hits if hit.mark not in parts]
         graph, bounds = self._capture_regions(picks, host)
@@ -339,8 +340,8 @@ class NodeGraph(TorchGraph):
         for pick, found in zip(picks, matched, strict=True):
             updates.setdefault(self.hits[pick].mark, []).extend(found)
         for mark, own in updates.items():
-            parts[mark] = RegionUpdate(dict(host[mark]), own, scratch)
-        parts[None] = RegionUpdate({}, closing, scratch)
+            parts[mark] = RegionUpdate(keys[mark], own, scratch)
+        parts[None] = RegionUpdate((), closing, scratch)
         assert self._nodes is not None
         return NodeRecording(runtime, self._torch.meter, self._nodes, parts, self._made)
 

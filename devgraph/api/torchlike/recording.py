@@ -6,8 +6,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import attrs
 
@@ -79,7 +78,8 @@ class Scratch:
 class RegionUpdate:
     """The new parameters of every region of one mark."""
 
-    values: Mapping[str, Any]
+    key: Hashable
+    """What ``DeviceGraph.key_of`` says of the mark's host values."""
     updates: Sequence[Update]
     scratch: Scratch
     """Owns the memory that ``updates`` point to."""

@@ -412,6 +412,7 @@ def test_forked_child_waits_for_no_lock_of_another_thread(kit: Kit, pool: dg.Poo
         return body(x + 1) + 1
 
     x, slot = kit.tensor(4), dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())
+    row = x[None]  # a device may refuse even this in a child
     captured = kit.capture(step, x, policy="breakable", pool=pool)
     graphs = [_recorded(kit, x, pool)]
     runner = dg.DecodeRunner(
@@ -430,7 +431,7 @@ def test_forked_child_waits_for_no_lock_of_another_thread(kit: Kit, pool: dg.Poo
             captured.close,
             graphs[0].replay,
             graphs[0].close,
-            lambda: runner.run({"x": x[None]}),
+            lambda: runner.run({"x": row}),
             runner.capture,
             runner.close,
             lambda: kit.capture(step, x, pool=pool),
