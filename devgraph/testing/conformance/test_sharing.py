@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import POLICIES, Kit
-
-BREAKING = ["breakable", "piecewise"]
+from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit
 
 
 def factors(kit: Kit, policy: str) -> list[int]:
