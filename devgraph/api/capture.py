@@ -11,7 +11,7 @@ import torch
 
 from devgraph.api import process
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import Place, place_of, unexpanded
+from devgraph.api.buffers import Place, place_of, tensors_in, unexpanded
 from devgraph.api.errors import (
     CaptureError,
     InputError,
@@ -300,7 +300,7 @@ def capture(
         spec=spec,
         backend=device,
         pool=memory,
-        outputs=Outputs(memory),
+        outputs=Outputs(memory, tensors_in((args, kwargs or {}))),
         capture_error_mode=device.check_capture_error_mode(capture_error_mode),
         compiler=check_compiler(compiler),
         before_break=before_break,

@@ -25,7 +25,6 @@ BEYOND_THE_FAKE = {
     "test_layout_that_changes_in_place": "it does no work while it records, not even on layouts",
     "test_step_that_changes_the_layout": "the same",
     "test_expanded_results_and_outputs": "the same",
-    "test_step_that_needs_other_nodes": "no output is known to lie in its pools: see above",
 }
 """The faults tests show refused host reads and unjoined streams with the fake's own streams."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import attrs
@@ -28,10 +28,14 @@ class Outputs:
     A pool's memory serves its captures in turn, so that what one leaves in it lies where graphs
     that were captured before it have their intermediate results. The last warm-up run has returned
     the same tensors in memory of their own.
+
+    Args:
+        arguments: the step's tensors, which are the caller's.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, arguments: Iterable[torch.Tensor]) -> None:
         self._pool = pool
+        self._given = {tensor.untyped_storage().data_ptr() for tensor in arguments}
         self._held: tuple[list[Any], pytree.TreeSpec] | None = None
         self._moved: set[int] = set()
         """Where memory begins that outputs were moved to, which live as long as the capture."""
@@ -57,11 +61,16 @@ class Outputs:
         return pytree.tree_unflatten(map(self._filled, leaves, held[0]), spec)
 
     def own(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, an output, lies in memory that the capture gave it."""
-        return (
-            tensor.untyped_storage().data_ptr() in self._moved
-            or self._pool.alias(tensor) is not tensor
-        )
+        """Whether ``tensor``, an output, lies in memory that the capture gave it.
+
+        A pool without memory of its own cannot tell it from a tensor that the step closes over.
+        """
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._moved:
+            return True
+        if self._pool.backend.capabilities.shared_pool:
+            return self._pool.alias(tensor) is not tensor
+        return address not in self._given
 
     def _filled(self, source: Any, target: Any) -> Any:
         if not (
