@@ -11,6 +11,7 @@ imports and first uses are not in it. ``--files`` lists the files of each walk a
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import sys
@@ -178,7 +179,13 @@ def measure(name: str) -> tuple[str, Counter[str]]:
     state, walk = WALKS[name]()
     walk()
     walk()  # The first of all may import, after which Python asks its abstract classes anew.
-    return state, frames_of(walk)
+    collecting = gc.isenabled()
+    gc.disable()  # others may have hung functions on collections
+    try:
+        return state, frames_of(walk)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def main() -> int:
