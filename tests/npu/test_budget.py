@@ -230,7 +230,7 @@ def test_budget_counts_every_stream_that_graphs_hold(driver: Driver, backend: An
 def test_process_outlives_what_it_frees_on_a_lost_device(
     driver: Driver, run_python: Any, told: bool, ending: str
 ) -> None:
-    """FAULTS 34."""
+    """FAULTS 34. Launches are asynchronous: waiting is the first call that must know."""
     said = run_python(
         f"""
 from tests.sim.ascend import activate
@@ -252,7 +252,7 @@ if {told}:
 closed.close()
 del closed, dropped, pools, captured
 gc.collect()
-for call in (kept.replay, lambda: add_one(backend), backend.synchronize):
+for call in (backend.synchronize, kept.replay, lambda: add_one(backend)):
     try:
         call()
     except dg.DeviceLost:
