@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 # As in pyproject.toml.
 OLDEST_TORCH := 2.11
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
+# Where torch comes from first: without an NVIDIA GPU the CPU build, 200 MB instead of gigabytes of
+# CUDA. Empty means pip's own index.
+TORCH_INDEX ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo https://download.pytorch.org/whl/cpu)
 NPU := .cache/torch-npu
 PYTEST_ARGS ?=
 JOBS ?= auto
@@ -24,14 +28,27 @@ help:
 	@echo "make lint      ruff, mypy --strict, import rules"
 	@echo "make bench     the benchmarks of this machine's backends"
 
-$(STAMP): pyproject.toml constraints.txt
+# $(call torch,PIP,WHAT) installs torch alone from TORCH_INDEX, then what it needs, and torch itself
+# where TORCH_INDEX does not answer, from pip's own index.
+define torch
+	test -z "$(TORCH_INDEX)" || $(1) install -qq --no-deps --retries 0 --timeout 15 \
+		--index-url $(TORCH_INDEX) $(2) || \
+		echo "$(TORCH_INDEX) gave no torch: taking that of pip's own index, which may bring CUDA"
+	$(1) install --quiet $(2)
+endef
+
+$(DEMO_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(call torch,$(BIN)/python -m pip,-c constraints.txt torch)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[demo]"
+	touch $@
+
+$(STAMP): $(DEMO_STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/python -m devgraph demo
 
 test: $(STAMP)
@@ -63,7 +80,8 @@ fuzz: $(STAMP)
 .venv-newest/.installed .venv-oldest/.installed: .venv-%/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --upgrade pip
-	.venv-$*/bin/python -m pip install --quiet --upgrade "$(TORCH)" -e ".[test]"
+	$(call torch,.venv-$*/bin/python -m pip,--upgrade "$(TORCH)")
+	.venv-$*/bin/python -m pip install --quiet "$(TORCH)" -e ".[test]"
 	touch $@
 
 test-newest test-oldest: test-%: .venv-%/.installed

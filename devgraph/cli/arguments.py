@@ -186,7 +186,12 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads of torch")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", metavar="FILE", help="write a chart (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FILE.svg", help="write a chart")
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        help="measure nothing: draw the chart of what an earlier --json printed",
+    )
 
 
 def _check(parser: argparse.ArgumentParser) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import torch
@@ -14,6 +14,7 @@ from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES
+from devgraph.cli.chart import chart
 from devgraph.cli.contenders import Row, Shape, measure
 from devgraph.cli.tables import CommandError, print_json, print_table, ratio, say, time_text
 from devgraph.runners.report import format_bytes
@@ -26,8 +27,13 @@ __all__ = ["run"]
 
 def run(args: argparse.Namespace) -> int:
     """Time everything and print it; 1 when a policy fails or its outputs are not those of eager."""
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib: pip install matplotlib")
+    if args.plot and not args.plot.endswith(".svg"):
+        raise CommandError(f"cannot write the chart {args.plot}: charts are SVG, name it *.svg")
+    if args.results:
+        if not args.plot:
+            raise CommandError("--results draws what was measured: add --plot FILE.svg")
+        _plot(_earlier(args.results), args.plot)
+        return 0
     if args.threads:
         torch.set_num_threads(args.threads)
     shape = Shape(**{name: getattr(args, name) for name in SIZES}, dtype=getattr(torch, args.dtype))
@@ -48,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report, rows)
     if args.plot:
-        _plot(rows, args.plot, title=f"decode step on {report['device']}")
+        _plot(report, args.plot)
     return 0 if all(row.equal for row in rows) and not outcome.failed else 1
 
 
@@ -61,6 +67,7 @@ def _report(
 ) -> dict[str, Any]:
     eager = rows[0]
     return {
+        "title": f"one decode step on {backend.device_name}",
         "devgraph": __version__,
         "torch": torch.__version__,
         "backend": backend.name,
@@ -120,42 +127,22 @@ def _print(report: dict[str, Any], rows: list[Row]) -> None:
         say(f"{name} FAILED: {why}")
 
 
-def _plot(rows: Sequence[Row], path: str, *, title: str) -> None:
-    """Draw host and wall time of every row, with the spread of its repeats, into ``path``.
+def _plot(report: dict[str, Any], path: str) -> None:
+    """Draw the host and wall time of every row, with the spread of its repeats, into ``path``.
 
     Raises:
-        CommandError: the file cannot be written, or its ending names no image format.
+        CommandError: the file cannot be written.
     """
-    from matplotlib.figure import Figure  # the only place that needs it
-
-    figure = Figure(figsize=(8, 1.5 + 0.6 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(rows))
-    for offset, name in ((-0.2, "host"), (0.2, "wall")):
-        middles = [getattr(row, name) * 1e6 for row in rows]
-        spread = [
-            [
-                m - 1e6 * min(getattr(t, name) for t in row.repeats)
-                for m, row in zip(middles, rows, strict=True)
-            ],
-            [
-                1e6 * max(getattr(t, name) for t in row.repeats) - m
-                for m, row in zip(middles, rows, strict=True)
-            ],
-        ]
-        axes.barh(
-            [place + offset for place in places],
-            middles,
-            height=0.38,
-            xerr=spread,
-            label=f"{name} time",
-        )
-    axes.set_yticks(list(places), [row.name for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("microseconds a step (median; bars: least and most)")
-    axes.set_title(title)
-    axes.legend()
     try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
+        Path(path).write_text(chart(report["title"], report["rows"]), encoding="utf-8")
+    except OSError as error:
         raise CommandError(f"cannot write the chart {path}: {error}") from error
+
+
+def _earlier(path: str) -> dict[str, Any]:
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        chart(report["title"], report["rows"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CommandError(f"{path} is no result of bench --json: {error!r}") from error
+    return cast("dict[str, Any]", report)

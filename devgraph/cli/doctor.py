@@ -46,7 +46,6 @@ _PACKAGES = (
     ("transformers", "generate: models and tokenizers", "pip install transformers sentencepiece"),
     ("gguf", "generate: models in GGUF files", "pip install gguf"),
     ("accelerate", "generate: models in GGUF files", "pip install accelerate"),
-    ("matplotlib", "bench --plot", "pip install matplotlib"),
     ("PyYAML", "configuration and cluster files in YAML", "pip install pyyaml"),
     (
         "pytest",

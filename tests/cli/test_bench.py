@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 import devgraph as dg
-from devgraph.cli import contenders
+from devgraph.cli import bench, contenders
 from devgraph.cli.contenders import Decoder, Shape
 from devgraph.cli.measure import Timing, median
 from tests.support.cli_programs import run_cli, run_json
@@ -47,13 +49,28 @@ def test_every_policy_is_timed_on_the_same_work(capsys: pytest.CaptureFixture[st
 def test_table_names_the_device_and_chart_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    pytest.importorskip("matplotlib", reason="draws a chart")
-    path = tmp_path / "bench.png"
+    path = tmp_path / "bench.svg"
     result = run_cli(capsys, *SMALL, "--plot", path)
     assert result.code == 0
     assert f"one decode step on cpu ({dg.get_backend('cpu').device_name}" in result.out
     assert "medians of 3 repeats of 4 steps each" in result.out
-    assert path.read_bytes().startswith(b"\x89PNG")
+    texts = [one.text for one in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    assert f"one decode step on {dg.get_backend('cpu').device_name}" in texts
+    assert {"eager", "full", "breakable"} <= {*texts}
+
+
+def test_chart_of_earlier_results_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.delattr(bench, "measure")
+    timing = {"host": 3.5e-5, "wall": 1.458e-3}
+    rows = [{"name": "full & whole", **timing, "repeats": [timing, {"host": 4e-5, "wall": 2e-3}]}]
+    results, path = tmp_path / "results.json", tmp_path / "chart.svg"
+    results.write_text(json.dumps({"title": "a step on a device", "rows": rows}))
+    assert run_cli(capsys, "bench", "--results", results, "--plot", path).code == 0
+    texts = [one.text for one in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0] == "a step on a device"
+    assert texts[-3:] == ["full & whole", "35 us", "1.46 ms"]
 
 
 def test_policy_that_is_absent_or_fails_is_named(
@@ -134,7 +151,10 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
         (["--kv-len", "17"], "--kv-len must be from 1 to the window of 16"),
         (["--steps", "0"], "--steps: must be at least 1"),
         (["--layers", "0"], "--layers: must be at least 1"),
-        (["--plot", "chart.nonsense"], "cannot write the chart chart.nonsense"),
+        (["--plot", "chart.png"], "cannot write the chart chart.png: charts are SVG"),
+        (["--plot", "no/folder/chart.svg"], "cannot write the chart no/folder/chart.svg"),
+        (["--results", "none.json", "--plot", "chart.svg"], "none.json is no result of bench"),
+        (["--results", "none.json"], "--results draws what was measured: add --plot"),
     ],
 )
 def test_unusable_request_is_one_clear_error(
