@@ -1,11 +1,20 @@
-"""Tests mirror the rooms: what tests ``devgraph/ROOM/X.py`` is ``tests/ROOM/test_X.py``.
+"""The shape of the house: tests mirror the rooms, no circle of imports, vendors that stay flat.
 
-Rooms inside ``devgraph/api`` are rooms of ``tests`` themselves.
+What tests ``devgraph/ROOM/X.py`` is ``tests/ROOM/test_X.py``; rooms inside ``devgraph/api`` are
+rooms of ``tests`` themselves.
 """
 
 from __future__ import annotations
 
+import ast
+import graphlib
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from devgraph.api.graph import DeviceGraph
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "devgraph"
@@ -56,3 +65,58 @@ def test_every_test_file_of_a_room_is_named_after_the_module_that_it_tests():
     lost = {str(test) for test in files if not _module_of(test).exists()}
     assert lost - set(WHOLE) == set(), "name each after its module, or say in WHOLE what it tests"
     assert set(WHOLE) - lost == set(), "these have a module now, or are gone"
+
+
+def _imported(path: Path, modules: set[str]) -> Iterator[str]:
+    """Yield the modules that a file imports anywhere, under ``if TYPE_CHECKING`` as well."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from modules.intersection(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield from modules.intersection([name if name in modules else str(node.module)])
+
+
+def _circle(root: Path) -> list[str]:
+    """Return the modules of one circle of imports below ``root``, the first again as the last."""
+    names = {}
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    known = set(names)
+    try:
+        graphlib.TopologicalSorter(
+            {name: set(_imported(path, known)) for name, path in names.items()}
+        ).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_modules_import_each_other_in_no_circle():
+    assert _circle(PACKAGE) == []
+
+
+def test_circle_that_only_a_type_checker_sees_is_found(tmp_path: Path):
+    room = tmp_path / "room"
+    room.mkdir()
+    (room / "__init__.py").write_text("")
+    (room / "one.py").write_text("from room.two import Two\n")
+    (room / "two.py").write_text("if TYPE_CHECKING:\n    from room import one\n")
+    assert sorted(set(_circle(room))) == ["room.one", "room.two"]
+
+
+@pytest.mark.parametrize("vendor", ["cpu", "cuda", "npu", "rocm"])
+def test_graph_class_of_a_vendor_is_at_most_three_deep(vendor: str):
+    backend = importlib.import_module(f"devgraph.{vendor}.backend")
+    kinds = {value.graph_type for value in vars(backend).values() if hasattr(value, "graph_type")}
+    kinds |= {
+        value
+        for value in vars(backend).values()
+        if isinstance(value, type) and issubclass(value, DeviceGraph)
+    }
+    assert kinds
+    for kind in kinds:
+        assert len([base for base in kind.__mro__ if issubclass(base, DeviceGraph)]) <= 3

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import torch
@@ -22,10 +18,8 @@ from devgraph.api.torchlike.base import TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard
 from devgraph.npu.attention import trusted
 from devgraph.npu.channel import Job
+from devgraph.npu.device import NpuDevice
 from devgraph.npu.task_groups import Group, TaskGroups
-
-if TYPE_CHECKING:
-    from devgraph.npu.backend import NpuBackend
 
 __all__ = ["NpuGraph", "NpuPool"]
 
@@ -52,7 +46,7 @@ class _Recording:
 class NpuPool(TorchPool):
     """Graph memory that is freed in an order, and at a time, that torch_npu survives."""
 
-    _torch: NpuBackend
+    _torch: NpuDevice
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.owns(tensor.untyped_storage().data_ptr()):
@@ -117,9 +111,9 @@ class NpuGraph(TorchGraph):
     """A graph that is updated in task groups while it is being replayed."""
 
     pool: NpuPool
-    _torch: NpuBackend
+    _torch: NpuDevice
 
-    def __init__(self, backend: NpuBackend, pool: TorchPool) -> None:
+    def __init__(self, backend: NpuDevice, pool: TorchPool) -> None:
         super().__init__(backend, pool)
         self._regions: TaskGroups | None = None
         self._group_open: Any = None
@@ -276,7 +270,7 @@ class NpuGraph(TorchGraph):
         self._nodes = None
         regions = self._drop_regions()
         if native is not None:
-            self._torch.retire(self.pool, native, regions)
+            self._torch.retire(native, self.pool.fence, regions)
 
     def _drop_regions(self) -> TaskGroups | None:
         regions, self._regions = self._regions, None
@@ -292,22 +286,3 @@ class NpuGraph(TorchGraph):
         except Exception:  # its making failed, or at the interpreter's end modules are gone
             pass
         super().__del__()
-
-
-def dumped_streams(native: Any, graph_class: Any) -> list[Any] | None:
-    """Return the stream of every task that the vendor's dump of a graph lists, or None if it makes
-    no dump."""
-    with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
-        path = Path(folder) / "graph.json"
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it warns that it was called
-                # The class's own method also writes an aligned copy, which nobody reads here.
-                super(graph_class, native).debug_dump(str(path))
-            tasks = json.loads(path.read_text())
-        except Exception:
-            logger.debug("no dump of the graph", exc_info=True)
-            return None
-    if not isinstance(tasks, list):
-        return None
-    return [task.get("tid") for task in tasks if isinstance(task, dict) and task.get("ph") == "X"]

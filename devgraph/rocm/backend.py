@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import attrs
 import torch
 
 from devgraph.api.capabilities import Capabilities
@@ -20,14 +18,11 @@ from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.base import TorchPool
 from devgraph.api.torchlike.node_graph import NodeBackend
-from devgraph.rocm.graph import RocmGraph
 from devgraph.rocm.guard import HostReadGuard
-from devgraph.rocm.probe import Findings, probe
 from devgraph.rocm.runtime import Runtime
+from devgraph.rocm.verification import Verification, Verifying
 
 __all__ = ["RocmBackend", "RocmPool", "make_backend"]
-
-logger = logging.getLogger(__name__)
 
 # hipError_t after which every later call of the process fails: uncorrectable memory error, illegal
 # address, launch time-out, assertion, launch failure, unknown (hip/hip_runtime_api.h).
@@ -44,22 +39,7 @@ _MOST_STREAMS = 64
 
 
 class RocmPool(TorchPool):
-    """Graph memory, the word that its graphs write, and what a stuck capture leaves behind."""
-
-    _torch: RocmBackend
-
-    def __init__(self, backend: RocmBackend, budget_bytes: int | None = None) -> None:
-        super().__init__(backend, budget_bytes)
-        self._word: torch.Tensor | None = None
-
-    def make_word(self) -> torch.Tensor:
-        """Return the word into which graphs of this pool write which recording they ran.
-
-        One is enough, because replays of a pool come one after the other.
-        """
-        if self._word is None:
-            self._word = torch.zeros(1, dtype=torch.int64, device=self._torch.device)
-        return self._word
+    """Graph memory, and what a stuck capture leaves behind."""
 
     def renew(self, stuck: Any) -> None:
         # Destroying a graph object of torch synchronises the device, which the stream that is
@@ -78,7 +58,6 @@ class RocmBackend(NodeBackend):
     raw_graph_name = "raw_cuda_graph"
     raw_executable_name = "raw_cuda_graph_exec"
     stream_handle_name = "cuda_stream"
-    graph_type = RocmGraph
     pool_type = RocmPool
     runtime: Runtime
 
@@ -91,8 +70,8 @@ class RocmBackend(NodeBackend):
         self.use_runtime(runtime)
         self.retired: set[int] = set()
         """Streams that a failed capture left capturing; they are never used again."""
-        self.findings: Findings | None = None
-        """What this runtime was found to do, once a graph with regions has been begun."""
+        self.verification = Verification(runtime, lambda: self.current_stream_id())
+        self.applying_type = functools.partial(Verifying, self.verification)
         self._prepared: set[tuple[int, int]] = set()
         self._guard: HostReadGuard | None = None
         self.capabilities = Capabilities(
@@ -143,8 +122,8 @@ class RocmBackend(NodeBackend):
             if reports
             else "not reported before HIP 7.14; devgraph refuses host reads, prove() the rest",
         }
-        if self.findings is not None:
-            found = self.findings
+        found = self.verification.findings
+        if found is not None:
             told["updates"] = (
                 "written into executables, verified at first use"
                 if found.updates
@@ -203,6 +182,8 @@ class RocmBackend(NodeBackend):
 
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        if stream is not None and stream.cuda_stream in self.retired:
+            stream = None
         with super().side_stream(pool, stream):
             if self.runtime.version.reports_unsafe_calls:
                 yield
@@ -223,10 +204,15 @@ class RocmBackend(NodeBackend):
         """Whether ``tensor`` is in the device's memory."""
         return tensor.device.type == self.device_type
 
-    def guard_reads(self, on: bool) -> None:
-        """Switch the refusal of host reads; it does nothing where the runtime refuses them."""
+    def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
+        super().begin_native(native, pool, mode)
         if self._guard is not None:
-            self._guard.on = on
+            self._guard.on = True
+
+    def end_native(self, native: Any, *, may_be_empty: bool = True) -> None:
+        if self._guard is not None:
+            self._guard.on = False
+        super().end_native(native, may_be_empty=may_be_empty)
 
     def prepare_stream(self) -> None:
         # hipBLAS and hipBLASLt make a handle for each thread and stream at first use, which a
@@ -238,20 +224,6 @@ class RocmBackend(NodeBackend):
         square = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
         torch.addmm(square[0], square, square)
         self._prepared.add(here)
-
-    # What this runtime does.
-
-    def find_out(self) -> Findings:
-        """Probe the runtime, once, by capturing and updating two small graphs."""
-        if self.findings is None:
-            self.findings = probe(self)
-            self.runtime.reports_copies = self.findings.reports_copies
-            logger.info("rocm: %s", self.findings)
-        return self.findings
-
-    def distrust_updates(self) -> None:
-        """From now on write no parameters into executables that exist."""
-        self.findings = attrs.evolve(self.find_out(), updates=False)
 
 
 def _compilers() -> tuple[str, ...]:

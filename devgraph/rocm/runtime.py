@@ -105,7 +105,7 @@ class Runtime(NodeCalls):
         self.version = Version.decode(number.value)
         self.kinds = self.version.kinds
         self.reports_copies = True
-        """Whether a captured copy tells its addresses; found out by ``probe`` of the backend."""
+        """Whether a captured copy tells its addresses; see ``verification``."""
 
     @staticmethod
     def find() -> Runtime:

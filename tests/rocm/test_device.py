@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import devgraph as dg
+from devgraph.api.torchlike.node_graph import NodeGraph
 from devgraph.api.torchlike.nodes import RuntimeCallError
-from devgraph.rocm import graph as rocm_graph
+from devgraph.rocm import verification
 from tests.support.device_kit import KEEP_ALL, check, graph_of, on, record, replayed
 
 backend, randn = on("rocm")
@@ -166,7 +167,7 @@ def test_runtime_is_found_to_update_and_to_report_copies(be: Any):
     with dg.capture(
         layered(copies(be)), randn(16, WIDTH), randn(WINDOW, WIDTH), backend=be, host_args={"n": 8}
     ):
-        findings = be.find_out()
+        findings = be.verification.find_out(be.device)
     assert findings.updates, "this runtime does not use parameters written into an executable"
     assert findings.reports_copies or be.runtime.version.major < 7
 
@@ -182,19 +183,19 @@ def test_updates_without_executables_renew_torchs_own_and_stay_right(
     for n in (1, 2, 3):
         check(cap, step, x, cache, n=n)
     pool.recordings.budget_bytes = pool.recordings.bytes  # no room for executables
-    per_update = graph.leaked_bytes // 2  # two recordings were written
-    monkeypatch.setattr(rocm_graph, "LEAK_BUDGET_BYTES", 3 * per_update)
+    per_update = graph.applying.leaked_bytes // 2  # two recordings were written
+    monkeypatch.setattr(verification, "LEAK_BUDGET_BYTES", 3 * per_update)
     made: list[int] = []
-    renew = rocm_graph.RocmGraph._renew_executable
+    renew = NodeGraph.renew_executable
 
     def counted(self: Any) -> None:
         made.append(1)
         renew(self)
 
-    monkeypatch.setattr(rocm_graph.RocmGraph, "_renew_executable", counted)
+    monkeypatch.setattr(NodeGraph, "renew_executable", counted)
     for n in (1, 2, 3, 2, 1, 3, 1, 2):
         check(cap, step, x, cache, n=n)
-        assert graph.leaked_bytes <= 3 * per_update
+        assert graph.applying.leaked_bytes <= 3 * per_update
     assert len(made) >= 2
     cap.close()
 
@@ -205,15 +206,15 @@ def test_stale_recording_is_detected_by_the_first_replay(be: Any, monkeypatch: A
     x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
     graph, out = record(be, lambda: region(x, cache, n=3) + 1, n=3)
     assert torch.equal(replayed(graph, out), cache[3:19] + 1)
-    findings = be.find_out()
-    monkeypatch.setattr(be, "findings", findings)
+    findings = be.verification.find_out(be.device)
+    monkeypatch.setattr(be.verification, "findings", findings)
     monkeypatch.setattr(be.runtime, "write", lambda updates, executable: None)
     graph.update(n=40)
     with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
         graph.replay()
     assert graph.state == "dirty"
     monkeypatch.undo()
-    be.findings = findings
+    be.verification.findings = findings
     graph.reset()
     with be.capture_context(graph, host_args={"n": 3}):
         out = region(x, cache, n=3) + 1
@@ -224,7 +225,11 @@ def test_stale_recording_is_detected_by_the_first_replay(be: Any, monkeypatch: A
 def test_runtime_that_does_not_update_gives_every_key_an_executable(be: Any, monkeypatch: Any):
     step = layered(copies(be))
     x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
-    monkeypatch.setattr(be, "findings", attrs.evolve(be.find_out(), updates=False))
+    monkeypatch.setattr(
+        be.verification,
+        "findings",
+        attrs.evolve(be.verification.find_out(be.device), updates=False),
+    )
     monkeypatch.setattr(be.runtime, "write", lambda *_: pytest.fail("an executable was updated"))
     with dg.capture(step, x, cache, backend=be, host_args={"n": 8}, budget=KEEP_ALL) as cap:
         for n in (8, 9, 16, 9, 8):

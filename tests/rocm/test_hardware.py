@@ -20,7 +20,7 @@ if not torch.version.hip or not torch.cuda.is_available():
 from torch.nn import functional as F
 
 import devgraph as dg
-from devgraph.rocm import graph as rocm_graph
+from devgraph.rocm import verification
 from tests.support.device_kit import KEEP_ALL, check, graph_of, on, record, replayed
 
 backend, randn = on("rocm")
@@ -112,5 +112,5 @@ def test_updates_stay_under_their_leak_budget(be: Any, monkeypatch: pytest.Monke
         for turn in range(2000):
             cap.replay(n=2 + turn % 10)
             most = max(most, before - torch.cuda.mem_get_info()[0])
-        assert graph_of(cap).leaked_bytes <= rocm_graph.LEAK_BUDGET_BYTES
-    assert most <= 2 * rocm_graph.LEAK_BUDGET_BYTES
+        assert graph_of(cap).applying.leaked_bytes <= verification.LEAK_BUDGET_BYTES
+    assert most <= 2 * verification.LEAK_BUDGET_BYTES

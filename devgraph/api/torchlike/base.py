@@ -367,8 +367,11 @@ class TorchBackend(Backend):
         """Begin the capture of ``native`` into ``pool``; a refused one leaves nothing behind."""
         native.capture_begin(pool=pool.handle, capture_error_mode=mode)
 
-    def end_native(self, native: Any) -> None:
+    def end_native(self, native: Any, *, may_be_empty: bool = True) -> None:
         """End the capture of ``native``."""
+        if not may_be_empty:
+            native.capture_end()  # torch warns of empty graphs only; a filter costs host time
+            return
         with warnings.catch_warnings():
             # Empty segments between two breaks are legal here; GraphInfo counts nodes instead.
             warnings.filterwarnings("ignore", message=".*Graph is empty.*")

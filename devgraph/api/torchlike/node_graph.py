@@ -18,6 +18,7 @@ import attrs
 
 from devgraph.api.errors import CaptureError, UnjoinedStreamError, UpdateError, UpdateTopologyError
 from devgraph.api.executable import Call, Executable, Finding
+from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
@@ -27,7 +28,7 @@ from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
 from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError, Update
 from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RegionUpdate, Scratch
 
-__all__ = ["NodeBackend", "NodeGraph"]
+__all__ = ["Applying", "NodeBackend", "NodeGraph"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,46 @@ class _FirstLaunch(Finding["NodeGraph"]):
         return replay if stream is None else self.launch
 
 
+class Applying:
+    """What one graph does to apply a recording; a vendor may do more.
+
+    Each call is handed the graph, which owns this object.
+    """
+
+    def prepare(self, graph: NodeGraph) -> None:
+        """Get ready for a capture that may hold updatable regions."""
+
+    def close_regions(self, graph: NodeGraph, number: int) -> None:
+        """Do device work that is recorded behind the regions, for each recording anew.
+
+        Args:
+            number: the recording's number; 0 is the capture.
+        """
+
+    def require(self, graph: NodeGraph) -> None:
+        """Raise UpdateTopologyError if no recording can be applied."""
+
+    def deserves_executable(self, graph: NodeGraph, recording: NodeRecording) -> bool:
+        """Whether ``recording``, which has no executable of its own, shall get one."""
+        if graph.random is not False:
+            return False
+        if not recording.exact:
+            return True
+        if recording.executable_bytes <= graph.pool.recordings.room:
+            return recording.uses >= _USES_WITH_ROOM
+        return recording.uses >= _USES_WHEN_FULL
+
+    def write(self, graph: NodeGraph, recording: NodeRecording) -> None:
+        """Write ``recording`` into the graph's own executable."""
+        graph.write(recording)
+
+    def launches(
+        self, graph: NodeGraph, recording: NodeRecording, executable: Executable
+    ) -> Executable:
+        """Return what launches ``recording``, which ``executable`` holds."""
+        return executable
+
+
 class NodeGraph(TorchGraph):
     """One captured graph, its executable, and the recordings of its regions.
 
@@ -116,7 +157,9 @@ class NodeGraph(TorchGraph):
         self._pattern: RegionPattern | None = None
         self._current: NodeRecording | None = None
         self._held: NodeRecording | None = None
-        self._random: bool | None = None
+        self.random: bool | None = None
+        """Whether the graph draws random numbers; None before its first launch."""
+        self.applying = backend.applying_type()
         self._own: Executable = self._unready
         self._closing: tuple[int, ...] = ()
         self._made = 0
@@ -138,14 +181,12 @@ class NodeGraph(TorchGraph):
         super()._begin(mode)
 
     def _end_native(self) -> None:
-        if self._nodes:
-            self._native.capture_end()  # torch warns of empty graphs only; a filter costs host time
-        else:
-            super()._end_native()
+        self._torch.end_native(self._native, may_be_empty=not self._nodes)
 
     def _make_native(self) -> Any:
         if not self._updatable:
             return super()._make_native()
+        self.applying.prepare(self)
         return self._torch.make_kept_graph()
 
     def _end(self) -> Executable:
@@ -184,13 +225,13 @@ class NodeGraph(TorchGraph):
     def _find_random(self) -> Executable:
         """Launch through torch, find out whether that drew random numbers, and return what launches
         torch's executable from now on."""
-        self._random = self._torch.draws_random(self._native, self.pool)
+        self.random = self._torch.draws_random(self._native, self.pool)
         self._own = self._own_executable()
         return self._own
 
     def _own_executable(self) -> Executable:
         """Return torch's executable, launched directly if that is the same."""
-        if self._torch.runtime is None or self._random is not False:
+        if self._torch.runtime is None or self.random is not False:
             return Call(self._native.replay)
         return _Direct(self._torch, self._torch.raw_executable(self._native), self._native.replay)
 
@@ -208,7 +249,8 @@ class NodeGraph(TorchGraph):
         self._pattern = None
         self._current = None
         self._held = None
-        self._random = None
+        self.random = None
+        self.applying = self._torch.applying_type()
         self._own = self._unready
         self._closing = ()
 
@@ -243,7 +285,7 @@ class NodeGraph(TorchGraph):
     def _find_region_nodes(self, runtime: NodeRuntime) -> None:
         """Turn the bounds of every region into nodes, while the capture is still open."""
         before, _ = self._captured_so_far()
-        self._close_regions(0)
+        self.applying.close_regions(self, 0)
         capture = runtime.capture_of(self._torch.stream_handle(self._stream))
         nodes = [] if capture is None else runtime.nodes(capture[1])
         for hit in self.hits:
@@ -280,9 +322,11 @@ class NodeGraph(TorchGraph):
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
         with session(self.pool, stream=self._stream):
+            self._stream = self._torch.namespace.current_stream(self._torch.device)
             recording = self._recorded(host)
         if not recording.exact:
             self._build_inexact(recording)
+        self.applying.require(self)
         return recording
 
     def _build_inexact(self, recording: NodeRecording) -> None:
@@ -291,8 +335,8 @@ class NodeGraph(TorchGraph):
         Raises:
             UpdateTopologyError: there can be none.
         """
-        if self._random is not False:
-            what = "draws random numbers" if self._random else "has not been replayed yet"
+        if self.random is not False:
+            what = "draws random numbers" if self.random else "has not been replayed yet"
             raise UpdateTopologyError(
                 f"for these host arguments a region launches a kernel in another way (cluster "
                 f"size, cooperation or geometry of a copy), which only a new executable can do, "
@@ -361,7 +405,7 @@ class NodeGraph(TorchGraph):
                         self._run_again(hit, host[mark])
                         bounds.append(runtime.count(capture[1]))
             self._made += 1
-            self._close_regions(self._made)
+            self.applying.close_regions(self, self._made)
             bounds.append(runtime.count(capture[1]))
         except BaseException:
             with contextlib.suppress(RuntimeCallError):
@@ -404,36 +448,30 @@ class NodeGraph(TorchGraph):
         backend = self._torch
         recording.uses += 1
         with backend.on_device() if backend.elsewhere() else contextlib.nullcontext():
-            if not recording.direct and self._deserves_executable(recording):
+            if not recording.direct and self.applying.deserves_executable(self, recording):
                 self._give_executable(recording)
             if not recording.direct and self._held is not recording:
                 self._held = None
-                self._write(recording)
+                self.applying.write(self, recording)
                 self._held = recording
-        self.use(recording.direct or self._own)
+        self.use(self.applying.launches(self, recording, recording.direct or self._own))
         self._current = recording
 
-    # What a vendor may add.
+    # What ``Applying`` calls.
 
-    def _close_regions(self, number: int) -> None:
-        """Do device work that is recorded behind the regions, for each recording anew.
-
-        Args:
-            number: the recording's number; 0 is the capture.
-        """
-
-    def _write(self, recording: NodeRecording) -> None:
-        """Write ``recording`` into the graph's own executable."""
+    def write(self, recording: NodeRecording) -> None:
+        """Write ``recording`` into the graph's own executable, which is torch's."""
         self._runtime().write(recording.updates, self._torch.raw_executable(self._native))
 
-    def _deserves_executable(self, recording: NodeRecording) -> bool:
-        if self._random is not False:
-            return False
-        if not recording.exact:
-            return True
-        if recording.executable_bytes <= self.pool.recordings.room:
-            return recording.uses >= _USES_WITH_ROOM
-        return recording.uses >= _USES_WHEN_FULL
+    def renew_executable(self) -> None:
+        """Make the graph's own executable anew, which holds what was captured."""
+        self._torch.instantiate(self._native)
+        if self.random is not None:
+            self._own = self._own_executable()
+
+    def mark_dirty(self) -> None:
+        """Be dirty: what the last launch did was wrong."""
+        self._leave_for(GraphState.DIRTY)
 
 
 class NodeBackend(TorchBackend):
@@ -445,6 +483,8 @@ class NodeBackend(TorchBackend):
     """
 
     graph_type: type[TorchGraph] = NodeGraph
+    applying_type: Callable[[], Applying] = Applying
+    """Makes what a graph applies its recordings with."""
     raw_graph_name: str = ""
     """Name of the native graph's method that returns the handle of a kept graph."""
     raw_executable_name: str = ""

@@ -11,8 +11,8 @@ import torch
 import devgraph as dg
 from devgraph.api.torchlike import node_graph as nodegraph
 from devgraph.api.torchlike.nodes import RuntimeCallError
-from devgraph.rocm import graph as rocm_graph
-from devgraph.rocm.graph import LEAK_BUDGET_BYTES, LEAKED_BYTES_PER_NODE
+from devgraph.rocm import verification
+from devgraph.rocm.verification import LEAK_BUDGET_BYTES, LEAKED_BYTES_PER_NODE
 from tests.support.fake_hip import (
     assert_usable,
     captured,
@@ -47,7 +47,7 @@ def test_stale_executable_is_detected_by_its_first_replay_and_refused():
 def test_verification_that_was_interrupted_is_made_by_the_next_replay(
     replayed: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    def interrupt() -> torch.Tensor:
+    def interrupt(pool: dg.Pool) -> torch.Tensor:
         raise KeyboardInterrupt
 
     with on_fake() as be:
@@ -57,7 +57,7 @@ def test_verification_that_was_interrupted_is_made_by_the_next_replay(
         with be.fake.with_settings(stale=-1):
             graph.update(n=3)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(graph.pool, "make_word", interrupt)
+            patch.setattr(be.verification, "word_of", interrupt)
             graph.replay()
         assert graph.state == "ready"
         with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
@@ -101,14 +101,14 @@ def test_executable_at_the_address_of_one_that_is_gone_is_verified(
         monkeypatch.setattr(be.runtime, "destroy_executable", lambda executable: None)
         monkeypatch.setattr(be.runtime, "instantiate", lambda made: address)
         recording.shrink()
-        monkeypatch.setattr(type(graph), "_deserves_executable", lambda self, recording: True)
+        monkeypatch.setattr(verification.Verifying, "deserves_executable", lambda *_: True)
         graph.update(n=2)
         graph.replay()
         graph.update(n=3)
         assert recording.executable == address
         looked: list[int] = []
-        word = graph.pool.make_word()
-        monkeypatch.setattr(graph.pool, "make_word", lambda: looked.append(1) or word)
+        word = be.verification.word_of(graph.pool)
+        monkeypatch.setattr(be.verification, "word_of", lambda _: looked.append(1) or word)
         graph.replay()
         assert looked
         assert torch.equal(out, step(x, n=3))
@@ -122,17 +122,17 @@ def test_executable_that_was_made_anew_is_verified_again(
         x = noise()
         graph, out = recorded(be, step, x)
         graph.replay()
-        monkeypatch.setattr(type(graph), "_deserves_executable", lambda self, recording: False)
+        monkeypatch.setattr(verification.Verifying, "deserves_executable", lambda *_: False)
         for n in (3, 5, 3, 5):
             graph.update(n=n)
             graph.replay()
             assert torch.equal(out, step(x, n=n))
         # The next write makes it anew, and only that one.
-        monkeypatch.setattr(rocm_graph, "LEAK_BUDGET_BYTES", graph.leaked_bytes)
-        before = graph.leaked_bytes
+        monkeypatch.setattr(verification, "LEAK_BUDGET_BYTES", graph.applying.leaked_bytes)
+        before = graph.applying.leaked_bytes
         with be.fake.with_settings(stale=-1):
             graph.update(n=3)
-            assert graph.leaked_bytes < before
+            assert graph.applying.leaked_bytes < before
             if not launched:
                 graph.update(n=5)
         with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
@@ -161,7 +161,7 @@ def test_runtime_that_never_updates_is_found_out_before_the_first_capture():
     with on_fake(stale=-1) as be:
         x = noise()
         with captured(be, step, x) as cap:
-            assert be.find_out().updates is False
+            assert be.verification.find_out(be.device).updates is False
             probing = be.fake.get("writes")
             for n in (2, 3, 5, 3, 2):
                 check(cap, step, x, n=n)
@@ -240,7 +240,7 @@ def test_executable_is_made_anew_before_updates_have_leaked_their_budget(
         for turn in range(turns):
             cap.replay(n=2 + turn % 2)
             most = max(most, be.fake.get("leaked_slots"))
-            assert graph.leaked_bytes <= LEAK_BUDGET_BYTES
+            assert graph.applying.leaked_bytes <= LEAK_BUDGET_BYTES
         assert most <= limit
         assert 3 <= be.fake.get("instantiated") - made <= 8
         for n in (2, 3, 2):

@@ -1,0 +1,239 @@
+"""The verification word: whether HIP used what it says that it wrote into an executable.
+
+Behind its regions a graph records one more node, which writes the recording's number into the word
+of its pool. After the first launch of a recording that was written or built, the word tells whether
+the runtime used the new parameters; a stale one means that the launch was wrong. It tells of an
+executable, not of every node: see docs/rocm.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+
+import attrs
+import torch
+
+from devgraph.api.errors import UpdateError, UpdateTopologyError
+from devgraph.api.executable import Executable, Finding
+from devgraph.api.pool import Pool
+from devgraph.api.torchlike.node_graph import Applying, NodeGraph
+from devgraph.api.torchlike.nodes import RegionPattern, RuntimeCallError
+from devgraph.api.torchlike.recording import NodeRecording
+from devgraph.rocm.runtime import Runtime
+
+__all__ = ["LEAKED_BYTES_PER_NODE", "LEAK_BUDGET_BYTES", "Findings", "Verification", "Verifying"]
+
+logger = logging.getLogger(__name__)
+
+LEAKED_BYTES_PER_NODE = 5800
+"""Device memory that a runtime keeps for every node it writes, until the executable goes: 2000
+updates of 32 nodes took 354 MiB on an MI300X (ROCm/rocm-systems pull request 11434)."""
+
+LEAK_BUDGET_BYTES = 32 * 2**20
+"""What updates of one executable may leak before it is made anew: at 180 region nodes this is
+every 32nd update, which spreads the 2-3 ms of making one to less than 0.1 ms."""
+
+
+@attrs.frozen(kw_only=True)
+class Findings:
+    """What a runtime was found to do."""
+
+    reports_copies: bool
+    """A captured copy tells its addresses. Before HIP 7 they are uninitialised memory."""
+    updates: bool
+    """A parameter that was written into an executable is used by its next launch."""
+
+
+class Verification:
+    """What updates of one runtime are good for, found out once, and the word of each pool.
+
+    Args:
+        runtime: the driver's calls.
+        current_stream: returns the handle of the current stream.
+    """
+
+    def __init__(self, runtime: Runtime, current_stream: Callable[[], int]) -> None:
+        self.runtime = runtime
+        self._current_stream = current_stream
+        self.findings: Findings | None = None
+        """None until a graph with regions is begun."""
+        self._words: weakref.WeakKeyDictionary[Pool, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def word_of(self, pool: Pool) -> torch.Tensor:
+        """Return the word into which graphs of ``pool`` write which recording they ran.
+
+        One is enough, because replays of a pool come one after the other.
+        """
+        word = self._words.get(pool)
+        if word is None:
+            word = torch.zeros(1, dtype=torch.int64, device=pool.backend.device)
+            self._words[pool] = word
+        return word
+
+    def find_out(self, device: torch.device) -> Findings:
+        """Capture and update two small graphs, once, on a stream that is not capturing."""
+        if self.findings is None:
+            words = torch.zeros(4, dtype=torch.int64, device=device)
+            self.findings = Findings(
+                reports_copies=self._reports_copies(words), updates=self._updates(words)
+            )
+            self.runtime.reports_copies = self.findings.reports_copies
+            logger.info("rocm: %s", self.findings)
+        return self.findings
+
+    @property
+    def updates(self) -> bool:
+        """Whether parameters may be written into executables that exist."""
+        return self.findings is None or self.findings.updates
+
+    def refuse_stale(self, number: int, found: int) -> None:
+        """Raise UpdateError for a launch that ran another recording, and write no more."""
+        assert self.findings is not None
+        self.findings = attrs.evolve(self.findings, updates=False)
+        raise UpdateError(
+            f"the HIP runtime ({self.runtime.version}) reported a successful update and "
+            f"launched the graph with the parameters of an earlier one (recording {found} instead "
+            f"of {number}). What this replay wrote is wrong, and the graph is dirty: "
+            f"reset() and capture again. From now on this process gives every key an executable "
+            f"of its own instead of updating one."
+        )
+
+    def _captured(self, work: Callable[[], object]) -> int:
+        stream = self._current_stream()
+        self.runtime.begin_capture(stream)
+        try:
+            work()
+        finally:
+            graph = self.runtime.end_capture(stream)
+        return graph
+
+    def _reports_copies(self, words: torch.Tensor) -> bool:
+        runtime = self.runtime
+        graph = self._captured(lambda: words[:2].copy_(words[2:]))
+        try:
+            (node,) = runtime.nodes(graph)
+            if runtime.kind(node) != "memcpy":
+                return False
+            params = runtime.params("memcpy", node)
+            addresses = (params.dstPtr.ptr, params.srcPtr.ptr, params.extent.width)
+            return addresses == (words.data_ptr(), words[2:].data_ptr(), 2 * words.element_size())
+        except UpdateTopologyError:
+            return False
+        finally:
+            runtime.destroy(graph)
+
+    def _updates(self, words: torch.Tensor) -> bool:
+        runtime = self.runtime
+        first = self._captured(lambda: words[:1].fill_(1))
+        second = self._captured(lambda: words[:1].fill_(2))
+        executable = runtime.instantiate(first)
+        try:
+            nodes = runtime.nodes(first)
+            pattern = RegionPattern(runtime, first, [("probe", nodes)])
+            (updates,) = pattern.match([0], second, [len(nodes)])
+            runtime.write(updates, executable)
+            runtime.bound(executable, self._current_stream())()
+            return int(words[0].item()) == 2
+        except RuntimeCallError:
+            return False
+        finally:
+            runtime.destroy_executable(executable)
+            runtime.destroy(second)
+            runtime.destroy(first)
+
+
+class Verifying(Applying):
+    """Updates that are counted, verified, and avoided where the runtime cannot do them."""
+
+    def __init__(self, verification: Verification) -> None:
+        self._verification = verification
+        self._written = 0
+        self._as_captured = True
+        self._verified: weakref.WeakSet[object] = weakref.WeakSet()
+        """Executables of their own, and recordings that torch's executable was seen to run."""
+        self._own_verified = False
+        """Whether torch's executable, since it was made last, was seen to use what was written."""
+
+    @property
+    def leaked_bytes(self) -> int:
+        """What updates of torch's executable may have leaked since it was made."""
+        return self._written * LEAKED_BYTES_PER_NODE
+
+    def prepare(self, graph: NodeGraph) -> None:
+        self._verification.find_out(graph.backend.device)
+        self._verification.word_of(graph.pool)
+
+    def close_regions(self, graph: NodeGraph, number: int) -> None:
+        self._verification.word_of(graph.pool).fill_(number)
+
+    def require(self, graph: NodeGraph) -> None:
+        if not self._verification.updates and graph.random is not False:
+            raise UpdateTopologyError(
+                f"this HIP runtime ({self._verification.runtime.version}) does not use parameters "
+                f"that are written into an executable, and only torch's own executable may run a "
+                f"graph that draws random numbers or has not been replayed yet. Replay it once "
+                f"before the first update, draw random numbers outside, or use policy='breakable'."
+            )
+
+    def deserves_executable(self, graph: NodeGraph, recording: NodeRecording) -> bool:
+        if not self._verification.updates:
+            return graph.random is False
+        return super().deserves_executable(graph, recording)
+
+    def write(self, graph: NodeGraph, recording: NodeRecording) -> None:
+        more = len(recording.updates) * LEAKED_BYTES_PER_NODE
+        if self._written and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
+            logger.debug("rocm: %d bytes leaked, making the executable anew", self.leaked_bytes)
+            self._own_verified = False
+            graph.renew_executable()
+            self._written = 0
+        self._as_captured = False
+        graph.write(recording)
+        self._written += len(recording.updates)
+
+    def launches(
+        self, graph: NodeGraph, recording: NodeRecording, executable: Executable
+    ) -> Executable:
+        direct = recording.direct
+        if direct is None and self._as_captured:
+            return executable  # torch's, into which nothing was written
+        if (direct or recording) in self._verified and (direct or self._own_verified):
+            return executable
+        return _Verified(graph, self, recording, executable)
+
+    def verify(self, graph: NodeGraph, number: int, launched: object) -> None:
+        """Raise UpdateError unless the last launch was of the recording ``number``.
+
+        Args:
+            launched: its own executable, or the recording for torch's.
+        """
+        found = int(self._verification.word_of(graph.pool).item())
+        if found != number:
+            graph.mark_dirty()
+            self._verification.refuse_stale(number, found)
+        self._verified.add(launched)
+        self._own_verified = self._own_verified or isinstance(launched, NodeRecording)
+
+
+class _Verified(Finding[NodeGraph]):
+    """Verifies in its first launch that the runtime uses the parameters that were written."""
+
+    def __init__(
+        self, graph: NodeGraph, how: Verifying, recording: NodeRecording, executable: Executable
+    ) -> None:
+        super().__init__(graph)
+        self._how = how
+        self._number = recording.number
+        self._launched = recording.direct or recording
+        self._executable = executable
+
+    def find(self) -> Executable:
+        inner = self._executable
+        if isinstance(inner, Finding):
+            self._executable = inner.find()
+        else:
+            inner.launch()
+        self._how.verify(self.graph, self._number, self._launched)
+        return self._executable
