@@ -15,6 +15,7 @@ import torch
 from devgraph.api.device import Device
 from devgraph.api.errors import (
     InputTypeError,
+    brief,
 )
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec, Tracked
@@ -190,7 +191,7 @@ class Backend(Device):
         if pool is None:
             return self.make_pool()
         if not isinstance(pool, Pool):
-            raise InputTypeError(f"pool must come from backend.make_pool(), got {pool!r}")
+            raise InputTypeError(f"pool must come from backend.make_pool(), got {brief(pool)}")
         pool.check(self)
         return pool
 
@@ -226,7 +227,7 @@ class Backend(Device):
             CaptureError: the block cannot be captured. The graph stays empty.
         """
         if not isinstance(graph, DeviceGraph):
-            raise InputTypeError(f"graph must come from backend.make_graph(), got {graph!r}")
+            raise InputTypeError(f"graph must come from backend.make_graph(), got {brief(graph)}")
         if pool is not None and graph.pool is not pool:
             graph.use_pool(self.own_pool(pool))
         graph.pool.check(self)

@@ -8,13 +8,21 @@ so that copies into them can be grouped and one range check tells whether a tens
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import InputError, InputTypeError, ResourceError, StateError, did_you_mean
+from devgraph.api.errors import (
+    InputError,
+    InputTypeError,
+    ResourceError,
+    StateError,
+    brief,
+    did_you_mean,
+)
 
 __all__ = ["StaticBuffers"]
 
@@ -61,6 +69,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
                 for name, (shape, dtype) in specs.items()
             }
             self._full = {name: self._flat[name].view(tuple(s)) for name, (s, _) in specs.items()}
+        self._trees: dict[str, Any] = {}
+        self._held: list[Entry] = []
         self._bound: dict[str, tuple[torch.Tensor, int]] = {}
         self.start = self._memory.data_ptr()
         """Address of the first byte."""
@@ -96,23 +106,33 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             )
         return flat[:count].view(tuple(shape))
 
-    def bind(self, name: str, tensor: torch.Tensor) -> None:
-        """Register a tensor of the caller's that graphs use in place, such as a KV cache.
+    def bind(self, name: str, tree: Any) -> None:
+        """Register tensors of the caller's that graphs use in place, such as a KV cache.
 
-        It is kept alive, and ``check`` refuses it when its memory moves.
+        They are kept alive, and ``check`` refuses one when its memory moves or when the list or
+        dictionary that held it holds another.
+
+        Args:
+            tree: a tensor, or nested lists, tuples and dictionaries of tensors (a cache per
+                layer). A tensor of a tree is named as ``name[0]`` or ``name['key']``.
 
         Raises:
-            InputError: the name is taken. InputTypeError: it is no tensor.
+            InputError: the name is taken. InputTypeError: something in it is no tensor.
         """
-        if not isinstance(tensor, torch.Tensor):
-            raise InputTypeError(f"bound buffer {name!r} must be a tensor, got {tensor!r}")
-        if name in self._flat or name in self._bound:
+        if name in self._flat or name in self._trees:
             raise InputError(f"there is already a buffer {name!r}; choose another name")
-        self._bound[name] = (tensor, tensor.data_ptr())
+        self._trees[name] = tree
+        try:
+            self.rebind()
+        except InputError:
+            del self._trees[name]
+            raise
 
     def rebind(self) -> None:
-        """Take every bound tensor at its present address, after its storage was replaced."""
-        self._bound = {n: (t, t.data_ptr()) for n, (t, _) in self._bound.items()}
+        """Take every bound tensor as it is now and where it lies now."""
+        tensors = {k: t for name, tree in self._trees.items() for k, t in _leaves(name, tree)}
+        self._bound = {name: (tensor, tensor.data_ptr()) for name, tensor in tensors.items()}
+        self._held = list(entries_in(self._trees.values()))
 
     @property
     def bound(self) -> dict[str, torch.Tensor]:
@@ -129,6 +149,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
                     f"the old memory. Write new data into the same storage with copy_(), or "
                     f"capture again."
                 )
+        require_entries(self._held)
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Whether any byte that ``tensor`` can reach lies in these buffers."""
@@ -174,6 +195,46 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return found
 
 
+def _leaves(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            yield name + pytree.keystr(path), leaf
+        elif leaf is not None:
+            raise InputTypeError(
+                f"bound buffer {name + pytree.keystr(path)!r} must be a tensor, or a list or "
+                f"dictionary of tensors, got {brief(leaf)}"
+            )
+
+
+Entry = tuple[Any, Any, torch.Tensor]
+"""A list or dictionary, a key of it, and the tensor that it holds there."""
+
+
+def entries_in(values: Iterable[Any]) -> Iterator[Entry]:
+    """Yield every entry of ``values`` and what they hold that may come to hold another tensor."""
+    for value in values:
+        if isinstance(value, list | dict):
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((value, k, held) for k, held in entries if isinstance(held, torch.Tensor))
+        if isinstance(value, list | tuple | dict):
+            yield from entries_in(value.values() if isinstance(value, dict) else value)
+
+
+def require_entries(entries: Iterable[Entry]) -> None:
+    """Raise StateError where another tensor stands than did when ``entries`` were noted."""
+    for container, key, tensor in entries:
+        try:
+            same = container[key] is tensor
+        except LookupError:
+            same = False
+        if not same:
+            raise StateError(
+                f"entry {key!r} of a {type(container).__name__} among the bound tensors is not "
+                f"the tensor of capture any more: the graph would use the old one. Write new data "
+                f"into that tensor with copy_(), or capture again."
+            )
+
+
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` without the repetitions of expanded dimensions, which cannot be written."""
     for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -202,6 +263,15 @@ def rewrite(target: torch.Tensor, source: torch.Tensor) -> None:
     if dense is not target:
         source = source.as_strided(dense.shape, source.stride())
     dense.copy_(source.detach() if source.requires_grad else source)
+
+
+def fits(target: torch.Tensor, source: Any) -> bool:
+    """Whether the data of ``source`` can stand in ``target``."""
+    return (
+        isinstance(source, torch.Tensor)
+        and (source.dtype, source.shape) == (target.dtype, target.shape)
+        and all(map(operator.le, unexpanded(source).shape, unexpanded(target).shape))
+    )
 
 
 def effective_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -233,7 +303,7 @@ def _require_specs(specs: object) -> None:
         for spec in specs.values()
     )
     if not fits:
-        raise InputTypeError(f"specs are a mapping of names to (shape, dtype), got {specs!r}")
+        raise InputTypeError(f"specs are a mapping of names to (shape, dtype), got {brief(specs)}")
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -247,7 +317,7 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _nbytes(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
     if not isinstance(dtype, torch.dtype):
-        raise InputTypeError(f"buffer {name!r} needs a torch.dtype, got {dtype!r}")
+        raise InputTypeError(f"buffer {name!r} needs a torch.dtype, got {brief(dtype)}")
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
         raise InputError(f"buffer {name!r} has shape {tuple(shape)}; use ints of at least 0")
     return math.prod(shape) * dtype.itemsize

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from devgraph.api import process
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import Place, place_of, tensors_in, unexpanded
+from devgraph.api.buffers import (
+    Place,
+    entries_in,
+    place_of,
+    require_entries,
+    tensors_in,
+    unexpanded,
+)
 from devgraph.api.errors import (
     CaptureError,
     InputError,
     InputTypeError,
     NestedCaptureError,
     StateError,
+    brief,
 )
 from devgraph.api.graph import DeviceGraph, GraphInfo
+from devgraph.api.inputs import Inputs, Pair, write
 from devgraph.api.marks.calls import describe
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import current_scope
@@ -39,8 +48,9 @@ class Captured:
     """A captured callable; made by ``capture``.
 
     ``replay(**host_args)`` does what ``fn(*args, **host_args)`` does, with the data that the
-    bound tensors hold now. ``outputs`` are the same tensors every time: the next replay of this
-    capture overwrites them, and no other capture of the pool does.
+    bound tensors hold now. ``replay(*inputs, **host_args)``, or a call of the capture, copies new
+    inputs into the bound tensors first. ``outputs`` are the same tensors every time: the next
+    replay of this capture overwrites them, and no other capture of the pool does.
     """
 
     def __init__(self, job: Job, plan: Plan, policy: str, seconds: float) -> None:
@@ -60,7 +70,9 @@ class Captured:
         self._lock = job.pool.lock
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
         self._bound = [(t, t.data_ptr(), t.shape, t.stride()) for t in job.tensors]
-        self._held = list(_held_in((job.args, *job.kwargs.values())))
+        self._held = list(entries_in((job.args, *job.kwargs.values())))
+        self._host_names = job.spec.declared.keys()
+        self._inputs = Inputs(job.fn, job.args, job.kwargs, job.spec.declared)
 
     @property
     def outputs(self) -> Any:
@@ -72,31 +84,43 @@ class Captured:
         """The captured graphs and eager segments in launch order."""
         return self._plan.segments
 
-    def replay(self, **host_args: Any) -> Any:
+    def replay(self, *inputs: Any, **named: Any) -> Any:
         """Run the captured work on the current stream and return ``outputs``.
 
         Args:
-            **host_args: a value for every declared host argument without a default in ``fn``'s
-                signature. Nothing is remembered from earlier calls.
+            *inputs: new data for the first of the bound arguments, copied into them: what stays
+                out keeps the data that it has. Shapes, dtypes, devices and everything that is no
+                tensor must be those of capture.
+            **named: a value for every declared host argument without a default in ``fn``'s
+                signature; nothing is remembered from earlier calls. And new data for bound
+                arguments by their names.
 
         Raises:
             HostArgumentError: host arguments are missing, unknown or ill-typed (a TypeError).
+            InputError: new data does not fit what is bound; nothing was changed.
             StateError: closed, in a forked process, or a bound tensor has moved, was replaced or
                 has another layout.
             NestedCaptureError: inside a capture.
         """
         self._check()
-        values = self._spec.fill(host_args)
+        pairs: Sequence[Pair] = ()
+        if inputs or not named.keys() <= self._host_names:
+            pairs, named = self._inputs.taken(inputs, named)
+        values = self._spec.fill(named)
         with self._lock:
             if self.pool.occupied:
                 self.pool.require_free("replay a capture")
             self.pool.order()
             try:
+                if pairs:
+                    write(pairs)
                 self.run(values)
             except Exception as error:
                 self.backend.raise_if_lost(error)
                 raise
         return self._plan.outputs
+
+    __call__ = replay
 
     def run(self, host: Mapping[str, Any]) -> None:
         """Do what ``replay`` does for a caller that has checked already what it would check.
@@ -136,13 +160,7 @@ class Captured:
                     f"graph would read it as it was. Undo what changed it in place (t_(), "
                     f"resize_(), ...), or capture again."
                 )
-        for container, key, tensor in self._held:
-            if _entry(container, key) is not tensor:
-                raise StateError(
-                    f"entry {key!r} of a {type(container).__name__} among the bound arguments is "
-                    f"not the tensor of capture any more: the graph would use the old one. Write "
-                    f"new data into that tensor with copy_(), or capture again."
-                )
+        require_entries(self._held)
 
     @property
     def exact(self) -> bool:
@@ -288,7 +306,7 @@ def capture(
     if twice:
         raise InputError(f"{', '.join(twice)}: given both in kwargs and in host_args")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
-        raise InputError(f"warmup must be a whole number from 0, not {warmup!r}")
+        raise InputError(f"warmup must be a whole number from 0, not {brief(warmup)}")
     device = backend if isinstance(backend, Backend) else get_backend(backend)
     chosen = get_policy(policy)
     memory = device.own_pool(pool)
@@ -328,7 +346,7 @@ def capture(
 
 def _require(what: str, value: object, fits: bool, wanted: str) -> None:
     if not fits:
-        raise InputTypeError(f"{what} must be {wanted}, got {value!r}")
+        raise InputTypeError(f"{what} must be {wanted}, got {brief(value)}")
 
 
 @contextlib.contextmanager
@@ -370,23 +388,6 @@ def _contents_kept(
 def _is_at(tensor: torch.Tensor, place: Place) -> bool:
     storage, *layout = place_of(tensor)
     return storage._cdata == place[0]._cdata and layout == [*place[1:]]
-
-
-def _held_in(values: Iterable[Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """Yield container, key and tensor for every tensor in a list or dict, which may change."""
-    for value in values:
-        if isinstance(value, list | dict):
-            entries = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((value, k, held) for k, held in entries if isinstance(held, torch.Tensor))
-        if isinstance(value, list | tuple | dict):
-            yield from _held_in(value.values() if isinstance(value, dict) else value)
-
-
-def _entry(container: Any, key: Any) -> Any:
-    try:
-        return container[key]
-    except LookupError:
-        return None
 
 
 def _about(graph: DeviceGraph) -> list[str]:

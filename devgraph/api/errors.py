@@ -34,7 +34,9 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "AgreementError",
@@ -182,3 +184,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name.lower(), spelled, n=1)
     hint = f" Did you mean {spelled[near[0]]!r}?" if near else ""
     return f"Known: {', '.join(names) if names else '(none)'}.{hint}"
+
+
+class _Brief(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 120
+
+    def repr1(self, value: Any, level: int) -> str:
+        if all(hasattr(type(value), name) for name in ("data_ptr", "dtype", "device", "shape")):
+            shape = tuple(value.shape)
+            return f"<{type(value).__name__} {shape} {value.dtype} on {value.device}>"
+        return super().repr1(value, level)
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        text = super().repr_instance(value, level)
+        return f"<{type(value).__name__}>" if "tensor(" in text else text
+
+
+brief = _Brief().repr
+"""``repr`` for messages about a value of the user's: of a tensor its type, shape, dtype and device
+and never its data, of a long text or collection the beginning."""

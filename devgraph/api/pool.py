@@ -14,7 +14,7 @@ import torch
 
 from devgraph.api import process
 from devgraph.api.device import Device
-from devgraph.api.errors import InputError, InputTypeError, StateError
+from devgraph.api.errors import InputError, InputTypeError, StateError, brief
 
 if TYPE_CHECKING:
     from devgraph.api.buffers import StaticBuffers
@@ -175,7 +175,7 @@ class Pool:
         if budget_bytes is not None:
             if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
                 raise InputTypeError(
-                    f"budget_bytes must be a number of bytes, got {budget_bytes!r}"
+                    f"budget_bytes must be a number of bytes, got {brief(budget_bytes)}"
                 )
             if budget_bytes < 0:
                 raise InputError(f"budget_bytes must be at least 0, got {budget_bytes}")

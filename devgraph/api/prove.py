@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import unexpanded
-from devgraph.api.errors import InputError, InputTypeError
+from devgraph.api.errors import InputError, InputTypeError, brief
 from devgraph.api.marks.modes import Modes
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _named_tensors(tree: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
 def require_cases(cases: object) -> None:
     """Raise InputError unless ``cases`` is a whole number; 0 proves nothing and is not ok."""
     if isinstance(cases, bool) or not isinstance(cases, int) or cases < 0:
-        raise InputError(f"cases must be a whole number from 0, not {cases!r}")
+        raise InputError(f"cases must be a whole number from 0, not {brief(cases)}")
 
 
 def _require_sets(host_args: object) -> None:
@@ -201,7 +201,7 @@ def _require_sets(host_args: object) -> None:
     if host_args is not None and not listed:
         raise InputTypeError(
             f"host_args of prove is a list with one mapping per set of values to try, such as "
-            f"[{{'kv_len': 777}}], got {host_args!r}"
+            f"[{{'kv_len': 777}}], got {brief(host_args)}"
         )
 
 

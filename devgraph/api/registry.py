@@ -18,6 +18,7 @@ from devgraph.api.errors import (
     InputError,
     InputTypeError,
     UnknownBackendError,
+    brief,
     did_you_mean,
 )
 
@@ -140,7 +141,7 @@ def _made(name: str, factory: Callable[[], Backend]) -> Backend:
 
     if not isinstance(backend, Backend):
         raise BackendUnavailableError(
-            f"what is registered as backend {name!r} returned {backend!r}, which is no "
+            f"what is registered as backend {name!r} returned {brief(backend)}, which is no "
             f"devgraph.api.backend.Backend"
         )
     return backend
@@ -162,8 +163,8 @@ def register(name: str, factory: Callable[[], Backend]) -> None:
     """
     if not isinstance(name, str) or not callable(factory):
         raise InputTypeError(
-            f"register takes a name and a function that returns a backend, got {name!r} and "
-            f"{factory!r}"
+            f"register takes a name and a function that returns a backend, got {brief(name)} and "
+            f"{brief(factory)}"
         )
     if not name or name == "auto":
         raise InputError(f"{name!r} is no name for a backend: 'auto' stands for the best one")
@@ -202,7 +203,8 @@ def get_backend(name: str = "auto") -> Backend:
     """
     if not isinstance(name, str):
         raise InputTypeError(
-            f"a backend is named by a string, got {name!r}. {did_you_mean('', _registry.names())}"
+            f"a backend is named by a string, got {brief(name)}. "
+            f"{did_you_mean('', _registry.names())}"
         )
     if name != "auto":
         return _registry.make(name)

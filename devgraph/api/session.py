@@ -15,7 +15,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec
-from devgraph.api.marks.marks import Scope, entered, is_capturing
+from devgraph.api.marks.marks import Scope, entered, host_read_cure, is_capturing
 from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.source import raising_line
 from devgraph.api.pool import Pool
@@ -130,9 +130,7 @@ def _explained(backend: Device, error: Exception) -> DeviceGraphError | None:
         what = str(error).partition("\n")[0]
         return HostReadError(
             f"device data was read on the host, or the device waited for, inside a capture, at "
-            f"{raising_line(error)}. A replay would not do it again. Keep the value on the device, "
-            f"pass it as a host argument to a function marked @dg.region, or mark the function "
-            f"@dg.no_graph and capture with policy='breakable'. ({what})"
+            f"{raising_line(error)}. A replay would not do it again. {host_read_cure()} ({what})"
         )
     lacking = None if isinstance(error, ResourceError) else backend.shortage(error)
     return None if lacking is None else ResourceError(lacking)

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import CaptureError, HostReadError
+from devgraph.api.marks.marks import host_read_cure
 from devgraph.api.marks.source import SourceLine, user_line
 from devgraph.cpu.metadata import Layout
 
@@ -44,12 +45,6 @@ class Violation:
         return cls(kind=kind, op=op, file=where.file, line=where.line, text=text)
 
 
-_ADVICE = (
-    "Read it after the replay, keep it in a device tensor, or move it into a function marked "
-    "@dg.region or @dg.no_graph and capture with policy='breakable'."
-)
-
-
 class Refusal:
     """What happens at a violation: an error, or a report after which the recording goes on.
 
@@ -72,9 +67,9 @@ class Refusal:
             HostReadError: violations are not collected.
         """
         text = f"{name} reads device data on the host, which a capture cannot record"
-        self.note("host_sync", name, f"{text}. {_ADVICE}")
+        self.note("host_sync", name, f"{text}. {host_read_cure()}")
         if not self.collects:
-            raise HostReadError(f"{text}, at {user_line()}. {_ADVICE}")
+            raise HostReadError(f"{text}, at {user_line()}. {host_read_cure()}")
 
     def shape(self, name: str, *, known: bool) -> None:
         """Refuse a data-dependent shape; return if the recording goes on, with a ``known`` one.
@@ -83,9 +78,9 @@ class Refusal:
             HostReadError: violations are not collected, or no shape can be assumed.
         """
         text = f"{name} has an output whose shape depends on device data, which the host must read"
-        self.note("data_dependent_shape", name, f"{text}. {_ADVICE}")
+        self.note("data_dependent_shape", name, f"{text}. {host_read_cure()}")
         if not (self.collects and known):
-            raise HostReadError(f"{text}, at {user_line()}. {_ADVICE}") from None
+            raise HostReadError(f"{text}, at {user_line()}. {host_read_cure()}") from None
 
     def other(self, name: str, text: str, cause: BaseException | None = None) -> NoReturn:
         """Refuse anything else.

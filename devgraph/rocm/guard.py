@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import HostReadError
+from devgraph.api.marks.marks import host_read_cure
 from devgraph.api.marks.source import user_line
 
 __all__ = ["HostReadGuard"]
@@ -77,9 +78,8 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
         if self.on and self._reads_host(func, args, kwargs):
             raise HostReadError(
-                f"{func} reads device data on the host inside a capture, at {user_line()}. A "
-                f"replay would not read it again. Keep the value on the device, pass it as a host "
-                f"argument, or mark the function @dg.no_graph and capture with policy='breakable'."
+                f"{func} reads device data on the host inside a capture, at {user_line()}; a "
+                f"replay would not read it again. {host_read_cure()}"
             )
         return func(*args, **kwargs)
 

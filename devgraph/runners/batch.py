@@ -14,6 +14,7 @@ from devgraph.api.errors import (
     HostArgumentError,
     InputError,
     StateError,
+    brief,
     did_you_mean,
 )
 from devgraph.api.marks.host_values import HostSpec, declared_names
@@ -198,7 +199,9 @@ class HostArgs:
             if dict(kinds) == self._kinds:
                 return given
         if given is not None and not isinstance(given, Mapping):
-            raise HostArgumentError(f"host_args of a run must be a mapping of names, got {given!r}")
+            raise HostArgumentError(
+                f"host_args of a run must be a mapping of names, got {brief(given)}"
+            )
         given = given or {}
         missing = sorted(self.declared.keys() - given.keys())
         if missing:

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, overload
 
-from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
 __all__ = ["Buckets", "Phase", "default_buckets"]
 
@@ -88,7 +88,7 @@ class Buckets(Sequence[int]):
         top = _round_up(maximum, multiple_of)
         if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
             raise ConfigTypeError(
-                f"{phase} buckets must be a list of integers, got {sizes!r}; for example [1, 2, 8]"
+                f"{phase} buckets must be a list of integers such as [1, 2, 8], got {brief(sizes)}"
             )
         chosen = {_bucket(size, phase, maximum, multiple_of, top) for size in sizes}
         if not chosen:
@@ -151,11 +151,11 @@ def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int
 
 def _count(what: str, value: object) -> int:
     if isinstance(value, bool):
-        raise ConfigTypeError(f"{what} must be a positive integer, got {value!r}")
+        raise ConfigTypeError(f"{what} must be a positive integer, got {brief(value)}")
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise ConfigTypeError(f"{what} must be a positive integer, got {value!r}") from None
+        raise ConfigTypeError(f"{what} must be a positive integer, got {brief(value)}") from None
     if number < 1:
         raise ConfigError(f"{what} must be at least 1, got {number}")
     return number

@@ -21,6 +21,8 @@ from devgraph.api.errors import (
     UpdateError,
     UpdateTopologyError,
     UpdateUnsupportedError,
+    brief,
+    did_you_mean,
 )
 from devgraph.runners.buckets import Buckets
 from devgraph.runners.slots import Size
@@ -34,7 +36,6 @@ __all__ = [
     "Variant",
     "canonical_variant",
     "check_variants",
-    "options_of",
     "refusal",
     "update_reason",
 ]
@@ -63,7 +64,7 @@ class Reason(str, enum.Enum):
     UNKNOWN_WIDTH = "unknown_width"
     """The requests do not all have the same captured width."""
     UNKNOWN_VARIANT = "unknown_variant"
-    """The variant was not declared."""
+    """Its names are declared, and this combination of their values is not."""
     NOT_CAPTURED = "not_captured"
     """The bucket has not been captured yet."""
     CAPTURE_FAILED = "capture_failed"
@@ -250,6 +251,7 @@ class Graphs:
     ) -> None:
         self.buckets = buckets
         self.variants = dict(variants)
+        self._names = {"width"}.union(*variants.values())
         self._counts = counts
         self._max_padding = max_padding
         self._by_key = {
@@ -293,6 +295,25 @@ class Graphs:
     def largest(self, variant: Variant) -> BucketGraph:
         return self._by_key[GraphKey(variant, self.buckets.maximum)]
 
+    def asked(self, variant: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Return the variant that a batch asks for as a mapping; None asks for none of its own.
+
+        Raises:
+            InputError: no declared variant has a name of it, or its ``width`` is none.
+            InputTypeError: it is no mapping.
+        """
+        if variant is None:
+            return {}
+        _check_mapping(variant)
+        for name in variant:
+            if name not in self._names:
+                raise InputError(
+                    f"variant {brief(dict(variant))}: no declared variant has {name!r}. "
+                    f"{did_you_mean(name, self._names)}"
+                )
+        _check_width(variant, InputError)
+        return variant
+
     def choose(self, variant: Variant, size: Size) -> Decision:
         """Return the decision for a batch of a declared variant.
 
@@ -326,36 +347,24 @@ def canonical_variant(options: Mapping[str, Any]) -> Variant:
         hash(variant)
     except TypeError:
         raise InputTypeError(
-            f"variant {dict(options)}: values are part of the graph key and must be hashable"
+            f"variant {brief(dict(options))}: values are part of the graph key and must be hashable"
         ) from None
-    return variant
-
-
-def options_of(variant: object) -> Mapping[str, Any]:
-    """Return the variant that a batch asks for as a mapping; None asks for none of its own.
-
-    Raises:
-        InputError: its ``width`` is none. InputTypeError: it is no mapping.
-    """
-    if variant is None:
-        return {}
-    _check_mapping(variant)
-    assert isinstance(variant, Mapping)
-    _check_width(variant, InputError)
     return variant
 
 
 def _check_mapping(variant: object) -> None:
     if not isinstance(variant, Mapping):
-        raise InputTypeError(f"a variant is a mapping such as {{'lora': True}}, got {variant!r}")
+        raise InputTypeError(
+            f"a variant is a mapping such as {{'lora': True}}, got {brief(variant)}"
+        )
     if not all(isinstance(name, str) for name in variant):
-        raise InputTypeError(f"variant {dict(variant)}: names must be strings")
+        raise InputTypeError(f"variant {brief(dict(variant))}: names must be strings")
 
 
 def _check_width(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:
     width = options.get("width", 1)
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise error(f"variant {dict(options)}: width must be a positive int")
+        raise error(f"variant {brief(dict(options))}: width must be a positive int")
 
 
 def check_variants(
@@ -370,21 +379,25 @@ def check_variants(
     found: dict[Variant, Mapping[str, Any]] = {}
     if isinstance(variants, str | Mapping) or not isinstance(variants, Iterable):
         raise ConfigTypeError(
-            f"variants is a list of mappings such as [{{}}, {{'lora': True}}], got {variants!r}"
+            f"variants is a list of mappings such as [{{}}, {{'lora': True}}], got "
+            f"{brief(variants)}"
         )
     for options in variants:
         if not isinstance(options, Mapping):
-            raise ConfigTypeError(f"a variant is a mapping such as {{'lora': True}}: {options!r}")
+            raise ConfigTypeError(
+                f"a variant is a mapping such as {{'lora': True}}: {brief(options)}"
+            )
         if not all(isinstance(name, str) for name in options):
-            raise ConfigTypeError(f"variant {dict(options)}: names must be strings")
+            raise ConfigTypeError(f"variant {brief(dict(options))}: names must be strings")
         _check_width(options, ConfigError)
         if "width" in options and not with_width:
             raise ConfigError(
-                f"variant {dict(options)}: width is for decode; prefill requests differ in length"
+                f"variant {brief(dict(options))}: width is for decode; prefill requests "
+                f"differ in length"
             )
         variant = canonical_variant(options)
         if variant in found:
-            raise ConfigError(f"variant {dict(options)} is declared twice")
+            raise ConfigError(f"variant {brief(dict(options))} is declared twice")
         found[variant] = options
     if not found:
         raise ConfigError("variants is empty; [{}] declares the one without options")

@@ -162,14 +162,9 @@ class InputArena:
     def _checked_mapping(self, inputs: Any) -> Mapping[str, Any]:
         self.require_mapping(inputs)
         missing = [name for name in self.slots if name not in inputs]
-        if missing:
-            raise InputError(
-                f"missing input{'s' if len(missing) > 1 else ''} {', '.join(missing)}; the runner "
-                f"has the slots {', '.join(self.slots)}"
-            )
-        for name in inputs:
-            if name not in self.slots:
-                raise InputError(f"unknown input {name!r}. {did_you_mean(str(name), self.slots)}")
+        unknown = [name for name in inputs if name not in self.slots]
+        if missing or unknown:
+            raise InputError(_misfit(missing, unknown, self.slots))
         checked: Mapping[str, Any] = inputs
         return checked
 
@@ -228,6 +223,18 @@ def fill_with_pad(view: torch.Tensor, slot: InputSlot) -> None:
         view.fill_(pad.value)
     else:
         view.copy_(ramp(pad, view.shape[axis], slot, view.device).expand(view.shape))
+
+
+def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Mapping[str, Any]) -> str:
+    """Return what is wrong with the names of inputs: those without a slot, those without data."""
+    said = []
+    for what, names in (("missing", missing), ("unknown", unknown)):
+        if names:
+            plural = "s" if len(names) > 1 else ""
+            said.append(f"{what} input{plural} {', '.join(map(str, names))}")
+    near = did_you_mean(str(unknown[0]), missing or slots) if unknown else ""
+    hint = near[near.find(" Did") :] if " Did" in near else ""
+    return f"{' and '.join(said)}; the runner has the slots {', '.join(slots)}.{hint}"
 
 
 def _kind(value: Sequence[Any] | Any) -> str:

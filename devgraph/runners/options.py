@@ -7,9 +7,8 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypedDict
 
 import attrs
-import torch
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.runners.buckets import Phase
 
 __all__ = ["DEBUG_VARIABLE", "Options", "RunnerOptions"]
@@ -24,7 +23,7 @@ class RunnerOptions(TypedDict, total=False):
     name: str
     strict: bool | None
     debug: bool | None
-    bound: Mapping[str, torch.Tensor]
+    bound: Mapping[str, Any]
     weights_epoch: Callable[[], Hashable] | None
     reset_state: Callable[[], None] | None
     idle_dummy: bool
@@ -45,9 +44,9 @@ class Options:
     """Hand out leased outputs, which notice being read after the next run. None asks the
     environment variable DEVGRAPH_DEBUG."""
 
-    bound: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
-    """Tensors that graphs use in place (KV caches, weights): kept alive, and every run refuses
-    when the memory of one has moved."""
+    bound: Mapping[str, Any] = attrs.field(factory=dict)
+    """Tensors that graphs use in place (KV caches, weights), each a tensor or a tree of them (a
+    cache per layer): kept alive, and every run refuses when the memory of one has moved."""
 
     weights_epoch: Callable[[], Hashable] | None = None
     """Returns a value that changes when weights are replaced. A graph is only used while it equals
@@ -66,15 +65,19 @@ class Options:
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ConfigTypeError(f"name of a runner must be a text, got {self.name!r}")
+            raise ConfigTypeError(f"name of a runner must be a text, got {brief(self.name)}")
         for key in ("strict", "debug", "idle_dummy", "progress"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), bool):
-                raise ConfigTypeError(f"{key}: expected true or false, got {getattr(self, key)!r}")
+                raise ConfigTypeError(
+                    f"{key}: expected true or false, got {brief(getattr(self, key))}"
+                )
         if not isinstance(self.bound, Mapping):
-            raise ConfigTypeError(f"bound must be a mapping of names to tensors: {self.bound!r}")
+            raise ConfigTypeError(
+                f"bound must be a mapping of names to tensors: {brief(self.bound)}"
+            )
         for key in ("weights_epoch", "reset_state"):
             if getattr(self, key) is not None and not callable(getattr(self, key)):
-                raise ConfigTypeError(f"{key} must be a function: {getattr(self, key)!r}")
+                raise ConfigTypeError(f"{key} must be a function: {brief(getattr(self, key))}")
 
     @classmethod
     def of(cls, phase: Phase, given: Mapping[str, Any]) -> Options:

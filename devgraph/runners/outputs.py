@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.errors import ConfigError, ConfigTypeError, InputError
+from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief
 from devgraph.runners.graphs import Variant
 from devgraph.runners.slots import OutputSlot, Size
 
@@ -62,7 +62,7 @@ class OutputStore:
         for slot in pytree.tree_leaves(slots):
             if not isinstance(slot, OutputSlot):
                 raise ConfigTypeError(
-                    f"outputs must be an OutputSlot or a tree of them, got {slot!r}"
+                    f"outputs must be an OutputSlot or a tree of them, got {brief(slot)}"
                 )
         self._slots = slots
         self._layouts: dict[Variant, _Layout] = {}
@@ -95,7 +95,7 @@ class OutputStore:
             for (path, value), slot in zip(paths, slots, strict=True)
         ]
         if not any(leaves):
-            raise ConfigError(f"the step returned {result!r}; return at least one tensor")
+            raise ConfigError(f"the step returned {brief(result)}; return at least one tensor")
         self._layouts[variant] = _Layout(spec, tuple(leaves), size)
 
     def _slots_of(self, result: Any, spec: Any) -> list[OutputSlot]:
@@ -166,7 +166,9 @@ class OutputStore:
                     _require_none(value)
                     continue
                 if not isinstance(value, torch.Tensor):
-                    raise ConfigError(f"output {leaf.path} is {value!r} and was a tensor before")
+                    raise ConfigError(
+                        f"output {leaf.path} is {brief(value)} and was a tensor before"
+                    )
                 if value.shape != view.shape or value.dtype is not view.dtype:
                     raise ConfigError(
                         f"output {leaf.path} is {value.dtype} {tuple(value.shape)} for {size}; "
@@ -227,7 +229,7 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
         return None
     if not isinstance(value, torch.Tensor):
         raise ConfigError(
-            f"output {path} is {value!r}: a graph can only return tensors (or None); anything "
+            f"output {path} is {brief(value)}: a graph can only return tensors (or None); anything "
             f"else would keep its value of capture for ever"
         )
     if slot.rows is not None:
@@ -244,4 +246,4 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
 
 def _require_none(value: Any) -> None:
     if value is not None:
-        raise ConfigError(f"an output was None for the largest batch and is {value!r} now")
+        raise ConfigError(f"an output was None for the largest batch and is {brief(value)} now")

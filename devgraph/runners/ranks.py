@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from devgraph.api.errors import AgreementError, ConfigError, ConfigTypeError
+from devgraph.api.errors import AgreementError, ConfigError, ConfigTypeError, brief
 from devgraph.runners.graphs import Decision, GraphKey, Reason, Variant
 
 if TYPE_CHECKING:
@@ -419,7 +419,7 @@ def ranks_of(group: Any) -> Solo:
     if not hasattr(group, "rank") or not hasattr(group, "size"):
         raise ConfigTypeError(
             f"group must be None, a devgraph.runners.RankGroup or a process group of "
-            f"torch.distributed, got {group!r}"
+            f"torch.distributed, got {brief(group)}"
         )
     return RankGroup.from_process_group(group)
 

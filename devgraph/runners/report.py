@@ -198,6 +198,23 @@ class RunnerStats:
             page.sample(name, self.replay_pace.microseconds)
         return page.text()
 
+    def __str__(self) -> str:
+        """Return a few lines; the fields and ``to_dict`` hold everything."""
+        captured = [bucket for bucket in self.buckets if bucket.state == "captured"]
+        busiest = sorted(self.buckets, key=lambda bucket: -bucket.hits)[:4]
+        used = ", ".join(f"{bucket.key}: {bucket.hits}" for bucket in busiest if bucket.hits)
+        return "\n".join(
+            [
+                self.summary(),
+                f"  {self.requested} on {self.backend} (effective: {self.effective}), "
+                f"{len(captured)} of {len(self.buckets)} graphs captured in "
+                f"{self.capture_seconds:.2f} s",
+                f"  memory: graphs {format_bytes(self.graph_bytes)}, inputs "
+                f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}",
+                f"  replays by bucket: {used or 'none'}",
+            ]
+        )
+
     def summary(self) -> str:
         """Return one line about the steps so far."""
         eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))

@@ -26,6 +26,7 @@ from devgraph.api.errors import (
     StateError,
     UpdateTopologyError,
     UpdateUnsupportedError,
+    brief,
 )
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.policy import get_policy
@@ -43,7 +44,6 @@ from devgraph.runners.graphs import (
     Reason,
     Variant,
     canonical_variant,
-    options_of,
     refusal,
     update_reason,
 )
@@ -105,7 +105,7 @@ class Runner(abc.ABC):
         _check_config(config)
         for what, given in (("step", function), ("tail", tail)):
             if given is not None and not callable(given):
-                raise ConfigTypeError(f"the {what} of a runner must be callable: {given!r}")
+                raise ConfigTypeError(f"the {what} of a runner must be callable: {brief(given)}")
         buckets = Buckets.of(
             config.buckets,
             phase=self.phase,
@@ -122,8 +122,8 @@ class Runner(abc.ABC):
             backend,
             run_slots,
         )
-        for name, tensor in options.bound.items():
-            arena.buffers.bind(name, tensor)
+        for name, tree in options.bound.items():
+            arena.buffers.bind(name, tree)
         pool.register(arena.buffers)
         self.backend: Backend = backend
         self.pool: Pool = pool
@@ -219,13 +219,15 @@ class Runner(abc.ABC):
         Args:
             requests, tokens: real sizes of the batch.
             variant: the variant as declared; without ``width``, decode takes tokens per request.
+                Values that were not declared are a reason to run eagerly.
             longest: tokens of the longest sequence, needed where ``max_seq_len`` is configured.
 
         Raises:
-            InputError: a number is negative (a ValueError). InputTypeError: it is no int.
+            InputError: a number is negative, or a name is of no declared variant (a ValueError).
+            InputTypeError: it is no int.
         """
         self._require_open("decide")
-        options = options_of(variant)
+        options = self.graphs.asked(variant)
         count = None if tokens is None else whole("tokens", tokens)
         return self._decide(
             self._size_of(whole("requests", requests), count, options), options, longest
@@ -333,7 +335,7 @@ class Runner(abc.ABC):
                     step = self._steps.get((requests, tokens, key, None))
                     if step is not None:
                         return self._replay(step, inputs, host_args, clone)
-                options = options_of(variant)
+                options = self.graphs.asked(variant)
                 return self._run_decided(inputs, host_args, options, decision, longest, clone)
             except Exception as error:
                 self.backend.raise_if_lost(error)
@@ -634,9 +636,12 @@ class Runner(abc.ABC):
         self.close()
 
     def __repr__(self) -> str:
-        policy = "closed" if self._closed else self.effective_policy
-        graphs = f"{len(self.graphs.captured)} of {len(self.graphs)} graphs"
-        return f"<{type(self).__name__} {self._name}: {policy} on {self.backend.name}, {graphs}>"
+        state = "closed" if self._closed else "suspended" if self._suspended else ""
+        graphs = f"{len(self.graphs.captured)} of {len(self.graphs)} graphs captured"
+        return (
+            f"<{type(self).__name__} {self._name}: {state or self.requested_policy} on "
+            f"{self.backend.name}, {graphs}>"
+        )
 
     def __reduce__(self) -> Any:
         raise TypeError("a runner owns graphs of its process and cannot be pickled or copied")
@@ -764,7 +769,9 @@ def _check_config(config: PhaseConfig) -> None:
 
 def _require_decision(decision: object) -> None:
     if decision is not None and not isinstance(decision, Decision):
-        raise InputTypeError(f"decision must be what can_run or agree returned, got {decision!r}")
+        raise InputTypeError(
+            f"decision must be what can_run or agree returned, got {brief(decision)}"
+        )
 
 
 def _lead(slots: Mapping[str, InputSlot], *, by_requests: bool) -> tuple[str, int, int] | None:

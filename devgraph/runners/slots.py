@@ -15,6 +15,7 @@ from devgraph.api.errors import (
     ConfigTypeError,
     InputError,
     InputTypeError,
+    brief,
     did_you_mean,
 )
 
@@ -70,7 +71,7 @@ class Pad:
     kind: Literal["fill", "last", "ramp", "value_of"]
     value: Scalar = 0
     step: int = 0
-    source: torch.Tensor | None = attrs.field(default=None, eq=False)
+    source: torch.Tensor | None = attrs.field(default=None, eq=False, repr=brief)
 
     @classmethod
     def zero(cls) -> Pad:
@@ -108,8 +109,8 @@ class Pad:
         """
         if not isinstance(source, torch.Tensor):
             raise ConfigTypeError(
-                f"Pad.value_of takes a tensor that is read at every run, got {source!r}; use "
-                f"Pad.fill({source!r}) for a constant"
+                f"Pad.value_of takes a tensor that is read at every run, got {brief(source)}; use "
+                f"Pad.fill({brief(source)}) for a constant"
             )
         return cls("value_of", source=source)
 
@@ -155,7 +156,7 @@ class InputSlot:
             )
         if not isinstance(self.dtype, torch.dtype):
             raise ConfigTypeError(
-                f"input slot {self.name!r} needs a torch.dtype, got {self.dtype!r}"
+                f"input slot {self.name!r} needs a torch.dtype, got {brief(self.dtype)}"
             )
         self._check_pad()
 
@@ -163,7 +164,7 @@ class InputSlot:
         if not isinstance(self.pad, Pad):
             raise ConfigTypeError(
                 f"input slot {self.name!r} needs pad=Pad.zero(), Pad.fill(value), Pad.last(), "
-                f"Pad.ramp(step) or Pad.value_of(tensor), got {self.pad!r}"
+                f"Pad.ramp(step) or Pad.value_of(tensor), got {brief(self.pad)}"
             )
         if self.pad.kind in ("last", "ramp") and self.axis is None:
             raise ConfigError(
@@ -174,7 +175,7 @@ class InputSlot:
             self._check_source(self.pad.source)
         elif not isinstance(self.pad.value, int | float):
             raise ConfigTypeError(
-                f"input slot {self.name!r} pads with a number, got {self.pad.value!r}; "
+                f"input slot {self.name!r} pads with a number, got {brief(self.pad.value)}; "
                 f"Pad.value_of(tensor) pads with what a tensor holds"
             )
         elif not _fits(self.pad.value, self.dtype):
@@ -242,7 +243,7 @@ class HostSlot:
         if not isinstance(self.pad, Pad):
             raise ConfigTypeError(
                 f"a host slot needs pad=Pad.zero(), Pad.fill(value), Pad.last() or Pad.ramp(step), "
-                f"got {self.pad!r}"
+                f"got {brief(self.pad)}"
             )
         if self.pad.kind == "value_of":
             raise ConfigError("a host slot cannot pad with Pad.value_of: use Pad.fill(value)")
@@ -277,7 +278,7 @@ class OutputSlot:
                 f"{did_you_mean(str(self.rows), _ROW_DIMS)} None stands for a fixed shape."
             )
         if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
-            raise ConfigError(f"dim of an output slot must be an int of at least 0: {self.dim!r}")
+            raise ConfigError(f"dim of an output slot must be an int from 0: {brief(self.dim)}")
 
 
 ROW_PER_REQUEST = OutputSlot(rows="requests")
@@ -288,10 +289,10 @@ def check_slots(slots: Sequence[InputSlot]) -> dict[str, InputSlot]:
     """Return the slots by name; duplicates, non-slots and an empty list raise ``ConfigError``."""
     by_name: dict[str, InputSlot] = {}
     if isinstance(slots, InputSlot) or not isinstance(slots, Iterable):
-        raise ConfigTypeError(f"inputs must be a list of InputSlot objects, got {slots!r}")
+        raise ConfigTypeError(f"inputs must be a list of InputSlot objects, got {brief(slots)}")
     for slot in slots:
         if not isinstance(slot, InputSlot):
-            raise ConfigTypeError(f"inputs must be InputSlot objects, got {slot!r}")
+            raise ConfigTypeError(f"inputs must be InputSlot objects, got {brief(slot)}")
         if slot.name in by_name:
             raise ConfigError(f"input slot {slot.name!r} is declared twice")
         by_name[slot.name] = slot
@@ -306,7 +307,7 @@ def check_slots(slots: Sequence[InputSlot]) -> dict[str, InputSlot]:
 def whole(what: str, value: object) -> int:
     """Return ``value`` if it is a whole number from 0; else InputError or InputTypeError."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputTypeError(f"{what} must be an int, got {value!r}")
+        raise InputTypeError(f"{what} must be an int, got {brief(value)}")
     number = operator.index(value)
     if number < 0:
         raise InputError(f"{what} must be at least 0, got {number}")
@@ -315,7 +316,9 @@ def whole(what: str, value: object) -> int:
 
 def _check_name(what: str, name: object) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
-        raise ConfigError(f"{what} {name!r} must be a Python identifier without leading underscore")
+        raise ConfigError(
+            f"{what} {brief(name)} must be a Python identifier without leading underscore"
+        )
     if name in _RESERVED:
         raise ConfigError(
             f"{what} {name!r} would hide batch.{name}; reserved: {', '.join(sorted(_RESERVED))}"
@@ -330,7 +333,7 @@ def _check_dim(name: str, dim: object) -> None:
             )
     elif isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
         raise ConfigError(
-            f"dim {dim!r} of input slot {name!r} must be a positive int or one of "
+            f"dim {brief(dim)} of input slot {name!r} must be a positive int or one of "
             f"{', '.join(_ROW_DIMS)}"
         )
 

@@ -134,3 +134,27 @@ def test_repr_names_every_buffer():
 def test_buffers_that_do_not_fit_into_memory_are_a_resource_error_with_the_bytes():
     with pytest.raises(dg.ResourceError, match=f"static buffers of {2**58} bytes do not fit"):
         StaticBuffers({"x": ((2**58,), torch.uint8)}, device="cpu")
+
+
+def test_a_tree_of_bound_tensors_is_watched_leaf_by_leaf():
+    buffers = make(x=((1,), torch.float32))
+    layers = [{"k": torch.zeros(2), "v": torch.ones(2)}, None]
+    buffers.bind("cache", layers)
+    assert list(buffers.bound) == ["cache[0]['k']", "cache[0]['v']"]
+    layers[0]["k"].data = torch.ones(2)
+    with pytest.raises(dg.StateError, match=r"cache\[0\]\['k'\].* moved"):
+        buffers.check()
+    buffers.rebind()
+    layers[0]["v"] = torch.zeros(2)
+    with pytest.raises(dg.StateError, match="entry 'v' of a dict"):
+        buffers.check()
+    buffers.rebind()
+    buffers.check()
+    assert buffers.bound["cache[0]['v']"] is layers[0]["v"]
+
+
+def test_what_is_no_tensor_in_a_bound_tree_is_named_by_its_path():
+    buffers = make(x=((1,), torch.float32))
+    with pytest.raises(dg.InputTypeError, match=r"'cache\[0\]' must be a tensor.*got 1"):
+        buffers.bind("cache", [1, torch.randn(99)])
+    buffers.bind("cache", [torch.randn(99)])

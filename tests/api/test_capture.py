@@ -69,3 +69,55 @@ def test_capture_has_one_meaning_under_every_policy(policy: str):
     assert report.failures == ()
     assert report.cases == 6
     cap.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_takes_new_inputs_by_place_and_by_name(policy: str):
+    def step(x, state, *, scale):
+        return x * scale + state["bias"][0]
+
+    x, bias, scale = torch.ones(3), torch.zeros(3), torch.tensor(2.0)
+    with dg.capture(
+        step, x, {"bias": [bias]}, kwargs={"scale": scale}, backend="cpu", policy=policy
+    ) as captured:
+        assert captured(torch.full((3,), 5.0)).tolist() == [10, 10, 10]
+        assert captured.replay(x=torch.arange(3.0), scale=torch.tensor(3.0)).tolist() == [0, 3, 6]
+        assert captured.replay(x, {"bias": [torch.ones(3)]}).tolist() == [1, 4, 7]
+        assert captured.replay().tolist() == [1, 4, 7] and x.tolist() == [0, 1, 2]
+        assert captured(captured.outputs).tolist() == [4, 13, 22]
+
+
+def test_new_inputs_that_are_bound_tensors_arrive_as_they_were():
+    x, y = torch.zeros(2), torch.ones(2)
+    captured = dg.capture(lambda x, y: x - y, x, y, backend="cpu")
+    assert captured(y, x).tolist() == [1, 1] and y.tolist() == [0, 0]
+
+
+MISFITS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
+    "shape": ((torch.ones(2),), {}, dg.InputError, r"'x' is <Tensor \(2,\).*\(3,\).* is bound"),
+    "dtype": ((torch.ones(3).int(),), {}, dg.InputError, "torch.int32 on cpu>"),
+    "no tensor": ((3,), {}, dg.InputTypeError, "input 'x' is 3"),
+    "value": ((torch.ones(3), 3), {}, dg.InputError, "'factor' is 3 and was 2 at capture"),
+    "structure": (([torch.ones(3)],), {}, dg.InputTypeError, "the same structure"),
+    "too many": ((torch.ones(3), 2, 3), {}, dg.InputError, "2 arguments are bound"),
+    "twice": ((torch.ones(3),), {"x": torch.ones(3)}, dg.InputError, "given twice"),
+    "name": ((), {"X": torch.ones(3)}, dg.HostArgumentError, "Known: factor, x. Did you mean 'x'"),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_new_inputs_that_do_not_fit_are_refused_and_change_nothing(case: str):
+    given, named, kind, words = MISFITS[case]
+    x = torch.arange(3.0)
+    captured = dg.capture(lambda x, factor: x * factor, x, 2, backend="cpu")
+    with pytest.raises(kind, match=words):
+        captured.replay(*given, **named)
+    assert x.tolist() == [0, 1, 2] and captured.replay().tolist() == [0, 2, 4]
+
+
+def test_one_bound_tensor_cannot_take_two_inputs():
+    x = torch.ones(2)
+    captured = dg.capture(lambda a, b: a + b, x, x, backend="cpu")
+    assert captured(both := torch.full((2,), 3.0), both).tolist() == [6, 6]
+    with pytest.raises(dg.InputError, match="several arguments of the step"):
+        captured(torch.ones(2), torch.zeros(2))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.errors import brief
 from devgraph.runners import HostSlot
 
 
@@ -163,3 +164,40 @@ def test_value_that_cannot_work_is_a_value_error_of_devgraph(name: str):
     with pytest.raises(ValueError, match=told) as caught:
         call()
     assert isinstance(caught.value, dg.DeviceGraphError)
+
+
+def test_a_message_tells_of_a_tensor_what_it_is_and_none_of_its_data():
+    class Cache:
+        def __repr__(self) -> str:
+            return f"Cache({torch.ones(1000)})"
+
+    cases = [torch.ones(1000), [torch.ones(9), Cache()], {"k": torch.ones(2, 3)}, list(range(999))]
+    said = [brief(case) for case in cases]
+    assert said[0] == "<Tensor (1000,) torch.float32 on cpu>"
+    assert said[1] == "[<Tensor (9,) torch.float32 on cpu>, <Cache>]"
+    assert said[2] == "{'k': <Tensor (2, 3) torch.float32 on cpu>}"
+    assert len(said[3]) < 40 and brief("x" * 999).endswith("x'") and len(brief("x" * 999)) < 130
+
+
+BULK = torch.full((3000,), 7.25)
+NO_DATA: dict[str, Callable[[], Any]] = {
+    "bound": lambda: _decode(bound=[BULK]),
+    "inputs": lambda: _decode(inputs=BULK),
+    "variants": lambda: _decode(variants=BULK),
+    "a variant": lambda: _decode(variants=[{}, {"lora": BULK}]).can_run(1, 1, {"lorra": BULK}),
+    "host arguments": lambda: _capture(host_args=BULK),
+    "a host argument": lambda: _capture(lambda x, n: x, host_args={"n": 3}).replay(n=BULK),
+    "pool": lambda: _capture(pool=BULK),
+    "warmup": lambda: _capture(warmup=BULK),
+    "a new input": lambda: _capture().replay(BULK),
+    "pad": lambda: dg.InputSlot("x", ("tokens",), torch.float32, pad=BULK),
+    "output": lambda: _decode(outputs=BULK),
+    "configuration": lambda: _decode(config={"max_bs": BULK}),
+}
+
+
+@pytest.mark.parametrize("case", NO_DATA)
+def test_no_error_prints_the_data_of_a_tensor(case: str) -> None:
+    with pytest.raises(dg.DeviceGraphError) as caught:
+        NO_DATA[case]()
+    assert "7.25" not in str(caught.value) and len(str(caught.value)) < 600

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import devgraph as dg
 from devgraph.api.errors import CaptureError, HostReadError
 from tests.support.cpu_capture import record
 from tests.support.refusals import READS, SHAPES, UNSUPPORTED, X, branch
@@ -56,3 +57,13 @@ def test_shape_errors_of_the_user_stay_what_they_are() -> None:
     with pytest.raises(RuntimeError) as caught:
         record(lambda x: x + torch.ones(3), X)
     assert not isinstance(caught.value, CaptureError)
+
+
+def test_a_host_read_in_a_region_is_not_told_to_move_into_one() -> None:
+    @dg.region()
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().tolist()
+
+    with pytest.raises(HostReadError, match=r"Region \S*inner is part of the graph.*breakable"):
+        dg.capture(inner, X, backend="cpu")
+    assert dg.capture(inner, X, backend="cpu", policy="breakable").prove().ok

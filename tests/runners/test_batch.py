@@ -172,11 +172,11 @@ def test_token_data_of_an_eager_step_that_is_over_is_refused():
 
 def test_runner_shows_what_it_is():
     runner = _decode(_scaled)
-    assert repr(runner) == "<DecodeRunner decode: disabled on cpu, 0 of 3 graphs>"
+    assert repr(runner) == "<DecodeRunner decode: full on cpu, 0 of 3 graphs captured>"
     runner.capture()
-    assert repr(runner) == "<DecodeRunner decode: full on cpu, 3 of 3 graphs>"
+    assert repr(runner) == "<DecodeRunner decode: full on cpu, 3 of 3 graphs captured>"
     runner.close()
-    assert repr(runner) == "<DecodeRunner decode: closed on cpu, 0 of 3 graphs>"
+    assert repr(runner) == "<DecodeRunner decode: closed on cpu, 0 of 3 graphs captured>"
 
 
 def test_unknown_key_of_a_phase_lists_only_what_can_be_set():

@@ -93,7 +93,6 @@ def shared_runner() -> dg.DecodeRunner:
         (3, 6, {"lora": True}, Reason.UNKNOWN_WIDTH),
         (3, 3, {"lora": True}, Reason.GRAPH),
         (3, 3, {"lora": False}, Reason.UNKNOWN_VARIANT),
-        (3, 3, {"adapter": 1}, Reason.UNKNOWN_VARIANT),
         (9, 9, {}, Reason.OVER_LARGEST_BUCKET),
         (0, 0, {}, Reason.EMPTY_BATCH),
     ],
@@ -115,7 +114,7 @@ def test_width_and_variant_are_part_of_the_graph_key(requests, total, variant, r
 )
 def test_a_size_that_is_no_count_is_refused(call, kind):
     with pytest.raises(kind) as caught:
-        call(double_runner(captured=False))
+        call(double_runner(captured=False, variants=[{}, {"lora": True}]))
     assert isinstance(caught.value, ValueError)
 
 
@@ -485,3 +484,16 @@ def test_threads_that_share_a_runner_get_their_own_results():
         thread.join()
     assert not wrong
     assert runner.stats().graph_steps == 200
+
+
+def test_a_name_that_no_variant_declares_is_refused_with_the_nearest():
+    runner = double_runner(variants=[{}, {"lora": True}])
+    for ask in (lambda v: runner.can_run(2, variant=v), lambda v: run_x(runner, v)):
+        with pytest.raises(dg.InputError, match=r"has 'lorra'. .*Did you mean 'lora'\?"):
+            ask({"lorra": True})
+    assert runner.can_run(2, variant={"lora": "other"}).reason is Reason.UNKNOWN_VARIANT
+    assert runner.stats().steps == 0
+
+
+def run_x(runner, variant):
+    return runner.run({"x": rows_of_x(2)}, variant=variant)

@@ -300,3 +300,13 @@ def test_proof_orders_each_replay_behind_the_captures(monkeypatch):
     replays = [i for i, what in enumerate(told) if what == "replay"]
     assert replays
     assert all("order" in told[max(0, i - 2) : i] for i in replays)
+
+
+def test_statistics_print_as_a_few_lines_and_hold_the_rest():
+    runner = double_runner(config={"buckets": [1, 2, 8]})
+    runner.run({"x": rows_of_x(2)})
+    stats = runner.stats()
+    first, *rest = str(stats).splitlines()
+    assert first == stats.summary() and len(rest) == 3 and len(str(stats)) < 500
+    assert "3 of 3 graphs captured" in rest[0] and rest[-1] == "  replays by bucket: 2: 1"
+    assert stats.to_dict()["buckets"][0]["key"] == "8"

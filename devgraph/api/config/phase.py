@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.api.policy import COMPILERS, policies
 
 __all__ = [
@@ -100,7 +100,7 @@ def over_maximum(buckets: tuple[int, ...] | None, max_bs: int | None) -> str | N
 def shown(value: object) -> str:
     """Return ``value`` and its kind in the words of JSON."""
     kinds = {bool: "a boolean", type(None): "null", str: "a string", dict: "an object"}
-    return f"{value!r} ({kinds.get(type(value), type(value).__name__)})"
+    return f"{brief(value)} ({kinds.get(type(value), type(value).__name__)})"
 
 
 def plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
-from devgraph.api.errors import FrozenValueError, HostArgumentError, did_you_mean
+from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_you_mean
 from devgraph.api.marks.source import SourceLine, is_machinery, user_line
 
 __all__ = ["NO_HOST_ARGS", "HostSpec", "Tracked", "is_tracked"]
@@ -212,11 +212,11 @@ def declared_names(declared: object) -> dict[str, Any]:
         return {}
     if not isinstance(declared, Mapping):
         raise HostArgumentError(
-            f"host_args must be a mapping of names to the values of capture, got {declared!r}"
+            f"host_args must be a mapping of names to the values of capture, got {brief(declared)}"
         )
     for name in declared:
         if not isinstance(name, str):
-            raise HostArgumentError(f"host arguments have strings as names, got {name!r}")
+            raise HostArgumentError(f"host arguments have strings as names, got {brief(name)}")
     return dict(declared)
 
 
@@ -227,7 +227,7 @@ def _is_singleton(value: object) -> bool:
 def _refuse_singleton(name: str, value: object) -> None:
     if _is_singleton(value):
         raise HostArgumentError(
-            f"host argument {name!r} is {value!r} at capture. Code asks for such a value with "
+            f"host argument {name!r} is {brief(value)} at capture. Code asks for such a value with "
             f"'is', which cannot be noticed, so the graph would keep its branch for ever. Pass a "
             f"number, string or list, or capture each case for itself (a variant of a runner)."
         )
@@ -273,7 +273,7 @@ def _same_kind(name: str, captured: Any, value: Any) -> Any:
         return value
     raise HostArgumentError(
         f"host argument {name!r} was a {kind.__name__} at capture and is a "
-        f"{type(value).__name__} now ({value!r})."
+        f"{type(value).__name__} now ({brief(value)})."
     )
 
 

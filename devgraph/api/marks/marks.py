@@ -20,6 +20,7 @@ from devgraph.api.errors import (
     HostArgumentError,
     InputTypeError,
     NotCapturableError,
+    brief,
     did_you_mean,
 )
 from devgraph.api.marks.host_values import is_tracked
@@ -252,6 +253,14 @@ class Absorbed:
     def graph_break(self) -> None:
         """Do nothing: a region is one piece of work."""
 
+    def host_read_cure(self) -> str:
+        """Return what to do about a line in here that reads device data on the host."""
+        where = f"Region {self._outer.name} is" if self._outer else "It is"
+        return (
+            f"{where} part of the graph under policy {self._policy!r}: keep the value in a device "
+            f"tensor, or capture with policy='breakable', which runs regions eagerly."
+        )
+
 
 def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> None:
     """Raise the error of a ``no_graph`` function under a policy that cannot break."""
@@ -260,6 +269,17 @@ def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> N
         f"{mark.name} is marked @dg.no_graph and was called{where} under policy {policy!r}, which "
         f"captures everything in one graph (at {user_line()}). Capture with policy='breakable' or "
         f"'piecewise', which run it eagerly between segments, or move the call out of the step."
+    )
+
+
+def host_read_cure() -> str:
+    """Return what to do about a line that reads device data on the host inside this capture."""
+    scope = current_scope()
+    if isinstance(scope, Absorbed):
+        return scope.host_read_cure()
+    return (
+        "Read it after the replay, keep it in a device tensor, or move it into a function marked "
+        "@dg.region or @dg.no_graph and capture with policy='breakable'."
     )
 
 
@@ -307,7 +327,7 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
 def _require_callable(target: object, mark: str) -> None:
     if not callable(target):
         raise InputTypeError(
-            f"@dg.{mark} marks a function, got {target!r}. What the mark declares goes into "
+            f"@dg.{mark} marks a function, got {brief(target)}. What the mark declares goes into "
             f"keywords: @dg.{mark}(mutates=('out',))"
         )
 
@@ -315,7 +335,7 @@ def _require_callable(target: object, mark: str) -> None:
 def _names(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(name, str) for name in names):
-        raise InputTypeError(f"{what} of a mark are names of parameters, got {value!r}")
+        raise InputTypeError(f"{what} of a mark are names of parameters, got {brief(value)}")
     return names
 
 
@@ -323,13 +343,15 @@ def _require_rules(what: str, rules: object) -> None:
     if rules is None:
         return
     if not isinstance(rules, Mapping) or not all(callable(rule) for rule in rules.values()):
-        raise InputTypeError(f"{what} of a mark is a mapping of names to functions, got {rules!r}")
+        raise InputTypeError(
+            f"{what} of a mark is a mapping of names to functions, got {brief(rules)}"
+        )
 
 
 def _require_functions(**functions: object) -> None:
     for what, function in functions.items():
         if function is not None and not callable(function):
-            raise InputTypeError(f"{what} of a mark must be a function, got {function!r}")
+            raise InputTypeError(f"{what} of a mark must be a function, got {brief(function)}")
 
 
 @overload

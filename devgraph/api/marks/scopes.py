@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devgraph.api.buffers import tensors_in
-from devgraph.api.errors import CaptureError, FrozenValueError
+from devgraph.api.errors import CaptureError, FrozenValueError, brief
 from devgraph.api.marks.host_values import HostSpec, is_tracked
 from devgraph.api.marks.marks import Absorbed, Mark, entered, refuse_no_graph
 from devgraph.api.marks.source import user_line
@@ -62,15 +62,16 @@ def _plain_host_values(
             continue
         if declared:
             what = (
-                f"a plain {type(value).__name__} ({value!r}) instead of the tracked host argument"
+                f"a plain {type(value).__name__} ({brief(value)}) instead of the tracked host "
+                f"argument"
             )
             cure = (
                 "pass the host argument on unchanged, or declare the computation with "
                 "derive={...} on the mark"
             )
         else:
-            what = f"a host argument that the capture does not declare ({value!r})"
-            cure = f"declare it: host_args={{{name!r}: {value!r}}}"
+            what = f"a host argument that the capture does not declare ({brief(value)})"
+            cure = f"declare it: host_args={{{name!r}: {brief(value)}}}"
         raise FrozenValueError(
             f"region {mark.name} was given {what} for {name!r}, at {user_line()}; it would freeze "
             f"in the graph. {cure[0].upper()}{cure[1:]}."

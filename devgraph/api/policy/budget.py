@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 import attrs
 from attrs import validators
 
-from devgraph.api.errors import InputError
+from devgraph.api.errors import InputError, brief
 
 __all__ = ["MissBudget", "UpdateBudget"]
 
@@ -49,7 +49,7 @@ class UpdateBudget:
         if value is None:
             return UpdateBudget()
         if not isinstance(value, UpdateBudget):
-            raise InputError(f"budget must be an UpdateBudget or None, not {value!r}")
+            raise InputError(f"budget must be an UpdateBudget or None, not {brief(value)}")
         return value
 
 

@@ -9,7 +9,6 @@ same output tensors.
 from __future__ import annotations
 
 import logging
-import operator
 import time
 from collections.abc import Hashable
 from typing import Any
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import effective_strides, rewrite, unexpanded
-from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError
+from devgraph.api.buffers import effective_strides, fits, rewrite
+from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import describe
 from devgraph.api.marks.marks import Mark
@@ -176,14 +175,16 @@ class UpdatablePlan:
                 self._deliver(outputs)
                 recording.end()
         except (CaptureError, torch.OutOfMemoryError) as error:
-            logger.warning("no topology copy for %s: %s", list(host.values()), error)
+            logger.warning("no topology copy for %s: %s", brief(list(host.values())), error)
             return None
         finally:
             seconds = time.perf_counter() - started
             self.notes["copy_seconds"] += seconds
         self.notes["copies"] += 1
         self._graphs.append(graph)
-        logger.info("captured a topology copy in %.3f s for %s", seconds, list(host.values()))
+        logger.info(
+            "captured a topology copy in %.3f s for %s", seconds, brief(list(host.values()))
+        )
         return graph
 
     # The broken form.
@@ -229,7 +230,7 @@ class UpdatablePlan:
         self, target: torch.Tensor, source: Any, ways: dict[int, tuple[int, int]]
     ) -> None:
         """Copy one output; ``ways`` says for each memory from where and how far things came."""
-        if not _fits(target, source):
+        if not fits(target, source):
             got = describe(source) if isinstance(source, torch.Tensor) else repr(source)
             raise RegionError(
                 f"the step returned {got} for these host arguments and {describe(target)} at "
@@ -252,15 +253,6 @@ class UpdatablePlan:
 
 def _memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _fits(target: torch.Tensor, source: Any) -> bool:
-    """Whether the data of ``source`` can stand in ``target``."""
-    return (
-        isinstance(source, torch.Tensor)
-        and (source.dtype, source.shape) == (target.dtype, target.shape)
-        and all(map(operator.le, unexpanded(source).shape, unexpanded(target).shape))
-    )
 
 
 class _Full(Policy):

@@ -1,0 +1,149 @@
+"""New inputs of a replay: checked against what a capture bound, and copied into its tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from devgraph.api.buffers import byte_range, fits, rewrite
+from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
+
+__all__ = ["Inputs", "Pair", "write"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A bound tensor and the new data for it."""
+
+
+class Inputs:
+    """The arguments that a capture bound, for replays that are given new ones.
+
+    Args:
+        fn: the captured callable, whose parameters name its positional arguments.
+        args, kwargs: its bound arguments.
+        host: the names of its host arguments.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        host: Mapping[str, Any],
+    ) -> None:
+        self._fn = fn
+        self._args, self._kwargs, self._host = args, kwargs, host
+
+    def taken(
+        self, given: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[list[Pair], dict[str, Any]]:
+        """Return what is to be copied for a replay with these arguments, and its host arguments.
+
+        Raises:
+            InputError: data of another shape, dtype, device or structure than what is bound, or a
+                value that is no tensor and another than at capture.
+            HostArgumentError: there is no argument of that name (a TypeError).
+        """
+        if len(given) > len(self._args):
+            raise InputError(
+                f"{len(given)} inputs were given and {len(self._args)} arguments are bound; a "
+                f"replay takes new data for these, in their order, and host arguments by name"
+            )
+        pairs: list[Pair] = []
+        for index, value in enumerate(given):
+            pairs += _pairs(self._name(index), self._args[index], value)
+        host = {}
+        for name, value in named.items():
+            if name in self._host:
+                host[name] = value
+            else:
+                pairs += _pairs(name, self._named(name, len(given)), value)
+        seen: dict[int, torch.Tensor] = {}
+        for target, source in pairs:
+            if seen.setdefault(id(target), source) is not source:
+                raise InputError(
+                    f"one bound tensor ({brief(target)}) is several arguments of the step and was "
+                    f"given different data; capture with a tensor for each"
+                )
+        return pairs, host
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """The names of the bound positional arguments, as far as the callable tells."""
+        fn = self._fn.forward if isinstance(self._fn, torch.nn.Module) else self._fn
+        try:
+            parameters = inspect.signature(fn).parameters.values()
+        except (TypeError, ValueError):
+            return []
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return [p.name for p in parameters if p.kind in kinds][: len(self._args)]
+
+    def _name(self, index: int) -> str:
+        return self._names[index] if index < len(self._names) else f"argument {index}"
+
+    def _named(self, name: str, given: int) -> Any:
+        if name in self._kwargs:
+            return self._kwargs[name]
+        if name not in self._names:
+            known = {*self._host, *self._kwargs, *self._names}
+            raise HostArgumentError(
+                f"unknown host argument {name!r}, and no bound argument has that name. "
+                f"{did_you_mean(name, known)}"
+            )
+        index = self._names.index(name)
+        if index < given:
+            raise InputError(f"input {name!r} was given twice: in its place and by name")
+        return self._args[index]
+
+
+def write(pairs: Sequence[Pair]) -> None:
+    """Copy new data into bound tensors, all of it as it was before the first copy."""
+    ranges = [byte_range(target) for target, _ in pairs]
+    held = []
+    for target, source in pairs:
+        first, last = byte_range(source)
+        overlaps = any(first < stop and last > start for start, stop in ranges)
+        held.append(source.clone() if overlaps and source is not target else source)
+    with torch.no_grad():
+        for (target, _), source in zip(pairs, held, strict=True):
+            if source is not target:
+                with torch.inference_mode(target.is_inference()):
+                    rewrite(target, source)
+
+
+def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
+    leaves, spec = pytree.tree_flatten_with_path(bound)
+    values, given = pytree.tree_flatten(value)
+    if spec != given:
+        raise InputTypeError(
+            f"input {name!r} is {brief(value)}, and {brief(bound)} is bound; it must have the same "
+            f"structure"
+        )
+    pairs = []
+    for (path, target), source in zip(leaves, values, strict=True):
+        where = name + pytree.keystr(path)
+        if isinstance(target, torch.Tensor):
+            if not fits(target, source) or source.device != target.device:
+                raise _misfit(where, target, source)
+            if source.layout is target.layout is torch.strided:
+                pairs.append((target, source))
+                continue
+        if source is not target and (isinstance(target, torch.Tensor) or source != target):
+            raise InputError(
+                f"input {where!r} is {brief(source)} and was {brief(target)} at capture, which is "
+                f"in the graph; capture again, or make it a host argument of a marked function"
+            )
+    return pairs
+
+
+def _misfit(where: str, target: torch.Tensor, source: Any) -> InputError:
+    kind = InputError if isinstance(source, torch.Tensor) else InputTypeError
+    return kind(
+        f"input {where!r} is {brief(source)}, and {brief(target)} is bound: a replay copies new "
+        f"data into the bound tensor, whose shape, dtype and device stay. Capture again for "
+        f"others, or use a runner, which pads batches to captured sizes."
+    )
