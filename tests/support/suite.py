@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import importlib.metadata
+import multiprocessing
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 import attrs
+import pytest
+import torch
 
-__all__ = ["Result", "plugin_options", "printed_by", "run_suite"]
+__all__ = ["SUITE", "Result", "plugin_options", "printed_by", "run_suite"]
 
 ROOT = Path(__file__).resolve().parents[2]
+SUITE = "devgraph.testing.conformance"
 TIMEOUT = 240
 
 
@@ -29,9 +34,11 @@ class Result:
 
 
 def plugin_options() -> list[str]:
-    """Return what loads the plugin: nothing where devgraph is installed with its entry point."""
+    """Return what loads the plugin where devgraph is not installed with its entry point, and leaves
+    out hypothesis, whose import takes longer than torch's."""
     installed = importlib.metadata.entry_points(group="pytest11", name="devgraph")
-    return [] if installed else ["-p", "devgraph.testing.plugin"]
+    ours = [] if installed else ["-p", "devgraph.testing.plugin"]
+    return [*ours, "-p", "no:hypothesispytest"]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -49,28 +56,55 @@ def printed_by(code: str) -> str:
     return done.stdout
 
 
-def run_suite(*options: str, cwd: Path, **variables: str) -> Result:
-    """Run ``pytest --pyargs devgraph.testing.conformance`` as a user would, in ``cwd``."""
-    report = cwd / "report.xml"
-    command = [
-        *(sys.executable, "-m", "pytest", "--pyargs", "devgraph.testing.conformance"),
-        *plugin_options(),
+_fresh = multiprocessing.get_context("forkserver")
+_fresh.set_forkserver_preload(
+    ["pytest", "torch", "torch._dynamo.config", "devgraph.testing.plugin", "devgraph.runners"]
+)
+
+
+def run_suite(
+    *options: str, cwd: Path, modules: Sequence[str] = (SUITE,), **variables: str
+) -> Result:
+    """Run ``pytest --pyargs devgraph.testing.conformance`` as a user would, in ``cwd``.
+
+    The process is a fork of one that has imported torch and made nothing: importing takes longer
+    than most runs.
+
+    Args:
+        modules: which of the suite's modules to collect.
+        variables: set in the environment meanwhile.
+    """
+    report, printed = cwd / "report.xml", cwd / "printed.txt"
+    arguments = [
+        *("--pyargs", *modules, *plugin_options()),
         *("-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"),
         *("--rootdir", str(cwd), f"--junit-xml={report}", *options),
     ]
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
+    process = _fresh.Process(
+        target=_run_pytest, args=(arguments, cwd, printed, environment(**variables))
     )
-    text = done.stdout + done.stderr
-    if not report.exists():
+    process.start()
+    process.join(TIMEOUT)
+    if process.is_alive():
+        process.kill()
+    text = printed.read_text(encoding="utf-8", errors="replace")
+    if process.exitcode is None or not report.exists():
         raise AssertionError(f"the suite did not run:\n{text}")
-    return Result(done.returncode, text, _outcomes(report))
+    return Result(process.exitcode, text, _outcomes(report))
+
+
+def _run_pytest(arguments: list[str], cwd: Path, printed: Path, variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(cwd)
+    with printed.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.path[:0] = [str(ROOT)]
+    torch.set_num_threads(1)
+    status = pytest.main(arguments)
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _outcomes(report: Path) -> dict[str, str]:

@@ -10,28 +10,29 @@ import pytest
 
 import devgraph.testing.conformance
 from tests.support.mutants import MUTANTS, SOUND, Mutant
-from tests.support.suite import run_suite
+from tests.support.suite import SUITE, run_suite
 
 NAMES = sorted({mutant.caught_by for mutant in MUTANTS})
+MODULES = {
+    node.name: f"{SUITE}.{path.stem}"
+    for path in Path(inspect.getfile(devgraph.testing.conformance)).parent.glob("test_*.py")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    if isinstance(node, ast.FunctionDef)
+}
+"""The module of each test of the suite."""
 
 
 def _run(mutant: Mutant, names: list[str], cwd: Path, *options: str) -> dict[str, str]:
-    chosen = " or ".join(names)
-    backend = ("--devgraph-backend", mutant.backend)
     return run_suite(
-        "-p", "tests.support.mutants", "-k", chosen, *backend, *options, cwd=cwd
+        *("-p", "tests.support.mutants", "-k", " or ".join(names)),
+        *("--devgraph-backend", mutant.backend, *options),
+        cwd=cwd,
+        modules=sorted({MODULES[name] for name in names}),
     ).outcomes
 
 
 def test_names_of_mutants_are_those_of_tests_in_the_suite():
-    folder = Path(inspect.getfile(devgraph.testing.conformance)).parent
-    found = {
-        node.name
-        for path in folder.glob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert set(NAMES) <= found
+    assert set(NAMES) <= set(MODULES)
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import devgraph as dg
 from devgraph.api.registry import _registry
-from tests.support.suite import environment, plugin_options
+from tests.support.suite import SUITE, environment, plugin_options, run_suite
 
 pytest_plugins = ["pytester"]
 
@@ -346,18 +346,10 @@ def test_loading_the_plugin_imports_no_torch(tmp_path):
 
 
 def test_suite_runs_where_it_is_installed(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", *plugin_options(), "-p", "no:cacheprovider"),
-            *("--pyargs", "devgraph.testing.conformance", "--devgraph-backend", "cpu"),
-            *("--devgraph-fail-on-skip", "-k", "test_prove or test_streams"),
-        ],
+    result = run_suite(
+        *("--devgraph-backend", "cpu", "--devgraph-fail-on-skip", "-v"),
         cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+        modules=[f"{SUITE}.test_prove", f"{SUITE}.test_streams"],
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "backend cpu on cpu" in done.stdout
+    assert result.exit_code == 0, result.text
+    assert "backend cpu on cpu" in result.text
