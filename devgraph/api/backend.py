@@ -23,8 +23,6 @@ from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
 
-__all__ = ["Backend", "ReplayPace", "SlotAttention"]
-
 logger = logging.getLogger(__name__)
 
 _SLOW = 1.08

@@ -24,8 +24,6 @@ from devgraph.api.errors import (
     did_you_mean,
 )
 
-__all__ = ["StaticBuffers"]
-
 _ALIGNMENT = 256
 """Bytes between starts of buffers: what device allocators give, so that kernels that vectorise by
 address behave as they do on tensors of their own."""

@@ -41,8 +41,6 @@ from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
 from devgraph.api.session import session
 
-__all__ = ["Captured", "capture"]
-
 
 class Captured:
     """A captured callable; made by ``capture``.

@@ -18,8 +18,6 @@ from devgraph.api import process
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import CaptureBusyError, DeviceLost, InputError
 
-__all__ = ["Device", "keep_for_ever"]
-
 logger = logging.getLogger(__name__)
 
 CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")

@@ -13,8 +13,6 @@ from typing import Generic, Protocol, TypeVar
 
 from devgraph.api.errors import StateError
 
-__all__ = ["Call", "Executable", "Finding", "Launches", "weakly"]
-
 
 class Executable(Protocol):
     """What a graph launches; called in legal states only, under the lock of the graph's pool."""

@@ -47,8 +47,6 @@ from devgraph.api.marks.marks import Mark, current_scope, is_capturing
 if TYPE_CHECKING:
     from devgraph.api.pool import Pool, Recording
 
-__all__ = ["DeviceGraph", "GraphInfo", "GraphState"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from devgraph.api.errors import InputError, InputTypeError, StateError, brief
 if TYPE_CHECKING:
     from devgraph.api.buffers import StaticBuffers
 
-__all__ = ["Pool", "Recording", "Recordings", "Shrinkable"]
-
 DEFAULT_BUDGET_BYTES = 256 * 2**20
 """Recordings of a pool may take this much by default: about 160 executables of a 36-layer decode
 step at 1.6 MiB each (measured on one H200, see docs/benchmarks.md)."""

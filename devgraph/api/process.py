@@ -8,8 +8,6 @@ from typing import Protocol
 
 from devgraph.api.errors import StateError
 
-__all__ = ["Renewed", "identity"]
-
 
 class Renewed(Protocol):
     """What holds state that a forked child must not inherit."""

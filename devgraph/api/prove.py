@@ -17,8 +17,6 @@ from devgraph.api.marks.modes import Modes
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Job
 
-__all__ = ["Failure", "Report", "compare", "compare_near", "prove", "randomize"]
-
 
 @attrs.frozen(kw_only=True)
 class Failure:

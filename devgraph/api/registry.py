@@ -25,8 +25,6 @@ from devgraph.api.errors import (
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend
 
-__all__ = ["BackendInfo", "backends", "get_backend", "names", "register"]
-
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "devgraph.backends"

@@ -20,8 +20,6 @@ from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.source import raising_line
 from devgraph.api.pool import Pool
 
-__all__ = ["Session", "session"]
-
 
 class Session:
     """A device held for recording: graphs of one pool, recorded one after the other.

@@ -26,8 +26,6 @@ from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
 
-__all__ = ["CpuBackend", "CpuGraph", "CpuPool", "make_backend"]
-
 ENTRY_BYTES = 2048
 """What one entry of a tape takes: a bound call and about three tensor objects. Measured: 1932 bytes
 of resident memory, over 20 tapes of 1277 entries of a 30-layer decode step, torch 2.13."""

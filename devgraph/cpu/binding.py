@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from devgraph.api.errors import DeviceGraphError
 from devgraph.cpu.ops import OpPlan
 
-__all__ = ["Binder"]
-
 _aten = torch.ops.aten
 
 _COPIES = {_aten.clone.default, _aten._to_copy.default}

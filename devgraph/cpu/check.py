@@ -18,8 +18,6 @@ from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.violations import Violation
 
-__all__ = ["check"]
-
 logger = logging.getLogger(__name__)
 
 

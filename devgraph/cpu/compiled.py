@@ -17,8 +17,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-__all__ = ["CompiledPiece"]
-
 _LIBRARY = torch.library.Library("devgraph_cpu", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
     "compiled(int piece, Tensor[] read, Tensor(a!)[] written, int[] at, int[] numbers) -> Tensor[]"

@@ -22,8 +22,6 @@ import torch
 
 from devgraph.api.errors import ResourceError
 
-__all__ = ["Block", "BlockPool", "Hold"]
-
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64

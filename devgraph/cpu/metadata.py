@@ -20,16 +20,6 @@ from torch._subclasses.fake_tensor import (
 
 from devgraph.cpu.ops import OpPlan
 
-__all__ = [
-    "DataDependentError",
-    "Layout",
-    "Metadata",
-    "OtherDeviceError",
-    "UnrecordableError",
-    "map_layouts",
-    "map_tensors",
-]
-
 
 class DataDependentError(Exception):
     """What an operation returns depends on the data of its arguments."""

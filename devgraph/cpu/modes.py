@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from devgraph.api.errors import CaptureError
 from devgraph.api.marks.source import user_line
 
-__all__ = ["Dispatching", "Functions", "Listener"]
-
 
 class Listener(Protocol):
     """What the modes report to."""

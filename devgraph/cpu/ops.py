@@ -11,8 +11,6 @@ import attrs
 import torch
 from torch._ops import OpOverload
 
-__all__ = ["Kind", "OpPlan", "OutVariant", "plan_of"]
-
 
 class Kind(enum.Enum):
     """How a recording treats an operation."""

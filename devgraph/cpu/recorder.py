@@ -31,8 +31,6 @@ from devgraph.cpu.ops import Kind, OpPlan, plan_of
 from devgraph.cpu.tape import Draft, Op, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
-__all__ = ["Knowledge", "Recorder"]
-
 logger = logging.getLogger(__name__)
 
 # What stands above Python in the dispatcher, apart from autograd. A handler runs with these

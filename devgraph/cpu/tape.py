@@ -13,8 +13,6 @@ from devgraph.api.errors import StateError, UpdateTopologyError
 from devgraph.api.marks.source import SourceLine
 from devgraph.cpu.memory import Hold
 
-__all__ = ["Draft", "Entry", "Op", "Span", "Tape", "check_topology"]
-
 # Autocast has done its work when an operation is recorded, and must not do it twice.
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 

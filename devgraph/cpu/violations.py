@@ -14,17 +14,6 @@ from devgraph.api.marks.marks import host_read_cure
 from devgraph.api.marks.source import SourceLine, user_line
 from devgraph.cpu.metadata import Layout
 
-__all__ = [
-    "CONSTRUCTORS",
-    "HOST_READS",
-    "Refusal",
-    "Violation",
-    "assumed_layouts",
-    "assumed_scalar",
-    "host_read_name",
-    "reads_tensors",
-]
-
 
 @attrs.frozen(kw_only=True)
 class Violation:

@@ -17,8 +17,6 @@ from devgraph.api.torchlike.nodes import NodeRuntime
 from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.runtime import Runtime
 
-__all__ = ["CudaBackend", "make_backend", "recover_pace"]
-
 # CUDA errors after which every later call of the process fails (CUDA Runtime API, cudaError:
 # illegal address, launch timeout, assert, hardware stack, instruction, alignment, address space,
 # program counter, launch failure, ECC, unknown).

@@ -18,8 +18,6 @@ import torch
 from devgraph.api.torchlike.nodes import RuntimeCallError
 from devgraph.cuda.runtime import Runtime
 
-__all__ = ["PaceKeeper"]
-
 logger = logging.getLogger(__name__)
 
 LAUNCHES = 8

@@ -12,8 +12,6 @@ from typing import Any, ClassVar
 from devgraph.api.torchlike.node_calls import BRIEF, Arguments, NodeCalls
 from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET, Read
 
-__all__ = ["Runtime"]
-
 logger = logging.getLogger(__name__)
 
 _LaunchAttribute = c_uint * 32

@@ -18,8 +18,6 @@ import torch
 from devgraph.api.errors import RegionError
 from devgraph.api.marks.marks import Mark, region
 
-__all__ = ["FusedSlotAttention", "lengths_of", "trusted"]
-
 logger = logging.getLogger(__name__)
 
 BLOCK = 128

@@ -17,8 +17,6 @@ from devgraph.npu.diagnose import AUTOLOAD, diagnose
 from devgraph.npu.errors import UNJOINED, error_code, lost_reason
 from devgraph.npu.graph import NpuGraph, NpuPool
 
-__all__ = ["NpuBackend", "make_backend"]
-
 
 class NpuBackend(NpuDevice):
     """Ascend NPUs through torch_npu."""

@@ -26,8 +26,6 @@ from typing import Any
 from devgraph.api import process
 from devgraph.api.errors import UpdateError
 
-__all__ = ["Job", "UpdateChannel"]
-
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 1.0

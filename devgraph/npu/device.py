@@ -19,8 +19,6 @@ from devgraph.npu.errors import NO_RESOURCE, means
 from devgraph.npu.lifetimes import Burials, StreamBudget
 from devgraph.npu.task_groups import EventStore, TaskGroups
 
-__all__ = ["NpuDevice", "dumped_streams"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import attrs
 
-__all__ = ["Diagnosis", "diagnose"]
-
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"

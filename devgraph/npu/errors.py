@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["NO_RESOURCE", "OTHER_KERNELS", "STICKY", "UNJOINED", "error_code", "means"]
-
 NO_RESOURCE = frozenset({207005, 207007, 207008, 207009, 207010, 207012})
 """Resource allocation failed; no event, stream, notify or model left; over a limit."""
 

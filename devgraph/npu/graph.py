@@ -21,8 +21,6 @@ from devgraph.npu.channel import Job
 from devgraph.npu.device import NpuDevice
 from devgraph.npu.task_groups import Group, TaskGroups
 
-__all__ = ["NpuGraph", "NpuPool"]
-
 logger = logging.getLogger(__name__)
 
 _RECORDING_BYTES = 512

@@ -20,8 +20,6 @@ from devgraph.api.device import keep_for_ever
 from devgraph.api.errors import DeviceLost, ResourceError
 from devgraph.api.torchlike.base import TorchBackend
 
-__all__ = ["Burials", "StreamBudget"]
-
 logger = logging.getLogger(__name__)
 
 HARDWARE_STREAMS = 2048

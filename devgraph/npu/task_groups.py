@@ -17,8 +17,6 @@ from devgraph.api.marks.modes import Modes
 from devgraph.npu.channel import Job, UpdateChannel
 from devgraph.npu.errors import OTHER_KERNELS, means
 
-__all__ = ["EventStore", "Group", "TaskGroups"]
-
 logger = logging.getLogger(__name__)
 
 Host = Mapping[Mark, dict[str, Any]]

@@ -22,8 +22,6 @@ from devgraph.rocm.guard import HostReadGuard
 from devgraph.rocm.runtime import Runtime
 from devgraph.rocm.verification import Verification, Verifying
 
-__all__ = ["RocmBackend", "RocmPool", "make_backend"]
-
 # hipError_t after which every later call of the process fails: uncorrectable memory error, illegal
 # address, launch time-out, assertion, launch failure, unknown (hip/hip_runtime_api.h).
 _STICKY_ERRORS = frozenset({214, 700, 702, 710, 719, 999})

@@ -14,8 +14,6 @@ from devgraph.api.errors import HostReadError
 from devgraph.api.marks.marks import host_read_cure
 from devgraph.api.marks.source import user_line
 
-__all__ = ["HostReadGuard"]
-
 _READS = frozenset(
     {
         "_linalg_check_errors",

@@ -14,17 +14,6 @@ import attrs
 from devgraph.api.torchlike.node_calls import KINDS
 from devgraph.api.torchlike.nodes import MEMCPY
 
-__all__ = [
-    "COPY_KINDS",
-    "HOST_COPIES",
-    "INSTANTIATE_AUTO_FREE",
-    "Dim3",
-    "KernelNodeParams",
-    "MemcpyParams",
-    "MemsetParams",
-    "Version",
-]
-
 INSTANTIATE_AUTO_FREE = 1
 """hipGraphInstantiateFlagAutoFreeOnLaunch: the one flag that torch instantiates with."""
 

@@ -24,8 +24,6 @@ from devgraph.rocm.layouts import (
     Version,
 )
 
-__all__ = ["Runtime", "mapped_library"]
-
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"/libamdhip64[^/]*\.so[.\d]*$")

@@ -23,8 +23,6 @@ from devgraph.api.torchlike.nodes import RegionPattern, RuntimeCallError
 from devgraph.api.torchlike.recording import NodeRecording
 from devgraph.rocm.runtime import Runtime
 
-__all__ = ["LEAKED_BYTES_PER_NODE", "LEAK_BUDGET_BYTES", "Findings", "Verification", "Verifying"]
-
 logger = logging.getLogger(__name__)
 
 LEAKED_BYTES_PER_NODE = 5800

@@ -28,8 +28,6 @@ import pytest
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend
 
-__all__ = ["devgraph_backend", "devgraph_long"]
-
 DEVICE_MARKERS = ("cpu", "cuda", "npu", "rocm")
 CAPABILITY_MARKER = "devgraph_capability"
 _WORKS = "devgraph_undeclared_works"

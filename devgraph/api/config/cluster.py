@@ -35,8 +35,6 @@ from devgraph.api.config.phase import PHASES, count, unknown_name
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 
-__all__ = ["Cluster", "ClusterPlan", "Group", "Member", "MemberPlan", "plan_cluster"]
-
 _GROUP_KEYS = (
     "name",
     "backend",

@@ -27,15 +27,6 @@ from devgraph.api.config.phase import (
 )
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
-__all__ = [
-    "SECTION",
-    "parse_mode",
-    "read_file",
-    "read_json",
-    "read_mode",
-    "read_section",
-]
-
 SECTION = "device_graph"
 """The name of the section that holds a mode configuration in a larger file."""
 

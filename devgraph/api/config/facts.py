@@ -11,8 +11,6 @@ from devgraph.api.config.phase import PHASES, unknown_name
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from devgraph.api.policy import COMPILERS
 
-__all__ = ["ATTENTION", "ROLES", "EngineFacts", "weakest_attention"]
-
 ROLES = ("both", *reversed(PHASES))
 ATTENTION = ("never", "single_token_decode", "uniform_batch", "always")
 """What an attention implementation can have captured, from the least to the most."""

@@ -18,8 +18,6 @@ from devgraph.api.config.older_flags import OLDER_FLAGS, OlderFlag, Reading
 from devgraph.api.config.phase import KEYS, PHASES, Key, Setting
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
-__all__ = ["add_cli_args", "sources_of"]
-
 _MODE = "--device-graph-mode"
 _FILE = "--device-graph-config"
 

@@ -15,8 +15,6 @@ import attrs
 from devgraph.api.config.phase import DEFAULT_POLICY, PHASES, Setting, path_of, plain
 from devgraph.api.policy import compiles, policies
 
-__all__ = ["Level", "Merged", "Source", "merge"]
-
 
 class Level(enum.IntEnum):
     """How strong a source is; between equals the later one wins."""

@@ -34,8 +34,6 @@ from devgraph.api.config.phase import (
 )
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 
-__all__ = ["DeviceGraphConfig", "DeviceGraphWarning", "Overlay"]
-
 
 class DeviceGraphWarning(UserWarning):
     """Something in a configuration was overridden, is spelled in an older way, or has no effect."""

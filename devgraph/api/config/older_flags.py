@@ -23,8 +23,6 @@ from devgraph.api.config.document import read_json
 from devgraph.api.config.phase import KEYS, PHASES, Setting, check, unknown_name
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
-__all__ = ["OLDER_FLAGS", "OlderFlag", "Reading"]
-
 
 @attrs.frozen(kw_only=True)
 class Reading:

@@ -18,24 +18,6 @@ import attrs
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.api.policy import COMPILERS, policies
 
-__all__ = [
-    "DEFAULT_POLICY",
-    "KEYS",
-    "OLDER_POLICIES",
-    "PHASES",
-    "Key",
-    "PhaseConfig",
-    "Setting",
-    "check",
-    "choices",
-    "count",
-    "over_maximum",
-    "path_of",
-    "phase_config",
-    "plain",
-    "unknown_name",
-]
-
 PHASES = ("decode", "prefill")
 DEFAULT_POLICY: Mapping[str, str] = {"decode": "full", "prefill": "breakable"}
 

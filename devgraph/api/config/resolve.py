@@ -22,8 +22,6 @@ from devgraph.api.config.rules import RULES, WEAKER, Rule
 from devgraph.api.errors import ConfigError
 from devgraph.api.policy import registration
 
-__all__ = ["FiredRule", "Resolution", "resolve"]
-
 logger = logging.getLogger(__name__)
 
 

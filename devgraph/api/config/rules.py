@@ -27,8 +27,6 @@ from devgraph.api.config.phase import PHASES, PhaseConfig, check
 from devgraph.api.errors import ConfigError
 from devgraph.api.policy import BREAKS, UNTRACED, WHOLE
 
-__all__ = ["RULES", "WEAKER", "Rule"]
-
 WEAKER = ("breakable", "disabled")
 """What a rule may make of a policy, from the stronger to the weaker: rules never strengthen one,
 and so cannot undo each other."""

@@ -25,8 +25,6 @@ from devgraph.api.marks.modes import Modes
 if TYPE_CHECKING:
     from devgraph.api.pool import Pool
 
-__all__ = ["BoundCall", "MarkedCall", "describe"]
-
 BoundCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A function, its arguments and its keyword arguments, which may change between calls."""
 

@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_you_mean
 from devgraph.api.marks.source import SourceLine, is_machinery, user_line
 
-__all__ = ["NO_HOST_ARGS", "HostSpec", "Tracked", "is_tracked"]
-
 # Reading any of these gives a plain value that a replay would never see again.
 _CONSUMING = """
     abs add and bool bytes ceil complex contains delitem divmod eq float floor floordiv format

@@ -26,8 +26,6 @@ from devgraph.api.errors import (
 from devgraph.api.marks.host_values import is_tracked
 from devgraph.api.marks.source import user_line
 
-__all__ = ["Mark", "Scope", "graph_break", "is_capturing", "no_graph", "region"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Modes", "autocast_uncached"]
-
 
 class Modes(NamedTuple):
     """The modes in force at capture: code that runs again must see the same ones.

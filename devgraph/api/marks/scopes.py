@@ -16,8 +16,6 @@ from devgraph.api.marks.source import user_line
 if TYPE_CHECKING:
     from devgraph.api.graph import DeviceGraph
 
-__all__ = ["GraphScope", "captured_call", "swallowed"]
-
 
 def captured_call(
     mark: Mark,

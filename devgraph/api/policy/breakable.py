@@ -13,8 +13,6 @@ from devgraph.api.marks.scopes import captured_call, swallowed
 from devgraph.api.policy.job import Job, Policy
 from devgraph.api.session import Session
 
-__all__ = ["POLICY", "BreakablePlan", "EagerSegment", "capture_segments"]
-
 
 class EagerSegment:
     """The eager body of one break, bound to its tensors and to the live host values.

@@ -10,8 +10,6 @@ from attrs import validators
 
 from devgraph.api.errors import InputError, brief
 
-__all__ = ["MissBudget", "UpdateBudget"]
-
 
 @attrs.frozen(kw_only=True)
 class UpdateBudget:

@@ -21,8 +21,6 @@ from devgraph.api.marks.marks import Mark, entered
 from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.scopes import captured_call
 
-__all__ = ["Checking", "described"]
-
 
 def described(
     mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]

@@ -28,8 +28,6 @@ from devgraph.api.policy.budget import MissBudget, UpdateBudget
 from devgraph.api.policy.job import Job, Policy
 from devgraph.api.session import Session, session
 
-__all__ = ["POLICY", "FullPlan", "UpdatablePlan"]
-
 logger = logging.getLogger(__name__)
 
 HostKwargs = dict[Mark, dict[str, Any]]

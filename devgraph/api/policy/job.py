@@ -19,8 +19,6 @@ from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
 
-__all__ = ["Job", "Outputs", "Plan", "Policy"]
-
 
 class Outputs:
     """Memory for what a step returns that no other capture of the pool writes.

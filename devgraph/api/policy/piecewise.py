@@ -51,8 +51,6 @@ from devgraph.api.policy.claims import Checking, described
 from devgraph.api.policy.job import Job, Outputs, Plan, Policy
 from devgraph.api.session import Session
 
-__all__ = ["POLICY"]
-
 logger = logging.getLogger(__name__)
 
 RECOMPILE_LIMIT = 2**20

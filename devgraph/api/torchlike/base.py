@@ -24,8 +24,6 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.guards import RandomGuard
 
-__all__ = ["TorchBackend", "TorchGraph", "TorchPool"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.source import user_line
 from devgraph.api.torchlike.nodes import Capture, NodeRuntime
 
-__all__ = ["RandomGuard", "SideStreams", "name_streams"]
-
 _MOST_STREAMS = 64
 """torch hands out 32 streams per priority in turn; this many requests see each of them."""
 

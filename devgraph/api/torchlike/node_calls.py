@@ -22,8 +22,6 @@ from devgraph.api.torchlike.nodes import (
     Update,
 )
 
-__all__ = ["BRIEF", "KINDS", "WAITING", "Arguments", "NodeCalls"]
-
 Arguments = tuple[Any, ...]
 """The kinds of a call's arguments; every call returns an error code, 0 for success."""
 

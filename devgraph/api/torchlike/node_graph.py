@@ -28,8 +28,6 @@ from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
 from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError, Update
 from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RegionUpdate, Scratch
 
-__all__ = ["Applying", "NodeBackend", "NodeGraph"]
-
 logger = logging.getLogger(__name__)
 
 _USES_WITH_ROOM = 2

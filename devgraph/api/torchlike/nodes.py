@@ -13,19 +13,6 @@ import attrs
 
 from devgraph.api.errors import DeviceGraphError, UpdateError, UpdateTopologyError
 
-__all__ = [
-    "KERNEL",
-    "MEMCPY",
-    "MEMSET",
-    "Capture",
-    "Edges",
-    "NodeRuntime",
-    "Read",
-    "RegionPattern",
-    "RuntimeCallError",
-    "Update",
-]
-
 KERNEL, MEMCPY, MEMSET, EMPTY = "kernel", "memcpy", "memset", "empty"
 
 UPDATABLE = (KERNEL, MEMCPY, MEMSET)

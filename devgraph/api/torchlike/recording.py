@@ -14,8 +14,6 @@ from devgraph.api.executable import Executable
 from devgraph.api.marks.marks import Mark
 from devgraph.api.torchlike.nodes import NodeRuntime, Update
 
-__all__ = ["ExecutableMeter", "NodeRecording", "RegionUpdate", "Scratch"]
-
 _HOST_BYTES_PER_NODE = 2048
 """Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
 

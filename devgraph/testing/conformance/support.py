@@ -13,8 +13,6 @@ import devgraph as dg
 from devgraph.api.backend import Backend
 from devgraph.api.prove import compare
 
-__all__ = ["BREAKING", "POLICIES", "Kit", "declares", "same"]
-
 declares = pytest.mark.devgraph_capability
 """Marks a test as one of a declared capability: ``@declares("rng")``."""
 
