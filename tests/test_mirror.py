@@ -35,7 +35,6 @@ WHOLE = {
     "npu/test_budget.py": "hardware streams that run out under a runner",
     "npu/test_generate.py": "a language model over the simulated driver",
     "npu/test_hardware.py": "what only a device can prove",
-    "policy/test_update_policy.py": "the budgets of policy full, in replays that cross them",
     "rocm/test_conformance.py": "the suite over the fake library",
     "rocm/test_device.py": "updates through libamdhip64, or the shim, on a GPU",
     "rocm/test_doctor.py": "the command line over the fake library",

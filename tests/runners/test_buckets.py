@@ -48,6 +48,7 @@ def test_aligned_defaults_are_multiples_and_hold_the_maximum():
 
 
 def test_explicit_buckets_are_sorted_deduplicated_and_get_the_maximum():
+    """FAULTS 6."""
     assert list(Buckets.of([8, 2, 8, 1], phase="decode", maximum=16)) == [1, 2, 8, 16]
 
 

@@ -416,6 +416,7 @@ def test_a_bound_tensor_that_moved_is_refused_until_invalidated():
 
 
 def test_suspend_and_resume_keep_the_graphs():
+    """FAULTS 10."""
     runner = double_runner()
     runner.suspend()
     runner.suspend()
@@ -429,6 +430,7 @@ def test_suspend_and_resume_keep_the_graphs():
 
 
 def test_close_frees_the_graphs_and_refuses_every_later_call():
+    """FAULTS 28."""
     runner = double_runner()
     graphs = [weakref.ref(entry.captured) for entry in runner.graphs]
     runner.run({"x": rows_of_x(2)})

@@ -113,6 +113,7 @@ def test_width_and_variant_are_part_of_the_graph_key(requests, total, variant, r
     ],
 )
 def test_a_size_that_is_no_count_is_refused(call, kind):
+    """FAULTS 5."""
     with pytest.raises(kind) as caught:
         call(double_runner(captured=False, variants=[{}, {"lora": True}]))
     assert isinstance(caught.value, ValueError)
@@ -186,6 +187,7 @@ def test_disabled_is_eager_by_choice_and_captures_nothing():
     ],
 )
 def test_strict_raises_what_would_run_eagerly(prepare, inputs, kind, text):
+    """FAULTS 4."""
     runner = double_runner(config={"buckets": [1, 8]}, strict=True)
     prepare(runner)
     with pytest.raises(kind, match=text):
@@ -219,6 +221,7 @@ def test_every_reason_but_graph_and_by_choice_has_an_error_with_a_way_out():
 
 
 def test_an_empty_batch_does_nothing():
+    """FAULTS 5."""
     step = CacheStep()
     runner = decode_of(step)
     before, calls = step.cache.clone(), step.calls
@@ -421,6 +424,7 @@ def test_an_eager_body_reads_the_real_size():
 
 
 def test_a_run_inside_a_capture_is_refused_before_anything_is_copied():
+    """FAULTS 13."""
     runner = double_runner()
     runner.run({"x": rows_of_x(2)})
     before = runner.buffers["x"].clone()

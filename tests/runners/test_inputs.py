@@ -189,6 +189,7 @@ def slow_pad(slot, values, padded):
 )
 @pytest.mark.parametrize("requests", [2, 7])
 def test_a_mismatched_input_is_refused_by_name_in_a_graph_and_eagerly(change, text, requests):
+    """FAULTS 7."""
     n = InputSlot("n", ("tokens",), torch.int64, pad=Pad.zero())
     runner = decode_of(lambda b: b.x * b.n[:, None], (X, n), config={"buckets": [2]})
     good = {"x": torch.ones(2, 3), "n": tokens(1, 2)}
@@ -221,6 +222,7 @@ def test_a_missing_or_unusable_input_is_refused(inputs, kind, text):
 
 
 def test_a_refused_input_changes_nothing():
+    """FAULTS 7."""
     step = CacheStep()
     runner = decode_of(step)
     good = cache_inputs(3)

@@ -153,6 +153,7 @@ def test_part_of_an_output_may_be_fed_back_into_another_bucket():
 
 
 def test_the_next_run_overwrites_an_output_and_clone_keeps_it():
+    """FAULTS 11."""
     runner = double_runner()
     view = runner.run({"x": rows_of_x(2)})
     kept = runner.run({"x": rows_of_x(2)}, clone=True)
@@ -162,6 +163,7 @@ def test_the_next_run_overwrites_an_output_and_clone_keeps_it():
 
 
 def test_an_output_read_after_the_next_run_is_detected_in_debug_mode():
+    """FAULTS 11."""
     runner = double_runner(debug=True)
     out = runner.run({"x": rows_of_x(2)})
     row = out[1]
@@ -291,6 +293,7 @@ def test_a_runner_cannot_be_pickled_or_copied():
 
 
 def test_a_region_that_raises_at_replay_leaves_the_runner_usable():
+    """FAULTS 25."""
     fail = []
 
     @dg.region(mutates=("out",))

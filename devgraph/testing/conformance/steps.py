@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,12 +73,19 @@ def batch_of(kit: Kit, count: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"ids": ids.to(kit.device), "rows": rows.to(kit.device)}
 
 
-def decoder(kit: Kit, model: Model, **options: Any) -> dg.DecodeRunner:
-    """A captured decode runner with the buckets 1, 2, 4 and 8."""
-    options = {"max_requests": 8, "backend": kit.backend, "progress": False, **options}
-    runner = dg.DecodeRunner(model.decode, list(SLOTS), **options)
+def runner_of(
+    kit: Kit, forward: Any, slots: Sequence[dg.InputSlot] = (X,), **options: Any
+) -> dg.DecodeRunner:
+    """A captured decode runner for four requests, whose input is ``X``."""
+    options = {"max_requests": 4, "backend": kit.backend, "progress": False, **options}
+    runner = dg.DecodeRunner(forward, list(slots), **options)
     runner.capture()
     return runner
+
+
+def decoder(kit: Kit, model: Model, **options: Any) -> dg.DecodeRunner:
+    """A captured decode runner with the buckets 1, 2, 4 and 8."""
+    return runner_of(kit, model.decode, SLOTS, **{"max_requests": 8, **options})
 
 
 def prefiller(kit: Kit, model: Model, **options: Any) -> dg.PrefillRunner:
@@ -101,9 +109,7 @@ def check_decode(kit: Kit, runner: dg.DecodeRunner, model: Model, count: int, se
     inputs = batch_of(kit, count, seed)
     state = model.cache.clone()
     want = model.step(state, inputs["ids"], inputs["rows"])
-    out = runner.run(inputs)
-    kit.backend.synchronize()
-    same(out, want, f"the output of {count} requests")
+    kit.same(runner.run(inputs), want, f"the output of {count} requests")
     same(model.cache[:ROWS], state[:ROWS], f"the state after {count} requests")
 
 
@@ -116,6 +122,5 @@ def check_prefill(
     state = model.cache.clone()
     want = model.summed(model.step(state, inputs["ids"], inputs["rows"]), starts)
     out = runner.run({**inputs, "starts": starts})
-    kit.backend.synchronize()
-    same(out, want, f"the output of requests of {lengths} tokens")
+    kit.same(out, want, f"the output of requests of {lengths} tokens")
     same(model.cache[:ROWS], state[:ROWS], f"the state after requests of {lengths} tokens")

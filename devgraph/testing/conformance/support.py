@@ -119,8 +119,12 @@ class Kit:
                 self.refill(leaf, seed + index)
         want = copied(fn(*args, **host_args))
         got = captured.replay(**host_args)
+        self.same(got, want, f"the replay with {host_args}" if host_args else "the replay")
+
+    def same(self, got: Any, want: Any, what: str = "the result") -> None:
+        """Wait for the device, and fail unless all tensors equal each other bit for bit."""
         self.backend.synchronize()
-        same(got, want, f"the replay with {host_args}" if host_args else "the replay")
+        same(got, want, what)
 
     # Other things.
 

@@ -54,8 +54,7 @@ def test_capture_works_in_every_error_mode(kit: Kit, mode: str) -> None:
     with kit.backend.capture_context(graph, capture_error_mode=mode):
         y = x * 2
     graph.replay()
-    kit.backend.synchronize()
-    same(y, x * 2)
+    kit.same(y, x * 2)
 
 
 def test_unknown_error_mode_is_refused_with_those_that_exist(kit: Kit) -> None:
@@ -75,8 +74,7 @@ def test_pool_given_to_the_context_is_used(kit: Kit, pool: dg.Pool) -> None:
         y = x + 1
     assert graph.pool is pool
     graph.replay()
-    kit.backend.synchronize()
-    same(y, x + 1)
+    kit.same(y, x + 1)
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,9 @@ def test_capture_does_not_execute(kit: Kit) -> None:
     graph = kit.backend.make_graph()
     with kit.backend.capture_context(graph):
         target.copy_(x * 2)
-    kit.backend.synchronize()
-    same(target, before, "the buffer after the capture")
+    kit.same(target, before, "the buffer after the capture")
     graph.replay()
-    kit.backend.synchronize()
-    same(target, x * 2)
+    kit.same(target, x * 2)
 
 
 def test_every_replay_runs_the_work_once(kit: Kit) -> None:
@@ -33,8 +31,7 @@ def test_every_replay_runs_the_work_once(kit: Kit) -> None:
     graph, _ = kit.record(lambda: count.add_(1), warm=False)
     for expected in range(1, 6):
         graph.replay()
-        kit.backend.synchronize()
-        same(count, torch.full((4,), float(expected)))
+        kit.same(count, torch.full((4,), float(expected)))
 
 
 def test_replay_reads_the_data_of_now(kit: Kit) -> None:
@@ -44,8 +41,7 @@ def test_replay_reads_the_data_of_now(kit: Kit) -> None:
         kit.refill(x, seed)
         kit.refill(w, seed + 100)
         graph.replay()
-        kit.backend.synchronize()
-        same(y, torch.relu(x @ w) + 1)
+        kit.same(y, torch.relu(x @ w) + 1)
 
 
 def test_bound_replay_replays_the_same_before_and_after_other_replays(kit: Kit) -> None:
@@ -55,8 +51,7 @@ def test_bound_replay_replays_the_same_before_and_after_other_replays(kit: Kit) 
     for seed, launch in enumerate((native, graph.replay, native, graph.bound())):
         kit.refill(x, seed)
         launch()
-        kit.backend.synchronize()
-        same(y, torch.relu(x) * 3)
+        kit.same(y, torch.relu(x) * 3)
     same(count, torch.full((1,), 4.0))
 
 
@@ -70,8 +65,7 @@ def test_outputs_stay_at_their_addresses(kit: Kit) -> None:
         out = captured.replay()
         assert (out[0].data_ptr(), out[1]["double"].data_ptr()) == addresses
         assert out is captured.outputs
-        kit.backend.synchronize()
-        same(out, (x + 1, {"double": x * 2}))
+        kit.same(out, (x + 1, {"double": x * 2}))
 
 
 def test_outputs_keep_their_values_until_the_next_replay(kit: Kit) -> None:
@@ -97,8 +91,7 @@ def test_python_runs_once_and_its_numbers_are_frozen(kit: Kit) -> None:
     factor["value"] = 3.0
     graph.replay()
     graph.replay()
-    kit.backend.synchronize()
-    same(y, x * 2.0)
+    kit.same(y, x * 2.0)
     assert factor["calls"] == 1
 
 
@@ -110,8 +103,7 @@ def test_output_fed_back_as_input_sees_the_previous_replay(kit: Kit) -> None:
     for _ in range(5):
         want = torch.tanh(want * 1.5) + 0.1
         x.copy_(captured.replay())
-    kit.backend.synchronize()
-    same(x, want)
+    kit.same(x, want)
 
 
 def test_input_that_is_an_output_of_the_step_is_updated_in_place(kit: Kit) -> None:
@@ -124,8 +116,7 @@ def test_input_that_is_an_output_of_the_step_is_updated_in_place(kit: Kit) -> No
     for _ in range(3):
         captured.replay()
         want.mul_(0.5).add_(1)
-    kit.backend.synchronize()
-    same(x, want)
+    kit.same(x, want)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -133,8 +124,7 @@ def test_capture_gives_bound_tensors_and_random_state_back(kit: Kit, policy: str
     x = kit.tensor(16)
     before, state = x.clone(), kit.backend.get_rng_state()
     kit.capture(lambda x: x.add_(1), x, policy=policy)
-    kit.backend.synchronize()
-    same(x, before, "the bound tensor")
+    kit.same(x, before, "the bound tensor")
     same(kit.backend.get_rng_state(), state, "the random state")
 
 
@@ -148,9 +138,7 @@ def test_kwargs_and_nested_arguments_are_bound(kit: Kit, policy: str) -> None:
     captured = kit.capture(step, {"x": [x]}, kwargs={"scale": y}, policy=policy)
     kit.refill(x, 7)
     kit.refill(y, 8)
-    out = captured.replay()
-    kit.backend.synchronize()
-    same(out, {"sum": x + y, "none": None, "text": "kept"})
+    kit.same(captured.replay(), {"sum": x + y, "none": None, "text": "kept"})
 
 
 def test_a_tensor_that_is_an_input_may_be_returned(kit: Kit) -> None:
@@ -266,8 +254,7 @@ def test_temporaries_of_a_step_do_not_show_in_another_replay(kit: Kit, pool: dg.
     second = kit.capture(lambda x: deep(deep(x)), x, pool=pool)
     kept = copied(first.replay())
     second.replay()
-    kit.backend.synchronize()
-    same(first.outputs, kept, "the first output after the second graph ran")
+    kit.same(first.outputs, kept, "the first output after the second graph ran")
     kit.check(second, lambda x: deep(deep(x)), x)
 
 
@@ -288,8 +275,7 @@ def test_bound_tensor_that_moved_is_refused(kit: Kit, policy: str, move: str) ->
     with torch.no_grad():
         x.set_(kept)
     captured.replay()
-    kit.backend.synchronize()
-    same(captured.outputs, kept + 1)
+    kit.same(captured.outputs, kept + 1)
 
 
 @pytest.mark.parametrize("warmup", [-1, 1.5, True, "2"])

@@ -60,8 +60,7 @@ def test_replay_from_another_thread_equals_eager(kit: Kit) -> None:
         return out.clone()
 
     (out,) = _together(work)
-    kit.backend.synchronize()
-    same(out, torch.tanh(x) + 1)
+    kit.same(out, torch.tanh(x) + 1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -91,8 +90,7 @@ def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
             for _ in range(25):
                 kit.backend.poison(out)
                 captured.replay()
-                kit.backend.synchronize()
-                same(out, want)
+                kit.same(out, want)
 
         works.append(work)
     kit.backend.synchronize()
@@ -150,8 +148,7 @@ def test_capture_that_waits_too_long_names_the_capturing_thread(
     assert len(refused) == 1
     assert owner in str(refused[0])
     graph.replay()
-    kit.backend.synchronize()
-    same(y, x + 1)
+    kit.same(y, x + 1)
     monkeypatch.undo()
     second()
     assert len(refused) == 1
@@ -181,8 +178,7 @@ def test_another_thread_works_while_one_captures(kit: Kit) -> None:
     assert nodes is None or nodes == 2, "work of another thread is in the graph"
     kit.refill(x, 5)
     graph.replay()
-    kit.backend.synchronize()
-    same(z, (x + 1) * 2)
+    kit.same(z, (x + 1) * 2)
 
 
 @declares("concurrent_threads")
@@ -201,8 +197,7 @@ def test_another_thread_replays_while_one_captures(kit: Kit) -> None:
         (out,) = _together(work, patience=_patience(kit))
     same(out, (other * 3).cpu())
     graph.replay()
-    kit.backend.synchronize()
-    same(y, x + 1)
+    kit.same(y, x + 1)
 
 
 def test_replay_of_another_thread_waits_unless_it_may_run_beside_a_capture(kit: Kit) -> None:
@@ -227,8 +222,7 @@ def test_replay_of_another_thread_waits_unless_it_may_run_beside_a_capture(kit: 
     thread.join(PATIENCE)
     assert replayed == [waits]
     graph.replay()
-    kit.backend.synchronize()
-    same((y, captured.outputs), (x + 1, other * 3))
+    kit.same((y, captured.outputs), (x + 1, other * 3))
 
 
 def test_graph_may_be_captured_in_one_thread_and_closed_in_another(kit: Kit) -> None:

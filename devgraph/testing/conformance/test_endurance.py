@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
+from devgraph.testing.conformance.support import POLICIES, Kit, declares
 
 HOST_SLACK = 24 * 2**20
 """Bytes by which a process may grow without a leak: allocator caches and interpreter caches."""
@@ -199,7 +199,5 @@ def test_captures_after_many_closes_are_right(kit: Kit, pool: dg.Pool) -> None:
         captured = kit.capture(fn, x, pool=pool, policy=("full", "breakable")[index % 2])
         kit.refill(x, index)
         want = fn(x).clone()
-        out = captured.replay()
-        kit.backend.synchronize()
-        same(out, want)
+        kit.same(captured.replay(), want)
         captured.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import POLICIES, Kit, copied, declares, same
+from devgraph.testing.conformance.support import POLICIES, Kit, copied, declares
 
 WIDTH = 32
 
@@ -122,8 +122,7 @@ def test_output_survives_replays_of_the_other_buckets(
         for other in sizes:
             if other != size:
                 buckets.captured[other].replay()
-        kit.backend.synchronize()
-        same(buckets.captured[size].outputs, kept, f"the output of bucket {size}")
+        kit.same(buckets.captured[size].outputs, kept, f"the output of bucket {size}")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -163,9 +162,7 @@ def test_tensors_from_outside_are_kept_alive_by_the_breaks_that_read_them(
     kept = [kit.tensor(n, seed=7) for n in sizes for _ in range(8)]
     for n in sizes:
         kit.refill(xs[n], 50 + n)
-        out = captured[n].replay()
-        kit.backend.synchronize()
-        same(out, (xs[n] + 1) * want[n] * 2, f"the bucket of {n}")
+        kit.same(captured[n].replay(), (xs[n] + 1) * want[n] * 2, f"the bucket of {n}")
     del kept
 
 

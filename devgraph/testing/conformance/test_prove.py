@@ -28,9 +28,7 @@ def test_bound_views_of_any_layout_are_read_where_they_lie(kit: Kit, policy: str
     views = [base.t(), base[::2, 1:], row.expand(3, 4), row[:, None].expand(4, 2), base[1, 2]]
     captured = kit.capture(lambda *views: [view * 2 for view in views], *views, policy=policy)
     kit.refill(base, 7)
-    got = captured.replay()
-    kit.backend.synchronize()
-    same(got, [view * 2 for view in views])
+    kit.same(captured.replay(), [view * 2 for view in views])
     assert captured.prove(cases=2).ok
     same(captured.replay(), [view * 2 for view in views])
 
@@ -89,8 +87,7 @@ def test_prove_gives_bound_tensors_their_data_back(kit: Kit, policy: str) -> Non
 
     captured = kit.capture(step, x, count, policy=policy)
     assert captured.prove(cases=2).ok
-    kit.backend.synchronize()
-    same((x, count), before, "the bound tensors after prove")
+    kit.same((x, count), before, "the bound tensors after prove")
 
 
 def test_prove_without_cases_is_not_ok(kit: Kit) -> None:

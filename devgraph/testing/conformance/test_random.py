@@ -38,8 +38,7 @@ def test_bound_replay_draws_what_eager_steps_draw(kit: Kit) -> None:
     kit.backend.set_rng_state(state)
     for want in eager:
         native()
-        kit.backend.synchronize()
-        same(y, want)
+        kit.same(y, want)
 
 
 @declares("rng")
@@ -55,9 +54,7 @@ def test_replays_draw_what_eager_steps_draw(
     after = torch.rand(4, device=kit.device)
     kit.backend.set_rng_state(state)
     for index, want in enumerate(eager):
-        got = captured.replay()
-        kit.backend.synchronize()
-        same(got, want, f"replay {index}")
+        kit.same(captured.replay(), want, f"replay {index}")
     same(torch.rand(4, device=kit.device), after, "what is drawn after the replays")
 
 
@@ -88,9 +85,7 @@ def test_random_numbers_on_both_sides_of_a_break_are_those_of_eager(kit: Kit) ->
     eager = [step(x).clone() for _ in range(2)]
     kit.backend.set_rng_state(state)
     for want in eager:
-        got = captured.replay()
-        kit.backend.synchronize()
-        same(got, want)
+        kit.same(captured.replay(), want)
 
 
 @declares("rng")

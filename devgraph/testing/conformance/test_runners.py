@@ -14,12 +14,13 @@ from devgraph.testing.conformance.steps import (
     SCRATCH,
     WIDTH,
     Model,
-    X,
+    batch_of,
     check_decode,
     check_prefill,
     decoder,
     mixed,
     prefiller,
+    runner_of,
 )
 from devgraph.testing.conformance.support import POLICIES, Kit, same
 
@@ -66,11 +67,7 @@ def test_host_argument_that_grows_past_every_budget_is_right_at_each_step(
         return x
 
     def outputs(config: str) -> list[torch.Tensor]:
-        runner = dg.DecodeRunner(
-            forward, [X], max_requests=1, host_args={"length": 1}, backend=kit.backend,
-            progress=False, config=config,
-        )  # fmt: skip
-        runner.capture()
+        runner = runner_of(kit, forward, max_requests=1, host_args={"length": 1}, config=config)
         cache.zero_()
         return [
             runner.run({"x": kit.tensor(1, WIDTH, seed=n)}, host_args={"length": n}, clone=True)
@@ -100,8 +97,7 @@ def test_capture_leaves_the_state_of_real_rows_alone(kit: Kit, policy: str) -> N
     kit.refill(model.cache, 5)
     before = model.cache.clone()
     decoder(kit, model, config=policy)
-    kit.backend.synchronize()
-    same(model.cache[:ROWS], before[:ROWS], "the state after the capture")
+    kit.same(model.cache[:ROWS], before[:ROWS], "the state after the capture")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -135,10 +131,7 @@ def test_runner_proves_itself(kit: Kit, policy: str) -> None:
     def forward(batch: Any) -> torch.Tensor:
         return mixed(torch.tanh(batch.x), weight)
 
-    with dg.DecodeRunner(
-        forward, [X], config=policy, backend=kit.backend, max_requests=4, progress=False
-    ) as runner:
-        runner.capture()
+    with runner_of(kit, forward, config=policy) as runner:
         report = runner.prove()
         assert report.ok, str(report)
 
@@ -152,21 +145,11 @@ def test_host_arguments_reach_the_step_of_a_runner(kit: Kit, policy: str) -> Non
     def forward(batch: Any) -> torch.Tensor:
         return prefix(batch.x * 2, length=batch.host.length) + 1
 
-    runner = dg.DecodeRunner(
-        forward,
-        [X],
-        host_args={"length": 1},
-        config=policy,
-        backend=kit.backend,
-        max_requests=4,
-        progress=False,
-    )
-    runner.capture()
+    runner = runner_of(kit, forward, host_args={"length": 1}, config=policy)
     for seed, length in enumerate((3, 7, 1, 3)):
         x = kit.tensor(4, WIDTH, seed=seed)
         out = runner.run({"x": x}, host_args={"length": length})
-        kit.backend.synchronize()
-        same(out, (x * 2)[:, :length].sum(1) + 1, f"length={length} under {policy}")
+        kit.same(out, (x * 2)[:, :length].sum(1) + 1, f"length={length} under {policy}")
     updates = policy != "full" or kit.backend.capabilities.region_update
     assert runner.stats().eager == ({} if updates else {"update_unsupported": 3})
 
@@ -181,20 +164,131 @@ def test_output_fed_back_as_the_next_input_is_read_before_it_is_overwritten(
     def halved(x: torch.Tensor) -> torch.Tensor:
         return x * 0.5
 
-    runner = dg.DecodeRunner(
-        lambda batch: halved(batch.x) + 1,
-        [X],
-        config=policy,
-        backend=kit.backend,
-        max_requests=4,
-        progress=False,
-    )
-    runner.capture()
+    runner = runner_of(kit, lambda batch: halved(batch.x) + 1, config=policy)
     for count in (4, 3):
         x = kit.tensor(count, WIDTH)
         want, fed = x, x
         for _ in range(4):
             want = want * 0.5 + 1
             fed = runner.run({"x": fed})
-        kit.backend.synchronize()
-        same(fed, want, "the chained output")
+        kit.same(fed, want, "the chained output")
+
+
+def test_batch_over_the_largest_bucket_runs_eagerly_and_whole(kit: Kit) -> None:
+    """FAULTS 4."""
+    model = Model(kit)
+    runner = decoder(kit, model)
+    decision = runner.can_run(requests=11)
+    assert not decision.ok
+    assert decision.reason == "over_largest_bucket"
+    check_decode(kit, runner, model, 11, seed=1)
+    assert runner.stats().eager == {"over_largest_bucket": 1}
+    check_decode(kit, runner, model, 8, seed=2)
+
+
+def test_strided_and_overlapping_inputs_are_copied_in(kit: Kit) -> None:
+    """FAULTS 8."""
+    runner = runner_of(kit, lambda batch: batch.x * 2)
+    base = kit.tensor(WIDTH, 16)
+    for x in (
+        base.t()[:4],
+        base.t()[1:8:2],
+        base.view(-1)[: 4 + WIDTH].unfold(0, WIDTH, 1)[:4],
+        base[:1, :WIDTH].expand(4, WIDTH),
+    ):
+        want = x.clone() * 2
+        kit.same(runner.run({"x": x}), want)
+
+
+def test_inputs_on_the_host_are_brought_to_the_device(kit: Kit) -> None:
+    model = Model(kit)
+    runner = decoder(kit, model)
+    inputs = batch_of(kit, 3, seed=4)
+    want = model.step(model.cache.clone(), inputs["ids"], inputs["rows"])
+    kit.same(runner.run({name: tensor.cpu() for name, tensor in inputs.items()}), want)
+
+
+def test_bound_tensor_that_lies_in_the_outputs_is_refused(kit: Kit) -> None:
+    """FAULTS 8."""
+    table = kit.tensor(8, WIDTH)
+    bound = table.detach()
+    runner = runner_of(
+        kit, lambda batch: batch.x + bound[:1], max_requests=8, bound={"bound": bound}
+    )
+    out = runner.run({"x": kit.tensor(8, WIDTH)})
+    with torch.no_grad():
+        bound.set_(out)
+    runner.invalidate("the bound tensor moved")
+    with pytest.raises(dg.InputError, match=r"'bound' overlaps the runner's output"):
+        runner.capture()
+    with torch.no_grad():
+        bound.set_(table)
+    runner.invalidate("and moved back")
+    runner.capture()
+    x = kit.tensor(3, WIDTH, seed=5)
+    kit.same(runner.run({"x": x}), x + table[:1])
+
+
+def test_invalidated_graphs_are_captured_again_with_the_new_weights(kit: Kit) -> None:
+    """FAULTS 10."""
+    model = Model(kit)
+    runner = decoder(kit, model)
+    check_decode(kit, runner, model, 3, seed=1)
+    model.weight = model.weight.clone() + 1  # other memory: the graphs do not know it
+    runner.invalidate("weights")
+    check_decode(kit, runner, model, 3, seed=2)
+    assert runner.stats().eager == {"invalidated": 1}
+    runner.capture()
+    check_decode(kit, runner, model, 3, seed=3)
+    assert runner.stats().graph_steps == 2
+
+
+def test_runner_of_the_pool_is_refused_inside_an_eager_body(kit: Kit, pool: dg.Pool) -> None:
+    """FAULTS 38."""
+    draft_model, model = Model(kit), Model(kit)
+    draft = decoder(kit, draft_model, pool=pool)
+    refused: list[dg.StateError] = []
+    nested: list[bool] = []
+
+    @dg.no_graph
+    def drafted(x: torch.Tensor) -> torch.Tensor:
+        if nested:
+            for use in (lambda: draft.run(batch_of(kit, 2)), draft.close, runner.invalidate):
+                with pytest.raises(dg.StateError, match="inside an eager body") as caught:
+                    use()
+                refused.append(caught.value)
+        return x * 1
+
+    decode = model.decode
+    model.decode = lambda batch: drafted(decode(batch))  # type: ignore[method-assign]
+    runner = decoder(kit, model, config="breakable", pool=pool)
+    nested.append(True)
+    check_decode(kit, runner, model, 3, seed=1)
+    assert len(refused) >= 3
+    nested.clear()
+    check_decode(kit, draft, draft_model, 3, seed=2)
+
+
+@pytest.mark.parametrize("policy", ["breakable", "disabled"])
+def test_runner_is_refused_inside_its_own_step(kit: Kit, policy: str) -> None:
+    """FAULTS 38."""
+    model = Model(kit)
+    nested: list[bool] = []
+
+    @dg.no_graph
+    def again(x: torch.Tensor) -> torch.Tensor:
+        if nested:
+            nested.clear()
+            for use in (lambda: runner.run(batch_of(kit, 2)), runner.close):
+                with pytest.raises(dg.StateError, match="inside"):
+                    use()
+        return x * 1
+
+    decode = model.decode
+    model.decode = lambda batch: again(decode(batch))  # type: ignore[method-assign]
+    runner = decoder(kit, model, config=policy)
+    check_decode(kit, runner, model, 3, seed=1)
+    nested.append(True)
+    runner.run(batch_of(kit, 3))
+    assert not nested
+    check_decode(kit, runner, model, 3, seed=1)

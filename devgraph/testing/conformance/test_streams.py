@@ -39,9 +39,7 @@ def test_work_forked_to_a_side_stream_and_joined_is_captured(kit: Kit) -> None:
     captured = kit.capture(lambda x: _forked(kit, x, side), x)
     for seed in (1, 2):
         kit.refill(x, seed)
-        out = captured.replay()
-        kit.backend.synchronize()
-        same(out, (x * 2 + 1) * (x * 2 - 1))
+        kit.same(captured.replay(), (x * 2 + 1) * (x * 2 - 1))
 
 
 def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool) -> None:
@@ -114,8 +112,7 @@ def test_capture_from_the_default_stream_runs_on_another_and_is_joined(
     assert given != "own" or seen[0] == stream
     assert kit.streams.current_stream() == default
     graph.replay()
-    kit.backend.synchronize()
-    same(y, x * 2)
+    kit.same(y, x * 2)
 
 
 def test_replays_on_other_streams_are_ordered(kit: Kit, pool: dg.Pool) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.testing.conformance.steps import runner_of
 from devgraph.testing.conformance.support import Kit, declares, same
 
 pytestmark = declares("region_update")
@@ -51,8 +52,7 @@ def test_update_is_seen_by_the_next_replay_and_by_later_ones(kit: Kit) -> None:
         for seed in (1, 2):
             kit.refill(x, seed)
             graph.replay()
-            kit.backend.synchronize()
-            same(y, head(x * 2, n=n), f"the replay after update(n={n})")
+            kit.same(y, head(x * 2, n=n), f"the replay after update(n={n})")
 
 
 def test_update_keeps_arguments_that_it_does_not_name(kit: Kit) -> None:
@@ -63,8 +63,7 @@ def test_update_keeps_arguments_that_it_does_not_name(kit: Kit) -> None:
         graph.update(**change)
         n, m = change.get("n", n), change.get("m", m)
         graph.replay()
-        kit.backend.synchronize()
-        same(y, both(x, n=n, m=m), f"the replay after update({change})")
+        kit.same(y, both(x, n=n, m=m), f"the replay after update({change})")
 
 
 @pytest.mark.parametrize("wrong", [{"k": 3}, {"n": "3"}, {"n": 2.5}, {"n": 3, "k": 1}], ids=str)
@@ -77,8 +76,7 @@ def test_wrong_update_is_refused_and_changes_nothing(kit: Kit, wrong: dict[str, 
         graph.update(**wrong)
     assert graph.state == "ready"
     graph.replay()
-    kit.backend.synchronize()
-    same(y, head(x * 2, n=5))
+    kit.same(y, head(x * 2, n=5))
 
 
 def test_every_order_of_keys_gives_eager_results(kit: Kit) -> None:
@@ -134,8 +132,7 @@ def test_reset_forgets_what_was_recorded(kit: Kit, pool: dg.Pool) -> None:
     for n in (5, 3, 5):
         graph.update(n=n)
         graph.replay()
-        kit.backend.synchronize()
-        same(y, head(x * 7, n=n) + 100, f"the second capture after update(n={n})")
+        kit.same(y, head(x * 7, n=n) + 100, f"the second capture after update(n={n})")
 
 
 def test_new_graph_does_not_inherit_recordings(kit: Kit, pool: dg.Pool) -> None:
@@ -168,27 +165,17 @@ def test_invalidated_runner_forgets_what_it_recorded(kit: Kit, pool: dg.Pool) ->
         return out + 1
 
     slot = dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.zero())
-    runner = dg.DecodeRunner(
-        forward,
-        [slot],
-        host_args={"n": 2},
-        config="full",
-        backend=kit.backend,
-        pool=pool,
-        max_requests=4,
-        progress=False,
-    )
+    runner = runner_of(kit, forward, [slot], host_args={"n": 2}, config="full", pool=pool)
     keys = (5, 2, 7, 5, 2)
     for turn in range(3):
-        runner.capture()
         for seed, n in enumerate(keys):
             x = kit.tensor(4, WIDTH, seed=seed)
             out = runner.run({"x": x}, host_args={"n": n})
             want = ((x * 2)[:, :n] * weight[0][0, :n]).sum(1) + 1
-            kit.backend.synchronize()
-            same(out, want, f"the run with n={n} after {turn} invalidations")
+            kit.same(out, want, f"the run with n={n} after {turn} invalidations")
         weight[0] = weight[0].clone() * 3 + 1
         runner.invalidate("weights")
+        runner.capture()
     assert runner.stats().eager == {}
 
 
@@ -264,8 +251,7 @@ def test_update_that_needs_other_nodes_is_refused_and_half_applies_nothing(kit: 
             graph.update(n=bad)
         assert graph.state == "ready"
         graph.replay()
-        kit.backend.synchronize()
-        same(y, uneven_behind_head(x, n=good), f"the replay after the refused update(n={bad})")
+        kit.same(y, uneven_behind_head(x, n=good), f"the replay after the refused update(n={bad})")
 
 
 def test_step_that_needs_other_nodes_is_right_or_refused(kit: Kit) -> None:
@@ -291,18 +277,22 @@ def picky(x: torch.Tensor, *, n: int) -> torch.Tensor:
     return x[:, :n].sum(1, keepdim=True) - 1
 
 
-@pytest.mark.parametrize("raises_in", ["first", "second"])
-def test_failed_update_keeps_the_old_result_or_refuses_to_replay(kit: Kit, raises_in: str) -> None:
+def picky_first(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    h = x * 2
+    return picky(h, n=n) * 10 + head(h, n=n)
+
+
+def picky_second(x: torch.Tensor, *, n: int) -> torch.Tensor:
+    h = x * 2
+    return head(h, n=n) * 10 + picky(h, n=n)
+
+
+@pytest.mark.parametrize("step", [picky_first, picky_second])
+def test_failed_update_keeps_the_old_result_or_refuses_to_replay(kit: Kit, step: Any) -> None:
     """FAULTS 20."""
     x = kit.tensor(4, WIDTH)
 
-    def step(n: int) -> torch.Tensor:
-        h = x * 2
-        if raises_in == "first":
-            return picky(h, n=n) * 10 + head(h, n=n)
-        return head(h, n=n) * 10 + picky(h, n=n)
-
-    graph, y = kit.record(lambda: step(3), host_args={"n": 3})
+    graph, y = kit.record(lambda: step(x, n=3), host_args={"n": 3})
     graph.update(n=5)
     with pytest.raises(_Refused, match="n is 13"):
         graph.update(n=13)
@@ -314,24 +304,15 @@ def test_failed_update_keeps_the_old_result_or_refuses_to_replay(kit: Kit, raise
     assert graph.state == "ready"
     for _ in range(2):
         graph.replay()
-        kit.backend.synchronize()
-        same(y, step(5), "the replay after the failed update")
+        kit.same(y, step(x, n=5), "the replay after the failed update")
     graph.update(n=7)
     graph.replay()
-    kit.backend.synchronize()
-    same(y, step(7))
+    kit.same(y, step(x, n=7))
 
 
-@pytest.mark.parametrize("raises_in", ["first", "second"])
-def test_failed_step_raises_the_original_and_the_next_is_right(kit: Kit, raises_in: str) -> None:
+@pytest.mark.parametrize("step", [picky_first, picky_second])
+def test_failed_step_raises_the_original_and_the_next_is_right(kit: Kit, step: Any) -> None:
     """FAULTS 20, 25."""
-
-    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        h = x * 2
-        if raises_in == "first":
-            return picky(h, n=n) * 10 + head(h, n=n)
-        return head(h, n=n) * 10 + picky(h, n=n)
-
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(step, x, host_args={"n": 3})
     kit.check(captured, step, x, n=5)
@@ -356,8 +337,7 @@ def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own
             n = keys[(start + turn) % len(keys)]
             with captured.pool.lock:  # the outputs are shared: read them before the next replay
                 got = captured.replay(n=n).clone()
-            kit.backend.synchronize()
-            same(got, want[n], f"the replay of thread {start} with n={n}")
+            kit.same(got, want[n], f"the replay of thread {start} with n={n}")
 
     with ThreadPoolExecutor(3) as threads:
         for done in [threads.submit(work, start) for start in range(3)]:
