@@ -17,6 +17,7 @@ __all__ = [
     "BucketPlan",
     "BucketStats",
     "Counters",
+    "Page",
     "RunnerPlan",
     "RunnerStats",
     "explained",
@@ -173,7 +174,7 @@ class RunnerStats:
             **labels: added to every sample, for example ``rank="0"``.
         """
         base = {"runner": self.name, "phase": self.phase, "backend": self.backend, **labels}
-        page = _Page(base)
+        page = Page(base)
         page.metric("graph_steps_total", "counter", "Steps that replayed a graph.")
         page.sample("graph_steps_total", self.graph_steps)
         page.metric("eager_steps_total", "counter", "Steps outside a graph, by reason.")
@@ -351,7 +352,13 @@ def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return totals
 
 
-class _Page:
+class Page:
+    """A page of Prometheus text: for each metric its description, then its samples.
+
+    Args:
+        labels: of every sample.
+    """
+
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
         self._lines: list[str] = []

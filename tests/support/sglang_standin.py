@@ -18,7 +18,7 @@ import types
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,17 +26,59 @@ MODEL = "sglang.srt.model_executor"
 BREAKS = f"{MODEL}.runner_backend_utils.breakable_cuda_graph"
 
 
+class Memory:
+    """SGLang's handle of graph memory, and what was asked of its memory while capturing."""
+
+    handle: Any = None
+    asked: ClassVar[list[str]] = []
+
+    @staticmethod
+    @contextlib.contextmanager
+    def capturing() -> Iterator[None]:
+        Memory.asked.append("retire what is borrowed")
+        yield
+
+
 class Precarve:
     def measure(self) -> Any:
+        Memory.asked.append("measure")
         return contextlib.nullcontext()
 
     def mint(self) -> None:
-        pass
+        Memory.asked.append("mint")
 
 
 class PPProxyTensors:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
+
+
+@dataclasses.dataclass
+class ServerArgs:
+    """What SGLang is started with, and what it makes of it; ``allowed`` stands for its rules."""
+
+    cuda_graph_config: dict[str, dict[str, Any]] | None = None
+    disable_cuda_graph: bool = False
+    disable_prefill_cuda_graph: bool = False
+    cuda_graph_backend_prefill: str | None = None
+    cuda_graph_bs_decode: list[int] | None = None
+    allowed: str | None = None
+
+    def __post_init__(self) -> None:
+        pass
+
+    def resolve_once(self) -> None:
+        pass
+
+    def resolved(self) -> Any:
+        asked = self.cuda_graph_config or {}
+        phases = {
+            phase: types.SimpleNamespace(
+                backend=self.allowed or asked.get(phase, {}).get("backend", "full")
+            )
+            for phase in ("decode", "prefill")
+        }
+        return types.SimpleNamespace(cuda_graph_config=types.SimpleNamespace(**phases))
 
 
 class Group:
@@ -67,6 +109,8 @@ def _surroundings() -> dict[str, dict[str, Any]]:
     return {
         "sglang": {},
         "sglang.srt": {},
+        "sglang.srt.compilation": {},
+        "sglang.srt.compilation.weak_ref_tensor": {"weak_ref_tensors": lambda tensor: tensor},
         "sglang.srt.constants": {"GPU_MEMORY_TYPE_CUDA_GRAPH": "graph"},
         "sglang.srt.distributed": {},
         "sglang.srt.distributed.device_communicators": {},
@@ -78,6 +122,8 @@ def _surroundings() -> dict[str, dict[str, Any]]:
                 SGLANG_ENABLE_CUDA_GRAPH_DEDUP=types.SimpleNamespace(get=lambda: False)
             )
         },
+        "sglang.srt.platforms": {"current_platform": types.SimpleNamespace(device_name="cpu")},
+        "sglang.srt.server_args": {"ServerArgs": ServerArgs},
         "sglang.srt.runtime_context": {
             "get_parallel": lambda: types.SimpleNamespace(tp_group=Group()),
             "get_exec": lambda: types.SimpleNamespace(features=features),
@@ -93,13 +139,23 @@ def _surroundings() -> dict[str, dict[str, Any]]:
         },
         MODEL: {},
         f"{MODEL}.forward_batch_info": {"PPProxyTensors": PPProxyTensors},
-        f"{MODEL}.cuda_graph_config": {"Backend": types.SimpleNamespace(BREAKABLE="breakable")},
+        f"{MODEL}.cuda_graph_config": {
+            "Backend": types.SimpleNamespace(BREAKABLE="breakable"),
+            "ALLOWED_KEYS_PER_PHASE": {
+                "decode": ("backend", "max_bs", "bs"),
+                "prefill": ("backend", "max_bs", "bs", "full_prefill_max_req"),
+            },
+        },
+        "sglang.srt.arg_groups": {},
+        "sglang.srt.arg_groups.model_override_base": {"resolved_view": ServerArgs.resolved},
         f"{MODEL}.runner": {},
         f"{MODEL}.runner_utils": {},
         f"{MODEL}.runner_utils.pool": {
             "GraphPoolPrecarve": Precarve,
             "get_or_create_global_graph_memory_pool": lambda module: ("handle", 0),
-            "graph_pool_capture_scope": contextlib.nullcontext,
+            "get_global_graph_memory_pool": lambda: Memory.handle,
+            "set_global_graph_memory_pool": lambda handle: setattr(Memory, "handle", handle),
+            "graph_pool_capture_scope": Memory.capturing,
             "graph_pool_replay_scope": contextlib.nullcontext,
         },
         f"{MODEL}.runner_backend": {},
@@ -235,7 +291,11 @@ class BreakableCudaGraphBackend(_Kept):
         buffer[:rows].copy_(output[:rows])
 
 
-def eager_on_graph(inner: Any) -> Any:
+def eager_on_graph(enable: bool) -> Any:
+    return _broken if enable else lambda inner: inner
+
+
+def _broken(inner: Any) -> Any:
     @functools.wraps(inner)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         capture = _current.get()
@@ -361,5 +421,7 @@ def load(folder: Path | None) -> None:
 
 def unload() -> None:
     """Remove all of it."""
+    Memory.handle = None
+    Memory.asked.clear()
     for name in [name for name in sys.modules if name == "sglang" or name.startswith("sglang.")]:
         del sys.modules[name]

@@ -12,6 +12,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
+from devgraph.integrations.engine.outputs import mapped
 
 __all__ = ["GraphMemory", "weak"]
 
@@ -65,10 +66,24 @@ class GraphMemory:
             self._pools[handle] = pool
         return pool
 
+    def shared(self, handle: Hashable | None) -> tuple[Pool, Hashable]:
+        """Return a pool for an engine that hands one handle around, and the handle to hand around.
+
+        What the engine captures by itself, and what it looks for in graph memory, then lies in the
+        same pool as what is captured here.
+
+        Args:
+            handle: what the engine has now; None for new memory.
+        """
+        pool = self.backend.make_pool() if handle is None else self.pool(handle)
+        own: Hashable = getattr(pool, "handle", None) or handle or object()
+        self._pools[own] = pool
+        return pool, own
+
     @property
     def bytes(self) -> int:
         """Device memory of all pools in use."""
-        return sum(pool.bytes for pool in self._pools.values())
+        return sum(pool.bytes for pool in set(self._pools.values()))
 
     def settle(self) -> None:
         """Give freed memory back to the device before a capture, so that what the engine then
@@ -83,19 +98,5 @@ class GraphMemory:
 
 
 def weak(pool: Pool, output: Any) -> Any:
-    """Return ``output`` with every tensor replaced by one that does not keep its memory.
-
-    Takes what an engine's step returns: a tensor, a list or tuple of them, an object with a
-    dictionary ``tensors``; anything else is handed back.
-    """
-    if isinstance(output, torch.Tensor):
-        return pool.bare(output) if output.numel() else output
-    if isinstance(output, list):
-        return [weak(pool, item) for item in output]
-    if isinstance(output, tuple):
-        items = [weak(pool, item) for item in output]
-        return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
-    tensors = getattr(output, "tensors", None)
-    if isinstance(tensors, dict):
-        return type(output)({name: weak(pool, item) for name, item in tensors.items()})
-    return output
+    """Return ``output`` with every tensor replaced by one that does not keep its memory."""
+    return mapped(lambda tensor: pool.bare(tensor) if tensor.numel() else tensor, output)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
+import json
 import sys
 import types
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,77 +14,10 @@ import torch
 
 import devgraph as dg
 from devgraph.integrations import sglang
+from devgraph.integrations.engine.outputs import tensors
+from devgraph.integrations.sglang import backends
 from tests.support import sglang_standin
-
-WIDTH = 8
-FOLDER = sglang_standin.root()
-
-
-@pytest.fixture(params=["standin", "installed"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
-    if request.param == "installed" and FOLDER is None:
-        pytest.skip("SGLang is not installed; its stand-in is tested")
-    sglang_standin.load(FOLDER if request.param == "installed" else None)
-    _forget()
-    with torch.inference_mode():
-        yield types.SimpleNamespace(
-            ShapeKey=module("runner.shape_key").ShapeKey,
-            base=module("runner_backend.base_cuda_graph_backend").BaseCudaGraphBackend,
-            eager=sys.modules[f"{sglang_standin.BREAKS}.breakable_cuda_graph"].eager_on_graph,
-        )
-    sglang.uninstall()
-    _forget()
-    sglang_standin.unload()
-
-
-def _forget() -> None:
-    sglang._Holder.shared = None
-    for cached in (sglang.full_backend, sglang.breakable_backend, sglang._segment_classes):
-        cached.cache_clear()
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(f"{sglang_standin.MODEL}.{name}")
-
-
-def runner() -> Any:
-    return types.SimpleNamespace(
-        device_module=sglang_standin.device_module(),
-        model_runner=None,
-        cuda_graph_output_rows=lambda output: None,
-        cuda_graph_output_capacity_rows=lambda output: None,
-    )
-
-
-class Case:
-    """A step over a static buffer of eight rows, with the eager part that the test gives it."""
-
-    def __init__(self, eager: Any = None) -> None:
-        self.x = torch.randn(8, WIDTH)
-        self.weight = torch.randn(WIDTH, WIDTH)
-        self.runs = 0
-        self.eager = eager or (lambda hidden: hidden.tanh())
-
-    def forward(self, size: int) -> Any:
-        def run() -> torch.Tensor:
-            self.runs += 1
-            hidden = self.x[:size] @ self.weight
-            return self.eager(hidden) * 2 + hidden
-
-        return run
-
-    def fill(self) -> None:
-        self.x.copy_(torch.randn(8, WIDTH))
-
-    def expected(self, size: int) -> torch.Tensor:
-        hidden = self.x[:size] @ self.weight
-        return self.eager(hidden) * 2 + hidden
-
-
-def captured(engine: Any, backend: Any, case: Case, *sizes: int, hook: Any = None) -> None:
-    with backend.capture_session(None):
-        for size in sizes:
-            backend.capture_one(engine.ShapeKey(size), case.forward(size), "owners", hook)
+from tests.support.sglang_steps import WIDTH, Case, captured, module, runner, sharing
 
 
 def test_full_backend_replays_each_shape_with_new_data(engine: Any) -> None:
@@ -104,7 +38,7 @@ def test_full_backend_replays_each_shape_with_new_data(engine: Any) -> None:
 
 
 def test_shapes_share_the_largest_output_buffer_when_asked(engine: Any) -> None:
-    backend, case = sglang.full_backend()(runner(), reuse_output_buffer=True), Case()
+    backend, case = sglang.full_backend()(runner(), **sharing()), Case()
     captured(engine, backend, case, 8, 4)
     large = backend.replay(engine.ShapeKey(8), None)
     assert torch.equal(large, case.expected(8))
@@ -116,7 +50,7 @@ def test_shapes_share_the_largest_output_buffer_when_asked(engine: Any) -> None:
 
 def test_output_that_is_no_tensor_comes_back_as_it_is(engine: Any) -> None:
     case = Case()
-    backend = sglang.full_backend()(runner(), reuse_output_buffer=True)
+    backend = sglang.full_backend()(runner(), **sharing())
     forward = case.forward(4)
     with backend.capture_session(None):
         backend.capture_one(
@@ -185,7 +119,7 @@ def test_failed_capture_leaves_nothing_and_the_next_works(engine: Any, where: st
             raise KeyError("of the model")
 
     def body(hidden: torch.Tensor) -> torch.Tensor:
-        if where == "inside" and sglang._shared().memory.made is not None and len(seen) >= 2:
+        if where == "inside" and backends.shared().memory.made is not None and len(seen) >= 2:
             fail()
         seen.append(None)
         return hidden.tanh()
@@ -244,14 +178,124 @@ def test_memory_saver_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -
         sglang.full_backend()(runner(), enable_memory_saver=True)
 
 
-def test_install_puts_both_classes_where_a_phase_chooses_and_back(engine: Any) -> None:
-    choice = module("runner_backend.utils")
-    before = (choice.FullCudaGraphBackend, choice.BreakableCudaGraphBackend)
-    sglang.install()
-    sglang.install()
-    assert choice.FullCudaGraphBackend is sglang.full_backend()
-    assert choice.BreakableCudaGraphBackend is sglang.breakable_backend()
-    assert issubclass(choice.FullCudaGraphBackend, before[0])
-    assert issubclass(choice.BreakableCudaGraphBackend, before[1])
-    sglang.uninstall()
-    assert (choice.FullCudaGraphBackend, choice.BreakableCudaGraphBackend) == before
+@dataclasses.dataclass
+class StepOutput:
+    """What a decode step returns: tensors of different row counts, absent ones, other values."""
+
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, torch.Tensor] | None = None
+    scale: torch.Tensor | None = None
+    note: str = ""
+
+
+def step_output(case: Case, size: int) -> Any:
+    """A step of ``size`` requests of two tokens each, marked code in it."""
+    forward = case.forward(2 * size)
+
+    def run() -> StepOutput:
+        out = forward()
+        return StepOutput(out[::2], (out + 1, out.mean(dim=-1)), out.sum(), f"of {size}")
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["full_backend", "breakable_backend"])
+def test_outputs_are_trees_of_tensors_in_objects(engine: Any, kind: str) -> None:
+    backend, case = getattr(sglang, kind)()(runner()), Case(engine.eager(lambda x: x.tanh()))
+    with backend.capture_session(None):
+        for size in (4, 2):
+            backend.capture_one(engine.ShapeKey(size), step_output(case, size))
+    addresses = set()
+    for size in (2, 4, 2):
+        case.fill()
+        out = backend.replay(engine.ShapeKey(size), None)
+        expected = step_output(case, size)()
+        assert isinstance(out, StepOutput)
+        assert (out.note, len(out.logits), len(out.hidden[0])) == (f"of {size}", size, 2 * size)
+        for got, wanted in zip(tensors(out), tensors(expected), strict=True):
+            torch.testing.assert_close(got, wanted)
+        addresses.add(out.hidden[0].data_ptr())
+    assert len(addresses) == (1 if kind == "breakable_backend" else 2)
+
+
+def test_debug_mode_fills_the_outputs_of_objects(engine: Any) -> None:
+    backend, case = sglang.breakable_backend()(runner(), debug_eager=True), Case()
+    with backend.capture_session(None):
+        backend.capture_one(engine.ShapeKey(4), step_output(case, 4))
+    case.fill()
+    out = backend.replay(engine.ShapeKey(4), None)
+    assert torch.equal(out.logits, step_output(case, 4)().logits)
+
+
+def test_runner_says_how_many_rows_of_outputs_count(engine: Any) -> None:
+    asked = runner()
+    asked.cuda_graph_output_rows = lambda output: 3
+    asked.cuda_graph_output_capacity_rows = lambda output: 6
+    backend, case = sglang.breakable_backend()(asked), Case()
+    captured(engine, backend, case, 4)
+    case.fill()
+    out = backend.replay(engine.ShapeKey(4), None)
+    assert torch.equal(out, case.expected(4)[:3])
+    assert out.untyped_storage().nbytes() == 6 * WIDTH * 4
+
+
+@pytest.mark.parametrize("kind", ["full_backend", "breakable_backend"])
+def test_memory_is_measured_carved_and_unborrowed_and_the_profiler_stepped(
+    engine: Any, kind: str
+) -> None:
+    profiled = runner()
+    profiled.enable_profile_cuda_graph = True
+    profiled._profiler = types.SimpleNamespace(step=lambda: asked.append("step"))
+    asked = sglang_standin.Memory.asked
+    backend = getattr(sglang, kind)()(profiled)
+    if not hasattr(backend, "_precarve"):
+        pytest.skip("this SGLang neither carves nor borrows graph memory")
+    captured(engine, backend, Case(), 4)
+    measured = ["measure", "step", "measure", "step"]
+    assert asked == [*measured, "retire what is borrowed", "mint", "step"]
+
+
+def test_graph_memory_is_where_sglang_looks_for_it(engine: Any) -> None:
+    backend = sglang.full_backend()(runner())
+    captured(engine, backend, Case(), 4)
+    assert sglang_standin.Memory.handle is backend._pool
+    other = sglang.breakable_backend()(runner())
+    captured(engine, other, Case(), 4)
+    assert other._devgraph_pool is backend._devgraph_pool
+    sglang_standin.Memory.handle = None  # what SGLang does before it captures everything anew
+    captured(engine, other, Case(), 4)
+    assert other._devgraph_pool is not backend._devgraph_pool
+
+
+@pytest.mark.parametrize("name", ["stats.json", "stats.prom"])
+def test_counters_are_in_a_file_after_captures(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "made" / name
+    monkeypatch.setenv("DEVGRAPH_STATS_FILE", str(path))
+    backend = sglang.full_backend()(runner())
+    captured(engine, backend, Case(), 8, 4)
+    text = path.read_text()
+    backend.replay(engine.ShapeKey(4), None)
+    backends.shared().publisher.write()
+    if name.endswith(".json"):
+        assert json.loads(text)["modes"]["full"]["captures"] == 2
+        assert json.loads(path.read_text())["modes"]["full"]["replays"] == 1
+    else:
+        labels = '{engine="sglang",backend="cpu",mode="full"}'
+        assert f"devgraph_captures_total{labels} 2" in text.splitlines()
+        assert f"devgraph_graph_steps_total{labels} 1" in path.read_text().splitlines()
+    assert [found.name for found in path.parent.iterdir()] == [name]
+
+
+def test_file_that_cannot_be_written_is_warned_of_once(
+    engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DEVGRAPH_STATS_FILE", str(tmp_path / "file" / "stats.json"))
+    captured(engine, sglang.full_backend()(runner()), Case(), 4)
+    captured(engine, sglang.full_backend()(runner()), Case(), 4)
+    assert caplog.text.count("cannot be written") == 1

@@ -1,0 +1,82 @@
+"""Changing an engine from outside: what was changed, so that it can be undone, and the switch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+from devgraph.api.errors import ConfigError, DeviceGraphError
+
+__all__ = ["Changes", "InstallError", "switched"]
+
+_ABSENT = object()
+
+
+class InstallError(DeviceGraphError):
+    """This version of the engine does not have the places that devgraph takes over."""
+
+
+class Changes:
+    """Attributes that were changed in an engine, in order.
+
+    Args:
+        engine: its name and the versions that devgraph was written for, for messages.
+    """
+
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
+        self._undo: list[tuple[Any, str, Any]] = []
+        self.places: list[str] = []
+
+    def module(self, name: str) -> Any:
+        """Import a module of the engine.
+
+        Raises:
+            InstallError: there is none; names it.
+        """
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            raise InstallError(
+                f"{name} cannot be imported; devgraph was written for {self._engine}. ({error})"
+            ) from error
+
+    def require(self, owner: Any, *names: str) -> None:
+        """Raise InstallError, which names it, for a name that ``owner`` lacks."""
+        for name in names:
+            if not hasattr(owner, name):
+                raise InstallError(
+                    f"{getattr(owner, '__name__', owner)} has no {name}, which devgraph takes "
+                    f"over; it was written for {self._engine}."
+                )
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of ``owner``."""
+        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+        self.places.append(f"{getattr(owner, '__name__', owner)}.{name}")
+
+    def undo(self) -> None:
+        """Give everything back, the newest first. Idempotent."""
+        while self._undo:
+            owner, name, value = self._undo.pop()
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+        self.places.clear()
+
+
+def switched(variable: str) -> str | None:
+    """Return what the environment's ``variable`` asks for: None for nothing, "1" or "strict".
+
+    Raises:
+        ConfigError: it has no meaning.
+    """
+    value = os.environ.get(variable, "").strip().lower()
+    if value in ("", "0"):
+        return None
+    if value not in ("1", "strict"):
+        raise ConfigError(f"{variable}={value!r} has no meaning; it can be 0, 1 or strict")
+    return value

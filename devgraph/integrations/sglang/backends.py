@@ -1,0 +1,252 @@
+"""SGLang's two graph backends on DeviceGraph, and what all backends of a process share.
+
+They are subclasses of SGLang's own, because its runners ask for those classes; capture and replay
+are devgraph's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from devgraph.api.errors import CapabilityError, StateError
+from devgraph.api.pool import Pool
+from devgraph.api.session import session
+from devgraph.integrations.engine.ledger import Ledger
+from devgraph.integrations.engine.memory import GraphMemory
+from devgraph.integrations.engine.outputs import SharedOutputs, copy_into
+from devgraph.integrations.engine.published import Publisher
+from devgraph.integrations.engine.steps import CapturedStep, capture_whole
+from devgraph.integrations.sglang.segments import segment_classes
+
+__all__ = ["Shared", "breakable_backend", "full_backend", "shared"]
+
+MODEL = "sglang.srt.model_executor"
+
+_WARMUPS = 2
+"""Eager runs before a capture, as SGLang's own backends make."""
+
+
+class Shared:
+    """What all backends of this process share; made when the first is."""
+
+    def __init__(self) -> None:
+        self.memory = GraphMemory(lambda: "")
+        self.ledger = Ledger()
+        self.publisher = Publisher("sglang", self.as_dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``stats()`` does."""
+        backend = self.memory.made
+        modes = self.ledger.as_dict()
+        return {
+            "backend": None if backend is None else backend.name,
+            "modes": {name: modes[name] for name in ("full", "breakable")},
+            "pool_bytes": self.memory.bytes,
+        }
+
+
+@functools.cache
+def shared() -> Shared:
+    """Return what the backends of this process share."""
+    return Shared()
+
+
+class _OnDevgraph:
+    """The part of both backends that is devgraph's: memory, warm-up, and what surrounds a capture.
+
+    What only later releases of SGLang have is asked for by name: pre-carving and borrowing of graph
+    memory, the profiler's step, and what a runner says about the rows of outputs.
+    """
+
+    _graphs: dict[Any, Any]
+    _outputs: dict[Any, Any]
+    _memory_saver_adapter: Any
+    _device_module: Any
+    _tp_group: Any
+    _pool: Any
+    _devgraph_pool: Pool | None = None
+
+    def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
+        super().__init__(cuda_graph_runner, **options)  # type: ignore[call-arg]
+        self._runner = cuda_graph_runner
+        self._shared_outputs = SharedOutputs()
+        saver = self._memory_saver_adapter
+        if saver is not None and saver.enabled:
+            raise CapabilityError(
+                "SGLang's memory saver is to pause graph memory (SGLANG_MEMORY_SAVER_CUDA_GRAPH), "
+                "and devgraph's pools cannot be paused. Unset it, or do not install devgraph."
+            )
+
+    @contextlib.contextmanager
+    def capture_session(self, stream: Any) -> Iterator[None]:
+        """Capture shapes inside; they take memory from the pool of all of SGLang's backends."""
+        self._open_pool()
+        with self.replay_session():  # type: ignore[attr-defined]
+            yield
+        shared().publisher.captured()
+
+    def _open_pool(self) -> None:
+        # The pool goes where SGLang keeps its own: what it captures itself shares the memory, and
+        # what it borrows between replays are blocks of the graphs that it replays.
+        pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
+        handle = pools.get_global_graph_memory_pool()
+        self._devgraph_pool, self._pool = shared().memory.shared(handle)
+        pools.set_global_graph_memory_pool(self._pool)
+        if getattr(self._devgraph_pool, "handle", None) is not None:
+            allocator = importlib.import_module(
+                "sglang.srt.distributed.device_communicators.pynccl_allocator"
+            )
+            allocator.set_graph_pool_id(self._pool)
+
+    def _open(self) -> Pool:
+        if self._devgraph_pool is None:
+            raise StateError("capture_one was called outside capture_session")
+        return self._devgraph_pool
+
+    def _warm_up(self, forward: Callable[[], Any], after: Callable[[], None] | None) -> Any:
+        precarve = getattr(self, "_precarve", None)
+        output = None
+        for _ in range(_WARMUPS):
+            self._device_module.synchronize()
+            self._tp_group.barrier()
+            with contextlib.nullcontext() if precarve is None else precarve.measure():
+                output = forward()
+            self._step_profiler()
+            if after is not None:
+                after()  # attention puts back what the warm-up changed
+        shared().memory.settle()
+        return output
+
+    def _step_profiler(self) -> None:
+        if getattr(self._runner, "enable_profile_cuda_graph", False):
+            profiler = getattr(self._runner, "_profiler", None)
+            if profiler is not None:
+                profiler.step()
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """What SGLang does around each capture of its own."""
+        pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
+        scope = getattr(pools, "graph_pool_capture_scope", contextlib.nullcontext)
+        with scope():
+            yield
+        self._step_profiler()
+
+    def _carve(self) -> None:
+        """Take the memory that SGLang measured in one piece, at the start of a capture."""
+        precarve = getattr(self, "_precarve", None)
+        if precarve is not None:
+            precarve.mint()
+
+    def cleanup(self) -> None:
+        """Free every graph; the backend can capture again."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+        self._shared_outputs.clear()
+        super().cleanup()  # type: ignore[misc]
+        self._devgraph_pool = None
+
+
+@functools.cache
+def full_backend() -> Any:
+    """Return the backend class whose every shape is one graph."""
+    engine: Any = importlib.import_module(f"{MODEL}.runner_backend.full_cuda_graph_backend")
+
+    class DeviceGraphBackend(_OnDevgraph, engine.FullCudaGraphBackend):  # type: ignore[misc]
+        """SGLang's full backend with the graphs of devgraph."""
+
+        def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
+            super().__init__(cuda_graph_runner, **options)
+            self._count = shared().ledger.of("full")
+
+        def capture_one(
+            self,
+            shape_key: Any,
+            forward_fn: Callable[[], Any],
+            capture_inputs: Any = None,
+            post_warmup_hook: Callable[[], None] | None = None,
+        ) -> None:
+            pool = self._open()
+            output = self._warm_up(forward_fn, post_warmup_hook)
+            places = None
+            if getattr(self, "_reuse_output_buffer", False):
+                places = self._shared_outputs.places(output, rows=None, capacity=None)
+            del output
+
+            def body() -> Any:
+                self._carve()
+                output = forward_fn()
+                return output if places is None else copy_into(places, output)
+
+            backend = shared().memory.backend
+            with self._capturing():
+                graph, output = capture_whole(backend, pool, self._count, body, release=False)
+            self._graphs[shape_key] = CapturedStep(graph, self._count)
+            self._outputs[shape_key] = output
+
+    return DeviceGraphBackend
+
+
+@functools.cache
+def breakable_backend() -> Any:
+    """Return the backend class whose shapes break where SGLang's models are marked."""
+    engine: Any = importlib.import_module(f"{MODEL}.runner_backend.breakable_cuda_graph_backend")
+    segment_class, capture_class = segment_classes()
+    base: Any = engine.BreakableCudaGraphBackend
+
+    class DeviceGraphBreakableBackend(_OnDevgraph, base):  # type: ignore[misc]
+        """SGLang's breakable backend with the graphs of devgraph."""
+
+        def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
+            super().__init__(cuda_graph_runner, **options)
+            self._count = shared().ledger.of("breakable")
+
+        def capture_one(
+            self,
+            shape_key: Any,
+            forward_fn: Callable[[], Any],
+            capture_inputs: Any = None,
+            post_warmup_hook: Callable[[], None] | None = None,
+        ) -> None:
+            pool = self._open()
+            warm = self._warm_up(forward_fn, post_warmup_hook)
+            places = self._shared_outputs.places(
+                warm,
+                rows=self._asked("cuda_graph_output_rows", warm),
+                capacity=self._asked("cuda_graph_output_capacity_rows", warm),
+            )
+            del warm
+
+            def body() -> Any:
+                return copy_into(places, forward_fn())
+
+            segments = segment_class(shared().memory.backend, self._count)
+            started = time.perf_counter()
+            try:
+                with (
+                    self._capturing(),
+                    session(pool) as held,
+                    capture_class(segments, held, self._tp_group.barrier) as capture,
+                ):
+                    self._carve()
+                    output = capture.run_eagerly(body) if self._debug_eager else body()
+            except BaseException:
+                segments.reset()
+                raise
+            segments.seconds = time.perf_counter() - started
+            self._count.captured(segments, segments.seconds)
+            self._graphs[shape_key] = segments
+            self._outputs[shape_key] = output
+            self._capture_inputs[shape_key] = capture_inputs
+
+        def _asked(self, name: str, output: Any) -> int | None:
+            answer: Callable[[Any], int | None] | None = getattr(self._runner, name, None)
+            return None if answer is None else answer(output)
+
+    return DeviceGraphBreakableBackend

@@ -1,0 +1,141 @@
+"""Put devgraph under SGLang, and take it out again: every place that is changed is in this file."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from devgraph.api.errors import ConfigError, DeviceGraphError
+from devgraph.integrations.engine.installation import Changes, InstallError, switched
+from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend
+from devgraph.integrations.sglang.modes import MODE_VARIABLE, EngineMode, engine_mode
+
+__all__ = ["SWITCH", "install", "plugin", "uninstall"]
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "DEVGRAPH_SGLANG"
+"""Environment variable: unset or 0 leaves SGLang alone, 1 installs, strict installs or refuses."""
+
+_BREAKS = f"{MODEL}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+
+# What the backends use of SGLang, by module; a class and what is used of it after a dot.
+_USED = {
+    f"{MODEL}.runner_backend.full_cuda_graph_backend": "FullCudaGraphBackend.replay",
+    f"{MODEL}.runner_backend.breakable_cuda_graph_backend": "BreakableCudaGraphBackend.replay",
+    f"{MODEL}.runner_utils.pool": "get_global_graph_memory_pool set_global_graph_memory_pool",
+    _BREAKS: (
+        "BreakableCUDAGraph.replay BreakableCUDAGraphCapture._begin_new_segment "
+        "BreakableCUDAGraphCapture._end_current_segment"
+    ),
+    "sglang.srt.distributed.device_communicators.pynccl_allocator": "set_graph_pool_id",
+}
+
+
+class _Holder:
+    """The installation of this process."""
+
+    now: Changes | None = None
+
+
+def install(*, mode: str | None = None) -> None:
+    """Let SGLang choose devgraph's backends wherever it would choose its own full or breakable.
+
+    Call it before the engine is made, in each of its processes; DEVGRAPH_SGLANG=1 does that.
+    Idempotent. Devices for which SGLang has backends of their own keep those.
+
+    Args:
+        mode: a mode configuration as JSON; None for the environment's DEVGRAPH_MODE, and without
+            that SGLang's own options choose.
+
+    Raises:
+        ConfigError: the mode is wrong, or is something that SGLang cannot do.
+        InstallError: this SGLang has other places than those that devgraph takes over; names the
+            first one that is missing. Nothing is changed then.
+    """
+    if _Holder.now is not None:
+        return
+    text = mode if mode is not None else os.environ.get(MODE_VARIABLE) or None
+    changes = Changes("SGLang 0.5.17 to 0.5.23")
+    try:
+        for module, names in _USED.items():
+            owner = changes.module(module)
+            for name in names.split():
+                kind, _, attribute = name.partition(".")
+                changes.require(owner, kind)
+                changes.require(getattr(owner, kind), *filter(None, [attribute]))
+        choice = changes.module(f"{MODEL}.runner_backend.utils")
+        changes.require(choice, "FullCudaGraphBackend", "BreakableCudaGraphBackend")
+        changes.put(choice, "FullCudaGraphBackend", full_backend())
+        changes.put(choice, "BreakableCudaGraphBackend", breakable_backend())
+        if text is not None:
+            _put_mode(changes, engine_mode(text, _platform()))
+    except BaseException:
+        changes.undo()
+        raise
+    _Holder.now = changes
+    logger.info("devgraph is the graph layer of SGLang: %s", ", ".join(changes.places))
+
+
+def _put_mode(changes: Changes, mode: EngineMode) -> None:
+    arguments = changes.module("sglang.srt.server_args").ServerArgs
+    made = arguments.__post_init__
+
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        mode.put_into(self)
+        made(self, *args, **kwargs)
+        if not hasattr(arguments, "resolve_once"):
+            mode.check(self)
+
+    changes.put(arguments, "__post_init__", __post_init__)
+    resolve = getattr(arguments, "resolve_once", None)
+    if resolve is None:
+        return  # an SGLang that resolves the arguments when they are made
+
+    def resolve_once(self: Any) -> None:
+        resolve(self)
+        mode.check(self)
+
+    changes.put(arguments, "resolve_once", resolve_once)
+
+
+def _platform() -> str:
+    """Return the name of the platform's backend, for overlays; makes none."""
+    from sglang.srt.platforms import current_platform
+
+    name: str = current_platform.device_name
+    return name
+
+
+def uninstall() -> None:
+    """Undo ``install``: engines made afterwards use SGLang's own backends. Idempotent."""
+    changes, _Holder.now = _Holder.now, None
+    if changes is not None:
+        changes.undo()
+
+
+def plugin() -> None:
+    """The entry point of group ``sglang.srt.plugins``: inert unless DEVGRAPH_SGLANG asks for it.
+
+    Raises:
+        SystemExit: DEVGRAPH_SGLANG or DEVGRAPH_MODE has no meaning, or devgraph cannot be installed
+            under ``strict``; SGLang would only log any other exception and go on without devgraph.
+    """
+    try:
+        asked = switched(SWITCH)
+        if asked is None:
+            return
+        try:
+            install()
+        except InstallError as error:
+            if asked == "strict":
+                raise
+            logger.warning(
+                "devgraph is not used: SGLang keeps its own graphs, because this SGLang could not "
+                "be taken over (%s). Set %s=strict to refuse instead.",
+                error,
+                SWITCH,
+            )
+    except (ConfigError, DeviceGraphError) as error:
+        raise SystemExit(f"devgraph: {error}") from error
