@@ -145,6 +145,11 @@ class Backend(Device):
         self._fastest = min(self._fastest, measured)
         return ReplayPace(microseconds=measured, fastest=self._fastest)
 
+    def note_pace(self) -> None:
+        """Measure the pace that captures must leave, unless it was measured before."""
+        if self._fastest == math.inf:
+            self.replay_pace()
+
     def _measured_pace(self) -> float | None:
         """Return the microseconds from kernel to kernel of a graph."""
         return None

@@ -1,7 +1,8 @@
 """Executable: what a graph launches.
 
-A graph holds one at a time, swaps it with ``use`` and refers to it strongly. So an executable holds
-what it launches and never the graph: that cycle would keep device memory until a collection.
+A graph holds one at a time in its slot, swaps it with ``use`` and refers to it strongly. So an
+executable holds what it launches and never the graph: that cycle would keep device memory until a
+collection.
 """
 
 from __future__ import annotations
@@ -41,6 +42,34 @@ class Call:
     def bound(self, stream: int | None) -> Callable[[], None]:
         """Return the call."""
         return self.launch
+
+
+class LaunchSlot:
+    """The one place that says what the next replay of a graph launches.
+
+    Args:
+        executable: what to launch first.
+    """
+
+    def __init__(self, executable: Executable) -> None:
+        self.executable = executable
+        """What the next replay launches."""
+        self.calls = [executable.launch]
+        """Its launch, alone; what was bound beforehand calls ``calls[0]`` and holds no graph."""
+
+    def use(self, executable: Executable) -> None:
+        """Launch ``executable`` from now on."""
+        self.executable = executable
+        self.calls[0] = executable.launch
+
+    def launcher(self) -> Callable[[], None]:
+        """Return a call that launches what the slot then holds."""
+        calls = self.calls
+
+        def launch() -> None:
+            calls[0]()
+
+        return launch
 
 
 class Launches(Protocol):

@@ -39,7 +39,7 @@ from devgraph.api.errors import (
     StateError,
     UpdateUnsupportedError,
 )
-from devgraph.api.executable import Call, Executable, weakly
+from devgraph.api.executable import Call, Executable, LaunchSlot, weakly
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
@@ -134,9 +134,8 @@ class DeviceGraph(abc.ABC):
         self._process = process.identity.token
         self._state = GraphState.EMPTY
         self._unready = Call(weakly(self._refuse_replay))
-        self._executable: Executable = self._unready
-        self._slot = [self._unready.launch]
-        self.launch = self._make_launch()
+        self._slot = LaunchSlot(self._unready)
+        self.launch = self._slot.launcher()
         self.replay = self._make_replay()
         self._capture_seconds = 0.0
         self._spec = NO_HOST_ARGS
@@ -269,8 +268,7 @@ class DeviceGraph(abc.ABC):
 
         What an earlier executable was bound to is void, as ``pool.epoch`` tells.
         """
-        self._executable = executable
-        self._slot[0] = executable.launch
+        self._slot.use(executable)
         if not self.hits:  # of a graph with regions nothing is bound
             self.pool.epoch += 1
 
@@ -289,7 +287,7 @@ class DeviceGraph(abc.ABC):
             StateError: the graph is not ready.
         """
         self.require_ready()
-        return self.replay if self.hits else self._executable.bound(stream)
+        return self.replay if self.hits else self._slot.executable.bound(stream)
 
     @property
     def recorded_nothing(self) -> bool:
@@ -430,24 +428,15 @@ class DeviceGraph(abc.ABC):
 
     # Inner workings.
 
-    def _make_launch(self) -> Callable[[], None]:
-        """Return ``launch``, which refers to the slot that ``use`` fills and not to the graph."""
-        slot = self._slot
-
-        def launch() -> None:
-            slot[0]()
-
-        return launch
-
     def _make_replay(self) -> Callable[[], None]:
         """Return ``replay`` with everything bound, for a native replay takes about 4 us itself.
 
         It refers to the graph weakly, so that dropping the last reference frees device memory at
         once, and launches what ``use`` put into the slot last.
         """
-        slot, refuse, scope, identity = self._slot, self._unready, current_scope, process.identity
+        calls, refuse, scope = self._slot.calls, self._unready, current_scope
         pool, order, lock = self.pool, self.pool.order, self.pool.lock
-        known, graph_of = self._process, weakref.ref(self)
+        identity, known, graph_of = process.identity, self._process, weakref.ref(self)
 
         def replay() -> None:
             if scope() is not None or identity.token is not known:
@@ -457,7 +446,7 @@ class DeviceGraph(abc.ABC):
                     pool.require_free("replay a graph")
                 try:
                     order()
-                    slot[0]()
+                    calls[0]()
                 except Exception as error:
                     graph = graph_of()
                     if graph is not None:

@@ -9,13 +9,13 @@ from typing import Any
 from devgraph.api.device import Device
 from devgraph.api.errors import (
     DeviceGraphError,
-    HostReadError,
     NestedCaptureError,
     ResourceError,
 )
 from devgraph.api.graph import DeviceGraph
+from devgraph.api.marks.host_reads import host_read_error
 from devgraph.api.marks.host_values import HostSpec
-from devgraph.api.marks.marks import Scope, entered, host_read_cure, is_capturing
+from devgraph.api.marks.marks import Scope, entered, is_capturing
 from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.source import raising_line
 from devgraph.api.pool import Pool
@@ -126,9 +126,10 @@ def _explained(backend: Device, error: Exception) -> DeviceGraphError | None:
     """Return the typed error for a vendor's own, or None if ``error`` says it all."""
     if backend.is_host_read(error):
         what = str(error).partition("\n")[0]
-        return HostReadError(
-            f"device data was read on the host, or the device waited for, inside a capture, at "
-            f"{raising_line(error)}. A replay would not do it again. {host_read_cure()} ({what})"
+        return host_read_error(
+            "device data was read on the host, or the device waited for, inside a capture",
+            raising_line(error),
+            f"({what})",
         )
     lacking = None if isinstance(error, ResourceError) else backend.shortage(error)
     return None if lacking is None else ResourceError(lacking)

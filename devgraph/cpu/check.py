@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
 import logging
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ from devgraph.api.errors import FrozenValueError
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark, entered
 from devgraph.api.marks.scopes import captured_call
-from devgraph.api.marks.source import SourceLine
+from devgraph.api.marks.source import raising_line, user_line
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.violations import Violation
@@ -58,7 +56,8 @@ def check(
         with recorder, entered(scope):
             outputs = fn(*args, **(kwargs or {}), **spec.tracked())
     except FrozenValueError as error:
-        note(Violation.at(_line_of(error), kind="host_value", op="host argument", text=str(error)))
+        line = raising_line(error) or user_line()
+        note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
     except Exception:
         # Reported before it was raised, or a consequence of an assumed value.
         if not found:
@@ -68,17 +67,6 @@ def check(
         for violation in recorder.escaping(tensors_in(outputs)):
             note(violation)
     return list(found.values())
-
-
-def _line_of(error: BaseException) -> SourceLine:
-    """Return the innermost line outside torch and devgraph that ``error`` came through."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        if frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "devgraph"):
-            break
-    code, line = frame.f_code, frame.f_lineno
-    text = linecache.getline(code.co_filename, line).strip()
-    return SourceLine(code.co_filename, line, code.co_name, text)
 
 
 class _Scope:

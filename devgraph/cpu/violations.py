@@ -9,8 +9,8 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import CaptureError, HostReadError
-from devgraph.api.marks.marks import host_read_cure
+from devgraph.api.errors import CaptureError
+from devgraph.api.marks.host_reads import host_read_cure, host_read_error
 from devgraph.api.marks.source import SourceLine, user_line
 from devgraph.cpu.metadata import Layout
 
@@ -58,7 +58,7 @@ class Refusal:
         text = f"{name} reads device data on the host, which a capture cannot record"
         self.note("host_sync", name, f"{text}. {host_read_cure()}")
         if not self.collects:
-            raise HostReadError(f"{text}, at {user_line()}. {host_read_cure()}")
+            raise host_read_error(text)
 
     def shape(self, name: str, *, known: bool) -> None:
         """Refuse a data-dependent shape; return if the recording goes on, with a ``known`` one.
@@ -69,7 +69,7 @@ class Refusal:
         text = f"{name} has an output whose shape depends on device data, which the host must read"
         self.note("data_dependent_shape", name, f"{text}. {host_read_cure()}")
         if not (self.collects and known):
-            raise HostReadError(f"{text}, at {user_line()}. {host_read_cure()}") from None
+            raise host_read_error(text) from None
 
     def other(self, name: str, text: str, cause: BaseException | None = None) -> NoReturn:
         """Refuse anything else.

@@ -10,9 +10,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.buffers import tensors_in
-from devgraph.api.errors import HostReadError
-from devgraph.api.marks.marks import host_read_cure
-from devgraph.api.marks.source import user_line
+from devgraph.api.marks.host_reads import host_read_error
 
 _READS = frozenset(
     {
@@ -75,10 +73,7 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return func.decompose(*args, **kwargs)
         if self.on and self._reads_host(func, args, kwargs):
-            raise HostReadError(
-                f"{func} reads device data on the host inside a capture, at {user_line()}; a "
-                f"replay would not read it again. {host_read_cure()}"
-            )
+            raise host_read_error(f"{func} reads device data on the host inside a capture")
         return func(*args, **kwargs)
 
     def _reads_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -86,7 +86,7 @@ class Capturing:
         """
         self.rounds += 1
         self._held = self._pool.bytes
-        self._backend.replay_pace()  # what the captures must leave
+        self._backend.note_pace()  # what the captures must leave
         started = time.perf_counter()
         done: list[BucketGraph] = []
         with (

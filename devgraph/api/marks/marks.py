@@ -240,24 +240,16 @@ class Absorbed:
     """
 
     def __init__(self, outer: Mark, policy: str) -> None:
-        self._outer = outer
-        self._policy = policy
+        self.outer = outer
+        self.policy = policy
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":
-            refuse_no_graph(mark, self._policy, inside=self._outer)
+            refuse_no_graph(mark, self.policy, inside=self.outer)
         return mark.call_eager(args, kwargs)
 
     def graph_break(self) -> None:
         """Do nothing: a region is one piece of work."""
-
-    def host_read_cure(self) -> str:
-        """Return what to do about a line in here that reads device data on the host."""
-        where = f"Region {self._outer.name} is" if self._outer else "It is"
-        return (
-            f"{where} part of the graph under policy {self._policy!r}: keep the value in a device "
-            f"tensor, or capture with policy='breakable', which runs regions eagerly."
-        )
 
 
 def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> None:
@@ -267,17 +259,6 @@ def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> N
         f"{mark.name} is marked @dg.no_graph and was called{where} under policy {policy!r}, which "
         f"captures everything in one graph (at {user_line()}). Capture with policy='breakable' or "
         f"'piecewise', which run it eagerly between segments, or move the call out of the step."
-    )
-
-
-def host_read_cure() -> str:
-    """Return what to do about a line that reads device data on the host inside this capture."""
-    scope = current_scope()
-    if isinstance(scope, Absorbed):
-        return scope.host_read_cure()
-    return (
-        "Read it after the replay, keep it in a device tensor, or move it into a function marked "
-        "@dg.region or @dg.no_graph and capture with policy='breakable'."
     )
 
 

@@ -13,7 +13,7 @@ import attrs
 
 # Frames of these packages are machinery, not the code whose author can act on the message; but
 # for those that are written on top of it as anyone's.
-_MACHINERY = ("torch", "abc", "contextlib", "functools", "importlib", "devgraph")
+_MACHINERY = frozenset({"torch", "devgraph", *sys.stdlib_module_names})
 _ON_TOP = ("devgraph.integrations", "devgraph.testing")
 
 
@@ -36,13 +36,18 @@ def is_machinery(frame: FrameType) -> bool:
     return _is_machinery(frame.f_globals.get("__name__", ""))
 
 
+def is_machinery_file(file: str) -> bool:
+    """The same of a frame of which no more is known than the file of its code."""
+    path, torch_folder = Path(file), Path(str(sys.modules["torch"].__file__)).parent
+    for folder in (torch_folder.parent, Path(__file__).parents[3], Path(functools.__file__).parent):
+        if path.is_relative_to(folder):
+            return _is_machinery(".".join(path.relative_to(folder).parts))
+    return False
+
+
 @functools.cache
 def _is_machinery(module: str) -> bool:
-    return _is_in(module, _MACHINERY) and not _is_in(module, _ON_TOP)
-
-
-def _is_in(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == name or module.startswith(name + ".") for name in packages)
+    return module.partition(".")[0] in _MACHINERY and not module.startswith(_ON_TOP)
 
 
 def user_line() -> SourceLine:

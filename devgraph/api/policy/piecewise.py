@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import attrs
@@ -45,7 +44,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks import marks
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark, entered
-from devgraph.api.marks.source import SourceLine
+from devgraph.api.marks.source import SourceLine, is_machinery_file
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
 from devgraph.api.policy.job import Job, Outputs, Plan, Policy
@@ -718,27 +717,10 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
     ) from error
 
 
-_MACHINERY = (
-    Path(torch.__file__).parent,
-    Path(__file__).parents[1],
-    Path(__file__).parents[2] / "runners",
-    Path(__file__).parents[2] / "integrations",
-)
-_STANDARD_LIBRARY = Path(contextlib.__file__).parent
-
-
-def _is_machinery(file: Path) -> bool:
-    """Whether a frame of ``file`` is nobody's code who could act on an error."""
-    if any(file.is_relative_to(folder) for folder in _MACHINERY):
-        return True
-    installed = {"site-packages", "dist-packages"} & set(file.parts)
-    return file.is_relative_to(_STANDARD_LIBRARY) and not installed
-
-
 def _user_line(error: Exception) -> str | None:
     """Return the innermost traced line of the user's code, or None if the tracer has none."""
     for frame in reversed(getattr(error, "real_stack", None) or []):
-        if not _is_machinery(Path(frame.filename)):
+        if not is_machinery_file(frame.filename):
             text = linecache.getline(frame.filename, frame.lineno or 0).strip()
             return f"{frame.filename}:{frame.lineno} in {frame.name}: {text}"
     return None
