@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 JOBS ?= auto
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test fuzz test-all test-npu test-newest test-oldest lint bench format clean
+.PHONY: help demo test fuzz test-all test-npu test-newest test-oldest lint docs bench format clean
 
 help:
 	@echo "make demo      generate text with a real model on the CPU reference"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-oldest  the same on the oldest torch that devgraph takes"
 	@echo "make fuzz      random work against eager for MINUTES (10), with new seeds"
 	@echo "make lint      ruff, mypy --strict, import rules"
+	@echo "make docs      the documentation as a site, with search and the API reference"
 	@echo "make bench     the benchmarks of this machine's backends"
 
 # $(call torch,PIP,WHAT) installs torch alone from TORCH_INDEX, then what it needs, and torch itself
@@ -95,6 +96,16 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "the site: .cache/site/index.html"
+
+.venv-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --upgrade pip
+	.venv-docs/bin/python -m pip install --quiet --group docs
+	touch $@
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -103,4 +114,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-oldest build dist .mypy_cache .ruff_cache .pytest_cache .cache
+	rm -rf $(VENV) .venv-newest .venv-oldest .venv-docs build dist .mypy_cache .ruff_cache .pytest_cache .cache

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import re
+import shlex
 import sys
 import types
 from collections.abc import Iterator
@@ -15,19 +18,15 @@ import torch
 
 import devgraph as dg
 import devgraph.testing.conformance
+from devgraph.api import errors
 from devgraph.api.registry import _registry
+from devgraph.cli import app
+from devgraph.cli.chart import chart
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 CONTEXT = {
-    "README.md": {
-        "SCRATCH_ROW": 0,
-        "config": dg.DeviceGraphConfig(),
-        "forward": lambda batch: batch.input_ids * 2 + batch.slot_mapping,
-        "ids": torch.arange(3),
-        "slots": torch.arange(3),
-    },
     "modes.md": {"backend": dg.get_backend("cpu")},
     "distributed.md": {
         "backend": dg.get_backend("cpu"),
@@ -43,9 +42,13 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 """What a launcher tells the only rank of a group."""
 
 
-def _blocks(path: Path, language: str) -> list[str]:
+def _blocks(path: Path, language: str, *, needs: str = "") -> list[str]:
+    """Return the blocks of a language; those that need a device only for ``needs``, its name."""
     text = path.read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    found = re.findall(
+        rf"(?:^<!-- needs: (\w+) -->\n)?^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE
+    )
+    return [block for device, block in found if device == needs]
 
 
 WITH_CODE = [path for path in DOCUMENTS if _blocks(path, "python")]
@@ -76,6 +79,82 @@ def test_code_of_a_document_runs_from_top_to_bottom(
     for number, block in enumerate(_blocks(path, "python")):
         code = compile(block, f"{path.name} block {number}", "exec", dont_inherit=True)
         exec(code, space)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("path", [ROOT / "docs" / "tutorial.md"], ids=lambda path: path.name)
+def test_code_that_needs_a_device_runs_on_it(path: Path):
+    for block in _blocks(path, "python", needs="cuda"):
+        exec(compile(block, path.name, "exec", dont_inherit=True), {})
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_code_that_no_test_can_run_uses_names_that_exist(path: Path):
+    """Code for a serving engine, in blocks named ``py``, and code for a device."""
+    for block in (*_blocks(path, "py"), *_blocks(path, "python", needs="cuda")):
+        modules: dict[str, Any] = {}
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("devgraph"):
+                for one in node.names:
+                    modules[one.asname or one.name] = importlib.import_module(
+                        f"{node.module}.{one.name}"
+                    )
+        for name, attribute in re.findall(r"\b(\w+)\.(\w+)", block):
+            assert name not in modules or hasattr(modules[name], attribute), (name, attribute)
+
+
+def _commands(path: Path) -> Iterator[str]:
+    names = "|".join(one.stem for one in (ROOT / "devgraph" / "cli").glob("*.py"))
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(rf"^(?:    )?(devgraph (?:{names}) .*)$", text, re.MULTILINE):
+        yield line.partition("  #")[0].partition(" [-")[0]
+
+
+def test_commands_of_the_documents_parse():
+    commands = [(path.name, one) for path in DOCUMENTS for one in _commands(path)]
+    assert len(commands) > 12
+    for name, command in commands:
+        try:
+            app._parser().parse_args(shlex.split(command)[1:])
+        except SystemExit:
+            pytest.fail(f"{name}: {command}")
+
+
+def test_modes_of_the_documents_are_right():
+    modes = [block for path in DOCUMENTS for block in _blocks(path, "json")]
+    assert len(modes) >= 2
+    for mode in modes:
+        dg.DeviceGraphConfig.from_json(mode, backends=("cpu", "cuda", "npu", "rocm"))
+
+
+@pytest.mark.parametrize("results", sorted((ROOT / "docs" / "figures").glob("*.json")), ids=str)
+def test_figures_show_what_the_benchmarks_say(results: Path):
+    report = json.loads(results.read_text())
+    assert results.with_suffix(".svg").read_text() == chart(report["title"], report["rows"])
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert f"figures/{results.stem}.svg" in page
+    numbers = {float(one.replace(",", "")) for one in re.findall(r"\d[\d,]*(?:\.\d+)?", page)}
+    for time in (row[kind] for row in report["rows"] for kind in ("host", "wall") if kind in row):
+        # Microseconds, milliseconds, or tokens a second.
+        told = (time * 1e6, time * 1e3, 1 / time)
+        assert any(abs(one - number) < 5e-4 * one for one in told for number in numbers), time
+
+
+def test_each_public_name_is_in_the_reference_and_each_error_has_a_section():
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^::: \S+\.(\w+)$", reference, re.MULTILINE))
+    assert {*dg.__all__} - described - {*errors.__all__} == {"__version__"}
+    sections = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    tree = ["DeviceGraphError", *re.findall(r"── (\w+)", errors.__doc__ or "")]
+    assert re.findall(r"^## (\w+)$", sections, re.MULTILINE) == tree
+
+
+def test_each_variable_of_the_environment_is_in_the_table():
+    table = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    sources = (path.read_text(encoding="utf-8") for path in (ROOT / "devgraph").rglob("*.py"))
+    named = {name for text in sources for name in re.findall(r'"(DEVGRAPH_[A-Z_]+)"', text)}
+    assert len(named) >= 4
+    assert {name for name in named if f"`{name}`" not in table} == {"DEVGRAPH_AUTOLOAD_WAS_ON"}
 
 
 def _links(path: Path) -> Iterator[str]:

@@ -42,7 +42,7 @@ def test_quickstart_replays_what_eager_computes():
 
 def test_quickstart_of_the_readme_runs(tmp_path: Path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    quick = re.search(r"## Quick start\n+```python\n(.*?)```", readme, re.DOTALL)
+    quick = re.search(r"## Twenty lines\n+```python\n(.*?)```", readme, re.DOTALL)
     assert quick is not None
     assert "assert captured.prove(" in quick.group(1)
     path = tmp_path / "quick.py"

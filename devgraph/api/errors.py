@@ -70,7 +70,16 @@ __all__ = [
 
 
 class DeviceGraphError(Exception):
-    """Base of every error that devgraph raises."""
+    """Base of every error that devgraph raises.
+
+    A note of each, which Python prints below the message from 3.11 on, names the section of the
+    documentation that says what to do: that of its class, or of the public class it derives from.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        public = next(one for one in type(self).__mro__ if one.__module__ == __name__)
+        self.__notes__ = [f"see docs/troubleshooting.md#{public.__name__.lower()}"]
 
 
 class StateError(DeviceGraphError):

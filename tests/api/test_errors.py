@@ -25,6 +25,15 @@ def test_errors_about_values_and_kinds_are_python_ones():
         assert issubclass(error, TypeError)
 
 
+def test_errors_name_the_section_that_helps():
+    class Refused(dg.CaptureError):
+        """As vendors and integrations derive their own."""
+
+    assert dg.HostReadError("x").__notes__ == ["see docs/troubleshooting.md#hostreaderror"]
+    assert Refused("x").__notes__ == ["see docs/troubleshooting.md#captureerror"]
+    assert str(Refused("x")) == "x"
+
+
 X = torch.ones(4)
 
 BE = dg.get_backend("cpu")
