@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import logging
 import sys
 import time
@@ -322,6 +323,10 @@ class Capturing:
             )
 
 
+PROGRESS_SECONDS = 3.0
+"""Between two lines about a capture where standard error is no terminal."""
+
+
 @contextlib.contextmanager
 def _progress_bar(title: str, total: int, wanted: bool | None) -> Iterator[Callable[[str], None]]:
     """Show a bar while the block runs; yields a function that advances it by one.
@@ -330,22 +335,35 @@ def _progress_bar(title: str, total: int, wanted: bool | None) -> Iterator[Calla
         title: what is being done.
         total: number of steps.
         wanted: True shows it and leaves it standing, False does not; None shows it meanwhile when
-            standard error is a terminal and rich is installed.
+            standard error is a terminal and rich is installed, and else a line every few seconds.
     """
-    if not (sys.stderr.isatty() if wanted is None else wanted):
+    if wanted is False:
         yield lambda _: None
         return
-    try:
-        from rich.console import Console
-        from rich.progress import Progress
-    except ModuleNotFoundError:
-        if wanted:
-            raise
-        yield lambda _: None
+    if wanted is None and not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        yield _lines(title, total)
         return
+    from rich.console import Console
+    from rich.progress import Progress
+
     with Progress(console=Console(stderr=True), transient=wanted is None) as bar:
         task = bar.add_task(title, total=total)
         yield lambda label: bar.update(task, advance=1, description=f"{title} {label}")
+
+
+def _lines(title: str, total: int) -> Callable[[str], None]:
+    """Return what writes a line to standard error where the last one is some seconds ago."""
+    started = last = time.perf_counter()
+    done = 0
+
+    def advance(label: str) -> None:
+        nonlocal done, last
+        done, now = done + 1, time.perf_counter()
+        if now - last >= PROGRESS_SECONDS:
+            last = now
+            sys.stderr.write(f"{title} {label}, {done} of {total}, {now - started:.0f} s\n")
+
+    return advance
 
 
 @contextlib.contextmanager

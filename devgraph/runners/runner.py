@@ -533,11 +533,12 @@ class Runner(abc.ABC):
 
     # Capture.
 
-    def capture(self) -> None:
+    def capture(self, *, everything: bool = False) -> None:
         """Capture the buckets that are not captured yet, largest first; failed ones again.
 
         With ``capture="lazy"`` or ``"background"`` in the configuration it only finds out what the
         step returns; buckets follow after enough batches wanted one, or one per ``idle`` call.
+        ``everything`` captures them now.
 
         Every capture starts from pad values in all slots; memory of buckets is shared. When memory
         runs out, the rest is dropped: the steps that wanted it run eagerly, counted.
@@ -551,7 +552,7 @@ class Runner(abc.ABC):
             if self._config.policy == "disabled":
                 return
             self._ranks.handshake(f"{self._name}/{self._capturing.rounds}", self._facts())
-            if self._config.capture == "eager":
+            if everything or self.captures_first:
                 self._capture(self.graphs.pending)
             else:
                 self._capturing.learn_outputs()
@@ -656,6 +657,11 @@ class Runner(abc.ABC):
     def buffers(self) -> StaticBuffers:
         """The static buffers of the input slots."""
         return self._step.inputs.buffers
+
+    @property
+    def captures_first(self) -> bool:
+        """Whether ``capture`` is to be called before the first step, which would run eagerly."""
+        return self._config.capture == "eager"
 
     @property
     def requested_policy(self) -> str:

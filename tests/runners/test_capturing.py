@@ -254,8 +254,15 @@ def test_progress_is_shown_when_asked_for(capsys):
     assert "capturing" in shown.err
     assert shown.out == ""
     double_runner(progress=False)
-    double_runner()  # standard error is no terminal here
+    double_runner()  # standard error is no terminal here, and the captures take no seconds
     assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_gets_a_line_where_captures_take_seconds(capsys, monkeypatch):
+    monkeypatch.setattr(rounds_module, "PROGRESS_SECONDS", 0)
+    double_runner(config={"buckets": [2, 8]})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "decode: capturing 8, 1 of 2, 0 s" and second.startswith("decode: capturing 2")
 
 
 def test_progress_does_not_need_rich_unless_asked_for(monkeypatch):

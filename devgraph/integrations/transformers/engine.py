@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import InputError, InputTypeError, StateError
 from devgraph.api.policy import breaks
 from devgraph.api.registry import get_backend
@@ -110,8 +111,10 @@ class EngineStats:
 class Engine:
     """Runs requests through a prefill and a decode runner that share a pool.
 
-    Requests join and leave between steps. The same object runs eagerly with the policy
-    ``disabled``: same steps, same kernels, no graphs. An engine belongs to one thread.
+    Requests join and leave between steps. Where the configuration says neither which graphs to
+    capture nor when, ``generate`` captures what batches come to want, so that no prompt waits for
+    a graph, and ``capture`` captures all before the first. The same object runs eagerly with the
+    policy ``disabled``: same steps, same kernels, no graphs. An engine belongs to one thread.
 
     Args:
         model: a causal language model of transformers in evaluation mode, on the device of
@@ -191,7 +194,7 @@ class Engine:
             hidden=OutputSlot(rows="tokens"),
             outputs=OutputSlot(rows="requests"),
             host_args=model.packed_host_args,
-            config=self.config.prefill,
+            config=_as_wanted(self.config.prefill),
             backend=self.backend,
             pool=self.pool,
             max_tokens=max_step_tokens,
@@ -202,7 +205,7 @@ class Engine:
             model.decode_inputs(),
             outputs=OutputSlot(rows="tokens"),
             host_args=model.decode_host_args,
-            config=self.config.decode,
+            config=_as_wanted(self.config.decode),
             backend=self.backend,
             pool=self.pool,
             max_requests=max_requests,
@@ -386,7 +389,10 @@ class Engine:
             for prompt, params in zip(prompts, each, strict=True)
         ]
         if not self._captured:
-            self.capture()
+            for runner in (self.prefill, self.decode):
+                if runner.captures_first:
+                    runner.capture()
+            self._captured = True
         requests = {request.id: request for request in made}
         for request in made:
             self._scheduler.add(request)
@@ -401,8 +407,8 @@ class Engine:
     def capture(self) -> None:
         """Capture the graphs of both phases, those of the phase with larger steps first."""
         self._check_open()
-        self.prefill.capture()
-        self.decode.capture()
+        self.prefill.capture(everything=self.config.prefill.capture == "eager")
+        self.decode.capture(everything=self.config.decode.capture == "eager")
         self._captured = True
 
     def idle(self) -> bool:
@@ -449,6 +455,13 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _as_wanted(phase: PhaseConfig) -> PhaseConfig:
+    """Return ``phase`` with graphs captured as batches want them, unless somebody chose graphs."""
+    if phase.strict or phase.explicit & {"capture", "buckets", "max_bs"}:
+        return phase
+    return attrs.evolve(phase, capture="lazy")
 
 
 def _completion_of(request: Request) -> Completion:

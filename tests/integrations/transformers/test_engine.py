@@ -75,6 +75,7 @@ def test_other_modes_give_the_same_tokens(mode: str) -> None:
     texts = prompts(5)
     want = [reference(model, text, 9) for text in texts]
     with make_engine(model, mode) as engine:
+        engine.capture()
         done = engine.generate(texts, max_new_tokens=9)
         assert [list(one.token_ids) for one in done] == want
         assert engine.decode.stats().graph_steps == engine.stats().decode_steps
@@ -82,6 +83,24 @@ def test_other_modes_give_the_same_tokens(mode: str) -> None:
         assert prefill.graph_steps + sum(prefill.eager.values()) == engine.stats().packed_steps
         # Exact spans may need other kernels than those captured: counted then, never silent.
         assert set(prefill.eager) <= {"update_topology"} if mode == FULL else not prefill.eager
+
+
+def test_no_prompt_waits_for_a_graph_unless_somebody_chose_graphs() -> None:
+    model = make_model("gemma3")
+    captured = []
+    with make_engine(model, '{"decode": "full", "prefill": "breakable"}') as engine:
+        engine.generate(
+            [[1, 2, 3]],
+            max_new_tokens=5,
+            on_event=lambda _: captured.append(engine.decode.stats().captures),
+        )
+        assert captured == [0, 0, 1, 1, 1]
+        engine.capture()
+        assert len(engine.prefill.graphs.captured) == len(engine.prefill.graphs)
+    chosen = '{"decode": {"policy": "full", "buckets": [1, 3]}, "prefill": "disabled"}'
+    with make_engine(model, chosen) as engine:
+        engine.generate([[1, 2, 3]], max_new_tokens=2)
+        assert engine.decode.stats().captures == len(engine.decode.graphs)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
