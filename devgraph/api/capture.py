@@ -70,7 +70,7 @@ class Captured:
         self._bound = [(t, t.data_ptr(), t.shape, t.stride()) for t in job.tensors]
         self._held = list(entries_in((job.args, *job.kwargs.values())))
         self._host_names = job.spec.declared.keys()
-        self._inputs = Inputs(job.fn, job.args, job.kwargs, job.spec.declared)
+        self._inputs: Inputs | None = Inputs(job.fn, job.args, job.kwargs, job.spec.declared)
 
     @property
     def outputs(self) -> Any:
@@ -103,6 +103,7 @@ class Captured:
         self._check()
         pairs: Sequence[Pair] = ()
         if inputs or not named.keys() <= self._host_names:
+            assert self._inputs is not None  # only close takes it
             pairs, named = self._inputs.taken(inputs, named)
         values = self._spec.fill(named)
         with self._lock:
@@ -236,7 +237,7 @@ class Captured:
         with self.pool.lock:
             self.pool.require_free("close a capture")
             self._plan.close()
-        self._job = None
+        self._job = self._inputs = None
         self._bound, self._held = [], []
 
     def __enter__(self) -> Captured:
