@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from devgraph.api.capture import capture as capture
     from devgraph.api.config.flags import add_cli_args as add_cli_args
     from devgraph.api.config.model import DeviceGraphConfig as DeviceGraphConfig
-    from devgraph.api.config.model import DeviceGraphWarning as DeviceGraphWarning
+    from devgraph.api.config.phase import DeviceGraphWarning as DeviceGraphWarning
     from devgraph.api.config.phase import PhaseConfig as PhaseConfig
     from devgraph.api.errors import *  # noqa: F403
     from devgraph.api.graph import DeviceGraph as DeviceGraph

@@ -82,6 +82,11 @@ class Backend(Device):
     ``make_graph`` and ``capture_context`` have the signatures of PyTorch's device-graph proposal.
     """
 
+    needs: Mapping[str, str] = {}
+    """What a node must have for some of the capabilities that the class declares, by their name;
+    ``capabilities`` of an instance are those of its node."""
+    recommended_mode: Mapping[str, str] = {}
+    """Policies by phase that are better here than those of the default mode."""
     _fastest = math.inf
 
     @abc.abstractmethod

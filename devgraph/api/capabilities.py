@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
+
+
+def _may(*hooks: str) -> Any:
+    """A capability, and the methods of a vendor by which it comes about."""
+    return attrs.field(default=False, metadata={"hooks": hooks})
 
 
 @attrs.frozen(kw_only=True)
@@ -13,41 +20,47 @@ class Capabilities:
     that does not work and reports an undeclared one that does.
     """
 
-    region_update: bool = False
+    region_update: bool = _may("DeviceGraph._record", "DeviceGraph._apply")
     """Host arguments of regions inside one graph can change between replays."""
 
-    async_update: bool = False
+    async_update: bool = _may("DeviceGraph._apply")
     """An update runs beside the replay that needs it, and every replay needs a signal."""
 
-    shared_pool: bool = False
+    shared_pool: bool = _may("Backend.make_pool", "Pool.alias")
     """Graphs of one pool share memory, so that many buckets cost little more than the largest."""
 
-    rng: bool = False
+    rng: bool = _may("Backend.get_rng_state", "Backend.set_rng_state")
     """Random numbers drawn inside a graph advance with every replay."""
 
-    refuses_host_reads: bool = False
+    refuses_host_reads: bool = _may("DeviceGraph._begin", "Backend.is_host_read")
     """Reading device data on the host inside a capture raises instead of freezing a value."""
 
-    streams: bool = False
+    streams: bool = _may("Backend.side_stream", "TorchBackend.is_unjoined")
     """Work can be forked to side streams inside a capture and joined before its end."""
 
     capture_error_modes: tuple[str, ...] = ("thread_local",)
     """The accepted values of ``capture_error_mode``; the first is the fallback of the others."""
 
-    concurrent_threads: bool = False
+    concurrent_threads: bool = _may("DeviceGraph._begin")
     """Other threads may launch and allocate on the device while one thread captures."""
 
-    collectives: bool = False
+    collectives: bool = _may("TorchBackend.prepare_stream")
     """Device collectives can be captured."""
 
-    piecewise: bool = False
+    piecewise: bool = _may("Backend.wrap_compiled")
     """``torch.compile`` pieces can be captured on this backend."""
 
     compilers: tuple[str, ...] = ("eager",)
     """Compilers that piecewise may use for a piece."""
 
-    node_counts: bool = False
+    node_counts: bool = _may("DeviceGraph._size")
     """``DeviceGraph.info()`` reports the number of nodes; else it reports None."""
 
     max_streams: int | None = None
     """Streams that captured graphs may take in all, or None where it is not a scarce resource."""
+
+
+def hooks(capability: str) -> tuple[str, ...]:
+    """Return the methods that a vendor implements for a capability, as ``Class.method``."""
+    field: attrs.Attribute[Any] = attrs.fields_dict(Capabilities)[capability]
+    return tuple(field.metadata.get("hooks", ()))

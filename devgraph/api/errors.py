@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
@@ -186,12 +186,16 @@ class DeviceLost(DeviceGraphError):
     """The device is in an error state that only a new process leaves."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a sentence that lists ``known`` and, if one is near ``name``, suggests it."""
+def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | None = None) -> str:
+    """Return a sentence that lists ``known`` and, if one is near ``name``, suggests it.
+
+    ``habits`` are other words for what is known, which people write out of habit.
+    """
     names = sorted(known)
-    spelled = {one.lower(): one for one in names}
+    spelled = {word: one for word, one in (habits or {}).items() if one in names}
+    spelled |= {one.lower(): one for one in names}
     near = difflib.get_close_matches(name.lower(), spelled, n=1)
-    hint = f" Did you mean {spelled[near[0]]!r}?" if near else ""
+    hint = f" Did you mean {spelled[near[0]]!r}?" if near and spelled[near[0]] != name else ""
     return f"Known: {', '.join(names) if names else '(none)'}.{hint}"
 
 

@@ -30,8 +30,10 @@ import attrs
 import torch
 
 from devgraph.api import process
+from devgraph.api.capabilities import hooks
 from devgraph.api.device import Device
 from devgraph.api.errors import (
+    CapabilityError,
     CaptureError,
     EmptyCaptureError,
     HostArgumentError,
@@ -94,6 +96,12 @@ class GraphInfo:
     activate and compile before them); empty for a single graph."""
 
 
+@functools.cache
+def _update_hooks_lacking(kind: type[DeviceGraph]) -> list[str]:
+    names = (hook.rpartition(".")[2] for hook in hooks("region_update"))
+    return [name for name in names if getattr(kind, name) is getattr(DeviceGraph, name)]
+
+
 class DeviceGraph(abc.ABC):
     """A graph of device work: captured once, replayed many times, updated in its regions.
 
@@ -120,6 +128,12 @@ class DeviceGraph(abc.ABC):
     """Whether an update that an error or an interrupt stops has changed nothing."""
 
     def __init__(self, backend: Device, pool: Pool) -> None:
+        if backend.capabilities.region_update and (lacking := _update_hooks_lacking(type(self))):
+            raise CapabilityError(
+                f"backend {backend.name!r} declares region_update, and its {type(self).__name__} "
+                f"implements no {' and no '.join(lacking)}: implement them as docs/backends.md "
+                f"says, or declare it when they are there"
+            )
         self.backend = backend
         self.pool = pool
         self.hits: list[MarkedCall] = []

@@ -29,13 +29,20 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "devgraph.backends"
 
-# Preference order of "auto": real devices first. The value is (module, how to get it).
+# Preference order of "auto": real devices first. The value is (module, class, how to get it).
 _BUILT_IN = {
-    "cuda": ("devgraph.cuda", "install a CUDA build of torch"),
-    "npu": ("devgraph.npu", "install CANN and devgraph[npu] (torch-npu)"),
-    "rocm": ("devgraph.rocm", "install the ROCm build of torch from its own index"),
-    "cpu": ("devgraph.cpu", "it is part of devgraph"),
+    "cuda": ("devgraph.cuda", "CudaBackend", "install a CUDA build of torch"),
+    "npu": ("devgraph.npu", "NpuBackend", "install CANN and devgraph[npu] (torch-npu)"),
+    "rocm": ("devgraph.rocm", "RocmBackend", "install the ROCm build of torch from its own index"),
+    "cpu": ("devgraph.cpu", "CpuBackend", "it is part of devgraph"),
 }
+
+OTHER_NAMES = {
+    **dict.fromkeys(("nvidia", "gpu"), "cuda"),
+    **dict.fromkeys(("ascend", "huawei", "cann", "torch_npu"), "npu"),
+    **dict.fromkeys(("amd", "hip"), "rocm"),
+}
+"""What people call a built-in backend whose name they do not know, for hints."""
 
 
 @attrs.frozen(kw_only=True)
@@ -76,10 +83,11 @@ class _Registry:
     def make(self, name: str) -> Backend:
         with self._lock:
             if name not in self._instances:
-                self._instances[name] = _made(name, lambda: self._factory(name)())
+                self._instances[name] = _made(name, lambda: self.factory(name)())
             return self._instances[name]
 
-    def _factory(self, name: str) -> Callable[[], Backend]:
+    def factory(self, name: str) -> Callable[[], Backend]:
+        """Return what makes the backend; for most it is its class."""
         if name in self._factories:
             return self._factories[name]
         if name in _BUILT_IN:
@@ -87,7 +95,8 @@ class _Registry:
         for entry in _entry_points():
             if entry.name == name:
                 return _load_plugin(entry)
-        raise UnknownBackendError(f"no backend {name!r}. {did_you_mean(name, self.names())}")
+        hint = did_you_mean(name, self.names(), OTHER_NAMES)
+        raise UnknownBackendError(f"no backend {name!r}. {hint}")
 
 
 def _entry_points() -> importlib.metadata.EntryPoints:
@@ -95,14 +104,14 @@ def _entry_points() -> importlib.metadata.EntryPoints:
 
 
 def _load_built_in(name: str) -> Callable[[], Backend]:
-    module_name, cure = _BUILT_IN[name]
+    module_name, class_name, cure = _BUILT_IN[name]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise BackendUnavailableError(
             f"backend {name!r} needs module {error.name!r}: {cure}."
         ) from error
-    factory: Callable[[], Backend] = module.make_backend
+    factory: type[Backend] = getattr(module, class_name)
     return factory
 
 
@@ -147,6 +156,23 @@ def _made(name: str, factory: Callable[[], Backend]) -> Backend:
 
 _registry = _Registry()
 names = _registry.names
+
+
+def declaration(name: str) -> type[Backend] | None:
+    """Return the class of a backend: what it declares is known where its device is not.
+
+    None for a backend that is registered as a function, or whose package cannot be loaded here.
+
+    Raises:
+        UnknownBackendError: nothing of that name is registered (a ValueError).
+    """
+    from devgraph.api.backend import Backend  # imports torch, which names and reasons do not need
+
+    try:
+        factory = _registry.factory(name)
+    except BackendUnavailableError:
+        return None
+    return factory if isinstance(factory, type) and issubclass(factory, Backend) else None
 
 
 def register(name: str, factory: Callable[[], Backend]) -> None:

@@ -9,11 +9,11 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from devgraph import __version__
-from devgraph.api.config.model import DeviceGraphWarning
+from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.errors import DeviceGraphError
 from devgraph.cli.arguments import COMMANDS
 
@@ -27,16 +27,17 @@ _AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
 
 ERROR = 2
 _INTERRUPTED = 130
+_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with ``argv`` (the process's own arguments if None); return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
-        with _environment():
+        with _environment(), _messages() as set_level:
             args = _parser().parse_args(given)
-            with _messages(getattr(args, "verbose", 0)):
-                return _run(args)
+            set_level(_LEVELS[min(getattr(args, "verbose", 0), len(_LEVELS) - 1)])
+            return _run(args)
     except KeyboardInterrupt:
         _complain("interrupted")
         return _INTERRUPTED
@@ -65,15 +66,16 @@ def _run(args: argparse.Namespace) -> int:
         # Only what runs is imported, after its arguments are right: torch takes seconds.
         command: Any = importlib.import_module(f"devgraph.cli.{args.command}")
         code: int = command.run(args)
+        sys.stdout.flush()
     except (DeviceGraphError, ImportError) as error:
         if getattr(args, "debug", False):
             raise
         _complain(f"error: {error}")
         return ERROR
     except BrokenPipeError:
-        # The reader has gone (head, less); Python must not fail once more when it flushes.
+        # The reader has seen enough (head, less); Python must not fail when it flushes once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ERROR
+        return 0
     return code
 
 
@@ -121,15 +123,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def _messages(verbose: int) -> Iterator[None]:
-    """Send log records and warnings to stderr as single lines while a command runs."""
-    levels = (logging.WARNING, logging.INFO, logging.DEBUG)
+def _messages() -> Iterator[Callable[[int], None]]:
+    """Send log records and warnings to stderr as single lines; yield what sets the level."""
     root = logging.getLogger("devgraph")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("devgraph: %(message)s"))
     before, propagate = root.level, root.propagate
     root.addHandler(handler)
-    root.setLevel(levels[min(verbose, len(levels) - 1)])
+    root.setLevel(_LEVELS[0])
     root.propagate = False
     try:
         with warnings.catch_warnings():
@@ -143,7 +144,7 @@ def _messages(verbose: int) -> Iterator[None]:
 
             warnings.simplefilter("always", DeviceGraphWarning)
             warnings.showwarning = show
-            yield
+            yield root.setLevel
     finally:
         root.removeHandler(handler)
         root.setLevel(before)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import warnings
 from pathlib import Path
 
 from devgraph.api.config.flags import add_cli_args
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.policy import COMPILERS, policies
+from devgraph.api.registry import names
 
 __all__ = [
     "CACHE",
@@ -15,6 +20,7 @@ __all__ = [
     "MOST_REQUESTS",
     "MOST_STEP_TOKENS",
     "SIZES",
+    "mode_of",
 ]
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -79,6 +85,11 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME",
         help="probe this backend only (may be repeated; default: every available one)",
+    )
+    parser.add_argument(
+        "--capabilities",
+        action="store_true",
+        help="print what backends declare, installed here or not, as a table in Markdown",
     )
     parser.add_argument("--no-probe", action="store_true", help="list only; capture nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -314,3 +325,18 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=_count, metavar="N", help="CPU threads of torch")
     add("--json", action="store_true", help="print JSON instead of text and tables")
     add_cli_args(parser)
+
+
+def mode_of(args: argparse.Namespace) -> DeviceGraphConfig:
+    """Return the mode configuration that the options of a command ask for."""
+    from devgraph.integrations.vllm.modes import MODE_VARIABLE  # help must not wait for it
+
+    config = DeviceGraphConfig.from_args(args, backends=names())
+    if MODE_VARIABLE in os.environ:
+        warnings.warn(
+            f"{MODE_VARIABLE} is set, and only engines read it: here it has no effect. Give it as "
+            f'--device-graph-mode "${MODE_VARIABLE}"',
+            DeviceGraphWarning,
+            stacklevel=2,
+        )
+    return config

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import json
 import logging
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -17,6 +18,7 @@ import torch
 
 from devgraph import __version__
 from devgraph.api.backend import Backend
+from devgraph.api.capabilities import Capabilities, hooks
 from devgraph.api.capture import Captured, capture
 from devgraph.api.errors import (
     DeviceGraphError,
@@ -26,7 +28,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.api.policy import breaks, compiles, policies
-from devgraph.api.registry import BackendInfo, backends, get_backend
+from devgraph.api.registry import OTHER_NAMES, BackendInfo, backends, declaration, get_backend
 from devgraph.cli.measure import seconds_per_call
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, working
 from devgraph.runners.report import format_bytes
@@ -38,11 +40,6 @@ _PACKAGES = (
     ("torch", "everything", "pip install torch (2.11 or newer)"),
     ("attrs", "everything", "pip install attrs"),
     ("rich", "the command line", "pip install rich"),
-    (
-        "torch-npu",
-        "Ascend NPUs",
-        "pip install torch-npu (torch's version), and CANN from the vendor",
-    ),
     ("transformers", "generate: models and tokenizers", "pip install transformers sentencepiece"),
     ("gguf", "generate: models in GGUF files", "pip install gguf"),
     ("accelerate", "generate: models in GGUF files", "pip install accelerate"),
@@ -65,15 +62,20 @@ class _Checked:
     device: str
     probes: tuple[Probe, ...]
     capabilities: dict[str, Any]
+    lacks: dict[str, str]
+    """Capabilities that the backend has elsewhere, by name, and what they need."""
     details: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
+        kind = declaration(self.info.name)
         memory = None if self.memory is None else {"free": self.memory[0], "total": self.memory[1]}
         return {
             **attrs.asdict(self.info),
             "torch_device": self.device,
             "memory": memory,
             "capabilities": self.capabilities,
+            "lacks": self.lacks,
+            "declared": None if kind is None else attrs.asdict(kind.capabilities),
             "details": self.details,
             "probes": [
                 {**attrs.asdict(probe), "ok": probe.ok, "verdict": probe.verdict}
@@ -88,8 +90,12 @@ def run(args: argparse.Namespace) -> int:
     names = [info.name for info in found]
     for name in args.backend or ():
         if name not in names:
-            raise CommandError(f"no backend {name!r}. {did_you_mean(name, names)}")
+            hint = did_you_mean(name, names, OTHER_NAMES)
+            raise CommandError(f"no backend {name!r}. {hint}")
     wanted = [info for info in found if not args.backend or info.name in args.backend]
+    if args.capabilities:
+        say(capability_table([info.name for info in wanted]))
+        return 0
     checked = [_check(info, probe=not args.no_probe) for info in wanted]
     asked_and_missing = [c for c in checked if args.backend and not c.info.available]
     failed = [probe for one in checked for probe in one.probes if not probe.ok]
@@ -100,10 +106,54 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed or asked_and_missing else 0
 
 
+def capability_table(names: Sequence[str]) -> str:
+    """Return what backends declare, wherever their devices are, as a table in Markdown.
+
+    Raises:
+        CommandError: one of them is registered as a function, or its package cannot be loaded.
+    """
+    kinds = []
+    for name in names:
+        kind = declaration(name)
+        if kind is None:
+            raise CommandError(f"backend {name!r} is no class here, so it declares nothing")
+        kinds.append(kind)
+    fields = [field.name for field in attrs.fields(Capabilities)]
+    modes = [json.dumps(dict(kind.recommended_mode)) for kind in kinds]
+    rows = [
+        ["capability", *names, "its hooks"],
+        ["---"] * (len(names) + 2),
+        *(
+            [f"`{name}`", *(_declared(kind, name) for kind in kinds), _hooks(name)]
+            for name in fields
+        ),
+        ["recommended mode", *("the default" if m == "{}" else f"`{m}`" for m in modes), ""],
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _declared(kind: type[Backend], name: str) -> str:
+    value = getattr(kind.capabilities, name)
+    if isinstance(value, tuple):
+        text = ", ".join(value)
+    elif isinstance(value, bool) or value is None:
+        text = "yes" if value else "-"
+    else:
+        text = f"{value:,}"
+    return f"{text} (needs {kind.needs[name]})" if name in kind.needs else text
+
+
+def _hooks(name: str) -> str:
+    return ", ".join(f"`{hook}`" for hook in hooks(name))
+
+
 def _check(info: BackendInfo, *, probe: bool) -> _Checked:
     if not info.available:
-        return _Checked(info=info, memory=None, device="", probes=(), capabilities={}, details={})
+        return _Checked(
+            info=info, memory=None, device="", probes=(), capabilities={}, lacks={}, details={}
+        )
     backend = get_backend(info.name)
+    here, everywhere = backend.capabilities, type(backend).capabilities
     with working(f"capturing on {info.name}"):
         probes = tuple(probe_backend(backend)) if probe else ()
     return _Checked(
@@ -111,7 +161,12 @@ def _check(info: BackendInfo, *, probe: bool) -> _Checked:
         memory=backend.memory_info(),
         device=str(backend.device),
         probes=probes,
-        capabilities=attrs.asdict(backend.capabilities),
+        capabilities=attrs.asdict(here),
+        lacks={
+            name: need
+            for name, need in backend.needs.items()
+            if getattr(here, name) != getattr(everywhere, name)
+        },
         details=backend.details(),
     )
 
@@ -193,6 +248,8 @@ def _print(checked: list[_Checked], *, probed: bool) -> None:
                 [(p.name, p.declared, p.verdict, p.detail) for p in one.probes],
             )
             say(f"  declared, not probed here: {_unprobed(one)}")
+        for name, need in one.lacks.items():
+            say(f"  {one.info.name} has less of {name} here than elsewhere: it needs {need}")
         for topic, told in one.details.items():
             say(f"  {one.info.name}, {topic}: {told}")
     present = [(name, version) for name, *_ in _PACKAGES if (version := _version(name))]

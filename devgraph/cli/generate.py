@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.resolve import resolve
-from devgraph.api.registry import get_backend, names
+from devgraph.api.registry import get_backend
+from devgraph.cli.arguments import mode_of
 from devgraph.cli.models import load_model, require_transformers
 from devgraph.cli.tables import CommandError, print_json, working
 
@@ -46,7 +46,7 @@ def generate(
     """
     require_transformers()
     backend = get_backend(args.backend)
-    asked = DeviceGraphConfig.from_args(args, backends=names())
+    asked = mode_of(args)
     from devgraph.cli.generating import Setup, print_runs, report, run_all, same_tokens
 
     if args.threads:

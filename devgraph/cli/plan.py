@@ -17,10 +17,13 @@ from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.config.resolve import Resolution, resolve
+from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.policy import WHOLE, registration
-from devgraph.api.registry import backends, get_backend, names
+from devgraph.api.registry import declaration, get_backend
+from devgraph.cli.arguments import mode_of
 from devgraph.cli.tables import CommandError, print_json, print_table, say
-from devgraph.runners.buckets import Buckets, Phase
+from devgraph.runners.buckets import Buckets, Phase, spans
+from devgraph.runners.options import settings_of
 from devgraph.runners.report import format_bytes
 
 __all__ = ["ModelSizes", "estimate", "ranges", "run"]
@@ -28,61 +31,98 @@ __all__ = ["ModelSizes", "estimate", "ranges", "run"]
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; a choice that cannot work is an error."""
-    config = DeviceGraphConfig.from_args(args, backends=names())
+    config = mode_of(args)
     facts = _facts(args.fact)
     sizes = _sizes(args)
-    if args.cluster:
-        return _run_cluster(args, config, facts, sizes)
-    backend = get_backend(args.backend)
-    resolution = resolve(config, facts.on_backend(backend.name, backend.capabilities))
-    estimates = _estimates(args, resolution, sizes, backend.capabilities)
+    plan = _cluster_plan if args.cluster else _node_plan
+    rows, data = plan(args, config, facts, sizes)
     if args.json:
-        print_json({**_data(resolution, estimates, backend), "mode": config.to_dict()})
+        print_json(data)
         return 0
-    say(f"backend {backend.name} ({backend.device_name}); {_sizes_text(sizes)}")
-    _print_phases(f"phases on {backend.name}", [("", resolution, estimates)])
-    _print_rules([("", resolution)])
-    _print_warnings(estimates, backend.capabilities)
+    where = f"in {args.cluster}" if args.cluster else f"on {rows[0].backend.name}"
+    say(_sizes_text(sizes))
+    _print_phases(f"phases {where}", rows)
+    _print_rules(rows)
+    for row in rows:
+        _print_shortages(row)
+    for backend in {row.backend.name: row.backend for row in rows}.values():
+        if isinstance(backend, type):
+            say(_declared_text(backend))
     say(_flag(config))
     return 0
 
 
-def _run_cluster(
+@attrs.frozen(kw_only=True)
+class _Row:
+    """What a configuration comes to for devices of one kind."""
+
+    title: str
+    """Empty where there is one kind only."""
+    backend: Backend | type[Backend]
+    """The class where the device is not on this machine: it declares what a node has."""
+    resolution: Resolution
+    estimates: list[Estimate]
+
+
+def _node_plan(
     args: argparse.Namespace,
     config: DeviceGraphConfig,
     facts: EngineFacts,
     sizes: ModelSizes | None,
-) -> int:
+) -> tuple[list[_Row], dict[str, Any]]:
+    backend = _known(args.backend) or get_backend(args.backend)
+    resolution = resolve(config, facts.on_backend(backend.name, backend.capabilities))
+    estimates = _estimates(args, resolution, sizes, backend.capabilities)
+    data = {
+        **resolution.to_dict(),
+        "device": None if isinstance(backend, type) else backend.device_name,
+        "estimates": [attrs.asdict(one) for one in estimates],
+        "mode": config.to_dict(),
+    }
+    return [_Row(title="", backend=backend, resolution=resolution, estimates=estimates)], data
+
+
+def _cluster_plan(
+    args: argparse.Namespace,
+    config: DeviceGraphConfig,
+    facts: EngineFacts,
+    sizes: ModelSizes | None,
+) -> tuple[list[_Row], dict[str, Any]]:
     if facts != EngineFacts():
         raise CommandError(
             f"--fact does not go with --cluster: state facts per group in {args.cluster}"
         )
-    known = {
-        info.name: get_backend(info.name).capabilities for info in backends() if info.available
-    }
-    plan = plan_cluster(config, Cluster.from_file(args.cluster), capabilities=known)
+    cluster = Cluster.from_file(args.cluster)
+    known = {name: backend for name in cluster.backends if (backend := _known(name))}
+    able = {name: backend.capabilities for name, backend in known.items()}
+    plan = plan_cluster(config, cluster, capabilities=able)
+    data = plan.to_dict()
     rows = []
-    for member in plan.members:
-        able = known.get(member.member.backend)
-        title = f"{member.group.name}: {member.member.count} x {member.member.vendor}"
-        rows.append((title, member.resolution, _estimates(args, member.resolution, sizes, able)))
-    if args.json:
-        data = plan.to_dict()
-        for entry, (_, _, estimates) in zip(data["groups"], rows, strict=True):
-            entry["estimates"] = [attrs.asdict(one) for one in estimates]
-        print_json(data)
-        return 0
-    say(_sizes_text(sizes))
-    _print_phases(f"phases in {args.cluster}", rows)
-    _print_rules([(title, resolution) for title, resolution, _ in rows])
-    unknown = sorted({m.member.backend for m in plan.members} - set(known))
-    if unknown:
-        say(
-            f"not on this machine, so planned with the facts of the file and not with measured "
-            f"capabilities: {', '.join(unknown)}"
+    for one, entry in zip(plan.members, data["groups"], strict=True):
+        backend = known.get(one.member.backend, Backend)
+        estimates = _estimates(args, one.resolution, sizes, backend.capabilities)
+        title = f"{one.group.name}: {one.member.count} x {one.member.vendor}"
+        rows.append(
+            _Row(title=title, backend=backend, resolution=one.resolution, estimates=estimates)
         )
-    say(_flag(config))
-    return 0
+        entry["estimates"] = [attrs.asdict(one) for one in estimates]
+    return rows, data
+
+
+def _known(name: str) -> Backend | type[Backend] | None:
+    """Return a backend of this machine, or else the class that declares what it is elsewhere."""
+    try:
+        return get_backend(name)
+    except BackendUnavailableError:
+        return declaration(name)
+
+
+def _declared_text(backend: type[Backend]) -> str:
+    needs = [f"{what} where a node has {need}" for what, need in backend.needs.items()]
+    return (
+        f"{backend.name or 'a backend that is registered as a function'} is not on this machine: "
+        f"planned with what it declares{', ' if needs else ''}{', '.join(needs)}"
+    )
 
 
 def _flag(config: DeviceGraphConfig) -> str:
@@ -126,44 +166,30 @@ def _estimates(
     args: argparse.Namespace,
     resolution: Resolution,
     sizes: ModelSizes | None,
-    capabilities: Capabilities | None,
+    capabilities: Capabilities,
 ) -> list[Estimate]:
-    effective = resolution.effective
+    capacities: dict[Phase, int] = {"decode": args.max_requests, "prefill": args.max_tokens}
     return [
         estimate(
-            "decode",
-            effective.decode,
-            capacity=args.max_requests,
+            phase,
+            settings_of(resolution.effective.phase(phase), phase, capacity),
+            capacity=capacity,
             sizes=sizes,
             capabilities=capabilities,
-        ),
-        estimate(
-            "prefill",
-            effective.prefill,
-            capacity=args.max_tokens,
-            sizes=sizes,
-            capabilities=capabilities,
-        ),
+        )
+        for phase, capacity in capacities.items()
     ]
 
 
-def _data(resolution: Resolution, estimates: list[Estimate], backend: Backend) -> dict[str, Any]:
-    return {
-        **resolution.to_dict(),
-        "device": backend.device_name,
-        "estimates": [attrs.asdict(one) for one in estimates],
-    }
-
-
-def _print_phases(title: str, rows: list[tuple[str, Resolution, list[Estimate]]]) -> None:
-    where = any(name for name, _, _ in rows)
+def _print_phases(title: str, rows: list[_Row]) -> None:
+    where = any(row.title for row in rows)
     table = []
-    for name, resolution, estimates in rows:
-        for one in estimates:
-            asked = resolution.requested.phase(one.phase)
+    for row in rows:
+        for one in row.estimates:
+            asked = row.resolution.requested.phase(one.phase)
             table.append(
                 (
-                    *((name,) if where else ()),
+                    *((row.title,) if where else ()),
                     one.phase,
                     asked.policy + ("" if "policy" in asked.explicit else " (default)"),
                     one.policy,
@@ -189,9 +215,9 @@ def _print_phases(title: str, rows: list[tuple[str, Resolution, list[Estimate]]]
         numbers=("graphs", "streams", "memory"),
     )
     settings = [
-        (*((name,) if where else ()), phase, key, asked, holds)
-        for name, resolution, _ in rows
-        for phase, key, asked, holds in resolution.rows()
+        (*((row.title,) if where else ()), phase, key, asked, holds)
+        for row in rows
+        for phase, key, asked, holds in row.resolution.rows()
         if key != "policy"
     ]
     if settings:
@@ -202,29 +228,38 @@ def _print_phases(title: str, rows: list[tuple[str, Resolution, list[Estimate]]]
         )
 
 
-def _print_rules(resolutions: list[tuple[str, Resolution]]) -> None:
-    rows = [
-        (name or None, fired.phase, fired.rule, fired.outcome, fired.explanation)
-        for name, resolution in resolutions
-        for fired in resolution.fired
+def _print_rules(rows: list[_Row]) -> None:
+    fired = [
+        (row.title or None, one.phase, one.rule, one.outcome, one.explanation)
+        for row in rows
+        for one in row.resolution.fired
     ]
-    if rows:
-        print_table("rules that fired", ("group", "phase", "rule", "outcome", "why"), rows)
+    if fired:
+        print_table("rules that fired", ("group", "phase", "rule", "outcome", "why"), fired)
     else:
         say("rules that fired: none")
 
 
-def _print_warnings(estimates: list[Estimate], capabilities: Capabilities) -> None:
-    limit = capabilities.max_streams
-    counts = [one.streams for one in estimates]
-    if limit is None or None in counts:
+def _print_shortages(row: _Row) -> None:
+    """Say what runs eagerly for want of a bucket, and which streams there are too few of."""
+    where = f"{row.title}: " if row.title else ""
+    for one in row.estimates:
+        if one.uncovered:
+            say(
+                f"{where}{one.phase} steps of {one.uncovered} run eagerly: no bucket holds them "
+                f"with little enough padding"
+            )
+    limit = row.backend.capabilities.max_streams
+    counts = [one.streams for one in row.estimates if one.streams is not None]
+    if limit is None or sum(counts) <= limit:
         return
-    streams = sum(count for count in counts if count is not None)
-    if streams > limit:
-        say(
-            f"warning: {streams} graphs need at least as many streams, and this backend has "
-            f"{limit}: use fewer buckets, or the policy full"
-        )
+    name, better = row.backend.name, row.backend.recommended_mode
+    mode = json.dumps({"backends": {name: dict(better)}})
+    advice = f"the mode that is recommended there, '{mode}'" if better else "the policy full"
+    say(
+        f"{where}warning: {sum(counts):,} graphs need at least as many streams, and {name} has "
+        f"{limit:,}: use {advice}, or fewer buckets"
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -288,6 +323,8 @@ class Estimate:
     graphs: int | None
     streams: int | None
     """At least one a graph; None on a backend where captured graphs hold none."""
+    uncovered: str
+    """The sizes of steps within the capacity that no bucket holds, in words."""
     bytes: int | None
     """Graph memory: the largest bucket where graphs share a pool, else the sum of all."""
 
@@ -298,7 +335,7 @@ def estimate(
     *,
     capacity: int,
     sizes: ModelSizes | None,
-    capabilities: Capabilities | None,
+    capabilities: Capabilities,
 ) -> Estimate:
     """Return what ``config`` will capture for a phase.
 
@@ -307,7 +344,7 @@ def estimate(
         config: what holds for it, after all rules.
         capacity: most requests (decode) or tokens (prefill) of a step.
         sizes: the model; None leaves out what depends on it.
-        capabilities: of the backend; None takes the careful defaults.
+        capabilities: of the backend.
 
     Raises:
         ConfigError: a bucket is over the capacity or not aligned.
@@ -320,6 +357,7 @@ def estimate(
             graphs_per_bucket=0,
             graphs=0,
             streams=0,
+            uncovered="",
             bytes=0,
         )
     top = capacity if config.max_bs is None else min(config.max_bs, capacity)
@@ -332,16 +370,17 @@ def estimate(
         else sizes.layers + 1
     )
     graphs = None if each is None else each * len(buckets)
-    able = capabilities or Capabilities()
-    scarce = capabilities is None or capabilities.max_streams is not None
+    missing = buckets.uncovered(capacity, config.max_padding)
+    counted = "requests" if phase == "decode" else "tokens"
     return Estimate(
         phase=phase,
         policy=config.policy,
         buckets=tuple(buckets),
         graphs_per_bucket=each,
         graphs=graphs,
-        streams=graphs if scarce else None,
-        bytes=None if sizes is None else _bytes(phase, buckets, sizes, able),
+        streams=None if capabilities.max_streams is None else graphs,
+        uncovered=f"{spans(missing)} {counted}" if missing else "",
+        bytes=None if sizes is None else _bytes(phase, buckets, sizes, capabilities),
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -36,9 +38,15 @@ class CommandError(DeviceGraphError):
     """A command cannot do what was asked; the message says what is missing."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise what is being handled: rich would end the program with status 1."""
+        raise
+
+
 def _console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False, markup=False)
-    if not console.is_terminal:
+    console = _Console(stderr=stderr, highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_WIDTH  # a file or pipe has no width; 80 would break most tables
     return console
 
@@ -74,14 +82,37 @@ def print_table(
         rows: one value a column; None shows as a dash, a boolean as yes or no.
         numbers: headings of the columns that are aligned to the right.
     """
+    console = _console()
+    cells = [[Text(_cell(value)) for value in row] for row in rows]
+    widths = _widths([*cells, [Text(name) for name in columns]], console.width)
+    if widths is None:  # the words of a row do not fit side by side
+        say(title)
+        for row in cells:
+            say()
+            for name, cell in zip(columns, row, strict=True):
+                console.print(Text(f"  {name}: " if name else "  ") + cell)
+        return
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for name in columns:
-        table.add_column(
-            name, justify="right" if name in numbers else "left", overflow="fold", header_style=""
-        )
-    for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row))
-    _console().print(table)
+    for name, width in zip(columns, widths, strict=True):
+        side: Literal["left", "right"] = "right" if name in numbers else "left"
+        table.add_column(name, justify=side, width=width, header_style="")
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int] | None:
+    """Return how wide each column is where no word is broken; None if that needs more room."""
+    columns = list(zip(*rows, strict=True))
+    least = [max(max(map(cell_len, text.plain.split()), default=0) for text in c) for c in columns]
+    widths = [max(text.cell_len for text in column) for column in columns]
+    room -= 3 * len(columns) + 1  # rules between them, and a space on both sides
+    if sum(least) > room:
+        return None
+    while sum(widths) > room:
+        _, widest = max((w, at) for at, w in enumerate(widths) if w > least[at])
+        widths[widest] -= 1
+    return widths
 
 
 def _cell(value: Any) -> str:

@@ -7,6 +7,6 @@ anywhere.
 
 from __future__ import annotations
 
-from devgraph.cpu.backend import CpuBackend, make_backend
+from devgraph.cpu.backend import CpuBackend
 
-__all__ = ["CpuBackend", "make_backend"]
+__all__ = ["CpuBackend"]

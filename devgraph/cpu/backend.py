@@ -239,8 +239,3 @@ class CpuBackend(Backend):
         See ``devgraph.cpu.check.check``.
         """
         return check(fn, args, kwargs=kwargs, host_args=host_args, knowledge=self.knowledge)
-
-
-def make_backend() -> CpuBackend:
-    """Return the backend; it is always available."""
-    return CpuBackend()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from devgraph.api.capabilities import Capabilities
@@ -32,22 +33,33 @@ class CudaBackend(NodeBackend):
     raw_graph_name = "raw_cuda_graph"
     raw_executable_name = "raw_cuda_graph_exec"
     stream_handle_name = "cuda_stream"
+    capabilities = Capabilities(
+        region_update=True,
+        shared_pool=True,
+        rng=True,
+        refuses_host_reads=True,
+        streams=True,
+        capture_error_modes=("thread_local", "global", "relaxed"),
+        concurrent_threads=True,
+        collectives=True,
+        piecewise=True,
+        compilers=("eager", "inductor"),
+        node_counts=True,
+    )
+    needs: Mapping[str, str] = {
+        **dict.fromkeys(("region_update", "node_counts"), "a driver of CUDA 12.3 or newer"),
+        "compilers": "Triton for inductor",
+    }
 
     def __init__(self) -> None:
         super().__init__()
         self.use_runtime(Runtime.find(lambda: torch.cuda.mem_get_info(self._device)))
-        self.capabilities = Capabilities(
-            region_update=self.runtime is not None,
-            shared_pool=True,
-            rng=True,
-            refuses_host_reads=True,
-            streams=True,
-            capture_error_modes=("thread_local", "global", "relaxed"),
-            concurrent_threads=True,
-            collectives=True,
-            piecewise=True,
+        updates = self.runtime is not None
+        self.capabilities = attrs.evolve(
+            type(self).capabilities,
+            region_update=updates,
+            node_counts=updates,
             compilers=_compilers(),
-            node_counts=self.runtime is not None,
         )
 
     def use_runtime(self, runtime: NodeRuntime | None) -> None:
@@ -132,8 +144,3 @@ def recover_pace(stream: Any) -> None:
     backend = get_backend("cuda")
     assert isinstance(backend, CudaBackend)
     backend.recover_pace(stream)
-
-
-def make_backend() -> CudaBackend:
-    """Return the CUDA backend or raise BackendUnavailableError with the way to fix it."""
-    return CudaBackend()

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from devgraph.npu.backend import NpuBackend, make_backend
+from devgraph.npu.backend import NpuBackend
 
-__all__ = ["NpuBackend", "make_backend"]
+__all__ = ["NpuBackend"]

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 
 import torch
 
@@ -16,6 +17,7 @@ from devgraph.npu.device import NpuDevice
 from devgraph.npu.diagnose import AUTOLOAD, diagnose
 from devgraph.npu.errors import UNJOINED, error_code, lost_reason
 from devgraph.npu.graph import NpuGraph, NpuPool
+from devgraph.npu.lifetimes import GRAPH_STREAMS
 
 
 class NpuBackend(NpuDevice):
@@ -26,25 +28,24 @@ class NpuBackend(NpuDevice):
     graph_class_name = "NPUGraph"
     graph_type = NpuGraph
     pool_type = NpuPool
+    capabilities = Capabilities(
+        region_update=True,
+        async_update=True,
+        shared_pool=True,
+        rng=True,
+        refuses_host_reads=True,
+        streams=True,
+        capture_error_modes=("thread_local", "global", "relaxed"),
+        concurrent_threads=True,
+        node_counts=True,
+        piecewise=True,
+        max_streams=GRAPH_STREAMS,
+    )
+    # A breakable prefill holds a stream for each of its segments; a full one needs a stream.
+    recommended_mode: Mapping[str, str] = {"prefill": "full"}
 
     attention_version: int = 2
     """The version of torch_npu's fused attention that engines get: 1 or 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.capabilities = Capabilities(
-            region_update=True,
-            async_update=True,
-            shared_pool=True,
-            rng=True,
-            refuses_host_reads=True,
-            streams=True,
-            capture_error_modes=("thread_local", "global", "relaxed"),
-            concurrent_threads=True,
-            node_counts=True,
-            piecewise=True,
-            max_streams=self.budget.limit,
-        )
 
     def check_available(self) -> None:
         if self.namespace is None or "torch_npu" not in sys.modules:
@@ -111,8 +112,3 @@ def _cann_version() -> str:
         utils = importlib.import_module("torch_npu.npu.utils")
         return str(utils.get_cann_version())
     return "unknown"
-
-
-def make_backend() -> NpuBackend:
-    """Return the Ascend backend or raise BackendUnavailableError with the way to fix it."""
-    return NpuBackend()

@@ -19,6 +19,9 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
 """Set by the command line where it turned autoload off for itself."""
 
+NEWEST = "2.14"
+"""The newest version of torch that a torch_npu was published for (PyPI, 2026)."""
+
 # The runtime and the collectives: torch_npu cannot be imported without either.
 _LIBRARIES = ("libascendcl.so", "libhccl.so")
 
@@ -43,15 +46,24 @@ class Diagnosis:
     def problems(self) -> tuple[str, ...]:
         """What stands in the way, each with the way to fix it."""
         found = []
-        if self.torch_npu is None:
+        mine = _short(self.torch)
+        published = _numbers(mine) <= _numbers(NEWEST)
+        if self.torch_npu is None and published:
             found.append(
-                f"torch_npu is not installed: pip install torch-npu=={_short(self.torch)}.* (the "
-                f"version that belongs to torch {self.torch}), and install CANN"
+                f"torch_npu is not installed: pip install torch-npu=={mine}.* (the version that "
+                f"belongs to torch {self.torch}), and install CANN"
             )
-        elif _short(self.torch) != _short(self.torch_npu):
+        elif self.torch_npu is None:
+            found.append(
+                f"torch_npu is not installed, and none is known for torch {self.torch}: the newest "
+                f"is for torch {NEWEST}. pip install torch=={NEWEST}.* torch-npu=={NEWEST}.*, and "
+                f"install CANN"
+            )
+        elif mine != _short(self.torch_npu):
+            cure = f"torch-npu=={mine}.* or " if published else ""
             found.append(
                 f"torch_npu {self.torch_npu} does not belong to torch {self.torch}: install "
-                f"torch-npu=={_short(self.torch)}.* or torch=={_short(self.torch_npu)}.*"
+                f"{cure}torch=={_short(self.torch_npu)}.*"
             )
         if self.torch_npu is not None and self.missing_libraries:
             found.append(
@@ -101,6 +113,10 @@ def _version(name: str) -> str | None:
 
 def _short(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def _loadable(library: str) -> bool:

@@ -27,6 +27,8 @@ HARDWARE_STREAMS = 2048
 OTHER_STREAMS = 248
 """Set aside for eager work: 70 of torch_npu's own pools (2 + 32 + 32 + 4), the rest for
 collectives, of which each communicator takes several."""
+GRAPH_STREAMS = HARDWARE_STREAMS - OTHER_STREAMS
+"""What is left for graphs."""
 
 _CURE = (
     "Capture fewer buckets, or with fewer segments each: a breakable capture holds a stream per "
@@ -44,7 +46,7 @@ class StreamBudget:
         limit: the most that graphs may hold.
     """
 
-    def __init__(self, limit: int = HARDWARE_STREAMS - OTHER_STREAMS) -> None:
+    def __init__(self, limit: int = GRAPH_STREAMS) -> None:
         self.limit = limit
         self._holders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from devgraph.rocm.backend import RocmBackend, make_backend
+from devgraph.rocm.backend import RocmBackend
 
-__all__ = ["RocmBackend", "make_backend"]
+__all__ = ["RocmBackend"]

@@ -7,9 +7,10 @@ import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from devgraph.api.capabilities import Capabilities
@@ -57,6 +58,23 @@ class RocmBackend(NodeBackend):
     raw_executable_name = "raw_cuda_graph_exec"
     stream_handle_name = "cuda_stream"
     pool_type = RocmPool
+    capabilities = Capabilities(
+        region_update=True,
+        shared_pool=True,
+        rng=True,
+        refuses_host_reads=True,
+        streams=True,
+        capture_error_modes=("thread_local", "global", "relaxed"),
+        concurrent_threads=True,
+        collectives=True,
+        piecewise=True,
+        compilers=("eager", "inductor"),
+        node_counts=True,
+    )
+    needs: Mapping[str, str] = {
+        "concurrent_threads": "HIP 7.14 or newer",
+        "compilers": "Triton from PyTorch's ROCm index for inductor",
+    }
     runtime: Runtime
 
     def __init__(self) -> None:
@@ -72,18 +90,10 @@ class RocmBackend(NodeBackend):
         self.applying_type = functools.partial(Verifying, self.verification)
         self._prepared: set[tuple[int, int]] = set()
         self._guard: HostReadGuard | None = None
-        self.capabilities = Capabilities(
-            region_update=True,
-            shared_pool=True,
-            rng=True,
-            refuses_host_reads=True,
-            streams=True,
-            capture_error_modes=("thread_local", "global", "relaxed"),
+        self.capabilities = attrs.evolve(
+            type(self).capabilities,
             concurrent_threads=runtime.version.reports_unsafe_calls,
-            collectives=True,
-            piecewise=True,
             compilers=_compilers(),
-            node_counts=True,
         )
 
     def check_available(self) -> None:
@@ -227,8 +237,3 @@ class RocmBackend(NodeBackend):
 def _compilers() -> tuple[str, ...]:
     # Inductor needs the Triton that comes with the ROCm build.
     return ("eager",) + ("inductor",) * (importlib.util.find_spec("triton") is not None)
-
-
-def make_backend() -> RocmBackend:
-    """Return the ROCm backend or raise BackendUnavailableError with the way to fix it."""
-    return RocmBackend()

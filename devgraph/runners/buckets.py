@@ -1,19 +1,21 @@
 """Bucket sizes: the padded batch sizes that a runner captures a graph for.
 
-Decode buckets count requests, prefill buckets count tokens. A list is always ascending, free of
-duplicates, and ends with the maximum, so that no batch within the capacity is left without one.
+Decode buckets count requests, prefill buckets count tokens. A list is always ascending and free of
+duplicates. The defaults end with the maximum, so that no batch within the capacity is left without
+one; sizes that somebody named are kept exactly.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, overload
 
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
-__all__ = ["Buckets", "Phase", "default_buckets"]
+__all__ = ["Buckets", "Phase", "default_buckets", "spans"]
 
 Phase = Literal["decode", "prefill"]
 
@@ -77,9 +79,9 @@ class Buckets(Sequence[int]):
     ) -> Buckets:
         """Normalise what a user asked for: None means the defaults of the phase.
 
-        Order and duplicates are put right; the maximum is added when it is not there. A size that
-        is not a positive integer, is over ``maximum`` or is no multiple of ``multiple_of`` raises
-        ``ConfigError`` (``ConfigTypeError`` for the wrong kind) that names the value.
+        Order and duplicates are put right, and nothing is added. A size that is not a positive
+        integer, is over ``maximum`` or is no multiple of ``multiple_of`` raises ``ConfigError``
+        (``ConfigTypeError`` for the wrong kind) that names the value.
         """
         if sizes is None:
             return default_buckets(phase, maximum, multiple_of=multiple_of)
@@ -96,7 +98,7 @@ class Buckets(Sequence[int]):
                 f"{phase} buckets are an empty list: name at least one size, leave the list out "
                 f"for the defaults, or switch graphs off with the policy 'disabled'"
             )
-        return cls(tuple(sorted(chosen | {top})))
+        return cls(tuple(sorted(chosen)))
 
     @property
     def maximum(self) -> int:
@@ -111,6 +113,16 @@ class Buckets(Sequence[int]):
         """Return the smallest bucket that holds ``rows``, or None when all are too small."""
         at = bisect.bisect_left(self._sizes, rows)
         return self._sizes[at] if at < len(self._sizes) else None
+
+    def uncovered(self, capacity: int, max_padding: float) -> list[range]:
+        """Return the sizes up to ``capacity`` that no bucket holds with so little padding."""
+        found = []
+        below = 0
+        for size in self._sizes:
+            found.append(range(below + 1, math.ceil(size / max_padding)))
+            below = size
+        found.append(range(below + 1, capacity + 1))
+        return [sizes for sizes in found if sizes]
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -130,6 +142,12 @@ class Buckets(Sequence[int]):
 
     def __repr__(self) -> str:
         return f"Buckets({list(self._sizes)})"
+
+
+def spans(sizes: Iterable[range]) -> str:
+    """Return ranges of sizes for people: ``1 to 3, 5 and 9 to 16``."""
+    *others, last = (f"{one[0]} to {one[-1]}" if len(one) > 1 else str(one[0]) for one in sizes)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int) -> int:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from devgraph.api.backend import Backend
-from devgraph.api.config.phase import PhaseConfig, phase_config
+from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError, InputError
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.graphs import Reason, Variant, canonical_variant, check_variants
-from devgraph.runners.options import Options, RunnerOptions
+from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, Size, check_slots, whole
 
@@ -87,7 +87,7 @@ class DecodeRunner(Runner):
             outputs=outputs,
             variants=check_variants(variants, with_width=True),
             host_args=host_args,
-            config=phase_config(config, "decode"),
+            config=settings_of(config, "decode", capacity),
             options=Options.of("decode", options),
             backend=backend,
             pool=pool,

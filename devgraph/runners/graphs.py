@@ -136,7 +136,7 @@ class Decision:
 
 _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.DISABLED: (ConfigError, "choose the policy 'full' or 'breakable' for this phase"),
-    Reason.OVER_LARGEST_BUCKET: (InputError, "raise the maximum of the runner or split the batch"),
+    Reason.OVER_LARGEST_BUCKET: (InputError, "add a bucket of that size or split the batch"),
     Reason.OVER_MAX_REQUESTS: (InputError, "raise max_requests or split the batch"),
     Reason.OVER_MAX_SEQ_LEN: (InputError, "raise max_seq_len in the configuration"),
     Reason.PADDING: (InputError, "add a bucket near this size or raise max_padding"),

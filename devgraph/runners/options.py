@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypedDict
 
 import attrs
 
+from devgraph.api.config.phase import DeviceGraphWarning, PhaseConfig, phase_config
+from devgraph.api.config.rules import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.runners.buckets import Phase
 
-__all__ = ["DEBUG_VARIABLE", "Options", "RunnerOptions"]
+__all__ = ["DEBUG_VARIABLE", "Options", "RunnerOptions", "settings_of"]
 
 DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
 """Environment variable that switches ``debug`` on where the engine does not say."""
@@ -91,3 +94,19 @@ class Options:
             text = os.environ.get(DEBUG_VARIABLE, "")
             options = attrs.evolve(options, debug=text.lower() not in ("", "0", "false", "no"))
         return options
+
+
+def settings_of(
+    config: PhaseConfig | str | Mapping[str, Any] | None, phase: Phase, capacity: int
+) -> PhaseConfig:
+    """Return the configuration of a phase, and warn of what has no effect in a runner of it."""
+    settings = phase_config(config, phase)
+    if settings.policy == "disabled":  # graphs may be switched off with all else left as it is
+        return settings
+    # Of a configuration that was read before, what does not depend on the capacity was told then.
+    told = {} if isinstance(config, Mapping) else unused(phase, settings)
+    for key, because in unused(phase, settings, capacity).items():
+        if key not in told:
+            text = f"{phase}.{key}={getattr(settings, key)!r} has no effect: {because}"
+            warnings.warn(text, DeviceGraphWarning, stacklevel=3)
+    return settings

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.config.phase import PhaseConfig, phase_config
+from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError, InputError
 from devgraph.api.policy import breaks
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.graphs import Reason, Variant, canonical_variant, check_variants
-from devgraph.runners.options import Options, RunnerOptions
+from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import (
     ROW_PER_REQUEST,
@@ -85,11 +85,11 @@ class PrefillRunner(Runner):
         max_requests: int,
         **options: Unpack[RunnerOptions],
     ) -> None:
-        settings = phase_config(config, "prefill")
         capacity = whole("max_tokens", max_tokens)
         requests = whole("max_requests", max_requests)
         if not capacity or not requests:
             raise ConfigError("max_tokens and max_requests must be at least 1")
+        settings = settings_of(config, "prefill", capacity)
         slots = check_slots(inputs)
         if not any(slot.row_dim == "tokens" for slot in slots.values()):
             raise ConfigError("a prefill runner needs an input slot with a dim 'tokens'")

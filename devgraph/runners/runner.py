@@ -34,7 +34,7 @@ from devgraph.api.pool import Pool
 from devgraph.api.prove import require_cases
 from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
-from devgraph.runners.buckets import Buckets, Phase
+from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.capturing import Capturing
 from devgraph.runners.graphs import (
     BucketGraph,
@@ -112,6 +112,7 @@ class Runner(abc.ABC):
             maximum=min(config.max_bs or capacity, capacity),
             multiple_of=config.align,
         )
+        self._report_uncovered(buckets, capacity, config, options.name)
         self._request_limit = request_limit
         largest = [self._padded(buckets.maximum, named) for named in variants.values()]
         backend = backend if isinstance(backend, Backend) else get_backend(backend)
@@ -181,6 +182,22 @@ class Runner(abc.ABC):
         self._decide_always = bool(
             options.weights_epoch or options.bound or config.max_seq_len is not None
         )
+
+    def _report_uncovered(
+        self, buckets: Buckets, capacity: int, config: PhaseConfig, name: str
+    ) -> None:
+        missing = buckets.uncovered(capacity, config.max_padding)
+        # Below the smallest bucket the defaults leave sizes out as well.
+        if config.policy != "disabled" and missing and missing[-1][0] > buckets[0]:
+            logger.warning(
+                "%s: steps of %s %s run eagerly: no bucket of %s holds them with at most %g times "
+                "their rows",
+                name,
+                spans(missing),
+                self._counts,
+                list(buckets),
+                config.max_padding,
+            )
 
     # What the phases differ in.
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
 import pytest
 
 import devgraph as dg
-from devgraph.api.registry import BackendInfo
+from devgraph.api.backend import Backend
+from devgraph.api.capabilities import Capabilities, hooks
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.pool import Pool
+from devgraph.api.registry import BackendInfo, declaration
+from devgraph.api.torchlike.base import TorchBackend
 from devgraph.cli import doctor
 from devgraph.cli.doctor import probe_backend
 from tests.support.cli_programs import run_cli, run_json
 from tests.support.mutants import MUTANTS
+
+BUILT_IN = ("cuda", "npu", "rocm", "cpu")
 
 PROBES = {
     "full",
@@ -116,3 +128,49 @@ def test_backend_that_is_asked_for_and_absent_is_said_to_be_unusable(
     assert result.code == 1
     assert "no backend that was asked for is usable here" in result.out
     assert "everything that is declared works" not in result.out
+
+
+def test_capabilities_are_listed_where_no_device_is(capsys: pytest.CaptureFixture[str]):
+    names = [word for name in BUILT_IN for word in ("--backend", name)]
+    table = run_cli(capsys, "doctor", "--capabilities", *names).out
+    page = Path(__file__).parents[2] / "docs" / "backends.md"
+    assert table in page.read_text(encoding="utf-8"), "paste the table that the command prints"
+    for field in attrs.fields(Capabilities):
+        assert f"`{field.name}`" in table
+
+
+def test_every_backend_says_what_it_declares_and_nothing_more_than_it_has(
+    capsys: pytest.CaptureFixture[str],
+):
+    data = run_json(capsys, "doctor", "--no-probe", "--backend", "cpu")
+    [found] = data["backends"]
+    assert found["declared"] == found["capabilities"]
+    assert found["lacks"] == {}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_a_node_may_lack_and_what_is_recommended_are_names_that_exist(name: str):
+    kind = declaration(name)
+    assert kind is not None
+    assert kind.needs.keys() <= attrs.fields_dict(Capabilities).keys()
+    dg.DeviceGraphConfig.from_dict({"backends": {name: dict(kind.recommended_mode)}})
+
+
+def test_hooks_of_capabilities_are_methods_that_exist():
+    rooms = {"Backend": Backend, "DeviceGraph": DeviceGraph, "TorchBackend": TorchBackend}
+    for field in attrs.fields(Capabilities):
+        for hook in hooks(field.name):
+            room, _, method = hook.partition(".")
+            assert callable(getattr({**rooms, "Pool": Pool}[room], method))
+
+
+def test_capabilities_are_read_without_the_packages_of_vendors():
+    code = """
+import sys
+for name in ("torch_npu", "cuda", "cuda.bindings", "triton"):
+    sys.modules[name] = None
+from devgraph.api.registry import declaration
+print([declaration(name).capabilities.max_streams for name in ("cuda", "npu", "rocm", "cpu")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("[None, 1800, None, None]\n", "")

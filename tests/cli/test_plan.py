@@ -53,7 +53,7 @@ def test_flags_reach_the_plan_and_the_printed_mode_says_the_same(
 ):
     flags = ["--decode-device-graph-bs", "1", "4", "--prefill-disable-device-graph"]
     data = run_json(capsys, "plan", "--backend", "cpu", *flags, "--max-requests", "8")
-    assert _phases(data)["decode"]["buckets"] == [1, 4, 8]
+    assert _phases(data)["decode"]["buckets"] == [1, 4]
     assert _phases(data)["prefill"] == {
         "phase": "prefill",
         "policy": "disabled",
@@ -61,6 +61,7 @@ def test_flags_reach_the_plan_and_the_printed_mode_says_the_same(
         "graphs_per_bucket": 0,
         "graphs": 0,
         "streams": 0,
+        "uncovered": "",
         "bytes": 0,
     }
     printed = run_cli(capsys, "plan", "--backend", "cpu", *flags).out
@@ -147,6 +148,98 @@ def test_cluster_is_planned_group_by_group(tmp_path: Path, capsys: pytest.Captur
     assert "a: 8 x npu" in text
     assert "b: 2 x cpu" in text
     assert "role-prefill" in text
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Path:
+    """The configuration of a model of 30 layers, and a file of a cluster of two vendors."""
+    (tmp_path / "cluster.json").write_text(
+        json.dumps({"groups": [{"name": name, "backend": name} for name in ("npu", "cuda")]})
+    )
+    sizes = {"num_hidden_layers": 30, "hidden_size": 8, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    pytest.importorskip("transformers", reason="reads a model's configuration")
+    return tmp_path
+
+
+def test_cluster_plan_says_of_a_backend_what_its_node_says(
+    layers: Path, capsys: pytest.CaptureFixture[str]
+):
+    cluster = run_json(capsys, "plan", "--cluster", layers / "cluster.json", "--model", layers)[
+        "groups"
+    ]
+    for group in cluster:
+        node = run_json(capsys, "plan", "--backend", group["vendor"], "--model", layers)
+        assert group["estimates"] == node["estimates"]
+        assert group["effective"] == node["effective"]
+    streams = {group["vendor"]: [one["streams"] for one in group["estimates"]] for group in cluster}
+    assert streams == {"npu": [36, 1798], "cuda": [None, None]}
+
+
+def test_plan_says_where_streams_are_too_few_and_which_mode_is_recommended(
+    layers: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = ["plan", "--cluster", layers / "cluster.json", "--model", layers]
+    said = run_cli(capsys, *argv).out
+    assert "warning: 1,834 graphs need at least as many streams, and npu has 1,800" in said
+    mode = '{"backends": {"npu": {"prefill": "full"}}}'
+    assert mode in said
+    assert "at least as many" not in run_cli(capsys, *argv, "--device-graph-mode", mode).out
+
+
+def test_what_a_vendor_cannot_do_is_refused_where_it_is_not_installed(
+    layers: Path, capsys: pytest.CaptureFixture[str]
+):
+    mode = '{"prefill": {"policy": "piecewise", "compiler": "inductor"}}'
+    asked = ["--device-graph-mode", mode]
+    cluster = run_cli(capsys, "plan", "--cluster", layers / "cluster.json", *asked)
+    node = run_cli(capsys, "plan", "--backend", "npu", *asked)
+    assert cluster.code == node.code == 2
+    assert "[piecewise-compiler]" in node.err
+    assert node.err.removeprefix("devgraph: error: ") in cluster.err
+
+
+def test_cluster_with_an_unknown_backend_is_refused_with_what_is_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "cluster.yaml"
+    path.write_text("groups:\n  - {name: a, backend: ascend}\n")
+    result = run_cli(capsys, "plan", "--cluster", path)
+    assert result.code == 2
+    assert "groups[0].backend: there is no backend 'ascend'" in result.err
+    assert "Did you mean 'npu'?" in result.err
+
+
+def test_listed_sizes_are_planned_exactly_and_what_they_leave_out_is_said(
+    capsys: pytest.CaptureFixture[str],
+):
+    argv = ["plan", "--backend", "cpu", "--cuda-graph-bs", "1", "2", "4", "8"]
+    assert _phases(run_json(capsys, *argv))["decode"]["buckets"] == [1, 2, 4, 8]
+    assert "decode steps of 9 to 256 requests run eagerly" in run_cli(capsys, *argv).out
+
+
+def test_settings_without_effect_here_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("DEVGRAPH_MODE", '{"decode": "disabled"}')
+    flags = ["--decode-device-graph-max-bs", "512", "--device-graph-mode", "{}"]
+    again = ["--device-graph-mode", '{"prefill": "full"}']
+    said = run_cli(capsys, "plan", "--backend", "cpu", *flags, *again).err
+    assert "DEVGRAPH_MODE is set, and only engines read it" in said
+    assert "decode.max_bs=512 has no effect: it is over the capacity of the runner" in said
+    assert "--device-graph-mode is given twice" in said
+
+
+def test_no_word_of_a_table_is_broken_in_a_narrow_terminal(
+    layers: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = ["plan", "--cluster", layers / "cluster.json", "--model", layers]
+    wide = run_cli(capsys, *argv, columns=200).out
+    for columns in (120, 80, 50):
+        narrow = run_cli(capsys, *argv, columns=columns).out
+        tables = narrow.partition("rules that fired")[0].replace("─", "")
+        assert set(tables.replace(":", " ").split()) <= set(wide.replace(":", " ").split())
+        assert all(len(line) <= columns for line in tables.splitlines()[2:])
 
 
 def test_facts_beside_a_cluster_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

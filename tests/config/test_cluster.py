@@ -18,7 +18,7 @@ DISAGGREGATED: dict[str, Any] = {
     "groups": [
         {
             "name": "prefill",
-            "backend": "npu",
+            "backend": "rocm",
             "count": 16,
             "role": "prefill",
             "tensor_parallel": 8,
@@ -32,7 +32,7 @@ DISAGGREGATED: dict[str, Any] = {
         },
     ]
 }
-MODE = '{"decode": "full", "prefill": "breakable", "backends": {"npu": {"prefill": "full"}}}'
+MODE = '{"decode": "full", "prefill": "breakable", "backends": {"rocm": {"prefill": "full"}}}'
 
 
 def plan(mode: str, document: dict[str, Any], **options: Any) -> ClusterPlan:
@@ -59,7 +59,7 @@ def test_one_mode_string_serves_prefill_on_one_vendor_and_decode_on_another() ->
         for one in found.members
     }
     assert there == {
-        "prefill": ("npu", "disabled", "full"),
+        "prefill": ("rocm", "disabled", "full"),
         "decode": ("cuda", "full", "disabled"),
     }
     assert found.members[0].group.facts.collectives
@@ -71,12 +71,12 @@ def test_cluster_is_read_from_json_and_yaml(tmp_path: Path, suffix: str) -> None
     path = tmp_path / f"cluster{suffix}"
     text = (
         "groups:\n"
-        "  - {name: prefill, backend: npu, count: 16, role: prefill, tensor_parallel: 8}\n"
+        "  - {name: prefill, backend: rocm, count: 16, role: prefill, tensor_parallel: 8}\n"
         "  - {name: decode, backend: cuda, count: 8, role: decode, facts: {lora: true}}\n"
     )
     path.write_text(json.dumps(DISAGGREGATED) if suffix == ".json" else text)
     assert Cluster.from_file(path) == Cluster.from_dict(DISAGGREGATED)
-    assert Cluster.from_file(path).backends == ("cuda", "npu")
+    assert Cluster.from_file(path).backends == ("cuda", "rocm")
 
 
 def test_policy_in_place_of_a_cluster_is_broken_json_and_no_mode(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_mixed_vendors_count_only_the_phases_that_run_there() -> None:
 
 
 def test_two_backends_of_one_vendor_may_share_a_collective() -> None:
-    members = [{"backend": "cuda"}, {"backend": "cuda-next", "vendor": "cuda"}]
+    members = [{"backend": "cuda"}, {"backend": "cpu", "vendor": "cuda"}]
     found = plan("{}", group(members=members, tensor_parallel=2))
     assert [one.member.vendor for one in found.members] == ["cuda", "cuda"]
 
@@ -164,7 +164,7 @@ def test_plan_as_data_names_groups_vendors_and_rules() -> None:
     first = data["groups"][0]
     assert (first["group"], first["vendor"], first["count"], first["role"]) == (
         "prefill",
-        "npu",
+        "rocm",
         16,
         "prefill",
     )
@@ -189,10 +189,12 @@ def test_plan_as_data_names_groups_vendors_and_rules() -> None:
         (group(backend="cuda", facts={"loar": True}), ConfigError, "Did you mean 'lora'"),
         (group(backend="cuda", facts={"role": "both"}), ConfigError, "in the group itself"),
         (group(backend="cuda", members=[]), ConfigError, "either members or backend"),
+        (group(backend="ascend"), ConfigError, r"groups\[0\].backend.*Did you mean 'npu'"),
+        (group(backend="nvidia"), ConfigError, "there is no backend 'nvidia'.*Did you mean 'cuda'"),
         (group(members=[{"backend": ""}]), ConfigTypeError, r"members\[0\].backend"),
         (group(members=[{"backend": "x", "name": "y"}]), ConfigError, "no key 'name'"),
         (
-            {"groups": [{"name": "g", "backend": "x"}, {"name": "g", "backend": "y"}]},
+            {"groups": [{"name": "g", "backend": "cpu"}, {"name": "g", "backend": "cpu"}]},
             ConfigError,
             "two groups are named 'g'",
         ),

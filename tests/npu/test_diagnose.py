@@ -32,13 +32,18 @@ def test_complete_host_has_no_problem():
     ("changes", "said"),
     [
         ({"torch_npu": None}, ["pip install torch-npu==2.13.*", "install CANN"]),
+        (
+            {"torch_npu": None, "torch": "2.15.0+cpu"},
+            ["none is known for torch 2.15", "torch==2.14.* torch-npu==2.14.*", "install CANN"],
+        ),
+        ({"torch": "2.15.0"}, ["does not belong to torch 2.15.0: install torch==2.13.*"]),
         ({"torch_npu": "2.12.1"}, ["does not belong", "torch-npu==2.13.*", "torch==2.12.*"]),
         (
             {"missing_libraries": ("libascendcl.so",)},
             ["libascendcl.so", "source set_env.sh", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"],
         ),
     ],
-    ids=["no-package", "other-version", "no-CANN"],
+    ids=["no-package", "newer-torch", "newer-torch-beside-it", "other-version", "no-CANN"],
 )
 def test_problem_of_a_host_comes_with_the_way_to_fix_it(changes: dict[str, Any], said: list[str]):
     text = str(diagnosis(**changes))

@@ -95,7 +95,7 @@ def test_failed_call_names_function_code_and_text_and_clears_the_runtimes_error(
 
 def reason() -> str:
     with pytest.raises(dg.BackendUnavailableError) as caught:
-        rocm.make_backend()
+        rocm.RocmBackend()
     return str(caught.value)
 
 
@@ -135,7 +135,7 @@ def test_rocm_build_without_a_device_says_what_is_missing(
 
 
 def test_cuda_backend_points_rocm_users_here(rocm_build: pytest.MonkeyPatch):
-    from devgraph.cuda.backend import make_backend
+    from devgraph.cuda.backend import CudaBackend
 
     with pytest.raises(dg.BackendUnavailableError, match="use backend 'rocm' instead"):
-        make_backend()
+        CudaBackend()

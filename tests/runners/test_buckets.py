@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import devgraph as dg
-from devgraph.runners.buckets import Buckets, default_buckets
+from devgraph.runners.buckets import Buckets, default_buckets, spans
 
 
 def test_default_decode_buckets_follow_the_documented_steps():
@@ -47,9 +49,31 @@ def test_aligned_defaults_are_multiples_and_hold_the_maximum():
     assert list(sizes) == [4, 8, 12, 16, 24, 32]
 
 
-def test_explicit_buckets_are_sorted_deduplicated_and_get_the_maximum():
+def test_explicit_buckets_are_sorted_deduplicated_and_kept_exactly():
     """FAULTS 6."""
-    assert list(Buckets.of([8, 2, 8, 1], phase="decode", maximum=16)) == [1, 2, 8, 16]
+    assert list(Buckets.of([8, 2, 8, 1], phase="decode", maximum=16)) == [1, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "text"),
+    [
+        ([1, 2, 4, 8], 2.0, None),
+        ([1, 2], 2.0, "3 to 8"),
+        ([4, 8], 2.0, "1"),
+        ([1, 8], 2.0, "2 to 3"),
+        ([2, 7], 1.0, "1, 3 to 6 and 8"),
+    ],
+)
+def test_sizes_without_a_bucket_are_known(sizes, most, text):
+    missing = Buckets(sizes).uncovered(8, most)
+    assert (spans(missing) if missing else None) == text
+
+
+@given(st.sets(st.integers(1, 40), min_size=1), st.floats(1, 4))
+def test_a_size_is_uncovered_exactly_where_no_bucket_would_hold_it(sizes, most):
+    buckets = Buckets(sorted(sizes))
+    said = {rows for span in buckets.uncovered(40, most) for rows in span}
+    assert said == {n for n in range(1, 41) if (buckets.fitting(n) or math.inf) > most * n}
 
 
 def test_missing_buckets_mean_the_defaults():
@@ -88,7 +112,7 @@ def test_a_misaligned_bucket_is_refused_with_its_neighbours():
 @given(st.sets(st.integers(1, 300), min_size=1), st.integers(300, 400), st.integers(1, 400))
 def test_fitting_is_the_smallest_bucket_that_holds_the_rows(sizes, maximum, rows):
     buckets = Buckets.of(sizes, phase="decode", maximum=maximum)
-    holding = [size for size in {*sizes, maximum} if size >= rows]
+    holding = [size for size in sizes if size >= rows]
     assert buckets.fitting(rows) == (min(holding) if holding else None)
     assert list(buckets.at_least(rows)) == sorted(holding)
 

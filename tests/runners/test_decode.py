@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -286,7 +288,43 @@ def test_sequences_over_the_configured_length_run_eagerly():
 def test_the_configured_maximum_is_the_largest_bucket():
     runner = double_runner(config={"max_bs": 5}, captured=False)
     assert list(runner.buckets) == [1, 2, 4, 5]
-    assert double_runner(config={"max_bs": 500}, captured=False).buckets.maximum == 8
+    with pytest.warns(dg.DeviceGraphWarning, match=r"decode\.max_bs=500 has no effect.*capacity"):
+        runner = double_runner(config={"max_bs": 500}, captured=False)
+    assert runner.buckets.maximum == 8
+
+
+def test_listed_buckets_are_kept_and_what_they_leave_out_is_said(
+    caplog: pytest.LogCaptureFixture,
+):
+    runner = double_runner(config={"buckets": [2, 1]})
+    assert list(runner.buckets) == [1, 2]
+    assert runner.can_run(3).reason == "over_largest_bucket"
+    said = [one.message for one in caplog.records if "run eagerly" in one.message]
+    assert said == [
+        "decode: steps of 3 to 8 requests run eagerly: no bucket of [1, 2] holds them with at most "
+        "2 times their rows"
+    ]
+
+
+def test_buckets_that_leave_nothing_out_say_nothing(caplog: pytest.LogCaptureFixture):
+    for config in (None, {"buckets": [1, 2, 4, 8]}, {"policy": "disabled", "buckets": [2]}):
+        double_runner(config=config, captured=False)
+    assert "run eagerly" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"max_requests": 4}, "decode.max_requests=4 has no effect: decode is sized by"),
+        ({"lazy_hits": 3}, "decode.lazy_hits=3 has no effect: only capture='lazy' counts"),
+        ({"policy": "breakable", "miss_budget": 3}, "decode.miss_budget=3 has no effect"),
+    ],
+)
+def test_settings_without_effect_are_warned_about(config: dict[str, Any], said: str):
+    with pytest.warns(dg.DeviceGraphWarning) as caught:
+        double_runner(config=config, captured=False)
+    [one] = caught
+    assert said in str(one.message)
 
 
 def test_aligned_buckets_hold_the_capacity():

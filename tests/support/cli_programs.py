@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
@@ -23,11 +25,12 @@ class Result:
     err: str
 
 
-def run_cli(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> Result:
-    """Run ``devgraph *argv`` and return what came out."""
+def run_cli(capsys: pytest.CaptureFixture[str], *argv: str | Path, columns: int = 140) -> Result:
+    """Run ``devgraph *argv`` for so wide a terminal and return what came out."""
     capsys.readouterr()
     try:
-        code = main([str(one) for one in argv])
+        with mock.patch.dict(os.environ, {"COLUMNS": str(columns)}):
+            code = main([str(one) for one in argv])
     except SystemExit as ended:  # of the parser
         code = int(ended.code or 0)
     captured = capsys.readouterr()

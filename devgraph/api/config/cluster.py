@@ -30,10 +30,12 @@ import attrs
 
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import ROLES, EngineFacts
-from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
-from devgraph.api.config.phase import PHASES, count, unknown_name
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import PHASES, DeviceGraphWarning, count, unknown_name
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
+from devgraph.api.registry import OTHER_NAMES, declaration
+from devgraph.api.registry import names as registered_names
 
 _GROUP_KEYS = (
     "name",
@@ -162,19 +164,25 @@ def plan_cluster(
 ) -> ClusterPlan:
     """Resolve one configuration for every group of a cluster.
 
-    ``capabilities`` are the ``Capabilities`` of backends, by name, where they are known; a group's
-    own facts say the rest.
+    ``capabilities`` are the ``Capabilities`` of backends by name, such as those of this node; of
+    the others holds what they declare, which is known where their devices are not. Where a
+    backend is registered as a function, and so declares nothing, a group's own facts say it.
 
     Raises ``ConfigError`` that lists, group by group, what a safety rule forbids and which groups
     mix vendors around a collective. Warns (``DeviceGraphWarning``) about parts of the
     configuration for backends that the cluster does not have, and about a phase that no group
     runs.
     """
+    known: dict[str, Any] = {**(capabilities or {})}
+    for name in cluster.backends:
+        declared = None if name in known else declaration(name)
+        if declared is not None:
+            known[name] = declared.capabilities
     for name in config.backends:
         if name not in cluster.backends:
             _warn(
                 f"the cluster has no backend {name!r}, so its part of the configuration is not "
-                f"used. {did_you_mean(name, cluster.backends)}"
+                f"used. {did_you_mean(name, cluster.backends, OTHER_NAMES)}"
             )
     for phase in PHASES:
         if not any(phase in group.phases for group in cluster.groups):
@@ -185,8 +193,8 @@ def plan_cluster(
         resolved: list[MemberPlan] = []
         for member in group.members:
             facts = attrs.evolve(group.facts, backend=member.backend, role=group.role)
-            if capabilities is not None and member.backend in capabilities:
-                facts = facts.on_backend(member.backend, capabilities[member.backend])
+            if member.backend in known:
+                facts = facts.on_backend(member.backend, known[member.backend])
             try:
                 resolution = resolve(config, facts)
             except ConfigError as error:
@@ -272,6 +280,9 @@ def _member(entry: object, path: str) -> Member:
         if not isinstance(name, str) or not name:
             raise ConfigTypeError(f"{path}.{key}: expected the name of a {key}, got {name!r}")
         names[key] = name
+    registered = registered_names()
+    if names["backend"] not in registered:
+        raise unknown_name(f"{path}.backend", names["backend"], registered, what="backend")
     return Member(**names, count=count(values.get("count", 1), f"{path}.count"))
 
 

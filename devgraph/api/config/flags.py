@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from devgraph.api.config.document import parse_mode, read_mode, read_section
 from devgraph.api.config.merge import Level, Source
 from devgraph.api.config.older_flags import OLDER_FLAGS, OlderFlag, Reading
-from devgraph.api.config.phase import KEYS, PHASES, Key, Setting
+from devgraph.api.config.phase import KEYS, PHASES, DeviceGraphWarning, Key, Setting
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 _MODE = "--device-graph-mode"
@@ -86,7 +87,21 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         f"and not listed here), which beat {_FILE}; merged per key.",
     )
     for flags, options in pending:
+        options.setdefault("action", _Once)
         group.add_argument(*flags, default=argparse.SUPPRESS, **options)
+
+
+class _Once(argparse.Action):
+    """Stores a value as argparse does, and tells of one that was there."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        before = getattr(namespace, self.dest, values)
+        if before != values:
+            text = f"{option_string} is given twice: {values!r} overrides {before!r}"
+            warnings.warn(text, DeviceGraphWarning, stacklevel=2)
+        setattr(namespace, self.dest, values)
 
 
 def _disable(phase: str) -> str:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from devgraph.api.config.phase import DEFAULT_POLICY, PHASES, Setting, path_of, plain
-from devgraph.api.policy import compiles, policies
+from devgraph.api.config.phase import KEYS, PHASES, Setting, path_of, phase_config, plain
+from devgraph.api.config.rules import unused
 
 
 class Level(enum.IntEnum):
@@ -139,21 +139,25 @@ def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str])
 
 
 def _report_unused(phase: str, state: _State, notes: list[str]) -> None:
-    """Say so when values were given for a phase that is switched off, or for another policy."""
-    others: dict[str, _Entry] = {}
-    for (backend, where, key), entry in state.items():
-        if where == phase and backend is not None:
-            return  # a backend's own part may well use them
-        if where == phase:
-            others[key] = entry
-    policy = others.pop("policy", None)
-    value = policy.value if policy else DEFAULT_POLICY[phase]
-    if value == "disabled" and others:
-        unused = ", ".join(f"{key}={entry}" for key, entry in others.items())
-        notes.append(f"{phase}: {unused} has no effect, because the policy is {policy}")
-        return
-    compiler = others.get("compiler")
-    # Older flags set one compiler for both phases, whatever their policy.
-    if compiler and compiler.level != Level.OLDER and not compiles(value):
-        users = " and ".join(repr(name) for name in policies() if compiles(name))
-        notes.append(f"{phase}.compiler: {compiler} is used by {users} only, not by {value!r}")
+    """Say so when a value has no effect on any backend that it holds for."""
+    backends = [None, *sorted({one for one, where, _ in state if one and where == phase})]
+    idle: dict[Setting, str] = {}
+    read: set[Setting] = set()
+    for backend in backends:
+        places: dict[str, Setting] = {
+            key: (one, phase, key)
+            for one in (None, backend)
+            for key in KEYS
+            if (one, phase, key) in state
+        }
+        values = {key: state[place].value for key, place in places.items()}
+        told = unused(phase, phase_config(None, phase).with_checked(values, frozenset(values)))
+        for key, place in places.items():
+            if key in told:
+                idle.setdefault(place, told[key])
+            else:
+                read.add(place)
+    for place, because in idle.items():
+        # Older flags set one compiler for both phases, whatever their policy.
+        if place not in read and (place[2], state[place].level) != ("compiler", Level.OLDER):
+            notes.append(f"{path_of(place)}: {state[place]} has no effect: {because}")

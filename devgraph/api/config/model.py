@@ -24,6 +24,7 @@ from devgraph.api.config.phase import (
     DEFAULT_POLICY,
     KEYS,
     PHASES,
+    DeviceGraphWarning,
     PhaseConfig,
     Setting,
     check,
@@ -33,10 +34,7 @@ from devgraph.api.config.phase import (
     unknown_name,
 )
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
-
-
-class DeviceGraphWarning(UserWarning):
-    """Something in a configuration was overridden, is spelled in an older way, or has no effect."""
+from devgraph.api.registry import OTHER_NAMES
 
 
 def _decode(config: PhaseConfig | str | Mapping[str, Any] | None) -> PhaseConfig:
@@ -196,7 +194,7 @@ class DeviceGraphConfig:
         unknown = [] if backends is None else sorted(written.keys() - set(backends))
         messages = [
             f"{written[name]}: no backend {name!r} is registered on this node, so its part of the "
-            f"configuration is not used here. {did_you_mean(name, backends or ())}"
+            f"configuration is not used here. {did_you_mean(name, backends or (), OTHER_NAMES)}"
             for name in unknown
         ]
         for message in (*merged.notes, *messages):

@@ -7,7 +7,6 @@ phase, the table in docs/modes.md and the texts of errors are made from these de
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,12 @@ import attrs
 
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.api.policy import COMPILERS, policies
+from devgraph.api.registry import OTHER_NAMES
+
+
+class DeviceGraphWarning(UserWarning):
+    """Something in a configuration was overridden, is spelled in an older way, or has no effect."""
+
 
 PHASES = ("decode", "prefill")
 DEFAULT_POLICY: Mapping[str, str] = {"decode": "full", "prefill": "breakable"}
@@ -58,13 +63,8 @@ def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) ->
         return ConfigTypeError(
             f"{path}: a {what} is a string, got {shown(name)}. {did_you_mean('', names)}"
         )
-    text = f"{path}: there is no {what} {name!r}. {did_you_mean(name, names)}"
-    if "Did you mean" not in text:
-        folded = difflib.get_close_matches(name.lower(), names, n=1)
-        habit = _HABITS.get(name.lower())
-        near = habit if habit in names else folded[0] if folded else None
-        text += f" Did you mean {near!r}?" if near else ""
-    return ConfigError(text)
+    hint = did_you_mean(name, names, {**_HABITS, **OTHER_NAMES})
+    return ConfigError(f"{path}: there is no {what} {name!r}. {hint}")
 
 
 def choices() -> tuple[str, ...]:
@@ -229,13 +229,14 @@ class PhaseConfig:
     )
     buckets: tuple[int, ...] | None = _key(
         _optional({"kind": "integers of at least 1", "shape": "integers", "read": _buckets}),
-        "Sizes to capture, ascending: requests for decode, tokens for prefill. None: the defaults.",
+        "Sizes to capture, exactly these: requests for decode, tokens for prefill. None: the "
+        "defaults.",
         default=None,
         flag="bs",
     )
     max_bs: int | None = _key(
         _optional(_COUNT),
-        "The largest size that is captured, which is always a bucket. None: the runner's capacity.",
+        "The largest of the default sizes, which is always a bucket. None: the runner's capacity.",
         default=None,
         flag="max-bs",
     )

@@ -16,8 +16,8 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
-from devgraph.api.config.phase import PHASES, PhaseConfig, path_of, plain
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import PHASES, DeviceGraphWarning, PhaseConfig, path_of, plain
 from devgraph.api.config.rules import RULES, WEAKER, Rule
 from devgraph.api.errors import ConfigError
 from devgraph.api.policy import registration

@@ -12,6 +12,8 @@ what it spares.
 The table holds what SGLang and vLLM apply today for their breakable, piecewise and full modes,
 except what concerns one model architecture only. Such rules belong to the engine, which passes
 them as ``rules=(*RULES, Rule(...))``.
+
+A second table, ``UNUSED``, names the settings that nothing reads.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.phase import PHASES, PhaseConfig, check
+from devgraph.api.config.phase import KEYS, PHASES, PhaseConfig, check
 from devgraph.api.errors import ConfigError
-from devgraph.api.policy import BREAKS, UNTRACED, WHOLE
+from devgraph.api.policy import BREAKS, UNTRACED, WHOLE, breaks, compiles, policies
 
 WEAKER = ("breakable", "disabled")
 """What a rule may make of a policy, from the stronger to the weaker: rules never strengthen one,
@@ -429,3 +431,66 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 """The whole table, in the order of application."""
+
+
+@attrs.frozen
+class Unused:
+    """One row: when nothing reads a key of a phase, whatever its value is."""
+
+    key: str
+    when: Callable[[PhaseConfig, int | None], bool]
+    """Takes the phase and, where it is known, the runner's capacity."""
+    because: str
+    phases: tuple[str, ...] = PHASES
+
+
+UNUSED: tuple[Unused, ...] = (
+    *(
+        Unused(key, lambda phase, _: phase.policy == "disabled", "the policy is 'disabled'")
+        for key in KEYS
+        if key != "policy"
+    ),
+    Unused(
+        "max_requests",
+        lambda *_: True,
+        "decode is sized by its buckets; request slots are of a full prefill graph",
+        ("decode",),
+    ),
+    Unused(
+        "max_requests",
+        lambda phase, _: breaks(phase.policy),
+        "with breaks a prefill graph takes any number of requests",
+        ("prefill",),
+    ),
+    Unused("lazy_hits", lambda phase, _: phase.capture != "lazy", "only capture='lazy' counts"),
+    Unused(
+        "miss_budget",
+        lambda phase, _: breaks(phase.policy),
+        "with breaks marked code runs eagerly, so no key can be missed",
+    ),
+    Unused(
+        "compiler",
+        lambda phase, _: not compiles(phase.policy),
+        f"only {' and '.join(name for name in policies() if compiles(name))} compiles",
+    ),
+    Unused(
+        "max_bs",
+        lambda phase, _: phase.buckets is not None and phase.max_bs != phase.buckets[-1],
+        "the buckets are listed, and a list is kept exactly",
+    ),
+    Unused(
+        "max_bs",
+        lambda phase, most: most is not None and phase.max_bs is not None and phase.max_bs > most,
+        "it is over the capacity of the runner",
+    ),
+)
+"""The whole table; of several rows that hold for a key the first is told."""
+
+
+def unused(phase: str, config: PhaseConfig, capacity: int | None = None) -> dict[str, str]:
+    """Return the chosen keys of a phase that have no effect, with the reason of each."""
+    found: dict[str, str] = {}
+    for row in UNUSED:
+        if row.key in config.explicit and phase in row.phases and row.when(config, capacity):
+            found.setdefault(row.key, row.because)
+    return found

@@ -98,7 +98,7 @@ def breaks(name: str) -> bool:
 
 def compiles(name: str) -> bool:
     """Whether the policy of that name may use a compiler."""
-    return UNTRACED not in registration(name).promises
+    return name != "disabled" and UNTRACED not in registration(name).promises
 
 
 def get_policy(name: str) -> Policy:
