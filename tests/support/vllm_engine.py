@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
-from devgraph.integrations.vllm import layer, manager, wrappers
+from devgraph.integrations.vllm import layer, wrappers
 from tests.support import vllm_standin
 
 ENGINES = ("standin", "installed")
+MANAGERS = ("standin", "standin-0.22", "installed")
+"""With both protocols of the second runner's managers."""
 WIDTH = 8
 
 
@@ -46,6 +48,7 @@ class Engine:
             splitting_ops=[],
             _attention_ops=["vllm::unified_attention_with_output"],
             cudagraph_capture_sizes=[2, 4],
+            max_cudagraph_capture_size=4,
             adjust_cudagraph_sizes_for_spec_decode=lambda *_: None,
             fast_moe_cold_start=False,
         )
@@ -54,8 +57,16 @@ class Engine:
             compilation_config=compilation,
             scheduler_config=types.SimpleNamespace(max_num_seqs=8),
             parallel_config=types.SimpleNamespace(
-                data_parallel_size=1, tensor_parallel_size=1, is_moe_model=False
+                data_parallel_size=1,
+                tensor_parallel_size=1,
+                is_moe_model=False,
+                use_sequence_parallel_moe=False,
             ),
+            cache_config=types.SimpleNamespace(use_kda_recoverssm=False),
+            lora_config=None,
+            speculative_config=None,
+            num_speculative_tokens=0,
+            use_cumem_cudagraph_pool=False,
         )
 
     @contextlib.contextmanager
@@ -88,10 +99,10 @@ def engine_of(name: str, skip: Callable[[str], Any]) -> Iterator[Engine]:
     present = importlib.util.find_spec("vllm") is not None
     if name == "installed" and not present:
         skip("vLLM is not installed; its stand-in is tested")
-    if name == "standin" and present:
+    if name != "installed" and present:
         skip("vLLM is installed and tested itself: one process cannot register the ops of both")
-    if name == "standin":
-        sys.modules.update(vllm_standin.modules())
+    if name != "installed":
+        sys.modules.update(vllm_standin.modules(name.partition("-")[2] or "0.33"))
     _forget_classes()
     before = layer.reset_layer(None)
     try:
@@ -102,7 +113,7 @@ def engine_of(name: str, skip: Callable[[str], Any]) -> Iterator[Engine]:
     finally:
         layer.reset_layer(before)
         _forget_classes()
-        if name == "standin":
+        if name != "installed":
             for key in [key for key in sys.modules if _is_vllm(key)]:
                 del sys.modules[key]
 
@@ -114,7 +125,6 @@ def _is_vllm(name: str) -> bool:
 def _forget_classes() -> None:
     wrappers.graph_wrapper.cache_clear()
     wrappers.step_wrapper.cache_clear()
-    manager._capturing_manager.cache_clear()
 
 
 def real_attention_op() -> bool:
@@ -195,7 +205,12 @@ class Model(torch.nn.Module):
         self.embed = torch.randn(32, WIDTH, generator=generator)
         self.weights = [torch.randn(WIDTH, WIDTH, generator=generator) for _ in range(2)]
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+    ) -> torch.Tensor:
         hidden = self.embed[input_ids] + positions[:, None]
         for index, weight in enumerate(self.weights):
             query = hidden @ weight

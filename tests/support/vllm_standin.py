@@ -1,8 +1,8 @@
-"""A small stand-in for the parts of vLLM 0.22 that a graph layer talks to.
+"""A small stand-in for the parts of vLLM that a graph layer talks to.
 
-It has vLLM's names, signatures and call protocol and none of its work, so that the protocol tests
-run where vLLM is not installed. The same tests run against the real package where it is, which
-keeps this file honest.
+It has the names, signatures and call protocol of vLLM 0.33, or of 0.22 where they differ, and none
+of its work, so that the protocol tests run where vLLM is not installed. The same tests run against
+the real package where it is, which keeps this file honest.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
+import os
 import sys
+import threading
 import types
 import weakref
 from typing import Any, ClassVar
@@ -108,6 +111,25 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
     _all_instances: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
+class BreakableCUDAGraphCapture:
+    _tls = threading.local()
+
+    @classmethod
+    def current(cls) -> Any:
+        return getattr(cls._tls, "active", None)
+
+
+def eager_break_during_capture(fn: Any) -> Any:
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        capture = BreakableCUDAGraphCapture.current()
+        if capture is None or not capture._capturing:
+            return fn(*args, **kwargs)
+        return capture.add_eager(lambda: fn(*args, **kwargs))
+
+    return wrapper
+
+
 class Offloader:
     def sync_prev_onload(self) -> None:
         pass
@@ -144,6 +166,12 @@ class BatchExecutionDescriptor:
     num_tokens: int
     num_reqs: int | None
     uniform_token_count: int | None = None
+    num_active_loras: int = 0
+
+
+def _utils() -> Any:
+    """The module that the managers believe to be in: what is replaced there, they use."""
+    return sys.modules["vllm.v1.worker.gpu.cudagraph_utils"]
 
 
 class CudaGraphManager:
@@ -156,31 +184,61 @@ class CudaGraphManager:
         self.graphs: dict[BatchExecutionDescriptor, Any] = {}
         self.pool = sys.modules["vllm.platforms"].current_platform.get_global_graph_pool()
         self._graphs_captured = False
-        self._candidates: list[list[BatchExecutionDescriptor]] = []
+        self._candidates: dict[int, list[BatchExecutionDescriptor]] = {}
         self._capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]] = {}
-        self._init_candidates()
-
-    def _init_candidates(self) -> None:
+        self.use_breakable_cg = os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1"
+        self.breakable_cg_runner: Any = None
         sizes = sorted(self.compilation_config.cudagraph_capture_sizes or [])
-        descs = {
-            size: [
-                BatchExecutionDescriptor(CUDAGraphMode.FULL, size, size, 1),
-                BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, size, None),
-            ]
-            for size in sizes
-        }
-        self._candidates = [[] for _ in range(sizes[-1] + 1)]
+        full = [BatchExecutionDescriptor(CUDAGraphMode.FULL, size, size, 1) for size in sizes]
+        mixed = [BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, size, None) for size in sizes]
         for tokens in range(sizes[-1] + 1):
-            self._candidates[tokens] = descs[min(size for size in sizes if size >= tokens)]
-        for index, mode in enumerate((CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)):
-            self._capture_descs[mode] = [descs[size][index] for size in reversed(sizes)]
+            at = next(index for index, size in enumerate(sizes) if size >= tokens)
+            self._candidates[tokens] = [full[at], mixed[at]]
+        self._capture_descs = {
+            CUDAGraphMode.FULL: full[::-1],
+            CUDAGraphMode.PIECEWISE: mixed[::-1],
+        }
 
-    def capture(self, create_forward_fn: Any, progress_bar_desc: str = "") -> Any:
-        raise AssertionError("the stand-in has no graphs of its own")
+    def release_graphs(self) -> None:
+        self.graphs.clear()
+        self._graphs_captured = False
+        if self.breakable_cg_runner is not None:
+            _utils().BreakableCUDAGraphWrapper.clear_all_graphs()
 
-    def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None) -> Any:
-        if self._graphs_captured and 0 < num_tokens < len(self._candidates):
-            for desc in self._candidates[num_tokens]:
+    def capture(self, create_forward_fn: Any, progress_bar_desc: str = "") -> None:
+        with _utils().graph_capture(device=self.device):
+            for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+                for desc in self._capture_descs[mode]:
+                    forward_fn = create_forward_fn(desc, warmup=True)
+                    forward_fn(CUDAGraphMode.NONE)
+                    if mode == CUDAGraphMode.FULL or self.use_breakable_cg:
+                        forward_fn = create_forward_fn(desc, warmup=False)
+                    if mode == CUDAGraphMode.PIECEWISE:
+                        forward_fn(CUDAGraphMode.PIECEWISE)
+                        continue
+                    self._capture_full(desc, lambda fn=forward_fn: fn(CUDAGraphMode.NONE))
+        self._graphs_captured = True
+
+    def _capture_full(self, desc: BatchExecutionDescriptor, forward_fn: Any) -> None:
+        assert desc not in self.graphs
+        torch = _utils().torch
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self.pool, stream=None):
+            forward_fn()
+        self.graphs[desc] = graph
+        sys.modules["vllm.compilation.counter"].compilation_counter.num_cudagraph_captured += 1
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        uniform_token_count: int | None,
+        num_active_loras: int = 0,
+        max_query_len: int | None = None,
+        num_ubatches: int = 1,
+    ) -> Any:
+        if self._graphs_captured:
+            for desc in self._candidates.get(num_tokens, []):
                 uniform = desc.uniform_token_count
                 if uniform is not None and uniform != uniform_token_count:
                     continue
@@ -191,59 +249,107 @@ class CudaGraphManager:
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Any:
         self.graphs[desc].replay()
 
+    def init_breakable_cg_runner(self, model: Any, key_fn: Any = None) -> None:
+        if self.breakable_cg_runner is None:
+            self.breakable_cg_runner = _utils().BreakableCUDAGraphWrapper(
+                model, self.vllm_config, key_fn=key_fn
+            )
+
+    def run_pw_graph(self, model: Any, model_inputs: dict[str, Any]) -> Any:
+        if not self.use_breakable_cg:
+            return model(**model_inputs)
+        return self.breakable_cg_runner(**model_inputs)
+
 
 class ModelCudaGraphManager(CudaGraphManager):
     hidden_states: torch.Tensor | None = None
 
     def capture(
-        self,
-        model: Any,
-        model_state: Any,
-        input_buffers: Any,
-        *args: Any,
-        progress_bar_desc: str = "Capturing",
-        **kwargs: Any,
+        self, model: Any, model_state: Any, input_buffers: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        from vllm.forward_context import set_forward_context
+        if self.use_breakable_cg:
+            self.init_breakable_cg_runner(model)
 
-        def create_forward_fn(desc: BatchExecutionDescriptor) -> Any:
-            count = desc.num_tokens
-            utils = sys.modules["vllm.v1.worker.gpu.cudagraph_utils"]
-            piecewise = desc.cg_mode == CUDAGraphMode.PIECEWISE
-            metadata, slots = utils.prepare_inputs_to_capture(
-                desc.num_reqs or count, count, model_state, input_buffers, skip_attn=piecewise
-            )
+        def create_forward_fn(desc: BatchExecutionDescriptor, warmup: bool) -> Any:
+            full = desc.cg_mode == CUDAGraphMode.FULL
+            return self._forward(model, desc, model_state, input_buffers, full_cudagraph=full)[0]
 
-            def forward_fn(cg_mode: CUDAGraphMode) -> None:
-                descriptor = None
-                if cg_mode == CUDAGraphMode.PIECEWISE:
-                    descriptor = BatchDescriptor(num_tokens=count)
-                with set_forward_context(
-                    metadata,
-                    self.vllm_config,
-                    num_tokens=count,
-                    cudagraph_runtime_mode=cg_mode,
-                    slot_mapping=slots,
-                    batch_descriptor=descriptor,
-                ):
-                    hidden = model(
-                        input_ids=input_buffers.input_ids[:count],
-                        positions=input_buffers.positions[:count],
-                    )
-                if cg_mode == CUDAGraphMode.PIECEWISE:
-                    return
-                if self.hidden_states is None:
-                    self.hidden_states = torch.empty_like(hidden)
-                self.hidden_states[:count] = hidden
+        return super().capture(create_forward_fn)
 
-            return forward_fn, (metadata, slots)
+    def _forward(
+        self, model: Any, desc: Any, model_state: Any, input_buffers: Any, **kind: bool
+    ) -> Any:
+        count = desc.num_tokens
+        metadata, slots = state = _utils().prepare_inputs_to_capture(
+            desc.num_reqs or count, count, model_state, input_buffers, None, [], None, **kind
+        )
 
-        return super().capture(create_forward_fn, progress_bar_desc)
+        def forward_fn(cg_mode: CUDAGraphMode) -> None:
+            descriptor, run = None, lambda **inputs: model(**inputs)
+            if cg_mode == CUDAGraphMode.PIECEWISE:
+                descriptor = BatchDescriptor(num_tokens=count)
+                run = lambda **inputs: self.run_pw_graph(model, inputs)  # noqa: E731
+            with sys.modules["vllm.forward_context"].set_forward_context(
+                metadata,
+                self.vllm_config,
+                num_tokens=count,
+                cudagraph_runtime_mode=cg_mode,
+                slot_mapping=slots,
+                batch_descriptor=descriptor,
+            ):
+                hidden = run(
+                    input_ids=input_buffers.input_ids[:count],
+                    positions=input_buffers.positions[:count],
+                )
+            if cg_mode == CUDAGraphMode.PIECEWISE:
+                return
+            if self.hidden_states is None:
+                self.hidden_states = torch.empty_like(hidden)
+            self.hidden_states[:count] = hidden
+
+        return forward_fn, state
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> torch.Tensor:
         super().run_fullgraph(desc)
         assert self.hidden_states is not None
         return self.hidden_states[: desc.num_tokens]
+
+
+class OldCudaGraphManager(CudaGraphManager):
+    """As in vLLM 0.22: no breakable mode, and a forward comes with the state of attention."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.use_breakable_cg = False
+
+    def capture(self, create_forward_fn: Any, progress_bar_desc: str = "") -> Any:
+        states = {}
+        with _utils().graph_capture(device=self.device):
+            for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+                for desc in self._capture_descs[mode]:
+                    forward_fn, states[desc] = create_forward_fn(desc)
+                    forward_fn(CUDAGraphMode.NONE)
+                    if mode == CUDAGraphMode.PIECEWISE:
+                        forward_fn(CUDAGraphMode.PIECEWISE)
+                        continue
+                    forward_fn, states[desc] = create_forward_fn(desc)
+                    self._capture_full(desc, lambda fn=forward_fn: fn(CUDAGraphMode.NONE))
+        self._graphs_captured = True
+        return states
+
+    def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None) -> Any:
+        return super().dispatch(num_reqs, num_tokens, uniform_token_count)
+
+
+class OldModelCudaGraphManager(OldCudaGraphManager, ModelCudaGraphManager):
+    def capture(
+        self, model: Any, model_state: Any, input_buffers: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        def create_forward_fn(desc: BatchExecutionDescriptor) -> Any:
+            piecewise = desc.cg_mode == CUDAGraphMode.PIECEWISE
+            return self._forward(model, desc, model_state, input_buffers, skip_attn=piecewise)
+
+        return OldCudaGraphManager.capture(self, create_forward_fn)
 
 
 def _forward_context(module: Any) -> None:
@@ -291,12 +397,12 @@ def _monitor(module: Any) -> None:
     module.validate_cudagraph_capturing_enabled = validate_cudagraph_capturing_enabled
 
 
-def modules() -> dict[str, types.ModuleType]:
-    """Return fresh stand-in modules by name, for ``sys.modules``."""
+def modules(version: str = "0.33") -> dict[str, types.ModuleType]:
+    """Return fresh stand-in modules by name, for ``sys.modules``: of vLLM 0.33 or 0.22."""
     platform = type("StandInPlatform", (Platform,), {"_global": None})()
     group = types.SimpleNamespace(is_first_rank=True, is_last_rank=True)
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.22.0"},
+        "vllm": {"__version__": f"{version}.0"},
         "vllm.envs": {"VLLM_LOGGING_LEVEL": "INFO"},
         "vllm.config": {
             "CUDAGraphMode": CUDAGraphMode,
@@ -315,7 +421,9 @@ def modules() -> dict[str, types.ModuleType]:
             "CUDAGraphOptions": CUDAGraphOptions,
         },
         "vllm.compilation.breakable_cudagraph": {
-            "BreakableCUDAGraphWrapper": BreakableCUDAGraphWrapper
+            "BreakableCUDAGraphCapture": BreakableCUDAGraphCapture,
+            "BreakableCUDAGraphWrapper": BreakableCUDAGraphWrapper,
+            "eager_break_during_capture": eager_break_during_capture,
         },
         "vllm.platforms": {"current_platform": platform},
         "vllm.distributed": {},
@@ -336,17 +444,29 @@ def modules() -> dict[str, types.ModuleType]:
             "CUDAGraphWrapper": CUDAGraphWrapper,
             "BreakableCUDAGraphWrapper": BreakableCUDAGraphWrapper,
         },
-        "vllm.v1.worker.gpu_ubatch_wrapper": {"CUDAGraphWrapper": CUDAGraphWrapper},
+        "vllm.v1.worker.gpu_ubatch_wrapper": {"CUDAGraphWrapper": CUDAGraphWrapper, "torch": torch},
+        "vllm.v1.worker.encoder_cudagraph": {"torch": torch},
         "vllm.v1.worker.gpu": {},
         "vllm.v1.worker.gpu.cudagraph_utils": {
             "CudaGraphManager": CudaGraphManager,
             "ModelCudaGraphManager": ModelCudaGraphManager,
             "BatchExecutionDescriptor": BatchExecutionDescriptor,
+            "BreakableCUDAGraphWrapper": BreakableCUDAGraphWrapper,
+            "graph_capture": None,
             "get_pp_group": lambda: group,
             "prepare_inputs_to_capture": None,
+            "torch": torch,
         },
         "vllm.v1.worker.gpu.model_runner": {"ModelCudaGraphManager": ModelCudaGraphManager},
     }
+    if version == "0.22":
+        managers = contents["vllm.v1.worker.gpu.cudagraph_utils"]
+        managers["CudaGraphManager"] = OldCudaGraphManager
+        managers["ModelCudaGraphManager"] = OldModelCudaGraphManager
+        del managers["BreakableCUDAGraphWrapper"]
+        contents["vllm.v1.worker.gpu.model_runner"] = {
+            "ModelCudaGraphManager": OldModelCudaGraphManager
+        }
     made: dict[str, types.ModuleType] = {}
     for name, values in contents.items():
         module = types.ModuleType(name)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.memory import weak
 
-__all__ = ["CapturedStep", "addresses", "capture_broken", "capture_whole"]
+__all__ = ["CapturedStep", "addresses", "capture_broken", "capture_whole", "recorded"]
 
 
 class CapturedStep:
@@ -69,6 +69,33 @@ def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable
     return found
 
 
+@contextmanager
+def recorded(
+    backend: Backend,
+    pool: Pool,
+    count: ModeCount,
+    *,
+    within: AbstractContextManager[Session] | None = None,
+) -> Iterator[DeviceGraph]:
+    """Capture the block into one graph, and count it.
+
+    A block without device work gives a graph whose replay does nothing. On an exception nothing is
+    left behind.
+
+    Args:
+        within: the session that records it; one of its own by default.
+    """
+    started = time.perf_counter()
+    graph = backend.make_graph(pool)
+    graph.names_side_streams = False  # an engine captures a thousand graphs, of code that it knows
+    scope = GraphScope(graph, NO_HOST_ARGS)
+    with within or session(pool) as held, held.recording(scope):
+        held.begin(graph)
+        yield graph
+        held.end(allow_empty=True)
+    count.captured(graph, time.perf_counter() - started)
+
+
 def capture_whole(
     backend: Backend,
     pool: Pool,
@@ -78,27 +105,17 @@ def capture_whole(
     release: bool,
     within: AbstractContextManager[Session] | None = None,
 ) -> tuple[DeviceGraph, Any]:
-    """Capture ``body`` into one graph; return it and the body's result.
-
-    A body without device work gives a graph whose replay does nothing. On an exception nothing is
-    left behind.
+    """Capture ``body`` into one graph, as ``recorded`` does; return it and the body's result.
 
     Args:
         release: let the result's memory go before the capture ends, so that later captures take
             it: for results that only the step's caller reads.
-        within: the session that records it; one of its own by default.
+        within: see ``recorded``.
     """
-    started = time.perf_counter()
-    graph = backend.make_graph(pool)
-    graph.names_side_streams = False  # an engine captures a thousand graphs, of code that it knows
-    scope = GraphScope(graph, NO_HOST_ARGS)
-    with within or session(pool) as held, held.recording(scope):
-        held.begin(graph)
+    with recorded(backend, pool, count, within=within) as graph:
         output = body()
         if release:
             output = weak(pool, output)
-        held.end(allow_empty=True)
-    count.captured(graph, time.perf_counter() - started)
     return graph, output
 
 

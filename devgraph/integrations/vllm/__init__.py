@@ -1,4 +1,4 @@
-"""devgraph as the graph layer of vLLM 0.22: see docs/vllm.md.
+"""devgraph as the graph layer of vLLM: see docs/vllm.md.
 
 ``install()`` before the engine is made, or ``DEVGRAPH_VLLM=1`` in the environment of an
 unmodified ``vllm serve``; ``stats()`` afterwards. An out-of-tree platform names

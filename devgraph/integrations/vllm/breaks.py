@@ -1,8 +1,8 @@
-"""vLLM's attention ops as regions: found by name while a step is being captured.
+"""vLLM's attention as regions: found by name and by vLLM's marks while a step is being captured.
 
 Outside a capture nothing stands between vLLM and its ops. Inside one, a torch function mode hands
-every call of a listed op to a region; each replay then runs the op itself, which reads the live
-metadata from vLLM's forward context.
+every call of a listed op to a region, and so does what vLLM itself marks as a break; each replay
+then runs the op itself, which reads the live metadata from vLLM's forward context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from devgraph.api.errors import CaptureError
-from devgraph.api.marks.marks import region
+from devgraph.api.marks.marks import is_capturing, region
 
 __all__ = ["AttentionBreaks", "attention_ops"]
 
@@ -45,6 +45,13 @@ def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
     return found
 
 
+def _marks() -> Any:
+    """Return where vLLM keeps a thread's breakable capture."""
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+
+    return BreakableCUDAGraphCapture._tls
+
+
 def _region_of(op: Any, name: str) -> Callable[..., Any]:
     def attention(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
@@ -54,7 +61,9 @@ def _region_of(op: Any, name: str) -> Callable[..., Any]:
 
 
 class AttentionBreaks(TorchFunctionMode):
-    """While entered, calls of the given ops go to their regions.
+    """While entered, calls of the given ops go to their regions, and what vLLM marks with
+    ``eager_break_during_capture`` to one each: this is then the thread's breakable capture, which
+    those marks ask for.
 
     Args:
         regions: from ``attention_ops``.
@@ -65,6 +74,26 @@ class AttentionBreaks(TorchFunctionMode):
         self._regions = regions
         self.calls = 0
         """Calls that went to a region."""
+
+    def __enter__(self) -> Any:
+        _marks().active = self
+        mode: Any = super()
+        return mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        mode: Any = super()
+        mode.__exit__(*error)
+        _marks().active = None
+
+    @property
+    def _capturing(self) -> bool:
+        """Read by vLLM's marks: not in a warm-up, and not inside the region of a listed op."""
+        return is_capturing()
+
+    def add_eager(self, body: Callable[[], Any]) -> Any:
+        """Run ``body`` now and at every replay, between graphs; vLLM's marks call it."""
+        self.calls += 1
+        return region(body)()
 
     def __torch_function__(
         self,

@@ -27,6 +27,13 @@ SWITCH = "DEVGRAPH_VLLM"
 
 WRAPPER = "devgraph.integrations.vllm.DeviceGraphWrapper"
 _BREAKABLE_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
+GRAPH_MAKERS = (
+    "vllm.v1.worker.gpu.cudagraph_utils",
+    "vllm.v1.worker.encoder_cudagraph",
+    "vllm.v1.worker.gpu_ubatch_wrapper",
+)
+"""Modules of vLLM that make graphs by themselves; the managers of the V2 runner come first."""
+TRIED = "0.22 to 0.33"
 _ABSENT = object()
 
 
@@ -58,6 +65,7 @@ class Installation:
         try:
             self._put_wrappers()
             self._put_managers()
+            self._put_breaks()
             if self.mode is not None:
                 self._put_mode(self.mode)
         except BaseException as error:
@@ -80,33 +88,48 @@ class Installation:
         reset_layer(self._before)
 
     def _put_wrappers(self) -> None:
-        from devgraph.integrations.vllm.wrappers import graph_wrapper, step_wrapper
+        from devgraph.integrations.vllm.wrappers import graph_wrapper
 
         platform = type(importlib.import_module("vllm.platforms").current_platform)
         self._require(platform, "get_static_graph_wrapper_cls", "get_global_graph_pool")
-        wrapper = graph_wrapper()
         # PIECEWISE on both runners: vLLM resolves this name where it compiles pieces.
         self._set(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
         # FULL on V1, and microbatches, whose whole-batch steps use it.
-        runner = importlib.import_module("vllm.v1.worker.gpu_model_runner")
-        self._require(runner, "CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
-        self._set(runner, "CUDAGraphWrapper", wrapper)
-        microbatches = importlib.import_module("vllm.v1.worker.gpu_ubatch_wrapper")
-        self._require(microbatches, "CUDAGraphWrapper")
-        self._set(microbatches, "CUDAGraphWrapper", wrapper)
-        if self.mode is not None and self.mode.breakable:
-            self._set(runner, "BreakableCUDAGraphWrapper", step_wrapper())
+        for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_ubatch_wrapper"):
+            module = importlib.import_module(name)
+            self._require(module, "CUDAGraphWrapper")
+            self._set(module, "CUDAGraphWrapper", graph_wrapper())
 
     def _put_managers(self) -> None:
-        from devgraph.integrations.vllm.manager import graph_manager
+        from devgraph.integrations.vllm import manager
 
-        breakable = self.mode is not None and self.mode.breakable
-        runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")
-        managers = importlib.import_module("vllm.v1.worker.gpu.cudagraph_utils")
-        self._require(runner, "ModelCudaGraphManager")
-        self._require(managers.CudaGraphManager, "capture", "dispatch", "run_fullgraph")
-        manager = graph_manager(managers.ModelCudaGraphManager, breakable=breakable)
-        self._set(runner, "ModelCudaGraphManager", manager)
+        for name in GRAPH_MAKERS:
+            module = importlib.import_module(name)
+            self._require(module, "torch")
+            self._set(module, "torch", manager.graph_making_torch(module.torch))
+        base = importlib.import_module(GRAPH_MAKERS[0]).CudaGraphManager
+        self._require(base, "capture", "dispatch")
+        self._set(base, "capture", manager.stepwise_capture(base.capture))
+        self._set(base, "dispatch", manager.counting_dispatch(base.dispatch))
+
+    def _put_breaks(self) -> None:
+        from devgraph.integrations.vllm.manager import breaking_manager
+        from devgraph.integrations.vllm.wrappers import step_wrapper
+
+        wrapper = step_wrapper()
+        # Models that are imported later, with managers of their own, take it from where it is made.
+        for name in ("vllm.compilation.breakable_cudagraph", "vllm.v1.worker.gpu_model_runner"):
+            module = importlib.import_module(name)
+            self._require(module, "BreakableCUDAGraphWrapper")
+            self._set(module, "BreakableCUDAGraphWrapper", wrapper)
+        managers = importlib.import_module(GRAPH_MAKERS[0])
+        if hasattr(managers, "BreakableCUDAGraphWrapper"):
+            self._set(managers, "BreakableCUDAGraphWrapper", wrapper)
+        elif self.mode is not None and self.mode.breakable:
+            runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")
+            self._require(runner, "ModelCudaGraphManager")
+            manager = breaking_manager(managers.ModelCudaGraphManager)
+            self._set(runner, "ModelCudaGraphManager", manager)
 
     def _put_mode(self, mode: EngineMode) -> None:
         config = importlib.import_module("vllm.config")
@@ -139,7 +162,7 @@ class Installation:
             if not hasattr(owner, name):
                 raise InstallError(
                     f"{getattr(owner, '__name__', owner)} has no {name}, which devgraph takes "
-                    f"over; it was written for vLLM 0.22."
+                    f"over; it was tried with vLLM {TRIED}."
                 )
 
     def _set(self, owner: Any, name: str, value: Any) -> None:

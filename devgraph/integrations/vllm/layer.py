@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import attrs
+import torch
 
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.pool import Pool
@@ -64,8 +65,15 @@ class Layer:
             finally:
                 self._step = None
 
-    def within(self, pool: Pool) -> contextlib.AbstractContextManager[Session]:
-        """Return the session that records into ``pool``."""
+    def within(self, pool: Pool, stream: Any = None) -> contextlib.AbstractContextManager[Session]:
+        """Return the session that records into ``pool``.
+
+        Args:
+            stream: where vLLM would record. One that is current is not taken: all graphs of a pool
+                are recorded on the pool's own, because memory is reused within one stream only.
+        """
+        if not _is_current(stream):
+            return session(pool, stream=stream)
         step = self._step
         if step is None or step.thread != threading.get_ident() or is_capturing():
             return session(pool)
@@ -106,6 +114,11 @@ class Layer:
             "modes": self.ledger.as_dict(),
             "pool_bytes": self.memory.bytes,
         }
+
+
+def _is_current(stream: Any) -> bool:
+    number = getattr(stream, "stream_id", None)
+    return number is None or number == torch.accelerator.current_stream().stream_id
 
 
 def _device_type() -> str:

@@ -1,4 +1,10 @@
-"""vLLM's V2 model runner: its graph managers with the graphs of devgraph."""
+"""Where vLLM makes graphs by itself: its own code runs on, over graphs of devgraph.
+
+The managers of the V2 runner (of the model, of drafts, of decoder replay), encoder graphs and
+micro-batch pairs make a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``. In
+the modules that do, these two names are devgraph's. What is prepared for a capture, in which order,
+on which thread and with which signatures changes from version to version, and stays vLLM's own.
+"""
 
 from __future__ import annotations
 
@@ -8,132 +14,151 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
+from devgraph.api.errors import StateError
 from devgraph.integrations.engine.ledger import EagerReason
-from devgraph.integrations.engine.steps import CapturedStep, capture_whole
+from devgraph.integrations.engine.steps import CapturedStep, recorded
 from devgraph.integrations.vllm.layer import current_layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
 
-__all__ = ["graph_manager", "no_full_collections"]
+__all__ = [
+    "EngineGraph",
+    "breaking_manager",
+    "counting_dispatch",
+    "graph_making_torch",
+    "no_full_collections",
+    "stepwise_capture",
+]
 
+_UNNAMED = ("devgraph", "graphs without a pool")
 _NEVER = 2**31 - 1
 """The largest threshold: so many collections of the middle generation do not happen."""
 
 
-@functools.cache
-def _capturing_manager() -> Any:
-    """Return a class between vLLM's managers and their common base that captures and replays.
+class EngineGraph:
+    """What ``CUDAGraph()`` makes in vLLM's modules: empty until ``_recording`` of it ends."""
 
-    vLLM's subclasses prepare the forward and call ``super().capture``; in a class that inherits
-    from them and from this one, that is the capture below.
-    """
-    from vllm.compilation.counter import compilation_counter
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.distributed.parallel_state import graph_capture, is_global_first_rank
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    __slots__ = ("__weakref__", "step")
 
-    class CapturingManager(CudaGraphManager):  # type: ignore[misc]
-        """``CudaGraphManager`` whose FULL graphs are devgraph's."""
+    def __init__(self) -> None:
+        self.step: CapturedStep | None = None
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._layer = current_layer()
-            self._count = self._layer.ledger.of("full")
-            self._devgraph_pool: Any = None
+    def replay(self) -> None:
+        """Replay once on the current stream.
 
-        @torch.inference_mode()
-        def capture(
-            self,
-            create_forward_fn: Callable[[Any], tuple[Callable[[Any], None], Any]],
-            progress_bar_desc: str = "Capturing graphs",
-        ) -> dict[Any, Any]:
-            states = {}
-            # vLLM collects its whole heap before: nothing old is worth another walk.
-            with graph_capture(device=self.device), no_full_collections():
-                # Pieces first: they have the larger activations, whose memory whole steps reuse.
-                for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
-                    descriptors = self._capture_descs.get(mode, [])
-                    for desc in _progress(
-                        descriptors, f"{progress_bar_desc} ({mode.name})", is_global_first_rank()
-                    ):
-                        states[desc] = self._capture_one(desc, mode, create_forward_fn)
-            self._graphs_captured = True
-            return states
-
-        def _capture_one(self, desc: Any, mode: Any, create: Callable[[Any], Any]) -> Any:
-            forward, state = create(desc)
-            forward(CUDAGraphMode.NONE)  # warm-up
-            if mode == CUDAGraphMode.PIECEWISE:
-                with self._layer.one_step():
-                    forward(CUDAGraphMode.PIECEWISE)
-                return state
-            # Attention state anew: some attention backends set it up lazily, and that belongs
-            # into the graph.
-            forward, state = create(desc)
-            self.graphs[desc] = CapturedStep(self._capture_full(forward), self._count)
-            compilation_counter.num_cudagraph_captured += 1
-            return state
-
-        def _capture_full(self, forward: Callable[[Any], None]) -> Any:
-            if self._devgraph_pool is None:
-                self._devgraph_pool = self._layer.memory.pool(self.pool)
-            pool = self._devgraph_pool
-            backend = self._layer.memory.backend
-            with self._layer.capturing(pool, settle=True) as join:
-
-                def body() -> None:
-                    forward(CUDAGraphMode.NONE)
-                    join()
-
-                return capture_whole(backend, pool, self._count, body, release=True)[0]
-
-        def dispatch(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None) -> Any:
-            desc = super().dispatch(num_reqs, num_tokens, uniform_token_count)
-            if desc.cg_mode == CUDAGraphMode.NONE:
-                self._count.eager[self._why(num_tokens)] += 1
-            return desc
-
-        def _why(self, num_tokens: int) -> str:
-            if not self._graphs_captured:
-                return EagerReason.NOT_CAPTURED
-            if num_tokens >= len(self._candidates):
-                return EagerReason.TOO_LARGE
-            return EagerReason.NO_MATCH
-
-    return CapturingManager
+        Raises:
+            StateError: nothing was captured.
+        """
+        if self.step is None:
+            raise StateError("a graph of vLLM is replayed that was never captured")
+        self.step.replay()
 
 
-def graph_manager(base: type, *, breakable: bool) -> Any:
-    """Return ``base``, a graph manager of vLLM, with the graphs of devgraph.
+@contextlib.contextmanager
+def _recording(graph: EngineGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    """Capture the block into ``graph``, as ``torch.cuda.graph`` does.
 
     Args:
-        breakable: let the model's forward capture PIECEWISE itself, in segments around attention.
+        pool: vLLM's handle of graph memory; graphs without one share a pool of their own.
+        stream: recorded on if it is not the current one: other threads launch on it then.
     """
+    layer = current_layer()
+    count = layer.ledger.of("full")
+    memory = layer.memory.pool(_UNNAMED if pool is None else pool)
+    with layer.capturing(memory, settle=True):
+        recording = recorded(
+            layer.memory.backend, memory, count, within=layer.within(memory, stream)
+        )
+        with recording as made:
+            yield
+    graph.step = CapturedStep(made, count)
 
-    class Manager(base, _capturing_manager()):  # type: ignore[misc]
+
+class _Overlay:
+    """A namespace with some names of its own and all others of ``base``."""
+
+    def __init__(self, base: Any, **names: Any) -> None:
+        vars(self).update(names, _base=base)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+def graph_making_torch(torch: Any) -> Any:
+    """Return the module ``torch`` with graphs of devgraph."""
+    return _Overlay(torch, cuda=_Overlay(torch.cuda, CUDAGraph=EngineGraph, graph=_recording))
+
+
+def stepwise_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``CudaGraphManager.capture`` with what makes captures of many small pieces fast, and
+    without the segments of an earlier capture: they read other buffers."""
+    from vllm.config import CUDAGraphMode
+
+    layer = current_layer()
+
+    def by_step(forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(mode: Any) -> Any:
+            with layer.one_step() if mode == CUDAGraphMode.PIECEWISE else contextlib.nullcontext():
+                return forward(mode)
+
+        return run
+
+    @functools.wraps(capture)
+    def capture_by_step(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            made = create_forward_fn(*args, **kwargs)
+            # Up to vLLM 0.24 the attention state comes with it.
+            return (by_step(made[0]), *made[1:]) if isinstance(made, tuple) else by_step(made)
+
+        runner = getattr(self, "breakable_cg_runner", None)
+        if self._graphs_captured and runner is not None:
+            runner.clear_graphs()
+        # vLLM collects its whole heap before: nothing old is worth another walk.
+        with no_full_collections():
+            return capture(self, create, *args, **kwargs)
+
+    return capture_by_step
+
+
+def counting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``CudaGraphManager.dispatch`` which counts why a step has no graph."""
+    from vllm.config import CUDAGraphMode
+
+    count = current_layer().ledger.of("full")
+
+    @functools.wraps(dispatch)
+    def dispatch_counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        desc = dispatch(self, *args, **kwargs)
+        if desc.cg_mode == CUDAGraphMode.NONE:
+            count.eager[_why(self, desc.num_tokens)] += 1
+        return desc
+
+    return dispatch_counted
+
+
+def _why(manager: Any, num_tokens: int) -> str:
+    if not manager._graphs_captured:
+        return EagerReason.NOT_CAPTURED
+    sizes = (desc.num_tokens for descs in manager._capture_descs.values() for desc in descs)
+    return EagerReason.TOO_LARGE if num_tokens > max(sizes, default=0) else EagerReason.NO_MATCH
+
+
+def breaking_manager(base: Any) -> Any:
+    """Return ``base``, a graph manager without a breakable mode of its own (vLLM 0.22), under which
+    the model's forward captures PIECEWISE itself, in segments around attention."""
+
+    class Manager(base):  # type: ignore[misc]
         __doc__ = base.__doc__
 
-        if breakable:
-
-            def capture(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-                if isinstance(model.forward, BreakableStep):
-                    model.forward.clear_graphs()  # An earlier capture read other buffers.
-                else:
-                    # On the instance: vLLM asks the model itself for the interfaces it has.
-                    model.forward = BreakableStep(model.forward, self.vllm_config)
-                return super().capture(model, *args, **kwargs)
+        def capture(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(model.forward, BreakableStep):
+                model.forward.clear_graphs()  # An earlier capture read other buffers.
+            else:
+                # On the instance: vLLM asks the model itself for the interfaces it has.
+                model.forward = BreakableStep(model.forward, self.vllm_config)
+            return super().capture(model, *args, **kwargs)
 
     Manager.__name__ = Manager.__qualname__ = base.__name__
     return Manager
-
-
-def _progress(items: list[Any], title: str, shown: bool) -> Any:
-    if not shown or not items:
-        return items
-    from tqdm import tqdm
-
-    return tqdm(items, desc=title)
 
 
 @contextlib.contextmanager

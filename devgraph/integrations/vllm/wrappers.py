@@ -37,12 +37,10 @@ class _Graphs:
     vllm_config: Any
 
     def _prepare(self) -> None:
-        import vllm.envs as envs
-
         self._layer: Layer = current_layer()
         self.graph_pool = self._layer.default_handle()
         self.compilation_config = self.vllm_config.compilation_config
-        self.is_debugging_mode = envs.VLLM_LOGGING_LEVEL == "DEBUG"
+        self.is_debugging_mode = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
         self._runnable_str = str(self.runnable) if self.is_debugging_mode else None
         self.concrete_cudagraph_entries: dict[Hashable, CapturedStep] = {}
 
@@ -64,9 +62,10 @@ class _Graphs:
         for entry in entries:
             entry.reset()
 
-    def unwrap(self) -> Callable[..., Any]:
-        """Return the wrapped callable."""
-        return self.runnable
+    def unwrap(self) -> Any:
+        """Return the callable inside all wrappers."""
+        inner = getattr(self.runnable, "unwrap", None)
+        return self.runnable if inner is None else inner()
 
     @property
     def cudagraph_wrapper(self) -> Any:
@@ -238,11 +237,21 @@ class BreakableStep(_Graphs):
     Args:
         runnable: the forward of an uncompiled model.
         vllm_config: vLLM's.
+        runtime_mode: the one mode that is captured; None for both.
+        key_fn: what else of a call's arguments names its graph.
     """
 
-    def __init__(self, runnable: Callable[..., Any], vllm_config: Any) -> None:
+    def __init__(
+        self,
+        runnable: Callable[..., Any],
+        vllm_config: Any,
+        runtime_mode: Any = None,
+        key_fn: Callable[..., Hashable] | None = None,
+    ) -> None:
         self.runnable = runnable
         self.vllm_config = vllm_config
+        self.runtime_mode = runtime_mode
+        self.key_fn = key_fn
         self._prepare()
         self._setup()
 
@@ -259,7 +268,7 @@ class BreakableStep(_Graphs):
 
     @property
     def entries(self) -> dict[Hashable, CapturedStep]:
-        """Captured steps by runtime mode and batch descriptor."""
+        """Captured steps by runtime mode, batch descriptor and key."""
         return self.concrete_cudagraph_entries
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,8 +280,12 @@ class BreakableStep(_Graphs):
         if mode == self._none:
             self._broken.eager[EagerReason.MODE_NONE] += 1
             return self.runnable(*args, **kwargs)
+        if mode != (self.runtime_mode or mode):
+            self._broken.eager[EagerReason.OTHER_MODE] += 1
+            return self.runnable(*args, **kwargs)
         count = self._full if mode == self._full_mode else self._broken
-        key = (mode, context.batch_descriptor)
+        more = None if self.key_fn is None else self.key_fn(*args, **kwargs)
+        key = (mode, context.batch_descriptor, more)
         entry = self.concrete_cudagraph_entries.get(key)
         if entry is None:
             return self._capture(key, context, args, kwargs)
@@ -286,7 +299,7 @@ class BreakableStep(_Graphs):
         return entry.output
 
     def _capture(
-        self, key: tuple[Any, Any], context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: tuple[Any, Any, Any], context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         from vllm.compilation.counter import compilation_counter
         from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
@@ -336,8 +349,8 @@ def step_wrapper() -> Any:
     class BreakableStepWrapper(BreakableStep, BreakableCUDAGraphWrapper):  # type: ignore[misc]
         """``BreakableStep`` known to vLLM as one of its wrappers."""
 
-        def __init__(self, runnable: Callable[..., Any], vllm_config: Any) -> None:
-            BreakableStep.__init__(self, runnable, vllm_config)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            BreakableStep.__init__(self, *args, **kwargs)
             BreakableCUDAGraphWrapper._all_instances.add(self)
 
     return BreakableStepWrapper

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import inspect
+import json
 import types
 import weakref
 from collections.abc import Iterator
@@ -15,10 +17,11 @@ import torch
 
 import devgraph as dg
 from devgraph.integrations import vllm
-from devgraph.integrations.vllm.manager import graph_manager, no_full_collections
+from devgraph.integrations.vllm.manager import no_full_collections
 from devgraph.integrations.vllm.wrappers import BreakableStep, step_wrapper
 from tests.support.vllm_engine import (
     ENGINES,
+    MANAGERS,
     Attention,
     Engine,
     Model,
@@ -51,7 +54,9 @@ class Setup:
         self.layers = {f"layers.{index}": Attention() for index in range(2)}
         self.config = engine.config(static_forward_context=self.layers)
         self.buffers = types.SimpleNamespace(
-            input_ids=torch.zeros(TOKENS, dtype=torch.int64), positions=torch.zeros(TOKENS)
+            input_ids=torch.zeros(TOKENS, dtype=torch.int64),
+            positions=torch.zeros(TOKENS),
+            is_padding=torch.zeros(TOKENS, dtype=torch.bool),
         )
 
     def fill(self, count: int = TOKENS) -> dict[str, torch.Tensor]:
@@ -197,6 +202,84 @@ def test_model_whose_attention_is_no_op_is_refused(engine: Engine) -> None:
     assert not step.entries
 
 
+def test_what_the_engine_marks_as_a_break_runs_anew_at_every_replay(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many models of vLLM mark a method of theirs, and call no op that it lists as attention."""
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # vLLM 0.22 marks nothing without
+    marks = importlib.import_module("vllm.compilation.breakable_cudagraph")
+    setup = Setup(engine)
+    active: list[Any] = []
+
+    @marks.eager_break_during_capture
+    def attend(layer: str, query: torch.Tensor, out: torch.Tensor) -> None:
+        metadata = engine.context.get_forward_context().attn_metadata
+        active.append(marks.BreakableCUDAGraphCapture.current())
+        out.copy_(query * (0 if metadata is None else metadata.rows))
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        for number in range(2):
+            query, out = positions + 1, torch.empty_like(positions)
+            attend(f"layers.{number}", query, out)
+            positions = out.tanh()
+        return positions
+
+    step = BreakableStep(forward, setup.config)
+    mode, descriptor = engine.Mode.PIECEWISE, engine.Descriptor(TOKENS)
+    # vLLM's own weak references are in its compiled parts.
+    for name in ("weak_ref_tensor", "weak_ref_tensors", "_weak_ref_capture_arg"):
+        monkeypatch.setattr(marks, name, lambda value: value, raising=False)
+    with engine.step(setup.config, mode, descriptor, None):
+        step(**setup.inputs())
+    assert all(active), "vLLM asks for the capture to keep to one stream"
+    assert marks.BreakableCUDAGraphCapture.current() is None
+    for rows in (3, 1):
+        setup.fill()
+        with engine.step(setup.config, mode, descriptor, rows_of(rows)):
+            out = step(**setup.inputs())
+            assert torch.equal(out, forward(**setup.inputs()))
+    found = vllm.stats()["modes"]["breakable"]
+    assert (found["captures"], found["replays"], found["segments"]) == (1, 2, 5)
+
+
+def test_step_for_one_mode_leaves_the_other_to_the_wrapper_around_it(engine: Engine) -> None:
+    setup = Setup(engine)
+    setup.model.attends = False
+    setup.layers.clear()
+    inner = step_wrapper()(setup.model, setup.config, runtime_mode=engine.Mode.PIECEWISE)
+    outer = engine.Wrapper(inner, setup.config, engine.Mode.FULL)
+    assert outer.unwrap() is setup.model
+    descriptor = engine.Descriptor(TOKENS)
+    for mode in (engine.Mode.FULL, engine.Mode.PIECEWISE):
+        with engine.step(setup.config, mode, descriptor, rows_of(4)):
+            outer(**setup.inputs())
+            setup.fill()
+            assert torch.equal(outer(**setup.inputs()), setup.eager(4))
+    assert [len(wrapper.concrete_cudagraph_entries) for wrapper in (outer, inner)] == [1, 1]
+    found = vllm.stats()["modes"]
+    assert (found["full"]["replays"], found["breakable"]["replays"]) == (1, 1)
+
+
+def test_what_else_names_a_step_has_a_graph_of_its_own(engine: Engine) -> None:
+    setup = Setup(engine)
+    setup.layers.clear()
+
+    def draft(positions: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        return positions * (spec_step_idx % 2 + 1)
+
+    step = BreakableStep(draft, setup.config, None, lambda **inputs: inputs["spec_step_idx"] % 2)
+    positions = setup.buffers.positions
+    with engine.step(setup.config, engine.Mode.PIECEWISE, engine.Descriptor(TOKENS), None):
+        for number in (0, 1):
+            step(positions=positions, spec_step_idx=number)
+        for number in (2, 3, 2):
+            positions.copy_(torch.rand(TOKENS))
+            out = step(positions=positions, spec_step_idx=number)
+            assert torch.equal(out, draft(positions, number))
+    assert len(step.entries) == 2
+    assert vllm.stats()["modes"]["breakable"]["replays"] == 3
+
+
 def test_wrapper_of_the_first_runner_is_one_of_the_engine(engine: Engine) -> None:
     setup = Setup(engine)
     wrapper = step_wrapper()(setup.model, setup.config)
@@ -213,52 +296,84 @@ def test_wrapper_of_the_first_runner_is_one_of_the_engine(engine: Engine) -> Non
     assert not wrapper.entries
 
 
+@pytest.fixture(params=MANAGERS)
+def second(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """The engine whose second runner's managers are tried, taken over by ``Managed``."""
+    for name in ("DEVGRAPH_MODE", "VLLM_USE_BREAKABLE_CUDAGRAPH"):
+        monkeypatch.delenv(name, raising=False)
+    with engine_of(request.param, pytest.skip) as found, torch.inference_mode():
+        real_attention_op()
+        yield found
+        vllm.uninstall()
+
+
 class Managed(Setup):
     """The same under a graph manager of the second runner, which captures 4 and 2 tokens."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, *, breakable: bool) -> None:
         super().__init__(engine)
         self.prepared: list[tuple[int, bool]] = []
+        self.breakable = breakable
         if real_attention_op():
             # The CPU reference would record the registered op as one, and re-run it at replay.
             self.model.attends = False
             self.layers.clear()
+        managers = engine.managers
 
-        def prepare(requests: int, tokens: int, *_: Any, skip_attn: bool = False) -> Any:
-            self.prepared.append((tokens, skip_attn))
-            return None if skip_attn else rows_of(tokens), {}
+        def prepare(
+            requests: int, tokens: int, *_: Any, full_cudagraph: bool = True, **old: bool
+        ) -> Any:
+            skipped = old.get("skip_attn", not (full_cudagraph or self.own_breaks))
+            self.prepared.append((tokens, skipped))
+            return None if skipped else rows_of(tokens), {}
 
         group = types.SimpleNamespace(is_first_rank=True, is_last_rank=True)
-        parallel = importlib.import_module("vllm.distributed.parallel_state")
-        monkeypatch.setattr(parallel, "graph_capture", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(parallel, "is_global_first_rank", lambda: False)
-        monkeypatch.setattr(engine.managers, "get_pp_group", lambda: group)
+        monkeypatch.setattr(managers, "graph_capture", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(managers, "is_global_first_rank", lambda: False, raising=False)
+        monkeypatch.setattr(managers, "get_pp_group", lambda: group)
+        monkeypatch.setattr(managers, "current_stream", lambda: None, raising=False)
+        monkeypatch.setattr(managers, "has_compiled_submodule", lambda model: True, raising=False)
         platform = engine.platforms.current_platform  # of a machine without a device: no handles
         monkeypatch.setattr(platform, "get_global_graph_pool", lambda: "handle", raising=False)
-        monkeypatch.setattr(engine.managers, "prepare_inputs_to_capture", prepare)
-        cls = graph_manager(engine.managers.ModelCudaGraphManager, breakable=breakable)
-        mode = engine.Mode.FULL_AND_PIECEWISE
-        self.manager = cls(self.config, torch.device("cpu"), mode, 1)
+        monkeypatch.setattr(managers, "prepare_inputs_to_capture", prepare)
+        self.own_breaks = breakable and hasattr(managers, "BreakableCUDAGraphWrapper")
+        mode = {"decode": "full", "prefill": "breakable" if breakable else "piecewise"}
+        assert vllm.install(mode=json.dumps(mode), strict=True)
+        cls = engine.v2.ModelCudaGraphManager
+        self.manager = cls(self.config, torch.device("cpu"), engine.Mode.FULL_AND_PIECEWISE, 1)
+
+    @property
+    def segments(self) -> Any:
+        """What captures and replays PIECEWISE."""
+        return self.manager.breakable_cg_runner if self.own_breaks else self.model.forward
 
     def capture(self) -> None:
         state = types.SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
         self.manager.capture(self.model, state, self.buffers, None, None, [], None)
 
+    def dispatch(self, requests: int, tokens: int, uniform: int | None) -> Any:
+        names = inspect.signature(self.manager.dispatch).parameters
+        loras = {"num_active_loras": 0} if "num_active_loras" in names else {}
+        return self.manager.dispatch(requests, tokens, uniform, **loras)
+
     def run(self, requests: int, tokens: int, rows: int) -> torch.Tensor:
         """One step as the runner runs it: dispatch, then a whole graph or the model."""
         uniform = 1 if requests == tokens else None
-        desc = self.manager.dispatch(requests, tokens, uniform)
+        desc = self.dispatch(requests, tokens, uniform)
         if desc.cg_mode == self.engine.Mode.FULL:
             return self.manager.run_fullgraph(desc)
         descriptor = self.engine.Descriptor(desc.num_tokens)
+        inputs = self.inputs(desc.num_tokens)
         with self.engine.step(self.config, desc.cg_mode, descriptor, rows_of(rows)):
-            return self.model(**self.inputs(desc.num_tokens))
+            if self.own_breaks:
+                return self.manager.run_pw_graph(self.model, inputs)
+            return self.model(**inputs)
 
 
 def test_manager_captures_whole_decode_steps_and_replays_them(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    second: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = Managed(engine, monkeypatch, breakable=False)
+    setup = Managed(second, monkeypatch, breakable=False)
     setup.capture()
     for tokens in (4, 2, 4, 1):
         setup.fill()
@@ -272,9 +387,9 @@ def test_manager_captures_whole_decode_steps_and_replays_them(
 
 
 def test_manager_with_breaks_runs_prefill_in_segments_on_the_same_model(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    second: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = Managed(engine, monkeypatch, breakable=True)
+    setup = Managed(second, monkeypatch, breakable=True)
     setup.capture()
     for requests, tokens in ((1, 4), (1, 3), (2, 4), (1, 2)):
         setup.fill()
@@ -290,22 +405,22 @@ def test_manager_with_breaks_runs_prefill_in_segments_on_the_same_model(
 
 
 def test_capturing_again_drops_the_segments_of_before(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    second: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = Managed(engine, monkeypatch, breakable=True)
+    setup = Managed(second, monkeypatch, breakable=True)
     setup.capture()
     setup.manager.graphs.clear()
-    before = setup.model.forward
+    before = setup.segments
     setup.capture()
-    assert setup.model.forward is before
+    assert setup.segments is before
     found = vllm.stats()["modes"]["breakable"]
     assert (found["captures"], found["graphs"]) == (4, 2)
 
 
 def test_capturing_again_leaves_the_heap_that_the_engine_has_frozen(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    second: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = Managed(engine, monkeypatch, breakable=False)
+    setup = Managed(second, monkeypatch, breakable=False)
     setup.capture()
     assert gc.get_freeze_count() == 0
     setup.manager.graphs.clear()
@@ -319,11 +434,11 @@ def test_capturing_again_leaves_the_heap_that_the_engine_has_frozen(
 
 
 def test_dropped_whole_steps_are_freed_without_a_collection(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    second: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = Managed(engine, monkeypatch, breakable=False)
+    setup = Managed(second, monkeypatch, breakable=False)
     setup.capture()
-    graphs = [weakref.ref(step.graph) for step in setup.manager.graphs.values()]
+    graphs = [weakref.ref(made.step.graph) for made in setup.manager.graphs.values()]
     assert {graph().state for graph in graphs} == {"ready"}
     gc.disable()
     try:
@@ -334,17 +449,17 @@ def test_dropped_whole_steps_are_freed_without_a_collection(
 
 
 def test_captures_defer_full_collections_and_nothing_else(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    second: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = Managed(engine, monkeypatch, breakable=False)
-    prepare = engine.managers.prepare_inputs_to_capture
+    setup = Managed(second, monkeypatch, breakable=False)
+    prepare = second.managers.prepare_inputs_to_capture
     before, during = gc.get_threshold(), []
 
     def watching(*args: Any, **options: Any) -> Any:
         during.append(gc.get_threshold())
         return prepare(*args, **options)
 
-    monkeypatch.setattr(engine.managers, "prepare_inputs_to_capture", watching)
+    monkeypatch.setattr(second.managers, "prepare_inputs_to_capture", watching)
     setup.capture()
     assert during
     assert all(now[:2] == before[:2] and now[2] > 10**9 for now in during)
@@ -352,15 +467,51 @@ def test_captures_defer_full_collections_and_nothing_else(
 
 
 def test_manager_counts_why_a_step_has_no_graph(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    second: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = Managed(engine, monkeypatch, breakable=False)
-    setup.manager.dispatch(2, 2, 1)
+    setup = Managed(second, monkeypatch, breakable=False)
+    setup.dispatch(2, 2, 1)
     setup.capture()
-    setup.manager.dispatch(1, 400, None)
-    setup.manager.dispatch(4, 4, 1)
+    setup.dispatch(1, 400, None)
+    setup.dispatch(4, 4, 1)
     eager = vllm.stats()["modes"]["full"]["eager"]
     assert eager == {"not_captured_yet": 1, "over_largest_size": 1}
+
+
+def test_released_graphs_are_freed_and_captured_anew(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(second, monkeypatch, breakable=True)
+    if not (setup.own_breaks and hasattr(setup.manager, "release_graphs")):
+        pytest.skip("this vLLM cannot release the graphs of a manager")
+    setup.capture()
+    setup.manager.release_graphs()
+    gc.collect()
+    modes = vllm.stats()["modes"]
+    assert (modes["full"]["graphs"], modes["breakable"]["graphs"]) == (0, 0)
+    setup.capture()
+    setup.fill()
+    assert torch.equal(setup.run(1, 4, 4), setup.eager(4))
+
+
+def test_graphs_that_the_engine_makes_elsewhere_are_of_devgraph(second: Engine) -> None:
+    """As its encoders make them, and its micro-batches."""
+    assert vllm.install()
+    x, y = torch.randn(4), torch.zeros(4)
+    for name in ("encoder_cudagraph", "gpu_ubatch_wrapper"):
+        theirs = importlib.import_module(f"vllm.v1.worker.{name}").torch
+        graph = theirs.cuda.CUDAGraph()
+        with pytest.raises(dg.StateError, match="never captured"):
+            graph.replay()
+        with theirs.inference_mode(), theirs.cuda.graph(graph, pool=None, stream=None):
+            theirs.mul(x, 3, out=y)
+        x.copy_(torch.randn(4))
+        graph.replay()
+        assert torch.equal(y, x * 3)
+    with pytest.raises(ValueError, match="no kernel"), theirs.cuda.graph(theirs.cuda.CUDAGraph()):
+        raise ValueError("no kernel")
+    found = vllm.stats()["modes"]["full"]
+    assert (found["captures"], found["replays"], found["eager"]) == (2, 2, {})
 
 
 def test_no_full_collection_comes_where_they_are_deferred():

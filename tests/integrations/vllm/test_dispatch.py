@@ -32,8 +32,6 @@ def dispatcher_of(engine: Engine, lora: int = 0) -> tuple[Any, Any]:
         cudagraph_specialize_lora=True,
         is_attention_compiled_piecewise=lambda: True,
     )
-    config.speculative_config = None
-    config.lora_config = None
     if lora:
         config.lora_config = types.SimpleNamespace(max_loras=lora, specialize_active_lora=True)
     module = importlib.import_module("vllm.v1.cudagraph_dispatcher")

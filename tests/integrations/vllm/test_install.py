@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import devgraph as dg
 from devgraph.integrations import vllm
 from devgraph.integrations.vllm.install import SWITCH, installed
+from devgraph.integrations.vllm.manager import EngineGraph
 from devgraph.integrations.vllm.modes import MODE_VARIABLE, engine_mode
+from devgraph.integrations.vllm.wrappers import BreakableStep
 from tests.support.vllm_engine import ENGINES, Engine, engine_of
 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
@@ -45,14 +48,21 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 def places(engine: Engine) -> list[Any]:
     """What every place that an installation may change holds now."""
     config = importlib.import_module("vllm.config")
+    marks = importlib.import_module("vllm.compilation.breakable_cudagraph")
     microbatches = importlib.import_module("vllm.v1.worker.gpu_ubatch_wrapper")
+    encoders = importlib.import_module("vllm.v1.worker.encoder_cudagraph")
     platform = engine.platforms.current_platform
     return [
         platform.get_static_graph_wrapper_cls(),
         engine.runner.CUDAGraphWrapper,
         engine.runner.BreakableCUDAGraphWrapper,
+        marks.BreakableCUDAGraphWrapper,
+        getattr(engine.managers, "BreakableCUDAGraphWrapper", None),
         microbatches.CUDAGraphWrapper,
         engine.v2.ModelCudaGraphManager,
+        engine.managers.CudaGraphManager.capture,
+        engine.managers.CudaGraphManager.dispatch,
+        *(module.torch for module in (engine.managers, microbatches, encoders)),
         config.VllmConfig.__post_init__,
         config.CompilationConfig.resolve_cudagraph_mode_and_sizes,
         os.environ.get(BREAKABLE),
@@ -69,9 +79,11 @@ def test_install_puts_devgraph_at_every_place_and_uninstall_gives_all_back(
     module, _, attribute = name.rpartition(".")
     assert getattr(importlib.import_module(module), attribute) is engine.Wrapper
     assert engine.runner.CUDAGraphWrapper is engine.Wrapper
-    assert issubclass(engine.v2.ModelCudaGraphManager, engine.managers.ModelCudaGraphManager)
-    assert engine.v2.ModelCudaGraphManager is not engine.managers.ModelCudaGraphManager
-    assert len(vllm.stats()["installed"]) == 4
+    assert engine.managers.torch.cuda.CUDAGraph is EngineGraph
+    assert engine.managers.torch.Tensor is torch.Tensor
+    newest = hasattr(engine.managers, "BreakableCUDAGraphWrapper")
+    assert issubclass(engine.runner.BreakableCUDAGraphWrapper, BreakableStep)
+    assert len(vllm.stats()["installed"]) == 10 + newest
     vllm.uninstall()
     assert places(engine) == before
     assert vllm.stats()["installed"] == []
@@ -82,7 +94,6 @@ def test_install_with_a_breakable_mode_and_back(engine: Engine) -> None:
     before = places(engine)
     assert vllm.install(mode='{"decode": "full", "prefill": "breakable"}')
     assert os.environ[BREAKABLE] == "1"
-    assert engine.runner.BreakableCUDAGraphWrapper is not before[2]
     assert vllm.stats()["mode"] == "FULL_AND_PIECEWISE"
     vllm.uninstall()
     assert places(engine) == before
@@ -120,14 +131,14 @@ def test_plugin_refuses_a_value_without_meaning(
 def test_missing_place_leaves_the_engine_alone_with_one_warning(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delattr(engine.v2, "ModelCudaGraphManager")
+    monkeypatch.delattr(engine.managers.CudaGraphManager, "dispatch")
     config = importlib.import_module("vllm.config")
     before = [engine.runner.CUDAGraphWrapper, config.VllmConfig.__post_init__]
     with caplog.at_level(logging.WARNING, logger="devgraph"):
         assert not vllm.install(mode='{"decode": "full", "prefill": "breakable"}')
     (record,) = caplog.records
     assert "vLLM keeps its own graph layer" in record.message
-    assert "ModelCudaGraphManager" in record.message
+    assert "CudaGraphManager has no dispatch" in record.message
     assert [engine.runner.CUDAGraphWrapper, config.VllmConfig.__post_init__] == before
     assert BREAKABLE not in os.environ
     assert installed() is None
@@ -136,8 +147,8 @@ def test_missing_place_leaves_the_engine_alone_with_one_warning(
 def test_missing_place_is_refused_under_strict(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(engine.v2, "ModelCudaGraphManager")
-    with pytest.raises(vllm.InstallError, match="ModelCudaGraphManager.*vLLM 0.22"):
+    monkeypatch.delattr(engine.managers.CudaGraphManager, "dispatch")
+    with pytest.raises(vllm.InstallError, match="has no dispatch.*vLLM 0.22 to 0.33"):
         vllm.install(strict=True)
     assert installed() is None
 

@@ -1,6 +1,6 @@
-"""vLLM 0.22 on its own graph layer and on devgraph, side by side on one GPU.
+"""vLLM, 0.22 to 0.33, on its own graph layer and on devgraph, side by side on one GPU.
 
-    python benchmarks/vllm022.py OUTDIR [--deadline 150] [--model 0.6b] [--jobs JOB ...]
+    python benchmarks/vllm.py OUTDIR [--deadline 150] [--model 0.6b] [--jobs JOB ...]
 
 A job is RUNNER:MODE, for example v2:default v2:devgraph v1:devgraph. Every job is an engine in a
 process of its own. They import vLLM at the same time, start one after the other (so that start-up,
@@ -14,6 +14,9 @@ between processes (docs/vllm.md, Measured).
 Engines that compile share one new folder of caches, those that do not share another: the first of
 each kind starts cold, the later ones do not say how long a start takes. With --own-caches each has
 a folder of its own: all start cold.
+
+With --dry-run nothing touches a device: the children import vLLM, install devgraph and name the
+places that they would measure.
 
 modes: default and full_vllm (vLLM's own layer: its default and cudagraph_mode FULL), eager,
 devgraph (the same modes as default), breakable and full (DEVGRAPH_MODE, see docs/vllm.md).
@@ -39,6 +42,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# This file has the name of what it measures.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 BATCHES = (1, 8, 64, 256)
 NEW_TOKENS = 128
@@ -130,13 +136,20 @@ class Subject:
         from vllm.model_executor.models import qwen3  # noqa: F401
         from vllm.v1.attention.backends import flash_attn  # noqa: F401
         from vllm.v1.worker import gpu_worker  # noqa: F401
+        from vllm.v1.worker.gpu import cudagraph_utils
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
 
         self.torch = torch
         self.runner: Any = None
+        self.managers = cudagraph_utils
+        self.layers = {"vllm": self._layer()}
         for cls in (First, Second):
             self._hook(cls)
+
+    def _layer(self) -> tuple[Any, Any]:
+        """What of the V2 managers' module differs between the two graph layers."""
+        return self.managers.torch, self.managers.CudaGraphManager.capture
 
     def _hook(self, cls: Any) -> None:
         capture, load = cls.capture_model, cls.load_model
@@ -145,6 +158,8 @@ class Subject:
             self.torch.cuda.synchronize()
             started = time.perf_counter()
             taken = capture(runner, *args, **kwargs)
+            if kwargs.get("profile_only"):
+                return taken
             self.torch.cuda.synchronize()
             self.facts["capture_s"] = time.perf_counter() - started
             self.facts["graph_gib"] = taken / 2**30
@@ -161,11 +176,7 @@ class Subject:
         from vllm import LLM
 
         started = time.perf_counter()
-        if self.mode in INSTALL:
-            from devgraph.integrations import vllm
-
-            if not vllm.install(mode=INSTALL[self.mode]):
-                raise RuntimeError("devgraph could not be installed; see the warning above")
+        self.install()
         self.llm = LLM(
             model=self.folder,
             skip_tokenizer_init=True,
@@ -190,6 +201,16 @@ class Subject:
         self._watch_forward()
         self._watch_steps()
         return self.facts
+
+    def install(self) -> list[str]:
+        """Put devgraph in where this job has it; return its places."""
+        from devgraph.integrations import vllm
+
+        if self.mode in INSTALL:
+            vllm.install(mode=INSTALL[self.mode], strict=True)
+            self.layers["devgraph"] = self._layer()
+        places: list[str] = vllm.stats()["installed"]
+        return places
 
     def _fill_weights(self) -> None:
         # Dummy loading leaves norms near zero, and every output equal.
@@ -225,26 +246,22 @@ class Subject:
         stay are devgraph's. Return the seconds of every capture by layer."""
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
         from vllm.platforms import current_platform
-        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
         # What holds graphs, its class in devgraph and the class of vLLM that it extends.
         holders = [(w, type(w), CUDAGraphWrapper) for w in CUDAGraphWrapper._all_instances]
         manager = getattr(self.runner, "cudagraph_manager", None)
-        if manager is not None:
-            holders.append((manager, type(manager), ModelCudaGraphManager))
         found: dict[str, list[float]] = {"vllm": [], "devgraph": []}
 
         def capture(layer: str) -> float:
-            if manager is not None:
-                manager.graphs.clear()
             CUDAGraphWrapper.clear_all_graphs()
             handle = current_platform.graph_pool_handle()
             for holder, ours, theirs in holders:
                 holder.__class__ = ours if layer == "devgraph" else theirs
-                if holder is manager:
-                    holder.pool, holder._devgraph_pool = handle, None
-                else:
-                    holder.graph_pool = handle
+                holder.graph_pool = handle
+            if manager is not None:
+                manager.graphs.clear()
+                manager.pool = handle
+                self.managers.torch, self.managers.CudaGraphManager.capture = self.layers[layer]
             # What the other layer left is freed outside of the time, and freed host memory goes to
             # the system: neither layer's graphs find some that the other's left.
             gc.collect()
@@ -527,6 +544,7 @@ def main() -> None:
         action="store_true",
         help="a folder of caches for each engine: all start cold",
     )
+    parser.add_argument("--dry-run", action="store_true", help="measure nothing")
     parser.add_argument("--child")
     parser.add_argument("--folder")
     parser.add_argument("--log")
@@ -545,6 +563,12 @@ def main() -> None:
     jobs = [Job(arguments.model, name, out, cache_of(name)) for name in arguments.jobs]
     for job in jobs:
         job.answer("import")  # a start is measured without the imports of others beside it
+    if arguments.dry_run:
+        for job in jobs:
+            print(f"{job.name}: {job.ask('install')}")
+            job.process.kill()
+            job.process.wait()
+        return
 
     def late() -> bool:
         return time.monotonic() - began > arguments.deadline
