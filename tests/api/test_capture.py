@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.testing.conformance.support import Kit
 
 POLICIES = ("full", "breakable", "piecewise")
 
@@ -121,3 +122,9 @@ def test_one_bound_tensor_cannot_take_two_inputs():
     assert captured(both := torch.full((2,), 3.0), both).tolist() == [6, 6]
     with pytest.raises(dg.InputError, match="several arguments of the step"):
         captured(torch.ones(2), torch.zeros(2))
+
+
+@pytest.mark.parametrize("warmup", [-1, 1.5, True, "2"])
+def test_warmup_that_is_no_count_is_refused(kit: Kit, warmup: Any) -> None:
+    with pytest.raises(dg.InputError, match="warmup"):
+        kit.capture(lambda x: x + 1, kit.tensor(4), warmup=warmup)

@@ -1,10 +1,16 @@
-"""The recordings of a pool: which go when the budget is full, and what each takes."""
+"""The recordings of a pool, and what is refused while a step runs on its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+import torch
+
+import devgraph as dg
 from devgraph.api.pool import Recordings
+from devgraph.testing.conformance.support import Kit, same
 
 
 class _Owner:
@@ -76,3 +82,86 @@ def test_recharge_counts_what_a_recording_takes_now() -> None:
     assert (old.bytes, grown.bytes) == (1, 9)
     assert kept.bytes == 10
     assert kept.room == 0
+
+
+USES: dict[str, Callable[[Kit, dg.Captured, dg.Captured, dg.DeviceGraph, torch.Tensor], Any]] = {
+    "replay of another capture": lambda kit, own, other, graph, x: other.replay(),
+    "replay of itself": lambda kit, own, other, graph, x: own.replay(),
+    "replay of a graph": lambda kit, own, other, graph, x: graph.replay(),
+    "update of a graph": lambda kit, own, other, graph, x: graph.update(),
+    "reset of a graph": lambda kit, own, other, graph, x: graph.reset(),
+    "close of a graph": lambda kit, own, other, graph, x: graph.close(),
+    "close of itself": lambda kit, own, other, graph, x: own.close(),
+    "capture": lambda kit, own, other, graph, x: kit.capture(_squashed, x, pool=own.pool),
+    "capture context": lambda kit, own, other, graph, x: kit.record(lambda: x + 1, pool=own.pool),
+}
+
+
+def _squashed(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        x = torch.tanh(x) + 1
+    return x
+
+
+@pytest.mark.parametrize("use", USES)
+def test_pool_of_a_step_is_refused_inside_its_eager_bodies(
+    kit: Kit, pool: dg.Pool, use: str
+) -> None:
+    """FAULTS 38."""
+    nested: list[Callable[[], object]] = []
+    refused: list[dg.StateError] = []
+
+    @dg.no_graph
+    def body(x: torch.Tensor) -> torch.Tensor:
+        for call in nested:
+            with pytest.raises(dg.StateError, match="inside an eager body") as caught:
+                call()
+            refused.append(caught.value)
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        a = x + 1
+        b = a * 3
+        return body(a) + a + b
+
+    x, z = kit.tensor(64), kit.tensor(64, seed=1)
+    other = kit.capture(_squashed, z, pool=pool)
+    graph, _ = kit.record(lambda: _squashed(z), pool=pool)
+    captured = kit.capture(step, x, policy="breakable", pool=pool)
+    nested.append(lambda: USES[use](kit, captured, other, graph, z))
+    for seed in (5, 6):
+        kit.refill(x, seed)
+        out = captured.replay().clone()
+        same(out, (x + 1) * 2 + (x + 1) + (x + 1) * 3)
+    assert len(refused) == 2
+    nested.clear()
+    graph.replay()
+    kit.check(other, _squashed, z)
+    kit.check(captured, step, x)
+
+
+def test_pool_of_a_step_is_refused_inside_the_eager_bodies_of_its_capture(
+    kit: Kit, pool: dg.Pool
+) -> None:
+    """FAULTS 38."""
+    z = kit.tensor(64, seed=1)
+    other = kit.capture(_squashed, z, pool=pool)
+    elsewhere = kit.capture(_squashed, z)
+    refused: list[dg.StateError] = []
+
+    @dg.no_graph
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(dg.StateError, match="inside an eager body") as caught:
+            other.replay()
+        refused.append(caught.value)
+        elsewhere.replay()  # other memory: a pool of its own is what the error asks for
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return body(x + 1) + x
+
+    x = kit.tensor(64)
+    captured = kit.capture(step, x, policy="breakable", pool=pool, warmup=0)
+    same(captured.replay(), (x + 1) * 2 + x)
+    assert len(refused) == 2
+    same(elsewhere.outputs, _squashed(z))

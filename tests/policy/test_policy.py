@@ -63,6 +63,7 @@ def test_policy_that_is_added_captures_and_can_be_chosen_everywhere(
 
 
 def test_unknown_policy_is_refused_with_what_there_is() -> None:
+    """FAULTS 33."""
     with pytest.raises(dg.InputError, match="no policy 'ful'.*breakable.*Did you mean 'full'"):
         get_policy("ful")
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import devgraph as dg
 from devgraph import Reason
 from devgraph.runners import Decision, GraphKey, HostSlot, InputSlot, Pad
+from devgraph.testing.conformance.steps import Model, batch_of, check_decode, decoder
+from devgraph.testing.conformance.support import Kit
 from tests.support.runner_steps import (
     IDS,
     OFFSETS,
@@ -539,3 +541,54 @@ def test_a_name_that_no_variant_declares_is_refused_with_the_nearest():
 
 def run_x(runner, variant):
     return runner.run({"x": rows_of_x(2)}, variant=variant)
+
+
+def test_runner_of_the_pool_is_refused_inside_an_eager_body(kit: Kit, pool: dg.Pool) -> None:
+    """FAULTS 38."""
+    draft_model, model = Model(kit), Model(kit)
+    draft = decoder(kit, draft_model, pool=pool)
+    refused: list[dg.StateError] = []
+    nested: list[bool] = []
+
+    @dg.no_graph
+    def drafted(x: torch.Tensor) -> torch.Tensor:
+        if nested:
+            for use in (lambda: draft.run(batch_of(kit, 2)), draft.close, runner.invalidate):
+                with pytest.raises(dg.StateError, match="inside an eager body") as caught:
+                    use()
+                refused.append(caught.value)
+        return x * 1
+
+    decode = model.decode
+    model.decode = lambda batch: drafted(decode(batch))  # type: ignore[method-assign]
+    runner = decoder(kit, model, config="breakable", pool=pool)
+    nested.append(True)
+    check_decode(kit, runner, model, 3, seed=1)
+    assert len(refused) >= 3
+    nested.clear()
+    check_decode(kit, draft, draft_model, 3, seed=2)
+
+
+@pytest.mark.parametrize("policy", ["breakable", "disabled"])
+def test_runner_is_refused_inside_its_own_step(kit: Kit, policy: str) -> None:
+    """FAULTS 38."""
+    model = Model(kit)
+    nested: list[bool] = []
+
+    @dg.no_graph
+    def again(x: torch.Tensor) -> torch.Tensor:
+        if nested:
+            nested.clear()
+            for use in (lambda: runner.run(batch_of(kit, 2)), runner.close):
+                with pytest.raises(dg.StateError, match="inside"):
+                    use()
+        return x * 1
+
+    decode = model.decode
+    model.decode = lambda batch: again(decode(batch))  # type: ignore[method-assign]
+    runner = decoder(kit, model, config=policy)
+    check_decode(kit, runner, model, 3, seed=1)
+    nested.append(True)
+    runner.run(batch_of(kit, 3))
+    assert not nested
+    check_decode(kit, runner, model, 3, seed=1)

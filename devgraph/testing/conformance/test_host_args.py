@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -166,89 +165,6 @@ def test_window_derived_from_a_host_argument_follows_every_replay(kit: Kit, poli
         kit.same(captured.replay(kv_len=kv_len), want, f"the replay with kv_len={kv_len}")
 
 
-CONSUMING: dict[str, Callable[[Any, torch.Tensor], Any]] = {
-    "arithmetic": lambda n, x: n // 2,
-    "reflected arithmetic": lambda n, x: 2 * n,
-    "negation": lambda n, x: -n,
-    "comparison": lambda n, x: n > 4,
-    "equality": lambda n, x: n == 3,
-    "branch": lambda n, x: 1 if n else 2,
-    "index": lambda n, x: [1, 2, 3, 4, 5][n],
-    "slice of a tensor": lambda n, x: x[:, :n],
-    "range": lambda n, x: list(range(n)),
-    "int": lambda n, x: int(n),
-    "float": lambda n, x: float(n),
-    "text": lambda n, x: f"{n}",
-    "hash": lambda n, x: {n: 1},
-    "factory": lambda n, x: torch.zeros(n, device=x.device),
-    "multiplied with a tensor": lambda n, x: x * n,
-    "tensor multiplied": lambda n, x: n * x,
-    "tensor made of it": lambda n, x: torch.tensor(n),
-    "narrow": lambda n, x: x.narrow(1, 0, n),
-    "max": lambda n, x: max(n, 3),
-    "attribute": lambda n, x: n.bit_length(),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", CONSUMING)
-def test_consuming_a_host_argument_outside_a_region_names_the_line(
-    kit: Kit, policy: str, name: str
-) -> None:
-    def frozen(x: torch.Tensor, *, length: int) -> torch.Tensor:
-        CONSUMING[name](length, x)
-        return prefix_sum(x * 2, length=length)
-
-    x = kit.tensor(4, 8)
-    with pytest.raises(dg.FrozenValueError, match="length") as caught:
-        kit.capture(frozen, x, policy=policy, host_args={"length": 3})
-    assert __file__ in str(caught.value)
-    captured = kit.capture(step, x, policy=policy, host_args={"length": 3})
-    kit.check(captured, step, x, length=3)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_consuming_a_list_outside_a_region_is_refused(kit: Kit, policy: str) -> None:
-    @dg.region(host_args=("lengths",), reduce={"lengths": max})
-    def body(x: torch.Tensor, *, lengths: int) -> torch.Tensor:
-        return x[:, :lengths].sum(1)
-
-    for use in (len, sum, max, iter, sorted, tuple):
-
-        def frozen(x: torch.Tensor, *, lengths: Any, use: Any = use) -> torch.Tensor:
-            use(lengths)
-            return body(x, lengths=lengths)
-
-        with pytest.raises(dg.FrozenValueError, match="lengths"):
-            kit.capture(
-                frozen, kit.tensor(4, 8), policy=policy, host_args={"lengths": [3]}, warmup=0
-            )
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_host_argument_under_the_name_of_another_is_refused(kit: Kit, policy: str) -> None:
-    def crossed(x: torch.Tensor, *, length: int, other: int) -> torch.Tensor:
-        return prefix_sum(x * 2, length=other)
-
-    with pytest.raises(dg.FrozenValueError, match=r"'length'.*'other'"):
-        kit.capture(crossed, kit.tensor(4, 8), policy=policy, host_args={"length": 3, "other": 4})
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("declared", [True, False])
-def test_plain_value_for_a_host_argument_is_refused(kit: Kit, policy: str, declared: bool) -> None:
-    def plain(x: torch.Tensor, **_: Any) -> torch.Tensor:
-        return prefix_sum(x * 2, length=5)
-
-    with pytest.raises(dg.FrozenValueError, match=r"prefix_sum.*length"):
-        kit.capture(
-            plain,
-            kit.tensor(4, 8),
-            policy=policy,
-            host_args={"length": 3} if declared else None,
-        )
-
-
 def test_raw_capture_takes_the_declared_value_and_refuses_another(kit: Kit) -> None:
     x = kit.tensor(4, 8)
     graph, y = kit.record(lambda: prefix_sum(x * 2, length=3), host_args={"length": 3})
@@ -270,15 +186,6 @@ def test_raw_capture_hands_out_tracked_host_arguments(kit: Kit) -> None:
 
 
 # Derived, reduced and ambient values.
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_derived_value_cannot_be_passed_by_the_caller(kit: Kit, policy: str) -> None:
-    def given(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
-        return windowed_by_rule(x, kv_len=kv_len, window=3)
-
-    with pytest.raises(dg.HostArgumentError, match=r"window.*derives"):
-        kit.capture(given, kit.tensor(4, 8), policy=policy, host_args={"kv_len": 3})
 
 
 def _bucketed(lengths: list[int]) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import attrs
 import pytest
 import torch
 
@@ -247,64 +246,3 @@ def test_result_that_requires_grad_remembers_no_replay(kit: Kit, policy: str) ->
     for _ in range(20):
         captured.replay(factor=2)
     assert nodes() == before
-
-
-class Signed(NamedTuple):
-    """A value whose parts are compared."""
-
-    value: float
-
-
-@attrs.frozen
-class Slotted:
-    """The same with slots."""
-
-    value: Any
-
-
-class Own:
-    """The same with a comparison of its own."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Own) and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (complex(0, 0.0), complex(0, -0.0)),
-        (complex(1, 0.0), complex(1, -0.0)),
-        (frozenset([0.0]), frozenset([-0.0])),
-        (frozenset([1]), frozenset([True])),
-        (Signed(0.0), Signed(-0.0)),
-        (Slotted(0.0), Slotted(-0.0)),
-        (Slotted((0.0, Own(1))), Slotted((0.0, Own(1.0)))),
-        ("one", "one"),
-        (Own(0.0), Own(-0.0)),
-    ],
-)
-def test_values_that_are_equal_and_differ_have_keys_of_their_own(
-    kit: Kit, one: Any, other: Any
-) -> None:
-    """FAULTS 19."""
-    if not kit.backend.capabilities.region_update:
-        pytest.skip("the backend does not update regions")
-    seen: list[Any] = []
-
-    @dg.region(host_args=("value",))
-    def body(x: torch.Tensor, *, value: Any) -> torch.Tensor:
-        seen.append(value)
-        return x * 2
-
-    captured = kit.capture(
-        lambda x, *, value: body(x, value=value), kit.tensor(4), host_args={"value": one}
-    )
-    seen.clear()
-    captured.replay(value=other)
-    assert bool(seen) == (one is not other)

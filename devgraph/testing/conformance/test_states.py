@@ -154,96 +154,6 @@ def test_capture_in_the_eager_body_of_a_break_is_refused(kit: Kit) -> None:
     kit.check(captured, step, x)
 
 
-USES: dict[str, Callable[[Kit, dg.Captured, dg.Captured, dg.DeviceGraph, torch.Tensor], Any]] = {
-    "replay of another capture": lambda kit, own, other, graph, x: other.replay(),
-    "replay of itself": lambda kit, own, other, graph, x: own.replay(),
-    "replay of a graph": lambda kit, own, other, graph, x: graph.replay(),
-    "update of a graph": lambda kit, own, other, graph, x: graph.update(),
-    "reset of a graph": lambda kit, own, other, graph, x: graph.reset(),
-    "close of a graph": lambda kit, own, other, graph, x: graph.close(),
-    "close of itself": lambda kit, own, other, graph, x: own.close(),
-    "capture": lambda kit, own, other, graph, x: kit.capture(_squashed, x, pool=own.pool),
-    "capture context": lambda kit, own, other, graph, x: _recorded(kit, x, own.pool),
-}
-
-
-def _squashed(x: torch.Tensor) -> torch.Tensor:
-    for _ in range(4):
-        x = torch.tanh(x) + 1
-    return x
-
-
-def _recorded(kit: Kit, x: torch.Tensor, pool: dg.Pool) -> dg.DeviceGraph:
-    graph = kit.backend.make_graph(pool)
-    with kit.backend.capture_context(graph):
-        _squashed(x)
-    return graph
-
-
-@pytest.mark.parametrize("use", USES)
-def test_pool_of_a_step_is_refused_inside_its_eager_bodies(
-    kit: Kit, pool: dg.Pool, use: str
-) -> None:
-    """FAULTS 38."""
-    nested: list[Callable[[], object]] = []
-    refused: list[dg.StateError] = []
-
-    @dg.no_graph
-    def body(x: torch.Tensor) -> torch.Tensor:
-        for call in nested:
-            with pytest.raises(dg.StateError, match="inside an eager body") as caught:
-                call()
-            refused.append(caught.value)
-        return x * 2
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        a = x + 1
-        b = a * 3
-        return body(a) + a + b
-
-    x, z = kit.tensor(64), kit.tensor(64, seed=1)
-    other = kit.capture(_squashed, z, pool=pool)
-    graph = _recorded(kit, z, pool)
-    captured = kit.capture(step, x, policy="breakable", pool=pool)
-    nested.append(lambda: USES[use](kit, captured, other, graph, z))
-    for seed in (5, 6):
-        kit.refill(x, seed)
-        out = captured.replay().clone()
-        same(out, (x + 1) * 2 + (x + 1) + (x + 1) * 3)
-    assert len(refused) == 2
-    nested.clear()
-    graph.replay()
-    kit.check(other, _squashed, z)
-    kit.check(captured, step, x)
-
-
-def test_pool_of_a_step_is_refused_inside_the_eager_bodies_of_its_capture(
-    kit: Kit, pool: dg.Pool
-) -> None:
-    """FAULTS 38."""
-    z = kit.tensor(64, seed=1)
-    other = kit.capture(_squashed, z, pool=pool)
-    elsewhere = kit.capture(_squashed, z)
-    refused: list[dg.StateError] = []
-
-    @dg.no_graph
-    def body(x: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(dg.StateError, match="inside an eager body") as caught:
-            other.replay()
-        refused.append(caught.value)
-        elsewhere.replay()  # other memory: a pool of its own is what the error asks for
-        return x * 2
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return body(x + 1) + x
-
-    x = kit.tensor(64)
-    captured = kit.capture(step, x, policy="breakable", pool=pool, warmup=0)
-    same(captured.replay(), (x + 1) * 2 + x)
-    assert len(refused) == 2
-    same(elsewhere.outputs, _squashed(z))
-
-
 def test_expired_graph_is_stale_until_reset(kit: Kit) -> None:
     x = kit.tensor(4)
     graph, _ = kit.record(lambda: x + 1)
@@ -380,7 +290,7 @@ def test_forked_child_waits_for_no_lock_of_another_thread(kit: Kit, pool: dg.Poo
     x = kit.tensor(WIDTH)
     row = x[None]  # a device may refuse even this in a child
     captured = kit.capture(step, x, policy="breakable", pool=pool)
-    graphs = [_recorded(kit, x, pool)]
+    graphs = [kit.record(lambda: x + 1, pool=pool)[0]]
     runner = runner_of(
         kit, lambda batch: step(batch.x), pool=pool, max_requests=1, config="breakable"
     )
