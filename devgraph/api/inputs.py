@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 from devgraph.api.buffers import byte_range, fits, rewrite
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 
-__all__ = ["Inputs", "Pair", "write"]
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A bound tensor and the new data for it."""
 

@@ -17,8 +17,6 @@ from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.errors import DeviceGraphError
 from devgraph.cli.arguments import COMMANDS
 
-__all__ = ["main"]
-
 logger = logging.getLogger(__name__)
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"

@@ -13,16 +13,6 @@ from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.policy import COMPILERS, policies
 from devgraph.api.registry import names
 
-__all__ = [
-    "CACHE",
-    "COMMANDS",
-    "KINDS",
-    "MOST_REQUESTS",
-    "MOST_STEP_TOKENS",
-    "SIZES",
-    "mode_of",
-]
-
 DTYPES = ("float32", "bfloat16", "float16")
 
 CACHE = Path(".cache") / "demo"

@@ -22,8 +22,6 @@ from devgraph.runners.report import format_bytes
 if TYPE_CHECKING:
     from devgraph.cli.contenders import Row
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Time everything and print it; 1 when a policy fails or its outputs are not those of eager."""

@@ -8,8 +8,6 @@ from xml.sax.saxutils import escape
 
 from devgraph.cli.tables import time_text
 
-__all__ = ["chart"]
-
 _WIDTH, _LEFT, _RIGHT, _TOP, _BAR, _GAP = 820, 250, 90, 72, 18, 16
 _KINDS = {
     "host": ("#4051b5", "host: until the call returns"),

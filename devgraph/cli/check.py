@@ -17,8 +17,6 @@ from devgraph.cli.arguments import KINDS
 from devgraph.cli.tables import CommandError, print_json, say
 from devgraph.cli.target import Target, find_target, user_code
 
-__all__ = ["Finding", "check_target", "run"]
-
 
 @runtime_checkable
 class _Checker(Protocol):

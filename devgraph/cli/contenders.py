@@ -22,8 +22,6 @@ from devgraph.api.policy import breaks, compiles, policies
 from devgraph.cli.measure import Timing, median, seconds_per_call
 from devgraph.cli.tables import working
 
-__all__ = ["Decoder", "Outcome", "Row", "Shape", "measure"]
-
 
 @attrs.frozen(kw_only=True)
 class Row:

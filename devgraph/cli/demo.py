@@ -13,8 +13,6 @@ from devgraph.cli.generate import generate
 from devgraph.cli.models import require_transformers
 from devgraph.cli.tables import CommandError, note, working
 
-__all__ = ["PROMPTS", "fetch", "run"]
-
 PROMPTS = (
     "The capital of France is",
     "Water boils at",

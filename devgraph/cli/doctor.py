@@ -33,8 +33,6 @@ from devgraph.cli.measure import seconds_per_call
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, working
 from devgraph.runners.report import format_bytes
 
-__all__ = ["probe_backend", "run"]
-
 # Distribution, what it is for, and how to get it.
 _PACKAGES = (
     ("torch", "everything", "pip install torch (2.11 or newer)"),

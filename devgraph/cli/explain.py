@@ -18,8 +18,6 @@ from devgraph.cli.tables import CommandError, print_json, print_table, say, time
 from devgraph.cli.target import Target, find_target, user_code
 from devgraph.runners.report import format_bytes
 
-__all__ = ["run"]
-
 _RUNS = 10
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from devgraph.cli.generating import Task
     from devgraph.integrations.transformers import SamplingParams, TokenEvent
 
-__all__ = ["OrderedText", "generate", "run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print; 1 when graphs and eager give different tokens."""

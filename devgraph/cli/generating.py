@@ -26,8 +26,6 @@ from devgraph.integrations.transformers import (
 )
 from devgraph.runners.report import RunnerStats, format_bytes
 
-__all__ = ["Setup", "Task", "first_difference", "print_runs", "report", "run_all", "same_tokens"]
-
 
 @attrs.frozen(kw_only=True)
 class Task:

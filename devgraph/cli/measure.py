@@ -10,8 +10,6 @@ import attrs
 
 from devgraph.api.backend import Backend
 
-__all__ = ["Timing", "median", "seconds_per_call"]
-
 
 @attrs.frozen
 class Timing:

@@ -11,8 +11,6 @@ import torch
 from devgraph.api.errors import DeviceGraphError
 from devgraph.cli.tables import CommandError
 
-__all__ = ["load_model", "read_config", "require_transformers"]
-
 
 def require_transformers() -> None:
     """Raise CommandError unless transformers is installed."""

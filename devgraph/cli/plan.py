@@ -26,8 +26,6 @@ from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.options import settings_of
 from devgraph.runners.report import format_bytes
 
-__all__ = ["ModelSizes", "estimate", "ranges", "run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; a choice that cannot work is an error."""

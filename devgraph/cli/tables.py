@@ -18,19 +18,6 @@ from rich.text import Text
 
 from devgraph.api.errors import DeviceGraphError
 
-__all__ = [
-    "CommandError",
-    "note",
-    "number",
-    "percent",
-    "print_json",
-    "print_table",
-    "ratio",
-    "say",
-    "time_text",
-    "working",
-]
-
 _PIPE_WIDTH = 140
 
 

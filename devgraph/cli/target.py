@@ -19,8 +19,6 @@ from devgraph.api.errors import DeviceGraphError, did_you_mean
 from devgraph.api.marks.source import raising_line
 from devgraph.cli.tables import CommandError
 
-__all__ = ["Target", "find_target", "user_code"]
-
 
 @attrs.frozen(kw_only=True)
 class Target:

@@ -22,8 +22,6 @@ from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.source import user_line
 from devgraph.runners.slots import HostSlot, Size
 
-__all__ = ["Batch", "HostArgs", "HostValues", "Live", "end_batch"]
-
 
 class HostValues(Mapping[str, Any]):
     """Host arguments by attribute or key; tracked values while a capture records."""

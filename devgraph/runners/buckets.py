@@ -15,8 +15,6 @@ from typing import Literal, overload
 
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
-__all__ = ["Buckets", "Phase", "default_buckets", "spans"]
-
 Phase = Literal["decode", "prefill"]
 
 # (first, last, step), last inclusive; None = without end. The steps are those that the serving

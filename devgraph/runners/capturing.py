@@ -27,8 +27,6 @@ from devgraph.runners.ranks import PeerFailed, Solo
 from devgraph.runners.report import Counters, format_bytes
 from devgraph.runners.step import StaticBatch, Step
 
-__all__ = ["Capturing"]
-
 logger = logging.getLogger(__name__)
 
 _EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)

@@ -18,8 +18,6 @@ from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, Size, check_slots
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DecodeRunner"]
-
 
 class DecodeRunner(Runner):
     """Runs decode steps: ``requests`` requests of ``width`` tokens each, in a graph per bucket.

@@ -27,19 +27,6 @@ from devgraph.api.errors import (
 from devgraph.runners.buckets import Buckets
 from devgraph.runners.slots import Size
 
-__all__ = [
-    "BucketGraph",
-    "Decision",
-    "GraphKey",
-    "Graphs",
-    "Reason",
-    "Variant",
-    "canonical_variant",
-    "check_variants",
-    "refusal",
-    "update_reason",
-]
-
 Variant = tuple[tuple[str, Hashable], ...]
 """A variant in the form that keys use: sorted items, without ``width`` where that is 1."""
 

@@ -15,8 +15,6 @@ from devgraph.api.errors import InputError, InputTypeError, did_you_mean
 from devgraph.runners.lease import LeasedTensor, released
 from devgraph.runners.slots import InputSlot, Pad, Size
 
-__all__ = ["InputArena", "Staging", "StagingMemory", "fill_with_pad", "ramp"]
-
 _ALIGNMENT = 16
 """Bytes between the starts of packed tensors."""
 

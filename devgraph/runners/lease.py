@@ -16,8 +16,6 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import StaleOutputError
 
-__all__ = ["LeaseClock", "LeasedTensor", "lease", "released"]
-
 logger = logging.getLogger(__name__)
 
 

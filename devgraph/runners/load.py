@@ -18,8 +18,6 @@ import torch
 from devgraph.runners.inputs import InputArena, Staging, ramp
 from devgraph.runners.slots import InputSlot, Pad, Size
 
-__all__ = ["CopyPlan"]
-
 _HOST = torch.device("cpu")
 _GRAD = attrgetter("requires_grad")
 _WORD = torch.int32

@@ -14,8 +14,6 @@ from devgraph.api.config.rules import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.runners.buckets import Phase
 
-__all__ = ["DEBUG_VARIABLE", "Options", "RunnerOptions", "settings_of"]
-
 DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
 """Environment variable that switches ``debug`` on where the engine does not say."""
 

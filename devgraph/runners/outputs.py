@@ -20,8 +20,6 @@ from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief
 from devgraph.runners.graphs import Variant
 from devgraph.runners.slots import OutputSlot, Size
 
-__all__ = ["OutputStore"]
-
 
 @attrs.frozen
 class _Leaf:

@@ -29,8 +29,6 @@ from devgraph.runners.slots import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["PrefillRunner"]
-
 
 class PrefillRunner(Runner):
     """Runs prefill steps: any requests, together ``tokens`` tokens, in a graph per token bucket.

@@ -15,8 +15,6 @@ from devgraph.runners.inputs import fill_with_pad
 from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
-__all__ = ["RunnerReport", "prove_batches", "rows_to_try"]
-
 
 @attrs.frozen(kw_only=True)
 class RunnerReport:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
-__all__ = ["PeerFailed", "RankGroup", "Solo", "ranks_of"]
-
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1

@@ -13,17 +13,6 @@ from devgraph.runners.inputs import InputArena
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.slots import Pad
 
-__all__ = [
-    "BucketPlan",
-    "BucketStats",
-    "Counters",
-    "Page",
-    "RunnerPlan",
-    "RunnerStats",
-    "explained",
-    "format_bytes",
-]
-
 
 class Counters:
     """The live counters of a runner, besides those of its graphs."""

@@ -57,8 +57,6 @@ from devgraph.runners.report import Counters, RunnerPlan, RunnerStats, explained
 from devgraph.runners.slots import InputSlot, Size, whole
 from devgraph.runners.step import GraphStep, Step
 
-__all__ = ["Runner"]
-
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 4096

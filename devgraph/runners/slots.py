@@ -19,18 +19,6 @@ from devgraph.api.errors import (
     did_you_mean,
 )
 
-__all__ = [
-    "ROW_PER_REQUEST",
-    "ROW_PER_TOKEN",
-    "HostSlot",
-    "InputSlot",
-    "OutputSlot",
-    "Pad",
-    "Size",
-    "check_slots",
-    "whole",
-]
-
 Dim = int | str
 Scalar = int | float | bool
 _ROW_DIMS: dict[str, tuple[str, int]] = {

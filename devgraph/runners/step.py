@@ -17,8 +17,6 @@ from devgraph.runners.load import CopyPlan
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.slots import Size
 
-__all__ = ["GraphStep", "StaticBatch", "Step"]
-
 
 class Step:
     """The engine's functions, and the inputs, outputs and host arguments that they are given.

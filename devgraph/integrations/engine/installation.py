@@ -8,8 +8,6 @@ from typing import Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
 
-__all__ = ["Changes", "InstallError", "switched"]
-
 _ABSENT = object()
 
 

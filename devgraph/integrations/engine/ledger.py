@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-__all__ = ["EagerReason", "Ledger", "ModeCount"]
-
 MODES = ("piecewise", "full", "breakable")
 
 

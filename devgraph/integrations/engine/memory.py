@@ -14,8 +14,6 @@ from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
 from devgraph.integrations.engine.outputs import mapped
 
-__all__ = ["GraphMemory", "weak"]
-
 
 class GraphMemory:
     """One pool per handle of the engine; the backend is made at the first capture.

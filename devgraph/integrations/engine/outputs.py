@@ -11,8 +11,6 @@ import torch
 
 from devgraph.api.errors import CapabilityError
 
-__all__ = ["SharedOutputs", "copy_into", "mapped", "tensors"]
-
 
 def mapped(change: Callable[[torch.Tensor], Any], output: Any) -> Any:
     """Return ``output`` with every tensor replaced by what ``change`` returns for it.

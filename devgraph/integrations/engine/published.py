@@ -15,8 +15,6 @@ from typing import Any
 
 from devgraph.runners.report import Page, format_bytes
 
-__all__ = ["STATS_VARIABLE", "Publisher", "prometheus", "summary"]
-
 logger = logging.getLogger(__name__)
 
 STATS_VARIABLE = "DEVGRAPH_STATS_FILE"

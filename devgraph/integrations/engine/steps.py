@@ -19,8 +19,6 @@ from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.memory import weak
 
-__all__ = ["CapturedStep", "addresses", "capture_broken", "capture_whole", "recorded"]
-
 
 class CapturedStep:
     """One captured step, where an engine keeps graphs of its own kind.

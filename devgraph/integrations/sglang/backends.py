@@ -23,8 +23,6 @@ from devgraph.integrations.engine.published import Publisher
 from devgraph.integrations.engine.steps import CapturedStep, capture_whole
 from devgraph.integrations.sglang.segments import segment_classes
 
-__all__ = ["Shared", "breakable_backend", "full_backend", "shared"]
-
 MODEL = "sglang.srt.model_executor"
 
 _WARMUPS = 2

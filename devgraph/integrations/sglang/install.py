@@ -11,8 +11,6 @@ from devgraph.integrations.engine.installation import Changes, InstallError, swi
 from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend
 from devgraph.integrations.sglang.modes import MODE_VARIABLE, EngineMode, engine_mode
 
-__all__ = ["SWITCH", "install", "plugin", "uninstall"]
-
 logger = logging.getLogger(__name__)
 
 SWITCH = "DEVGRAPH_SGLANG"

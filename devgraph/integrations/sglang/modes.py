@@ -14,8 +14,6 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError
 
-__all__ = ["MODE_VARIABLE", "EngineMode", "engine_mode"]
-
 MODE_VARIABLE = "DEVGRAPH_MODE"
 
 _KEYS = {

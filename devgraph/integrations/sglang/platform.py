@@ -9,8 +9,6 @@ from typing import Any
 from devgraph.integrations.sglang.backends import MODEL, full_backend
 from devgraph.integrations.sglang.install import install
 
-__all__ = ["platform_class"]
-
 
 @functools.cache
 def platform_class() -> Any:

@@ -13,8 +13,6 @@ from devgraph.api.session import Session
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.steps import CapturedStep
 
-__all__ = ["segment_classes"]
-
 
 class _Recording:
     """A graph being recorded, under the name by which SGLang ends a segment."""

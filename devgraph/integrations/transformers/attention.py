@@ -25,18 +25,6 @@ from torch.nn import functional as F
 from devgraph.api.marks.marks import region
 from devgraph.runners.batch import Batch
 
-__all__ = [
-    "RAMP_ROWS",
-    "decode_bounded",
-    "decode_mask",
-    "decode_whole",
-    "has_varlen",
-    "packed_exact",
-    "ramp_mask",
-    "varlen_decode",
-    "varlen_packed",
-]
-
 RAMP_ROWS = 256
 """Query rows that ``packed_exact`` masks at once; bounds the size of the ramp."""
 

@@ -13,8 +13,6 @@ from devgraph.api.backend import Backend
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.scheduler import Chunk
 
-__all__ = ["Batcher", "StepData"]
-
 
 @attrs.frozen(kw_only=True)
 class StepData:

@@ -19,8 +19,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from devgraph.api.errors import InputError, StateError
 
-__all__ = ["CacheLayer", "KVCache", "LayerShape"]
-
 
 @attrs.frozen(kw_only=True)
 class LayerShape:

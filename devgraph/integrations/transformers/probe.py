@@ -29,16 +29,6 @@ from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.transformers.cache import LayerShape
 from devgraph.integrations.transformers.fusion import Seen
 
-__all__ = [
-    "ModelShape",
-    "UnsupportedModelError",
-    "configs_of",
-    "eos_of",
-    "overridden",
-    "probe",
-    "standing_in",
-]
-
 _TOKENS = 3
 _OTHER_LENGTH = 5
 """Rows that the cache says it holds in a second run, to see what depends on that."""

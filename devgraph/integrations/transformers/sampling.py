@@ -10,8 +10,6 @@ import torch
 
 from devgraph.api.errors import InputError
 
-__all__ = ["Sampler", "SamplingParams", "draw_rows", "filtered", "per_prompt"]
-
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:

@@ -18,8 +18,6 @@ from devgraph.api.errors import InputError, did_you_mean
 from devgraph.integrations.transformers.sampling import Sampler
 from devgraph.integrations.transformers.text import TextStream
 
-__all__ = ["Chunk", "FinishReason", "Move", "Request", "Scheduler"]
-
 
 class FinishReason(str, enum.Enum):
     """Why a request ended."""

@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 from devgraph.api.errors import CaptureError
 from devgraph.api.marks.marks import is_capturing, region
 
-__all__ = ["AttentionBreaks", "attention_ops"]
-
 _CACHE_OPS = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
 """vLLM keeps these out of its own piecewise graphs as well: what they write is in the metadata."""
 

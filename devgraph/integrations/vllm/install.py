@@ -18,8 +18,6 @@ from devgraph.integrations.vllm.modes import (
     engine_mode,
 )
 
-__all__ = ["SWITCH", "InstallError", "Installation", "plugin"]
-
 logger = logging.getLogger(__name__)
 
 SWITCH = "DEVGRAPH_VLLM"

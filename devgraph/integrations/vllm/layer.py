@@ -16,8 +16,6 @@ from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import Ledger
 from devgraph.integrations.engine.memory import GraphMemory, weak
 
-__all__ = ["Layer", "current_layer", "reset_layer"]
-
 
 @attrs.define
 class _Step:

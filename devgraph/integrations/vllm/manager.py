@@ -20,15 +20,6 @@ from devgraph.integrations.engine.steps import CapturedStep, recorded
 from devgraph.integrations.vllm.layer import current_layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
 
-__all__ = [
-    "EngineGraph",
-    "breaking_manager",
-    "counting_dispatch",
-    "graph_making_torch",
-    "no_full_collections",
-    "stepwise_capture",
-]
-
 _UNNAMED = ("devgraph", "graphs without a pool")
 _NEVER = 2**31 - 1
 """The largest threshold: so many collections of the middle generation do not happen."""

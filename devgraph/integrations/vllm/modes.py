@@ -16,8 +16,6 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError
 
-__all__ = ["MODE_VARIABLE", "EngineMode", "apply_to_config", "check_resolved", "engine_mode"]
-
 logger = logging.getLogger(__name__)
 
 MODE_VARIABLE = "DEVGRAPH_MODE"

@@ -22,8 +22,6 @@ from devgraph.integrations.engine.steps import (
 from devgraph.integrations.vllm.breaks import AttentionBreaks, attention_ops
 from devgraph.integrations.vllm.layer import Layer, current_layer
 
-__all__ = ["BreakableStep", "graph_wrapper", "step_wrapper"]
-
 logger = logging.getLogger(__name__)
 
 
