@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.support.npu_steps import step
 def backend(driver: Driver) -> Iterator[Any]:
     """The backend, without graphs of other tests, and with what a test sets taken back."""
     backend: Any = dg.get_backend("npu")
-    gc.collect()
     backend.synchronize()
     names = ("replay_first", "try_new_values", "attention_version", "budget", "channel")
     kept, timeout = {name: getattr(backend, name) for name in names}, backend.channel.timeout
