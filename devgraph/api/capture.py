@@ -26,6 +26,7 @@ from devgraph.api.errors import (
     NestedCaptureError,
     StateError,
     brief,
+    note,
 )
 from devgraph.api.graph import DeviceGraph, GraphInfo
 from devgraph.api.inputs import Inputs, Pair, write
@@ -66,6 +67,7 @@ class Captured:
         """The modes of torch at the capture."""
         self._process = process.identity.token
         self._lock = job.pool.lock
+        self._waits = job.check
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
         self._bound = [(t, t.data_ptr(), t.shape, t.stride()) for t in job.tensors]
         self._held = list(entries_in((job.args, *job.kwargs.values())))
@@ -129,13 +131,19 @@ class Captured:
         every host argument, and asks the backend's ``raise_if_lost`` about errors.
         """
         plan = self._plan
-        if plan.marks:
-            plan.bind({mark: mark.host_kwargs(host) for mark in plan.marks})
-        if self._broken and Modes.current() != self.modes:
-            with self.modes.restored():
+        try:
+            if plan.marks:
+                plan.bind({mark: mark.host_kwargs(host) for mark in plan.marks})
+            if self._broken and Modes.current() != self.modes:
+                with self.modes.restored():
+                    plan.run()
+            else:
                 plan.run()
-        else:
-            plan.run()
+            if self._waits:
+                self.backend.synchronize()
+        except Exception as error:
+            note(error, f"in a replay of {self!r}")
+            raise
 
     def _check(self) -> None:
         if self._job is None:
@@ -268,6 +276,7 @@ def capture(
     before_break: Callable[[], None] | None = None,
     after_warmup: Callable[[], None] | None = None,
     budget: UpdateBudget | None = None,
+    check: bool = False,
 ) -> Captured:
     """Capture ``fn(*args, **kwargs, **host_args)`` and return what replays it.
 
@@ -291,6 +300,8 @@ def capture(
         before_break: called before the eager body of each break during a breakable capture, for
             example a barrier between ranks.
         after_warmup: called after each warm-up run, for example to put back what the step wrote.
+        check: wait for the device after every segment of a replay, so that an error of the device
+            is raised by the segment that made it; the notes of an error name it.
         budget: what policy "full" may spend in a replay on host arguments that are new.
 
     Raises:
@@ -322,6 +333,7 @@ def capture(
         compiler=check_compiler(compiler),
         before_break=before_break,
         budget=budget,
+        check=check,
         after_warmup=after_warmup,
     )
     started = time.perf_counter()

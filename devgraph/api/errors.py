@@ -218,3 +218,8 @@ class _Brief(reprlib.Repr):
 brief = _Brief().repr
 """``repr`` for messages about a value of the user's: of a tensor its type, shape, dtype and device
 and never its data, of a long text or collection the beginning."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add ``text`` to the notes of ``error``, which tracebacks show from Python 3.11 on."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]

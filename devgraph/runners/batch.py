@@ -183,8 +183,20 @@ class HostArgs:
             for name, value in self.declared.items()
         }
 
-    def resolve(self, given: Mapping[str, Any] | None, real: Size, padded: Size) -> dict[str, Any]:
+    def resolve(
+        self,
+        given: Mapping[str, Any] | None,
+        real: Size,
+        padded: Size,
+        *,
+        partly: bool = False,
+    ) -> dict[str, Any]:
         """Return a value for every declared argument, sequences continued to ``padded``.
+
+        Args:
+            given: values by name.
+            real: the size that sequences have.
+            partly: names may be missing, and then are.
 
         Raises:
             HostArgumentError: a name is missing or unknown, or a value of another type than
@@ -201,12 +213,8 @@ class HostArgs:
                 f"host_args of a run must be a mapping of names, got {brief(given)}"
             )
         given = given or {}
-        missing = sorted(self.declared.keys() - given.keys())
-        if missing:
-            raise HostArgumentError(
-                f"missing host arguments: {', '.join(missing)}. Each run needs all that the "
-                f"runner declares: {', '.join(sorted(self.declared))}."
-            )
+        if not partly:
+            self.require_all(given)
         for name in given:
             if name not in self.declared:
                 raise HostArgumentError(
@@ -216,8 +224,18 @@ class HostArgs:
             return self._plain.checked(given)
         resolved = self._plain.checked({n: v for n, v in given.items() if n not in self._slots})
         for name, slot in self._slots.items():
-            resolved[name] = slot.padded(_checked(name, slot, given[name], real), padded)
+            if name in given:
+                resolved[name] = slot.padded(_checked(name, slot, given[name], real), padded)
         return resolved
+
+    def require_all(self, given: Mapping[str, Any]) -> None:
+        """Raise HostArgumentError for a declared argument without a value."""
+        missing = sorted(self.declared.keys() - given.keys())
+        if missing:
+            raise HostArgumentError(
+                f"missing host arguments: {', '.join(missing)}. Each run needs all that the "
+                f"runner declares: {', '.join(sorted(self.declared))}."
+            )
 
 
 def _checked(name: str, slot: HostSlot, values: Any, real: Size) -> Sequence[Any]:

@@ -21,7 +21,7 @@ from devgraph.api.policy import compiles
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
-from devgraph.runners.graphs import BucketGraph, Graphs, Reason
+from devgraph.runners.graphs import BucketGraph, Emulated, Graphs, Reason
 from devgraph.runners.options import Options
 from devgraph.runners.ranks import PeerFailed, Solo
 from devgraph.runners.report import Counters, format_bytes
@@ -132,7 +132,8 @@ class Capturing:
         with session(self._pool):
             for variant in self._graphs.variants:
                 graph = self._graphs.largest(variant)
-                batch = StaticBatch(step, graph).batch(step.host.at_capture(graph.size))
+                static = StaticBatch(step, graph)
+                batch = static.batch(static.prepared())
                 step.outputs.learn(variant, step.function(batch), graph.size)
                 graph.warm = 1
                 (barrier or self._backend.synchronize)()
@@ -220,7 +221,9 @@ class Capturing:
             self._counters.recaptures += 1
         graph.reason = Reason.NOT_CAPTURED
 
-    def _captured(self, graph: BucketGraph, barrier: Callable[[], None], pool: Pool) -> Captured:
+    def _captured(
+        self, graph: BucketGraph, barrier: Callable[[], None], pool: Pool
+    ) -> Captured | Emulated:
         """Capture one graph into ``pool``: the only place where a step becomes a capture.
 
         Args:
@@ -243,19 +246,23 @@ class Capturing:
             if options.reset_state is not None:
                 options.reset_state()
             static.refill()
+            static.prepared()
 
+        if config.emulate:
+            return Emulated(run)
         misses = config.miss_budget
         return capture(
             run,
             policy=config.policy,
             backend=self._backend,
-            host_args=step.host.at_capture(graph.size),
+            host_args=static.prepared(),
             warmup=max(0, config.warmup - graph.warm),
             pool=pool,
             compiler=config.compiler if compiles(config.policy) else None,
             before_break=barrier if self._ranks.size > 1 else None,
             after_warmup=settle,
             budget=None if misses is None else UpdateBudget(misses=misses),
+            check=bool(options.debug),
         )
 
     def _barrier(self, tag: str) -> Callable[[], None]:

@@ -38,7 +38,7 @@ class DecodeRunner(Runner):
         pool: graph memory to share with other runners; a new one by default.
         group: the ranks that run each step together: None, a ``RankGroup`` or a gloo group.
         max_requests: the most requests of a step.
-        **options: see ``Options``: name, strict, debug, bound, weights_epoch, reset_state,
+        **options: see ``Options``: name, strict, debug, bound, weights_epoch, reset_state, prepare,
             idle_dummy, progress.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -24,6 +24,7 @@ from devgraph.api.errors import (
     brief,
     did_you_mean,
 )
+from devgraph.api.graph import GraphInfo
 from devgraph.runners.buckets import Buckets
 from devgraph.runners.slots import Size
 
@@ -165,6 +166,48 @@ def update_reason(error: UpdateError) -> Reason:
     return Reason.UPDATE_UNSUPPORTED
 
 
+class Emulated:
+    """The step itself in the place of its capture: a replay calls it.
+
+    Args:
+        run: the step over the static buffers; takes host arguments as keywords.
+    """
+
+    exact = True
+    capture_seconds = 0.0
+    phases: Mapping[str, float] = {}
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._step = run
+
+    def run(self, host: Mapping[str, Any]) -> None:
+        """Run the step and leave its outputs where a graph would."""
+        self._step(**host)
+
+    def info(self) -> GraphInfo:
+        """Return what it is made of: nothing."""
+        return GraphInfo(
+            state="emulated",
+            nodes=0,
+            regions=0,
+            segments=0,
+            bytes=0,
+            capture_seconds=0.0,
+            recordings=0,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Return no counters."""
+        return {}
+
+    def explain(self) -> str:
+        """Return one line."""
+        return "emulated: the step runs eagerly, over the static buffers"
+
+    def close(self) -> None:
+        """Free nothing."""
+
+
 class BucketGraph:
     """What is known of one graph.
 
@@ -177,7 +220,7 @@ class BucketGraph:
         self.size = size
         self.options = options
         """The variant as the engine wrote it."""
-        self.captured: Captured | None = None
+        self.captured: Captured | Emulated | None = None
         self.epoch: Hashable = None
         """The weights epoch of the capture."""
         self.reason = Reason.NOT_CAPTURED

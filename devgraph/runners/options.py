@@ -12,10 +12,20 @@ import attrs
 from devgraph.api.config.phase import DeviceGraphWarning, PhaseConfig, phase_config
 from devgraph.api.config.rules import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
+from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Phase
 
 DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
 """Environment variable that switches ``debug`` on where the engine does not say."""
+
+
+EMULATE_VARIABLE = "DEVGRAPH_EMULATE"
+"""Environment variable that makes every runner emulate its graphs."""
+
+
+def switched_on(variable: str) -> bool:
+    """Whether an environment variable is set to something other than no."""
+    return os.environ.get(variable, "").lower() not in ("", "0", "false", "no")
 
 
 class RunnerOptions(TypedDict, total=False):
@@ -27,6 +37,7 @@ class RunnerOptions(TypedDict, total=False):
     bound: Mapping[str, Any]
     weights_epoch: Callable[[], Hashable] | None
     reset_state: Callable[[], None] | None
+    prepare: Callable[[Batch], Mapping[str, Any] | None] | None
     idle_dummy: bool
     progress: bool | None
 
@@ -42,8 +53,9 @@ class Options:
     """Raise instead of running eagerly; None takes it from the configuration."""
 
     debug: bool | None = None
-    """Hand out leased outputs, which notice being read after the next run. None asks the
-    environment variable DEVGRAPH_DEBUG."""
+    """Hand out leased outputs, which notice being read after the next run, and wait for the device
+    after every segment, so that its errors name it. None asks the environment variable
+    DEVGRAPH_DEBUG."""
 
     bound: Mapping[str, Any] = attrs.field(factory=dict)
     """Tensors that graphs use in place (KV caches, weights), each a tensor or a tree of them (a
@@ -56,6 +68,12 @@ class Options:
     reset_state: Callable[[], None] | None = None
     """Undoes what warm-up runs did to the engine's state; called after the warm-up runs and after
     each capture. Pad values should make it unnecessary; recurrent state may need it."""
+
+    prepare: Callable[[Batch], Mapping[str, Any] | None] | None = None
+    """Plans a step on the host: called with the batch, padded to its bucket, after every slot is
+    filled and before the launch; before every warm-up run, capture and eager step too. It may
+    write bound tensors and slots in place, and return host arguments, which callers then leave
+    out of ``run``. Sequences that it returns have the length of the bucket."""
 
     idle_dummy: bool = False
     """An empty batch replays the smallest graph on pad values, as engines whose steps hold
@@ -76,7 +94,7 @@ class Options:
             raise ConfigTypeError(
                 f"bound must be a mapping of names to tensors: {brief(self.bound)}"
             )
-        for key in ("weights_epoch", "reset_state"):
+        for key in ("weights_epoch", "reset_state", "prepare"):
             if getattr(self, key) is not None and not callable(getattr(self, key)):
                 raise ConfigTypeError(f"{key} must be a function: {brief(getattr(self, key))}")
 
@@ -89,8 +107,7 @@ class Options:
                 raise ConfigError(f"unknown runner option {name!r}. {did_you_mean(name, known)}")
         options = cls(**{"name": phase, **given})
         if options.debug is None:
-            text = os.environ.get(DEBUG_VARIABLE, "")
-            options = attrs.evolve(options, debug=text.lower() not in ("", "0", "false", "no"))
+            options = attrs.evolve(options, debug=switched_on(DEBUG_VARIABLE))
         return options
 
 

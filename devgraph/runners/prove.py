@@ -60,8 +60,8 @@ class _Proof:
         step, backend = self._step, self._step.backend
         inputs = {n: self._data(slot, real) for n, slot in step.inputs.slots.items()}
         given = self._host if self._host is not None else step.host.at_capture(real)
-        padded_host = step.host.resolve(given, real, graph.size)
-        real_host = step.host.resolve(given, real, real)
+        padded_host = step.host_of(given, real, graph.size)
+        real_host = step.host_of(given, real, real)
         rng = backend.get_rng_state()
         where = f"bucket {graph.key}, {real.requests} requests, {real.tokens} tokens"
         static = StaticBatch(step, graph)
@@ -75,7 +75,7 @@ class _Proof:
 
         begin()
         write = step.outputs.writer(graph.key.variant, graph.size)
-        write(step.function(static.batch(padded_host)))
+        write(step.function(static.batch(static.prepared(padded_host))))
         padded = _copied(bound.result(given))
 
         begin()

@@ -49,7 +49,7 @@ from devgraph.runners.graphs import (
 )
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.lease import LeaseClock, lease
-from devgraph.runners.options import Options
+from devgraph.runners.options import EMULATE_VARIABLE, Options, switched_on
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.prove import RunnerReport, prove_batches, rows_to_try
 from devgraph.runners.ranks import ranks_of
@@ -100,6 +100,8 @@ class Runner(abc.ABC):
     ) -> None:
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
+        if switched_on(EMULATE_VARIABLE):
+            config = attrs.evolve(config, emulate=True)
         _check_config(config)
         for what, given in (("step", function), ("tail", tail)):
             if given is not None and not callable(given):
@@ -138,6 +140,7 @@ class Runner(abc.ABC):
             inputs=arena,
             outputs=OutputStore(outputs),
             host=HostArgs(host_args),
+            prepare=options.prepare,
             clock=self._clock,
             backend=backend,
             pool=pool,
@@ -685,9 +688,11 @@ class Runner(abc.ABC):
 
     @property
     def effective_policy(self) -> str:
-        """The policy that graphs run under now; ``disabled`` while there is none to run."""
-        usable = self.graphs.captured and not self._suspended and not self._closed
-        return self._config.policy if usable else "disabled"
+        """The policy that graphs run under now; ``disabled`` while there is none to run, and
+        ``emulated`` where steps take their place."""
+        if not self.graphs.captured or self._suspended or self._closed:
+            return "disabled"
+        return "emulated" if self._config.emulate else self._config.policy
 
     def stats(self) -> RunnerStats:
         """Return a snapshot of the counters."""

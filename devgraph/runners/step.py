@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from devgraph.api.backend import Backend
+from devgraph.api.errors import note
 from devgraph.api.pool import Pool
-from devgraph.runners.batch import Batch, HostArgs, Live, end_batch
+from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, end_batch
 from devgraph.runners.graphs import BucketGraph
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.lease import LeaseClock
@@ -29,6 +30,7 @@ class Step:
         whole: the whole step, for eager runs.
         tail: what follows a replay; None where the graph is the whole step.
         inputs, outputs, host: its data.
+        prepare: plans the step over the filled batch; see ``Options.prepare``.
         clock: counts the runs, each of which overwrites the outputs of the one before.
         pool: the memory of its graphs.
     """
@@ -42,6 +44,7 @@ class Step:
         inputs: InputArena,
         outputs: OutputStore,
         host: HostArgs,
+        prepare: Callable[[Batch], Mapping[str, Any] | None] | None,
         clock: LeaseClock,
         backend: Backend,
         pool: Pool,
@@ -51,6 +54,7 @@ class Step:
         self.inputs = inputs
         self.outputs = outputs
         self.host = host
+        self.prepare = prepare
         self.clock = clock
         self.pool = pool
         self.backend = backend
@@ -68,7 +72,7 @@ class Step:
 
         Raises as ``InputArena.admit`` and ``HostArgs.resolve``, before anything is changed.
         """
-        host = self.host.resolve(host_args, size, size)
+        host = self.host_of(host_args, size, size)
         tensors = self.inputs.eager_views(inputs, size)
         self.clock.now += 1
         return self.call_eagerly(tensors, size, host, options)
@@ -83,10 +87,37 @@ class Step:
     def replay_pads(self, graph: BucketGraph) -> None:
         """Replay ``graph`` on pad values."""
         assert graph.captured is not None
-        StaticBatch(self, graph)
+        values = StaticBatch(self, graph).prepared()
         self.clock.now += 1
-        graph.captured.run(self.host.at_capture(graph.size))
+        graph.captured.run(values)
         graph.hits += 1
+
+    def host_of(
+        self, given: Mapping[str, Any] | None, real: Size, padded: Size
+    ) -> Mapping[str, Any]:
+        """Return what a run passes of the host arguments; ``prepared`` adds the rest.
+
+        Raises as ``HostArgs.resolve``.
+        """
+        return self.host.resolve(given, real, padded, partly=self.prepare is not None)
+
+    def prepared(self, batch: Batch, host: Mapping[str, Any], size: Size) -> Mapping[str, Any]:
+        """Let the engine plan over ``batch``; return ``host`` with the host arguments it returned.
+
+        Raises as ``HostArgs.resolve``, for a batch of ``size``, or whatever ``prepare`` does.
+        """
+        if self.prepare is None:
+            return host
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                found = self.prepare(batch)
+        else:  # Entering a mode takes longer than all that surrounds it.
+            found = self.prepare(batch)
+        if found is None and len(host) == len(self.host.declared):
+            return host
+        own = self.host.resolve(found, size, size, partly=True)
+        self.host.require_all({**host, **own})
+        return {**host, **own}
 
     def call_eagerly(
         self,
@@ -112,6 +143,7 @@ class Step:
             live_names=run_slots,
         )
         try:
+            batch.host = HostValues(self.prepared(batch, host, size))
             with torch.no_grad():
                 return self._whole(batch)
         finally:
@@ -128,6 +160,7 @@ class StaticBatch:
         inputs = step.inputs
         run = Size(1, graph.size.tokens)
         self._graph = graph
+        self._step = step
         self._live, self._run_slots = step.live, inputs.run_slots
         self._run_size = run if inputs.run_slots else graph.size
         self._run_views = inputs.views(run, inputs.run_slots)
@@ -139,6 +172,13 @@ class StaticBatch:
         """Put pad values into every slot that the graph or its eager bodies can see."""
         self._fill()
         self._live.size, self._live.tensors = self._run_size, self._run_views
+
+    def prepared(self, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """Let the engine plan over this batch, with the host arguments ``given`` or those of
+        capture; return all of them."""
+        size = self._graph.size
+        host = self._step.host.at_capture(size) if given is None else given
+        return self._step.prepared(self.batch(host), host, size)
 
     def batch(self, host: Mapping[str, Any]) -> Batch:
         """Return the batch that the step receives."""
@@ -165,10 +205,11 @@ class GraphStep:
         "_clock",
         "_copy",
         "_declares_host",
+        "_host_of",
         "_live",
         "_order",
         "_padded",
-        "_resolve",
+        "_planned",
         "_run_tensors",
         "_tail",
         "_tensors",
@@ -188,7 +229,9 @@ class GraphStep:
         self.outputs: Callable[[], Any] = step.outputs.views(graph.key.variant, graph.size, real)
         """Returns the graph's outputs, real rows only."""
         self._padded = graph.size
-        self._resolve = step.host.resolve
+        self._host_of = step.host_of if step.prepare else step.host.resolve
+        self._planned: Mapping[str, Any] = {}
+        """Host arguments that the engine planned in the last run."""
         self._declares_host = bool(step.host.declared)
         self._order = step.pool.order
         self._clock, self._live, self._tail = step.clock, step.live, step.tail
@@ -196,6 +239,8 @@ class GraphStep:
         self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors).load
         self.replay: Callable[[Mapping[str, Any]], None] = graph.captured.run
         """Replays the graph on what was loaded."""
+        if step.prepare is not None:
+            self.replay = self._planning(step, graph.captured.run)
         self._tensors = {**inputs.views(real, inputs.graph_slots), **self._run_tensors}
 
     def run(self, inputs: Mapping[str, Any], host_args: Mapping[str, Any] | None) -> None:
@@ -206,12 +251,40 @@ class GraphStep:
         # Everything is bound beforehand: this is host time of every step.
         values: Mapping[str, Any] = {}
         if host_args or self._declares_host:
-            values = self._resolve(host_args, self.real, self._padded)
+            values = self._host_of(host_args, self.real, self._padded)
         self.load(inputs)
         self._clock.now += 1
-        self.replay(values)
+        try:
+            self.replay(values)
+        except Exception as error:
+            note(error, f"in {self._clock.name}, bucket {self.graph.key}, {self.real}")
+            raise
         self.graph.hits += 1
         self.graph.real_rows += self.rows
+
+    def _planning(
+        self, step: Step, replay: Callable[[Mapping[str, Any]], None]
+    ) -> Callable[[Mapping[str, Any]], None]:
+        """Return what lets the engine plan over the loaded batch, and replays the graph then."""
+        inputs = step.inputs
+        batch = Batch(
+            inputs.views(self._padded, inputs.graph_slots),
+            self._padded,
+            host={},
+            variant=self.graph.options,
+            live=step.live,
+            live_names=inputs.run_slots,
+        )
+
+        def planned(given: Mapping[str, Any]) -> None:
+            if self._declares_host:
+                batch.host = HostValues(given)
+            values = step.prepared(batch, given, self._padded)
+            if values is not given:
+                self._planned = {n: v for n, v in values.items() if given.get(n) is not v}
+            replay(values)
+
+        return planned
 
     def load(self, inputs: Mapping[str, Any]) -> None:
         """Order what follows behind the pool's other work, copy and pad the inputs, and make this
@@ -224,7 +297,9 @@ class GraphStep:
         """Return the whole step's outputs after a replay, real rows only."""
         if self._tail is None:
             return self.outputs()
-        host = self._resolve(host_args, self.real, self.real)
+        host = self._host_of(host_args, self.real, self.real)
+        if self._planned:
+            host = {**host, **self._planned}
         batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options)
         with torch.no_grad():
             return self._tail(self.outputs(), batch)

@@ -18,6 +18,7 @@ from tests.support.config_cases import BOTH_DISABLED, both, from_argv
 OLDER_CASES: list[tuple[list[str], dict[str, object]]] = [
     (["--disable-cuda-graph"], BOTH_DISABLED),
     (["--enforce-eager"], BOTH_DISABLED),
+    (["--debug-cuda-graph"], {phase: {"emulate": True} for phase in ("decode", "prefill")}),
     (["--disable-cuda-graph-padding"], {"decode": {"max_padding": 1.0}}),
     (["--enable-piecewise-cuda-graph"], {"prefill": "piecewise"}),
     (["--enforce-piecewise-cuda-graph"], {"prefill": "piecewise"}),
@@ -111,7 +112,7 @@ def test_older_flag_means_the_same_as_the_new_spelling_that_its_warning_names(
     assert from_argv(*again)[0] == config
 
 
-ENGINES_OWN = {"--disable-draft-cuda-graph", "--debug-cuda-graph"}
+ENGINES_OWN = {"--disable-draft-cuda-graph"}
 
 
 def test_older_cases_cover_the_whole_table() -> None:

@@ -592,3 +592,35 @@ def test_runner_is_refused_inside_its_own_step(kit: Kit, policy: str) -> None:
     runner.run(batch_of(kit, 3))
     assert not nested
     check_decode(kit, runner, model, 3, seed=1)
+
+
+def test_prepare_may_return_declared_host_arguments_only():
+    with pytest.raises(dg.HostArgumentError, match="unknown host argument 'length'"):
+        double_runner(prepare=lambda batch: {"length": 3})
+    with pytest.raises(dg.ConfigTypeError, match="prepare must be a function"):
+        double_runner(prepare=3)
+
+
+def test_sequences_that_prepare_returns_have_the_length_of_the_bucket():
+    seen = []
+
+    def step(batch):
+        seen.append(batch.host.lengths)
+        return batch.x * 2
+
+    runner = decode_of(
+        step,
+        (X,),
+        host_args={"lengths": HostSlot("requests", pad=Pad.fill(1))},
+        prepare=lambda batch: {"lengths": [5] * batch.x.shape[0]},
+        config={"emulate": True},
+    )
+    assert runner.run({"x": rows_of_x(3)}).tolist() == (rows_of_x(3) * 2).tolist()
+    assert seen[-1] == (5, 5, 5, 5)
+
+
+def test_the_environment_makes_every_runner_emulate(monkeypatch):
+    monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
+    runner = double_runner()
+    runner.run({"x": rows_of_x(3)})
+    assert runner.effective_policy == "emulated" and runner.stats().graph_steps == 1

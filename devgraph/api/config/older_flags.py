@@ -271,7 +271,7 @@ OLDER_FLAGS: tuple[OlderFlag, ...] = (
         "--disable-draft-cuda-graph",
         "graphs of the draft model, whose runner has a mode of its own",
     ),
-    _left("--debug-cuda-graph", "running captured steps operator by operator to find an error"),
+    *_switches("emulate", True, PHASES, "--debug-cuda-graph"),
     *_switches("policy", "disabled", PHASES, "--disable-cuda-graph"),
     *_switches("max_padding", 1.0, _DECODE, "--disable-cuda-graph-padding"),
     *_switches("policy", "piecewise", _PREFILL, "--enable-piecewise-cuda-graph"),

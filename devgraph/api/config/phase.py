@@ -277,6 +277,12 @@ class PhaseConfig:
         "Raise where a batch would otherwise run eagerly, with the reason.",
         default=False,
     )
+    emulate: bool = _key(
+        {"kind": "`true` or `false`", "read": _flag},
+        "Run the steps of graphs eagerly, with everything else as it is: padded static buffers, "
+        "`prepare`, tail and outputs. What still differs is not the graph's fault.",
+        default=False,
+    )
     memory_budget_bytes: int | None = _key(
         _optional(_COUNT),
         "Device memory for the graphs of this phase; buckets beyond it are dropped. None: no "

@@ -18,7 +18,7 @@ from devgraph.api.buffers import (
     tensors_in,
     unexpanded,
 )
-from devgraph.api.errors import RegionError
+from devgraph.api.errors import RegionError, note
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
 
@@ -323,11 +323,15 @@ class MarkedCall:
                 or shares memory with other tensors than at capture.
         """
         self._settle()
-        if Modes.current() == self.modes:
-            self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
-        else:
-            with self.modes.restored():
+        try:
+            if Modes.current() == self.modes:
                 self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
+            else:
+                with self.modes.restored():
+                    self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
+        except Exception as error:
+            note(error, f"in {self.mark.name}, marked call {self.index} of its capture")
+            raise
 
     def _settle(self) -> None:
         """See arguments as they were at the call, whose layout the step changed in place later."""

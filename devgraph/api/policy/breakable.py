@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from devgraph.api.errors import CaptureError, EmptyCaptureError, StateError
+from devgraph.api.errors import CaptureError, EmptyCaptureError, StateError, note
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import BoundCall, MarkedCall
 from devgraph.api.marks.marks import Mark, entered
@@ -72,6 +72,7 @@ class BreakablePlan:
         """What must live as long as the graphs do, and nothing else keeps."""
         self._pool = job.pool
         self._backend = job.backend
+        self._check = job.check
         self._host = host
         self.marks = [mark for mark in host if mark.dynamic]
         self._steps: dict[int | None, tuple[BoundCall, ...]] = {}
@@ -107,13 +108,20 @@ class BreakablePlan:
                     break
             else:
                 return
-            index = next(i for i, step in enumerate(steps) if step[0] is call and step[1] is args)
-            self.segments[index].refuse(result)
+            self.segments[self._position(steps, call, args)].refuse(result)
         except Exception as error:
+            index = self._position(steps, call, args)
+            count = len(self.segments)
+            note(error, f"in segment {index} of {count}, {self.segments[index]!r}")
             self._backend.raise_if_lost(error)
             raise
         finally:
             pool.occupied = False
+
+    def _position(self, steps: Sequence[BoundCall], call: object, args: object) -> int:
+        """Return the index of the segment that a bound step belongs to."""
+        index = next(i for i, step in enumerate(steps) if step[0] is call and step[1] is args)
+        return index * len(self.segments) // len(steps)
 
     def _forget_steps(self) -> None:
         for segment in self.segments:
@@ -125,11 +133,14 @@ class BreakablePlan:
     def _bound_steps(self) -> tuple[BoundCall, ...]:
         """Bind every segment to the stream that is current now."""
         stream = self._pool.ordered_stream
-        self._steps[stream] = steps = tuple(
-            (s.bound(stream), (), {}) if isinstance(s, DeviceGraph) else s.bound()
-            for s in self.segments
-        )
-        return steps
+        steps: list[BoundCall] = []
+        for segment in self.segments:
+            graph = isinstance(segment, DeviceGraph)
+            steps.append((segment.bound(stream), (), {}) if graph else segment.bound())
+            if self._check:
+                steps.append((self._backend.synchronize, (), {}))
+        self._steps[stream] = tuple(steps)
+        return self._steps[stream]
 
     def close(self) -> None:
         """Free graphs and let go of tensors."""

@@ -106,6 +106,8 @@ class Job:
     """What may be spent on new host arguments in a replay; None for the defaults."""
     after_warmup: Callable[[], None] | None = None
     """Called after each warm-up run."""
+    check: bool = False
+    """Wait for the device after every segment of a replay, so that its error names it."""
     phases: dict[str, float] = attrs.field(factory=dict)
     """Seconds by phase, filled while the capture is made."""
 
