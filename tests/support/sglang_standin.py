@@ -53,6 +53,13 @@ class PPProxyTensors:
         self.tensors = tensors
 
 
+class SRTPlatform:
+    _enum: Any = None
+
+    def is_out_of_tree(self) -> bool:
+        return bool(self._enum == "oot")
+
+
 @dataclasses.dataclass
 class ServerArgs:
     """What SGLang is started with, and what it makes of it; ``allowed`` stands for its rules."""
@@ -123,6 +130,11 @@ def _surroundings() -> dict[str, dict[str, Any]]:
             )
         },
         "sglang.srt.platforms": {"current_platform": types.SimpleNamespace(device_name="cpu")},
+        "sglang.srt.platforms.interface": {
+            "SRTPlatform": SRTPlatform,
+            "PlatformEnum": types.SimpleNamespace(OOT="oot"),
+            "PlatformCapabilities": types.SimpleNamespace,
+        },
         "sglang.srt.server_args": {"ServerArgs": ServerArgs},
         "sglang.srt.runtime_context": {
             "get_parallel": lambda: types.SimpleNamespace(tp_group=Group()),
@@ -148,7 +160,7 @@ def _surroundings() -> dict[str, dict[str, Any]]:
         },
         "sglang.srt.arg_groups": {},
         "sglang.srt.arg_groups.model_override_base": {"resolved_view": ServerArgs.resolved},
-        f"{MODEL}.runner": {},
+        f"{MODEL}.runner": {"DecodeCudaGraphRunner": type("DecodeCudaGraphRunner", (), {})},
         f"{MODEL}.runner_utils": {},
         f"{MODEL}.runner_utils.pool": {
             "GraphPoolPrecarve": Precarve,

@@ -12,6 +12,7 @@ import torch
 
 from devgraph.integrations import sglang
 from devgraph.integrations.sglang import backends
+from devgraph.integrations.sglang.platform import platform_class
 from devgraph.integrations.sglang.segments import segment_classes
 from tests.support import sglang_standin
 from tests.support.sglang_steps import module
@@ -37,6 +38,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def _forget() -> None:
-    made = (backends.shared, backends.full_backend, backends.breakable_backend, segment_classes)
+    made = (
+        backends.shared,
+        backends.full_backend,
+        backends.breakable_backend,
+        segment_classes,
+        platform_class,
+    )
     for cached in made:
         cached.cache_clear()

@@ -218,6 +218,47 @@ def test_outputs_are_trees_of_tensors_in_objects(engine: Any, kind: str) -> None
     assert len(addresses) == (1 if kind == "breakable_backend" else 2)
 
 
+@pytest.mark.parametrize("kind", ["full_backend", "breakable_backend"])
+def test_stage_of_a_pipeline_hands_on_its_proxy_tensors(engine: Any, kind: str) -> None:
+    proxy = module("forward_batch_info").PPProxyTensors
+    backend, case = getattr(sglang, kind)()(runner()), Case()
+    forward = case.forward(4)
+    with backend.capture_session(None):
+        backend.capture_one(
+            engine.ShapeKey(4), lambda: proxy({"hidden": forward(), "residual": case.x[:4] + 1})
+        )
+    case.fill()
+    out = backend.replay(engine.ShapeKey(4), None)
+    assert isinstance(out, proxy)
+    assert torch.equal(out.tensors["hidden"], case.expected(4))
+    assert torch.equal(out.tensors["residual"], case.x[:4] + 1)
+
+
+@pytest.mark.parametrize("kind", ["full_backend", "breakable_backend"])
+def test_variants_of_a_size_have_graphs_of_their_own(engine: Any, kind: str) -> None:
+    backend, case = getattr(sglang, kind)()(runner()), Case()
+    with backend.capture_session(None):
+        for label, factor in (("lora", 2), ("nolora", 3)):
+            backend.capture_one(
+                engine.ShapeKey(4, variant_label=label), lambda factor=factor: case.x[:4] * factor
+            )
+    case.fill()
+    for label, factor in (("nolora", 3), ("lora", 2)):
+        out = backend.replay(engine.ShapeKey(4, variant_label=label), None)
+        assert torch.equal(out, case.x[:4] * factor)
+
+
+@pytest.mark.parametrize("kind", ["full_backend", "breakable_backend"])
+def test_weights_that_moved_are_read_after_a_recapture(engine: Any, kind: str) -> None:
+    backend, case = getattr(sglang, kind)()(runner()), Case()
+    captured(engine, backend, case, 4)
+    backend.cleanup()
+    case.weight = torch.randn(WIDTH, WIDTH)
+    captured(engine, backend, case, 4)
+    case.fill()
+    assert torch.equal(backend.replay(engine.ShapeKey(4), None), case.expected(4))
+
+
 def test_debug_mode_fills_the_outputs_of_objects(engine: Any) -> None:
     backend, case = sglang.breakable_backend()(runner(), debug_eager=True), Case()
     with backend.capture_session(None):

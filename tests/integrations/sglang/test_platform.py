@@ -1,0 +1,75 @@
+"""An out-of-tree platform of SGLang: its hooks, and a whole engine from prompt to text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from devgraph.integrations import sglang
+from devgraph.integrations.engine.published import PERIOD_S
+from tests.support import sglang_platform
+from tests.support.sglang_steps import module
+
+ROOT = Path(__file__).parents[3]
+MISSING = [name for name in ("sglang", "msgspec", "zmq") if importlib.util.find_spec(name) is None]
+
+
+def test_platform_names_the_backend_and_the_runner_of_decode(engine: Any) -> None:
+    platform = sglang.DeviceGraphPlatform()
+    assert platform.is_out_of_tree()
+    assert platform.capabilities.graph_capture
+    platform.init_backend()
+    choice = module("runner_backend.utils")
+    assert choice.BreakableCudaGraphBackend is sglang.breakable_backend()
+    assert platform.get_full_graph_backend_cls() is sglang.full_backend()
+    assert platform.get_graph_runner_cls() is module("runner").DecodeCudaGraphRunner
+
+
+def run_engine(folder: Path, options: dict[str, Any], **environment: str) -> Any:
+    path = [str(ROOT), str(folder), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, sglang_platform.__file__, str(folder), json.dumps(options)],
+        # SGLang asks for its option of torch.compile before it captures on a CPU.
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "TORCHDYNAMO_DISABLE": "1",
+            **environment,
+        },
+        text=True,
+        capture_output=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads([line for line in done.stdout.splitlines() if line.startswith("[[")][-1])
+
+
+@pytest.mark.slow  # starts two engines; its quick sibling is above
+@pytest.mark.skipif(bool(MISSING), reason=f"needs SGLang with what it imports: no {MISSING}")
+def test_engine_of_a_platform_writes_the_same_text_with_graphs(tmp_path: Path) -> None:
+    sglang_platform.make_model(tmp_path / "model")
+    sglang_platform.make_plugins(tmp_path)
+    stats = tmp_path / "stats.json"
+    graphs = {
+        "decode": {"backend": "full", "bs": [1, 2, 4]},
+        "prefill": {"backend": "breakable", "bs": [8, 16, 32, 64]},
+    }
+    texts = run_engine(
+        tmp_path,
+        {"enable_torch_compile": True, "cuda_graph_config": graphs, "wait_s": PERIOD_S + 1},
+        DEVGRAPH_STATS_FILE=str(stats),
+    )
+    assert texts == run_engine(tmp_path, {"disable_cuda_graph": True})
+    modes = json.loads(stats.read_text())["modes"]
+    assert modes["full"]["captures"] == 3
+    assert modes["breakable"]["captures"] == 4
+    assert modes["full"]["replays"] > 10
+    assert modes["breakable"]["replays"] > 3
