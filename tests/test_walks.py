@@ -40,6 +40,7 @@ def test_walk_is_counted_the_same_each_time(walks: ModuleType, name: str) -> Non
     assert frames == others
 
 
-def test_walk_from_the_text_of_a_mode_to_its_policies_stays_short(walks: ModuleType) -> None:
-    _, frames = walks.measure("mode")
-    assert frames.total() <= 300
+@pytest.mark.parametrize(("name", "most"), [("mode", 300), ("capture_region", 1000)])
+def test_walk_stays_short(walks: ModuleType, name: str, most: int) -> None:
+    _, frames = walks.measure(name)
+    assert frames.total() <= most

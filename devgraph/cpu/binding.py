@@ -15,20 +15,20 @@ from devgraph.cpu.ops import OpPlan
 
 _aten = torch.ops.aten
 
-_COPIES = {_aten.clone.default, _aten._to_copy.default}
+_COPIES = {"aten::clone", "aten::_to_copy"}
 
 # Each writes one value everywhere; all of them do it with fill_ themselves.
-_FILLS: dict[OpOverload, Callable[..., Any]] = {
-    _aten.zeros.default: lambda size, **_: 0,
-    _aten.ones.default: lambda size, **_: 1,
-    _aten.zeros_like.default: lambda like, **_: 0,
-    _aten.ones_like.default: lambda like, **_: 1,
-    _aten.new_zeros.default: lambda like, size, **_: 0,
-    _aten.new_ones.default: lambda like, size, **_: 1,
-    _aten.full.default: lambda size, value, **_: value,
-    _aten.full_like.default: lambda like, value, **_: value,
-    _aten.new_full.default: lambda like, size, value, **_: value,
-    _aten.scalar_tensor.default: lambda value, **_: value,
+_FILLS: dict[str, Callable[..., Any]] = {
+    "aten::zeros": lambda size, **_: 0,
+    "aten::ones": lambda size, **_: 1,
+    "aten::zeros_like": lambda like, **_: 0,
+    "aten::ones_like": lambda like, **_: 1,
+    "aten::new_zeros": lambda like, size, **_: 0,
+    "aten::new_ones": lambda like, size, **_: 1,
+    "aten::full": lambda size, value, **_: value,
+    "aten::full_like": lambda like, value, **_: value,
+    "aten::new_full": lambda like, size, value, **_: value,
+    "aten::scalar_tensor": lambda value, **_: value,
 }
 
 
@@ -39,7 +39,7 @@ class Binder:
     """
 
     def __init__(self) -> None:
-        self._proved: dict[Any, bool] = {}
+        self._chosen: dict[Any, Callable[..., Any]] = {}
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
         """Return a call that copies ``source`` into ``out``."""
@@ -60,17 +60,19 @@ class Binder:
         are copied. All tensors are bound as they are given.
         """
         func = plan.func
-        if func in _COPIES:
+        if plan.name in _COPIES:
             return self.copy(outputs, args[0])
-        if func in _FILLS:
-            return functools.partial(torch.Tensor.fill_, outputs, _FILLS[func](*args, **kwargs))
+        if plan.name in _FILLS:
+            value = _FILLS[plan.name](*args, **kwargs)
+            return functools.partial(torch.Tensor.fill_, outputs, value)
         if func is _aten.embedding.default and args[1].is_contiguous():
             # What embedding itself does, without a temporary.
             rows = outputs.view(-1, args[0].shape[1])
             return self._bind(_aten.index_select.out, (args[0], 0, args[1].view(-1)), {"out": rows})
-        targets = outputs if isinstance(outputs, tuple) else (outputs,)
+        single = isinstance(outputs, torch.Tensor)
+        targets = (outputs,) if single or not isinstance(outputs, tuple) else outputs
         variant = plan.out
-        if variant is not None and all(isinstance(target, torch.Tensor) for target in targets):
+        if variant is not None and (single or all(isinstance(t, torch.Tensor) for t in targets)):
             kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
             named = dict(zip(variant.outputs, targets, strict=True))
             return self._bind(variant.func, args, {**kept, **named})
@@ -84,14 +86,13 @@ class Binder:
         A typed function takes 0.7 us where the generic call of an overload takes 1.2 us (add of
         576 numbers, torch 2.13, AMD EPYC).
         """
-        pattern = (_pattern(args), tuple([(name, _pattern(v)) for name, v in kwargs.items()]))
-        for call in _typed_functions(func):
-            key = (call, func, pattern)
-            if key not in self._proved:
-                self._proved[key] = _is_same(call, func, args, kwargs)
-            if self._proved[key]:
-                return functools.partial(call, *args, **kwargs)
-        return functools.partial(func._op, *args, **kwargs)
+        named = tuple([(name, _pattern(v)) for name, v in kwargs.items()]) if kwargs else ()
+        key = (func, _pattern(args), named)
+        call = self._chosen.get(key)
+        if call is None:
+            same = (c for c in _typed_functions(func) if _is_same(c, func, args, kwargs))
+            self._chosen[key] = call = next(same, func._op)
+        return functools.partial(call, *args, **kwargs)
 
 
 def _pattern(value: Any) -> Any:
@@ -99,11 +100,10 @@ def _pattern(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.dim() == 0)
     if isinstance(value, (list, tuple)):
-        return tuple([_pattern(item) for item in value])
+        return tuple(map(_pattern, value))
     return type(value)
 
 
-@functools.cache
 def _typed_functions(func: OpOverload) -> tuple[Callable[..., Any], ...]:
     """Return torch's generated functions and methods that have the name of ``func``."""
     if func.namespace != "aten":

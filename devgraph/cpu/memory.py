@@ -84,12 +84,8 @@ class _Slab:
         kind: Any = type("SlabBytes", (ctypes.c_char * size,), {})  # takes attributes
         array = kind.from_address(self.base)
         array.slab = self.bytes
-        self._window = memoryview(array)
-
-    def window(self, address: int, size: int) -> memoryview:
-        """Return the bytes at ``address``; the window keeps the slab, and nothing else, alive."""
-        start = address - self.base
-        return self._window[start : start + size]
+        self.window = memoryview(array)
+        """The bytes; a slice of it keeps the slab, and nothing else, alive."""
 
 
 class _Ranges:
@@ -211,9 +207,10 @@ class BlockPool:
             self._collect()
             address = self._take(nbytes)
             slab = self._slab_of(address)
-            owner = slab.window(address, nbytes)
-            shared = _storage(slab.window(address, nbytes))
-            storage = _storage(owner)
+            start = address - slab.base
+            owner, other = slab.window[start : start + nbytes], slab.window[start : start + nbytes]
+            storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+            shared = torch.frombuffer(other, dtype=torch.uint8).untyped_storage()
             self._live[address] = Block(
                 address=address,
                 bytes=nbytes,
@@ -233,12 +230,6 @@ class BlockPool:
             ctypes.memset(address, _poison_byte(dtype), nbytes)
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
 
-    def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """Return the block that ``tensor`` helps to keep, or None if it is not one of this pool."""
-        storage = tensor.untyped_storage()
-        block = self._live.get(storage.data_ptr())
-        return block if block is not None and block.storage_id == storage._cdata else None
-
     def covers(self, address: int) -> bool:
         """Whether ``address`` lies in this pool's memory, be it used or free."""
         with self._lock:
@@ -250,8 +241,9 @@ class BlockPool:
 
         A tensor whose memory is not this pool's, or that is an alias already, is returned as is.
         """
-        block = self.block_of(tensor)
-        if block is None:
+        storage = tensor.untyped_storage()
+        block = self._live.get(storage.data_ptr())
+        if block is None or block.storage_id != storage._cdata:
             return tensor
         plain = torch.empty(0, dtype=tensor.dtype).set_(
             block.shared, tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -357,7 +349,3 @@ class BlockPool:
                 self._forget(size, slab.base)
                 self._slabs.remove(slab)
                 self._bases.remove(slab.base)
-
-
-def _storage(window: memoryview) -> torch.UntypedStorage:
-    return torch.frombuffer(window, dtype=torch.uint8).untyped_storage()

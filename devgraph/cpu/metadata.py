@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -51,23 +52,25 @@ class Layout:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return ``value`` with ``change`` applied to the tensors in it, at any depth of lists."""
-    return _map(value, torch.Tensor, change)
-
-
-def map_layouts(value: Any, change: Callable[[Layout], Any]) -> Any:
-    """Return ``value`` with ``change`` applied to the layouts in it, at any depth of lists."""
-    return _map(value, Layout, change)
-
-
-def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def _map(value: Any, change: Callable[[Any], Any], *, kind: type) -> Any:
+    """Return ``value`` with ``change`` applied to what is of ``kind`` in it, in lists as well."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
-        items = [_map(item, kind, change) for item in value]
+        items = [
+            change(item)
+            if isinstance(item, kind)
+            else _map(item, change, kind=kind)
+            if isinstance(item, (list, tuple))
+            else item
+            for item in value
+        ]
         return tuple(items) if isinstance(value, tuple) else items
     return value
+
+
+map_tensors = functools.partial(_map, kind=torch.Tensor)
+map_layouts = functools.partial(_map, kind=Layout)
 
 
 def _key(value: Any) -> Any:
@@ -80,7 +83,7 @@ def _key(value: Any) -> Any:
             )
         return (value.dtype, value.shape, value.stride())
     if isinstance(value, (list, tuple)):
-        return tuple([_key(item) for item in value])
+        return tuple(map(_key, value))
     # 1, 1.0 and True are equal as keys and different as arguments.
     return (type(value), value)
 
@@ -113,7 +116,8 @@ class Metadata:
             UnrecordableError: the operation resizes an argument, takes or returns a tensor that is
                 not dense, or torch does not know what it returns.
         """
-        key = (plan.func, _key(args), tuple([(n, _key(v)) for n, v in kwargs.items()]))
+        named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
+        key = (plan, _key(args), named)
         try:
             found = self._known.get(key)
         except TypeError:  # an argument that cannot be a key, such as a script object

@@ -108,8 +108,9 @@ class Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(t.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for t in types):
-            return NotImplemented  # a tensor subclass: it makes plain operations of this one
+        for kind in types:
+            if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                return NotImplemented  # a tensor subclass: it makes plain operations of this one
         if not isinstance(func, OpOverload):
             raise CaptureError(
                 f"{func} cannot be recorded, at {user_line()}; call it in a function marked "

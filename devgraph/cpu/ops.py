@@ -15,6 +15,8 @@ from torch._ops import OpOverload
 class Kind(enum.Enum):
     """How a recording treats an operation."""
 
+    __hash__ = object.__hash__  # Enum's own is a function of Python, for each operation
+
     DECOMPOSE = "made of other operations, which are recorded instead"
     VIEW = "makes an alias or changes metadata only: runs now, and never again"
     RESIZE = "may move its argument's memory"
@@ -38,7 +40,7 @@ class OutVariant:
     """Keyword arguments of the plain overload that this one does not take."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, eq=False)
 class OpPlan:
     """What a recording needs to know of ``func``."""
 
@@ -60,9 +62,7 @@ class OpPlan:
         return kwargs.get(self.func._schema.arguments[position].name)
 
     def draws(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether this call draws random numbers: a dropout with probability 0 does not."""
-        if not self.seeded:
-            return False
+        """Whether a call of what may draw random numbers does: a dropout of 0 does not."""
         for position, argument in enumerate(self.func._schema.arguments):
             if argument.name == "dropout_p":
                 given = self.argument(position, args, kwargs)

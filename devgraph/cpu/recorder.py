@@ -341,12 +341,11 @@ class Recorder(Draft):
         return Op(name=name, line=user_line())
 
     def _make(self, plan: OpPlan, layouts: Any, op: Op | None) -> Any:
-        origin = _Origin(self._mark, op or self._op(plan.name))
+        origin, empty = _Origin(self._mark, op or self._op(plan.name)), self._pool.empty
+        if isinstance(layouts, Layout):
+            return empty(layouts.size, layouts.stride, layouts.dtype, origin=origin)
         return map_layouts(
-            layouts,
-            lambda layout: self._pool.empty(
-                layout.size, layout.stride, layout.dtype, origin=origin
-            ),
+            layouts, lambda one: empty(one.size, one.stride, one.dtype, origin=origin)
         )
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -360,8 +359,11 @@ class Recorder(Draft):
     def _touch(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if address in self.touched or any(pool.covers(address) for pool in self._pools):
+        if address in self.touched:
             return
+        for pool in self._pools:
+            if pool.covers(address):
+                return
         places = {address, tensor.data_ptr()}
         if self._bound is not None and address and places.isdisjoint(self._bound):
             label = "the recording" if self.open_span is None else self.open_span.label
@@ -375,6 +377,8 @@ class Recorder(Draft):
         self.touched[address] = storage
 
     def _hold(self, value: Any) -> Any:
+        if isinstance(value, dict) and not value:
+            return value
         # Replays run in inference mode, where aliases made in it need no version counting.
         with torch._C._InferenceMode(True):
             if isinstance(value, dict):
@@ -382,7 +386,7 @@ class Recorder(Draft):
             return map_tensors(value, self._held)
 
     def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not plan.draws(args, kwargs):
+        if not plan.seeded or not plan.draws(args, kwargs):
             return
         if self.open_span is not None and not self.open_span.random:
             raise UnrecordableError(

@@ -241,17 +241,18 @@ class MarkedCall:
 
         self._pool = pool
         self.mark = mark
-        self.args: tuple[Any, ...] = pytree.tree_map(alias, args)
-        self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs)
         self.index = index
         self.modes = Modes.current()
         """The modes of the call; later runs see the same."""
         self.note: Any = None
         """The vendor's own note: node set, tape span, task-group handle."""
-        strided = [leaf for leaf in self.tensors if leaf.layout is torch.strided]
-        self._places = {id(leaf): place_of(leaf) for leaf in strided}
-        """Where the arguments lie at the call, until the first later run."""
-        self._owned = frozenset(map(_memory_of, strided))
+        with torch._C.DisableTorchFunction():  # what is asked here is no work of the step
+            self.args: tuple[Any, ...] = pytree.tree_map(alias, args)
+            self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs)
+            strided = [leaf for leaf in self.tensors if leaf.layout is torch.strided]
+            self._places = {id(leaf): place_of(leaf) for leaf in strided}
+            """Where the arguments lie at the call, until the first later run."""
+            self._owned = frozenset(map(_memory_of, strided))
         self._known: list[Any] = []
         """What stands for each result: a ``_Bridge``, a ``_Passed``, or the value itself."""
         self._sharing: list[tuple[int, int, int]] = []
@@ -277,8 +278,9 @@ class MarkedCall:
         out, self._spec = pytree.tree_flatten(result)
         self._returned_none = result is None
         del result
-        self._sharing = self._shared(out)
-        self._known = [_Passed.of(o) if isinstance(o, torch.Tensor) else o for o in out]
+        with torch._C.DisableTorchFunction():
+            self._sharing = self._shared(out)
+            self._known = [_Passed.of(o) if isinstance(o, torch.Tensor) else o for o in out]
         memories: dict[int, list[int]] = {}
         for index, first, _ in self._sharing:
             memories.setdefault(first, []).append(index)

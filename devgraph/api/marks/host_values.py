@@ -236,22 +236,20 @@ def _signature_defaults(fn: Callable[..., Any], names: Iterable[str]) -> dict[st
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         return {}
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        known = [name for name, p in parameters.items() if p.kind in by_name]
-        for name in names:
-            if name not in known:
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    defaults = {}
+    for name in names:
+        found = parameters.get(name)
+        if found is None or found.kind not in by_name:
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                known = [p.name for p in parameters.values() if p.kind in by_name]
                 raise HostArgumentError(
                     f"{getattr(fn, '__qualname__', fn)} takes no keyword argument {name!r}, which "
                     f"host_args declares. {did_you_mean(name, known)}"
                 )
-    return {
-        name: parameters[name].default
-        for name in names
-        if name in parameters
-        and parameters[name].default is not inspect.Parameter.empty
-        and not _is_singleton(parameters[name].default)
-    }
+        elif found.default is not inspect.Parameter.empty and not _is_singleton(found.default):
+            defaults[name] = found.default
+    return defaults
 
 
 def _same_kind(name: str, captured: Any, value: Any) -> Any:

@@ -73,9 +73,14 @@ def raising_line(error: BaseException) -> SourceLine | None:
     return found
 
 
+@functools.lru_cache(maxsize=4096)
+def _text(file: str, number: int) -> str:
+    return linecache.getline(file, number).strip()
+
+
 def _line(frame: FrameType, number: int) -> SourceLine:
     code = frame.f_code
-    text = linecache.getline(code.co_filename, number).strip()
+    text = _text(code.co_filename, number)
     if code.co_filename.startswith("<eval_with_key>"):
         traced = _traced_line(frame.f_locals.get("self"), text)
         if traced is not None:
