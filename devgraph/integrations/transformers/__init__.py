@@ -18,6 +18,14 @@ import importlib.util
 if importlib.util.find_spec("transformers") is None:
     raise ImportError("this integration needs transformers: pip install transformers sentencepiece")
 
+from devgraph.integrations.transformers.accelerate import (
+    Fallback,
+    GenerateStats,
+    accelerate,
+    accelerated,
+    generate_stats,
+    unaccelerate,
+)
 from devgraph.integrations.transformers.cache import KVCache, LayerShape
 from devgraph.integrations.transformers.engine import Completion, Engine, EngineStats, TokenEvent
 from devgraph.integrations.transformers.loading import find_demo, load, load_demo
@@ -32,14 +40,20 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineStats",
+    "Fallback",
     "FinishReason",
+    "GenerateStats",
     "KVCache",
     "LayerShape",
     "SamplingParams",
     "TextStream",
     "TokenEvent",
     "UnsupportedModelError",
+    "accelerate",
+    "accelerated",
     "find_demo",
+    "generate_stats",
     "load",
     "load_demo",
+    "unaccelerate",
 ]

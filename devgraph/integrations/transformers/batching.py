@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
 
 from devgraph.api.backend import Backend
 from devgraph.integrations.transformers.model import CausalModel
-from devgraph.integrations.transformers.scheduler import Chunk
+
+
+class Piece(Protocol):
+    """The next ``count`` tokens of what has a slot of the cache."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def cached(self) -> int:
+        """Tokens that the slot holds."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def ids(self) -> list[int]: ...
 
 
 @attrs.frozen(kw_only=True)
@@ -36,40 +50,40 @@ class Batcher:
         self._model = model
         self._backend = backend
 
-    def decode(self, chunks: Sequence[Chunk]) -> StepData:
-        """Return a decode step; chunk ``i`` has one token and slot ``i``."""
-        positions = [chunk.request.cached for chunk in chunks]
+    def decode(self, pieces: Sequence[Piece]) -> StepData:
+        """Return a decode step; piece ``i`` has one token and slot ``i``."""
+        positions = [piece.cached for piece in pieces]
         return StepData(
-            inputs=self._tokens(chunks),
+            inputs=self._tokens(pieces),
             host_args=dict(self._model.decode_host_values(positions)),
             longest=max(positions) + 1,
         )
 
-    def packed(self, chunks: Sequence[Chunk]) -> StepData:
-        """Return a step over chunks of any length in any slots."""
-        inputs = self._tokens(chunks)
-        ends = list(itertools.accumulate(chunk.count for chunk in chunks))
-        lengths = [chunk.request.cached + chunk.count for chunk in chunks]
+    def packed(self, pieces: Sequence[Piece]) -> StepData:
+        """Return a step over pieces of any length in any slots."""
+        inputs = self._tokens(pieces)
+        ends = list(itertools.accumulate(piece.count for piece in pieces))
+        lengths = [piece.cached + piece.count for piece in pieces]
         inputs["last_tokens"] = self.tensor([end - 1 for end in ends])
         host_args: dict[str, Any] = {}
         if self._model.varlen:
-            rows = [chunk.slot * self._model.max_len for chunk in chunks]
+            rows = [piece.slot * self._model.max_len for piece in pieces]
             inputs["query_starts"] = self.tensor([0, *ends], torch.int32)
             inputs["row_starts"] = self.tensor([*rows, 0], torch.int32)
             inputs["lengths"] = self.tensor(lengths, torch.int32)
         else:
-            spans = ((c.slot, c.request.cached, c.count) for c in chunks)
+            spans = ((p.slot, p.cached, p.count) for p in pieces)
             host_args["spans"] = tuple(itertools.chain.from_iterable(spans))
         return StepData(inputs=inputs, host_args=host_args, longest=max(lengths))
 
-    def _tokens(self, chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
+    def _tokens(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
-        for chunk in chunks:
-            first, last = chunk.request.cached, chunk.request.cached + chunk.count
-            start = chunk.slot * self._model.max_len
-            ids += chunk.request.tokens[first:last]
+        for piece in pieces:
+            first, last = piece.cached, piece.cached + piece.count
+            start = piece.slot * self._model.max_len
+            ids += piece.ids
             positions += range(first, last)
             rows += range(start + first, start + last)
         # One transfer for all three.

@@ -149,6 +149,7 @@ class Engine:
     ) -> None:
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
         self.config = (config or DeviceGraphConfig()).for_backend(self.backend.name)
+        self.max_step_tokens = max_step_tokens
         self._scheduler = Scheduler(max_requests, max_step_tokens=max_step_tokens)
         self.model = CausalModel(
             model,
@@ -163,12 +164,12 @@ class Engine:
                 f"the model is on {self.model.device} and backend {self.backend.name!r} captures "
                 f"{self.backend.device}; move the model there or choose another backend"
             )
-        self._batcher = Batcher(self.model, self.backend)
+        self.batcher = Batcher(self.model, self.backend)
         self.tokenizer = tokenizer
         self._eos = frozenset(eos_of(model) if eos_token_ids is None else eos_token_ids)
         self._next_id = 0
         self._stats = EngineStats()
-        self._closed = False
+        self.closed = False
         self._captured = False
         self.pool = self.backend.make_pool()
         lengths = self.model.varlen or self.model.slotted
@@ -323,7 +324,7 @@ class Engine:
         decode = all(chunk.count == 1 and chunk.completes for chunk in chunks)
         # In a decode step rows are slots, which the scheduler compacted.
         runner: Runner = self.decode if decode else self.prefill
-        data = self._batcher.decode(chunks) if decode else self._batcher.packed(chunks)
+        data = self.batcher.decode(chunks) if decode else self.batcher.packed(chunks)
         out = runner.run(data.inputs, host_args=data.host_args, longest=data.longest)
         events = self._advance(chunks, out)
         self._stats.count(chunks, len(events), decode, time.perf_counter() - begin)
@@ -335,7 +336,7 @@ class Engine:
         rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
         logits, best = out["logits"], out["tokens"]
         if len(rows) < len(chunks):
-            index = self._batcher.tensor(rows)
+            index = self.batcher.tensor(rows)
             logits, best = logits.index_select(0, index), best.index_select(0, index)
         tokens = draw_rows(logits, best, [chunks[i].request.sampler for i in rows]) if rows else []
         for chunk in chunks:
@@ -386,11 +387,7 @@ class Engine:
             self._request(prompt, max_new_tokens, params, stop, stop_token_ids)
             for prompt, params in zip(prompts, each, strict=True)
         ]
-        if not self._captured:
-            for runner in (self.prefill, self.decode):
-                if runner.captures_first:
-                    runner.capture()
-            self._captured = True
+        self.ready()
         requests = {request.id: request for request in made}
         for request in made:
             self._scheduler.add(request)
@@ -401,6 +398,14 @@ class Engine:
         return [_completion_of(request) for request in requests.values()]
 
     # -- graphs ----------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Capture what is to be captured before the first step, unless that is done already."""
+        if not self._captured:
+            for runner in (self.prefill, self.decode):
+                if runner.captures_first:
+                    runner.capture()
+            self._captured = True
 
     def capture(self) -> None:
         """Capture the graphs of both phases, those of the phase with larger steps first."""
@@ -437,15 +442,15 @@ class Engine:
 
     def close(self) -> None:
         """Free graphs and cache. Safe to call twice."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.decode.close()
         self.prefill.close()
         self.model.close()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise StateError("this engine is closed; make a new one")
 
     def __enter__(self) -> Engine:

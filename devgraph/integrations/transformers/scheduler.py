@@ -109,6 +109,16 @@ class Chunk:
         return self.request.slot
 
     @property
+    def cached(self) -> int:
+        """Tokens of the request that the cache holds."""
+        return self.request.cached
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens to run."""
+        return self.request.tokens[self.cached : self.cached + self.count]
+
+    @property
     def completes(self) -> bool:
         """Whether the step yields the request's next token."""
         return self.count == self.request.to_go

@@ -1,0 +1,553 @@
+"""Device graphs under ``model.generate``: the model stays, its forwards of a generation change.
+
+>>> from devgraph.integrations.transformers import accelerate
+>>> model = accelerate(model, max_requests=8)                           # doctest: +SKIP
+>>> model.generate(**inputs, max_new_tokens=64)                         # doctest: +SKIP
+
+The loop of ``generate`` stays transformers' own, with its logits processors, stopping criteria,
+streamers, scores and random numbers. Where it makes the cache of a request, the cache is seated in
+an engine's slots; a forward that is handed a seated cache runs in that engine's runners. Whatever
+those cannot do makes the cache leave, and the model's own forward goes on with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import utils
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from devgraph.api.backend import Backend
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.errors import InputError, StateError
+from devgraph.integrations.transformers.engine import Engine
+from devgraph.integrations.transformers.probe import UnsupportedModelError
+from devgraph.integrations.transformers.sampling import SamplingParams
+from devgraph.integrations.transformers.seat import Seat, seat_of
+from devgraph.runners.decode import DecodeRunner
+from devgraph.runners.slots import OutputSlot
+
+__all__ = [
+    "Fallback",
+    "GenerateStats",
+    "accelerate",
+    "accelerated",
+    "generate_stats",
+    "unaccelerate",
+]
+
+logger = logging.getLogger(__name__)
+
+WIDTHS = (2, 4, 8, 12, 16)
+"""Tokens of the steps that check proposed tokens; others run in the next, or eagerly."""
+
+MODES = (
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.ASSISTED_GENERATION,
+)
+
+
+class Fallback(str, enum.Enum):
+    """Why a request ran transformers' own code, and what was asked for."""
+
+    def __new__(cls, value: str, text: str) -> Fallback:
+        made = str.__new__(cls, value)
+        made._value_ = value
+        made.text = text
+        return made
+
+    text: str
+
+    MODE = "generation_mode", "beams, contrastive search and other modes than greedy and sampling"
+    OUTPUTS = "outputs", "attentions or hidden states as outputs"
+    CACHE = "cache", "no cache, or another than keys and values of this batch in a DynamicCache"
+    INPUTS = "inputs", "inputs besides token ids, their mask and their positions"
+    MASK = "mask", "a mask or positions that are not those of padding at the left"
+    BATCH = "over_max_requests", "more rows than max_requests"
+    LENGTH = "over_max_len", "more positions than max_len"
+    LOGITS = "all_logits", "the logits of more tokens than a step checks"
+    NESTED = "nested", "a generation of the same model inside this one"
+    MODEL = "model", "the model is in training mode, or was changed to what no engine runs"
+    CONFIG = "generation_config", "options of generate_batch that the engine has not"
+
+
+@attrs.frozen(kw_only=True)
+class GenerateStats:
+    """What became of the requests since ``accelerate``."""
+
+    requests: int
+    """Calls of ``generate`` that began in graphs, and requests of ``generate_batch``."""
+    fallbacks: dict[str, int]
+    """By reason, those that ran or went on in transformers' own code."""
+    engine: Engine = attrs.field(repr=False)
+    """Whose runners the steps run in; ``engine.decode.stats()`` counts its graphs."""
+
+
+class _Hook:
+    """A method of ``model`` that goes to ``acceleration`` first.
+
+    A copy of the model, or a pickle, has its own method in this place.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str, call: Callable[..., Any]) -> None:
+        self.acceleration: _Acceleration = call.__self__  # type: ignore[attr-defined]
+        self.own = getattr(model, name)
+        self._model, self._name, self._call = model, name, call
+        functools.update_wrapper(self, self.own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._model, self._name)
+
+
+class _Deferral:
+    """Lets transformers read one step late whether a generation over slots has ended.
+
+    Its loop waits for the device in every step to learn that, and the device then waits for the
+    host. It has a check that does not, with one step too many that it takes back, and uses it on
+    one device. Slots can take a step back, so while this is entered it is used for them too, unless
+    random numbers are drawn: those of the step too many would be missing afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        # Versions without it wait in every step.
+        self._own: Any = getattr(utils, "DeferredStopCheck", None)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._own is not None and self._users == 1:
+                supported = staticmethod(self._supported)
+                utils.DeferredStopCheck = type(
+                    "DeferredStopCheck", (self._own,), {"is_supported": supported}
+                )
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._own is not None and not self._users:
+                utils.DeferredStopCheck = self._own
+
+    def _supported(self, device: torch.device, cache: Any, *args: Any, **kwargs: Any) -> bool:
+        seat = seat_of(cache)
+        if seat is not None and seat.deterministic and device.type != "cpu":
+            return True
+        return bool(self._own.is_supported(device, cache, *args, **kwargs))
+
+
+_deferral = _Deferral()
+
+
+class _Acceleration:
+    """The engine under one model, the hooks in it, and the cache that is seated."""
+
+    def __init__(self, model: PreTrainedModel, make: Callable[[], Engine]) -> None:
+        self.model = model
+        self.requests = 0
+        self.fallbacks: Counter[str] = Counter()
+        self._make = make
+        self.engine = make()
+        self._weights = self._addresses()
+        self._checking: DecodeRunner | None = None
+        self._seat: weakref.ref[Seat] | None = None
+        self._lock = threading.RLock()
+        self._depth = 0
+        calls: Mapping[str, Callable[..., Any]] = {
+            "generate": self._generate,
+            "generate_batch": self._generate_batch,
+            "forward": self._forward,
+            "_prepare_cache_for_generation": self._prepare_cache,
+        }
+        self._replaced = {name: model.__dict__.get(name) for name in calls}
+        self._hooks = {name: _Hook(model, name, call) for name, call in calls.items()}
+        model.__dict__.update(self._hooks)
+
+    def remove(self) -> None:
+        """Take the hooks out of the model and free the engine."""
+        with self._lock:
+            if self._depth:
+                raise StateError("a generation of this model is running; let it end first")
+            for name, before in self._replaced.items():
+                if before is None:
+                    del self.model.__dict__[name]
+                else:
+                    self.model.__dict__[name] = before
+            self._close()
+
+    def _close(self) -> None:
+        self._vacate()
+        if self._checking is not None:
+            self._checking.close()
+            self._checking = None
+        self.engine.close()
+
+    def _vacate(self) -> None:
+        seat = None if self._seat is None else self._seat()
+        if seat is not None:
+            seat.leave()
+        self._seat = None
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        # One cache has the slots at a time, so a second thread waits.
+        with self._lock, _deferral:
+            self._depth += 1
+            try:
+                return self._hooks["generate"].own(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+    def _prepare_cache(
+        self,
+        config: GenerationConfig,
+        inputs: dict[str, Any],
+        mode: GenerationMode,
+        batch: int,
+        *args: Any,
+    ) -> Any:
+        result = self._hooks["_prepare_cache_for_generation"].own(
+            config, inputs, mode, batch, *args
+        )
+        batch *= max(config.num_beams or 1, config.num_return_sequences or 1)
+        reason = self._take(config, inputs, mode, batch)
+        if reason is None:
+            self.requests += 1
+        else:
+            self._fall_back(reason, inputs.get("past_key_values"))
+        return result
+
+    def _take(
+        self, config: GenerationConfig, inputs: dict[str, Any], mode: GenerationMode, batch: int
+    ) -> Fallback | None:
+        """Seat the cache of a request, or return why not."""
+        if self._depth != 1:
+            return Fallback.NESTED
+        if mode not in MODES:
+            return Fallback.MODE
+        if config.output_attentions or config.output_hidden_states:
+            return Fallback.OUTPUTS
+        if any(value is not None for name, value in inputs.items() if name not in _INPUTS):
+            return Fallback.INPUTS
+        if not self._usable():
+            return Fallback.MODEL
+        if batch > self.engine.model.max_requests:
+            return Fallback.BATCH
+        pads = _pads_of(inputs, batch)
+        if pads is None:
+            return Fallback.MASK
+        cache = inputs.get("past_key_values")
+        seat = seat_of(cache)
+        if seat is None or seat.pads != pads:
+            if seat is not None:
+                seat.leave()
+            if not Seat.fits(self.engine, cache, batch):
+                return Fallback.CACHE
+            self._vacate()
+            self.engine.ready()
+            seat = Seat(self.engine, cache, pads)
+            self._seat = weakref.ref(seat)
+        seat.deterministic = not config.do_sample
+        return None
+
+    def _usable(self) -> bool:
+        """Whether graphs of this model are those of its weights; they are made anew if not."""
+        if self.model.training:
+            return False
+        if self._addresses() != self._weights or self.engine.closed:
+            self._close()
+            try:
+                self.engine = self._make()
+            except UnsupportedModelError as error:
+                logger.warning("%s", error)
+                return False
+            self._weights = self._addresses()
+        return True
+
+    def _addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.model.parameters()]
+
+    def _fall_back(self, reason: Fallback, cache: Any = None) -> None:
+        """Count a request for transformers' own code; refuse it if the mode is strict."""
+        seat = seat_of(cache)
+        if seat is not None:
+            seat.leave()
+        what = f"{type(self.model).__name__}.generate: {reason.text}"
+        if self.engine.config.decode.strict:
+            raise InputError(
+                f"{what}: no graph serves this, and the mode is strict. Change the request, or "
+                f"leave strict out"
+            )
+        if not self.fallbacks[reason.value]:
+            logger.warning("%s: such requests run transformers' own code without graphs", what)
+        self.fallbacks[reason.value] += 1
+
+    # -- forwards --------------------------------------------------------------------------------
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        seat = seat_of(cache)
+        if seat is not None:
+            if self._depth:
+                reason, logits = self._run(seat, kwargs)
+                if reason is None:
+                    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+                self._fall_back(reason, cache)
+            seat.leave()
+        return self._hooks["forward"].own(*args, **kwargs)
+
+    def _run(
+        self, seat: Seat, inputs: dict[str, Any]
+    ) -> tuple[Fallback | None, torch.Tensor | None]:
+        """Run a forward over a seated cache: its logits, or why it cannot."""
+        if inputs.get("output_attentions") or inputs.get("output_hidden_states"):
+            return Fallback.OUTPUTS, None
+        ids, keep = inputs["input_ids"], inputs.get("logits_to_keep", 0)
+        count = ids.shape[1]
+        if not seat.fits_tokens(count):
+            return Fallback.LENGTH, None
+        # A row that only has padding yet has no token to decode.
+        if count == 1 and seat.length >= max(seat.pads):
+            return None, seat.decode(ids, self.engine.decode)
+        if keep == 1:
+            return None, seat.packed(ids)
+        keep = keep or count
+        if len(seat.pads) > 1 or keep > WIDTHS[-1]:
+            return Fallback.LOGITS, None
+        if count > keep:
+            seat.packed(ids[:, :-keep])
+        return None, seat.decode(ids[:, -keep:], self._checker(), WIDTHS)
+
+    def _checker(self) -> DecodeRunner:
+        """Return the runner of steps with several tokens of one request, made at the first."""
+        if self._checking is None:
+            engine = self.engine
+            self._checking = DecodeRunner(
+                engine.model.decode,
+                engine.model.decode_inputs(),
+                outputs=OutputSlot(rows="tokens"),
+                variants=[{"width": width} for width in WIDTHS],
+                host_args=engine.model.decode_host_args,
+                config=attrs.evolve(engine.config.decode, buckets=(1,)),
+                backend=engine.backend,
+                pool=engine.pool,
+                max_requests=1,
+                name="checking",
+            )
+            self._checking.capture()
+        return self._checking
+
+    # -- continuous batching ---------------------------------------------------------------------
+
+    def _generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        with self._lock:
+            config = generation_config or self.model.generation_config
+            new = kwargs.get("max_new_tokens") or config.max_new_tokens
+            sampling = self._sampling_of(config)
+            reason = None
+            if self._depth > 1:
+                reason = Fallback.NESTED
+            elif not self._usable():
+                reason = Fallback.MODEL
+            elif sampling is None or new is None or not all(inputs) or _chosen(config, kwargs):
+                reason = Fallback.CONFIG
+            elif max(map(len, inputs), default=0) + new > self.engine.model.positions:
+                reason = Fallback.LENGTH
+            if reason is not None:
+                self._fall_back(reason)
+                return self._hooks["generate_batch"].own(
+                    inputs, generation_config=generation_config, **kwargs
+                )
+            self._vacate()
+            self.requests += len(inputs)
+            done = self.engine.generate(
+                inputs, max_new_tokens=new, sampling=sampling, stop_token_ids=_ids(config)
+            )
+            return {
+                f"req_{i}": GenerationOutput(
+                    request_id=f"req_{i}",
+                    prompt_ids=list(one.prompt_ids),
+                    generated_tokens=list(one.token_ids),
+                    status=RequestStatus.FINISHED,
+                )
+                for i, one in enumerate(done)
+            }
+
+    def _sampling_of(self, config: GenerationConfig) -> SamplingParams | None:
+        """Return how the engine draws what transformers' processors of ``config`` would leave."""
+        values: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
+        for processor in self.model._get_logits_processor(config, input_ids_seq_length=1):
+            name = _WARPERS.get(type(processor))
+            if name is None or not config.do_sample:
+                return None
+            values[name] = getattr(processor, name)
+        return SamplingParams(**values)
+
+
+_INPUTS = frozenset(
+    {"attention_mask", "input_ids", "logits_to_keep", "past_key_values", "position_ids"}
+)
+_WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+}
+_OF_ANY_BATCH = frozenset({"max_new_tokens", "progress_bar", "warmup"})
+
+
+def _chosen(config: GenerationConfig, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ``generate_batch`` asks for more than tokens."""
+    return (
+        (config.num_return_sequences or 1) > 1
+        or bool(config.stop_strings)
+        or any(value for name, value in kwargs.items() if name not in _OF_ANY_BATCH)
+    )
+
+
+def _ids(config: GenerationConfig) -> list[int]:
+    found = config.eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def _pads_of(inputs: Mapping[str, Any], batch: int) -> list[int] | None:
+    """Return the tokens of padding at the left of each row; None if that is not all there is."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    pads = [0] * batch
+    if mask is not None:
+        if mask.dim() != 2 or mask.shape[0] != batch:
+            return None
+        length = mask.shape[1]
+        hidden = length - mask.sum(1)
+        ramp = torch.arange(length, device=mask.device)
+        pads = hidden.tolist()
+        if max(pads) == length or not torch.equal(mask.bool(), ramp >= hidden[:, None]):
+            return None
+    if positions is not None:
+        begins = torch.tensor(pads, device=positions.device)[:, None]
+        want = (torch.arange(positions.shape[-1], device=positions.device) - begins).clamp(min=0)
+        if positions.dim() != 2 or not torch.equal(positions.clamp(min=0) * (want > 0), want):
+            return None
+    return pads
+
+
+def accelerate(
+    model: PreTrainedModel,
+    *,
+    mode: DeviceGraphConfig | Mapping[str, Any] | str | None = None,
+    backend: Backend | str = "auto",
+    max_requests: int = 8,
+    max_len: int | None = None,
+    max_step_tokens: int = 512,
+    fuse: bool = True,
+) -> Any:
+    """Make ``model.generate`` and ``model.generate_batch`` use device graphs; return the model.
+
+    Tokens, scores, streams and random numbers are those of transformers' own loop, which still
+    runs; only the forwards of a generation are other. The first request captures the graphs. A
+    request that graphs cannot serve runs transformers' own code: it is counted by its reason
+    (``generate_stats``), warned about once, and refused where the mode says ``strict`` for decode.
+
+    ``generate_batch`` draws with random streams of its own, one a request. Threads that generate
+    with one model wait for each other.
+
+    Args:
+        model: a causal language model in evaluation mode, on the device of ``backend``.
+        mode: how each phase is captured, as a configuration, its dictionary or its JSON text.
+        backend: a backend or its name.
+        max_requests: rows of the largest batch, and requests of ``generate_batch`` at once.
+        max_len: positions of a row, prompt and continuation; None takes what the model allows, at
+            most 2048.
+        max_step_tokens: tokens of a prefill step; longer prompts run in several.
+        fuse: compute what can be with fewer kernels; tokens may then differ from the model's own
+            where two are equal but for rounding.
+
+    Raises:
+        UnsupportedModelError: no request of this model could be served.
+        StateError: it is accelerated already.
+    """
+    if _of(model) is not None:
+        raise StateError("this model is accelerated already; unaccelerate(model) first")
+    if isinstance(mode, str):
+        mode = DeviceGraphConfig.from_json(mode)
+    elif mode is not None and not isinstance(mode, DeviceGraphConfig):
+        mode = DeviceGraphConfig.from_dict(mode)
+    make = functools.partial(
+        Engine,
+        model,
+        config=mode,
+        backend=backend,
+        max_requests=max_requests,
+        max_len=max_len,
+        max_step_tokens=max_step_tokens,
+        eos_token_ids=(),
+        fuse=fuse,
+    )
+    _Acceleration(model, make)
+    return model
+
+
+def unaccelerate(model: PreTrainedModel) -> Any:
+    """Give the model its own methods back, free the graphs and return it.
+
+    Caches that were returned keep their contents. A model that is not accelerated stays as it is.
+    """
+    acceleration = _of(model)
+    if acceleration is not None:
+        acceleration.remove()
+    return model
+
+
+@contextlib.contextmanager
+def accelerated(model: PreTrainedModel, **options: Any) -> Iterator[Any]:
+    """``accelerate`` for the duration; takes its options."""
+    try:
+        yield accelerate(model, **options)
+    finally:
+        unaccelerate(model)
+
+
+def generate_stats(model: PreTrainedModel) -> GenerateStats:
+    """Return what became of the requests of an accelerated model.
+
+    Raises:
+        StateError: it is not accelerated.
+    """
+    found = _of(model)
+    if found is None:
+        raise StateError("this model is not accelerated; accelerate(model) first")
+    return GenerateStats(
+        requests=found.requests, fallbacks=dict(found.fallbacks), engine=found.engine
+    )
+
+
+def _of(model: PreTrainedModel) -> _Acceleration | None:
+    hook = vars(model).get("generate")
+    return hook.acceleration if isinstance(hook, _Hook) else None

@@ -1,0 +1,298 @@
+"""The cache of one ``model.generate``, held in the slots of an engine.
+
+A cache of transformers is a list of layers. Seating it replaces them by layers that answer for the
+rows of the engine's slots, row ``b`` of the batch in slot ``b``; leaving puts plain layers with the
+same keys and values back. So the cache object stays the caller's, and whatever transformers or the
+caller does with it that slots cannot do (beams reordered, rows repeated, a copy) makes it leave
+first. One cache is seated at a time::
+
+    plain --enter--> seated --leave, or the cache is gone--> plain
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.nn import functional as F
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from devgraph.integrations.transformers.engine import Engine
+from devgraph.runners.decode import DecodeRunner
+
+__all__ = ["Seat", "seat_of"]
+
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+@attrs.frozen
+class _Piece:
+    """The next tokens of one row of the batch."""
+
+    slot: int
+    cached: int
+    ids: list[int]
+    completes: bool
+
+    @property
+    def count(self) -> int:
+        return len(self.ids)
+
+
+class Seat:
+    """The slots that one cache has, and the steps over them.
+
+    Args:
+        engine: whose slots and runners these are.
+        cache: an empty or filled ``DynamicCache`` that ``fits``.
+        pads: tokens of padding at the left of each row of the batch.
+
+    Attributes:
+        length: tokens of a row, padding included, as transformers counts.
+        deterministic: whether a step too many would draw no random numbers.
+    """
+
+    def __init__(self, engine: Engine, cache: DynamicCache, pads: Sequence[int]) -> None:
+        self.pads = list(pads)
+        self.length: int = cache.get_seq_length()
+        self.deterministic = False
+        self._engine = engine
+        self._rows = engine.model.cache
+        self._cache = weakref.ref(cache)
+        self._plain: list[CacheLayerMixin] | None = None
+        self._records = False
+        self._next: torch.Tensor | None = None
+        for slot in range(len(pads)):
+            self._rows.release(slot)
+        if self.length:
+            self._fill(cache.layers)
+        cache.layers[:] = [_SeatedLayer(self, index) for index in range(len(self._rows.layers))]
+        cache.layer_class_to_replicate = None
+
+    @staticmethod
+    def fits(engine: Engine, cache: Any, batch: int) -> bool:
+        """Return whether ``cache`` holds nothing but keys and values that slots can hold."""
+        if type(cache) is not DynamicCache or cache.offloading:
+            return False
+        if not cache.get_seq_length():
+            return all(type(layer) in _PLAIN for layer in cache.layers)
+        shapes = [
+            (batch, layer.shape.kv_heads, layer.shape.key_dim)
+            for layer in engine.model.cache.layers
+        ]
+        return len(cache.layers) == len(shapes) and all(
+            type(layer) in _PLAIN
+            and (*layer.keys.shape[:2], layer.keys.shape[3]) == shape
+            and layer.keys.device == engine.model.device
+            and layer.keys.dtype == engine.model.dtype
+            for layer, shape in zip(cache.layers, shapes, strict=True)
+        )
+
+    def _fill(self, layers: Sequence[Any]) -> None:
+        for rows, layer in zip(self._rows.layers, layers, strict=True):
+            kept = layer.keys.shape[2]
+            for slot, pad in enumerate(self.pads):
+                # Of a sliding window only the last rows are left. Those before are never read,
+                # but a masked row must be a number.
+                first = max(0, self.length - kept - pad)
+                last = self.length - pad
+                for by_slot, held in (
+                    (rows.keys_by_slot, layer.keys),
+                    (rows.values_by_slot, layer.values),
+                ):
+                    by_slot[slot, :, :first].zero_()
+                    by_slot[slot, :, first:last].copy_(held[slot, :, kept - (last - first) :])
+
+    def plain(self) -> list[CacheLayerMixin]:
+        """Return layers of transformers' own with copies of the rows."""
+        layers: list[CacheLayerMixin] = DynamicCache(config=self._engine.model.model.config).layers
+        for index, layer in enumerate(layers):
+            if self._records and isinstance(layer, DynamicSlidingWindowLayer):
+                layer.activate_past_recording()
+            if self.length:
+                layer.update(*self.rows(index))
+        return layers
+
+    def leave(self) -> list[CacheLayerMixin]:
+        """Give the cache plain layers with the same rows, and return them."""
+        if self._plain is None:
+            cache = self._cache()
+            self._plain = [] if cache is None else self.plain()
+            if cache is not None:
+                cache.layers[:] = self._plain
+        return self._plain
+
+    def rows(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of a layer as transformers keeps them, padding at the left."""
+        layer = self._rows.layers[index]
+        keys, values = (
+            tensor[: len(self.pads), :, : self.length]
+            for tensor in (layer.keys_by_slot, layer.values_by_slot)
+        )
+        if not any(self.pads):
+            return keys, values
+        return self._padded(keys), self._padded(values)
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        out = rows.new_zeros(rows.shape)
+        for slot, pad in enumerate(self.pads):
+            out[slot, :, pad:] = rows[slot, :, : self.length - pad]
+        return out
+
+    def crop(self, tokens: int) -> None:
+        """Forget tokens: the last ``-tokens``, or all after the first ``tokens``."""
+        if tokens:
+            length = min(self.length, tokens) if tokens > 0 else self.length + tokens
+            self.length, self._next = max(0, length), None
+
+    def record_past(self) -> None:
+        """Be able to crop, as plain layers are only after this call; slots keep all rows anyway."""
+        self._records = True
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def fits_tokens(self, count: int) -> bool:
+        """Return whether every row has room for ``count`` tokens more."""
+        rows = self.length + count - min(self.pads)
+        return rows <= self._engine.model.positions
+
+    def decode(
+        self, ids: torch.Tensor, runner: DecodeRunner, widths: Sequence[int] = (1,)
+    ) -> torch.Tensor:
+        """Run ``ids``, ``[batch, n]``, in one decode step; return ``[batch, n, vocabulary]``.
+
+        Tokens are added up to the next of ``widths``: they write rows behind the last token, which
+        the next step writes again before anything reads them.
+        """
+        batch, count = ids.shape
+        model = self._engine.model
+        starts = [self.length - pad for pad in self.pads]
+        width = next((w for w in widths if w >= count), count)
+        if max(starts) + width > model.max_len:
+            width = count
+        if self._next is None:
+            slots = [start + slot * model.max_len for slot, start in enumerate(starts)]
+            self._next = self._engine.batcher.tensor([starts, slots])
+        at = self._next
+        if width > 1:
+            at = (at[:, :, None] + torch.arange(width, device=at.device)).flatten(1)
+            ids = F.pad(ids, (0, width - count))
+        out = runner.run(
+            {"input_ids": ids.reshape(-1), "position_ids": at[0], "slot_mapping": at[1]},
+            host_args=model.decode_host_values(starts, width),
+            variant={"width": width} if width > 1 else None,
+            longest=max(starts) + width,
+        )
+        self.length += count
+        self._next += count
+        # The caller may keep the logits, and the next step writes over those of the runner.
+        logits: torch.Tensor = out["logits"].view(batch, width, -1)[:, :count].clone()
+        return logits
+
+    def packed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Run ``ids``, ``[batch, n]``, in packed steps; return ``[batch, 1, vocabulary]``."""
+        engine = self._engine
+        logits: torch.Tensor | None = None
+        for pieces in self._steps(ids.tolist()):
+            data = engine.batcher.packed(pieces)
+            out = engine.prefill.run(data.inputs, host_args=data.host_args, longest=data.longest)
+            found = out["logits"]
+            if logits is None:
+                logits = found.new_zeros(ids.shape[0], found.shape[1])
+            for i, piece in enumerate(pieces):
+                if piece.completes:
+                    logits[piece.slot] = found[i]
+        assert logits is not None
+        self.length, self._next = self.length + ids.shape[1], None
+        return logits[:, None]
+
+    def _steps(self, rows: list[list[int]]) -> list[list[_Piece]]:
+        """Cut the rows of a batch, without their padding, into steps of at most so many tokens."""
+        budget = self._engine.max_step_tokens
+        steps: list[list[_Piece]] = [[]]
+        room = budget
+        for slot, (row, pad) in enumerate(zip(rows, self.pads, strict=True)):
+            cached = max(0, self.length - pad)
+            ids = row[max(0, pad - self.length) :]
+            while ids:
+                if not room:
+                    steps.append([])
+                    room = budget
+                steps[-1].append(_Piece(slot, cached, ids[:room], len(ids) <= room))
+                taken = len(steps[-1][-1].ids)
+                ids, cached, room = ids[taken:], cached + taken, room - taken
+        return steps
+
+
+def _leaving(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.seat.leave()[self._index], name)(*args, **kwargs)
+
+    return call
+
+
+class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a seated cache; what is asked of all layers in turn is done at the first."""
+
+    is_croppable = True
+    is_initialized = True
+
+    def __init__(self, seat: Seat, index: int) -> None:
+        self.seat = seat
+        self._index = index
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """The rows as they are now; the next step writes behind them."""
+        return self.seat.rows(self._index)[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.seat.rows(self._index)[1]
+
+    def get_seq_length(self) -> int:
+        return self.seat.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seat.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # The name of get_max_length before transformers 5.18.
+    get_max_cache_shape = get_max_length
+
+    def activate_past_recording(self) -> None:
+        self.seat.record_past()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._index == 0:
+            self.seat.crop(tokens_to_remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayerMixin:
+        """Return a plain layer: a copy has no slots."""
+        layers = memo.get(id(self.seat))
+        if layers is None:
+            layers = memo[id(self.seat)] = self.seat.plain()
+        return layers[self._index]
+
+    lazy_initialization = _leaving("lazy_initialization")
+    update = _leaving("update")
+    reset = _leaving("reset")
+    reorder_cache = _leaving("reorder_cache")
+    batch_repeat_interleave = _leaving("batch_repeat_interleave")
+    batch_select_indices = _leaving("batch_select_indices")
+
+
+def seat_of(cache: Any) -> Seat | None:
+    """Return the seat of a cache, None for one that has none."""
+    layers = getattr(cache, "layers", None)
+    return layers[0].seat if layers and type(layers[0]) is _SeatedLayer else None

@@ -1,0 +1,428 @@
+"""``model.generate`` over device graphs: what transformers generates, and what falls back."""
+
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers", reason="the transformers integration")
+
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import utils
+from transformers.generation.streamers import BaseStreamer
+
+from devgraph.api.errors import DeviceGraphError, StateError
+from devgraph.integrations.transformers import (
+    UnsupportedModelError,
+    accelerate,
+    accelerated,
+    generate_stats,
+    unaccelerate,
+)
+from devgraph.integrations.transformers.seat import seat_of
+from tests.support.transformers_models import FAMILIES, make_model, prompts
+
+# The package's name for it is the function.
+module = importlib.import_module("devgraph.integrations.transformers.accelerate")
+
+MODE = {
+    "decode": {"policy": "full", "buckets": [1, 3], "max_padding": 3},
+    "prefill": {"buckets": [16], "max_padding": 16},
+}
+OPTIONS: dict[str, Any] = {
+    "mode": MODE,
+    "backend": "cpu",
+    "max_requests": 3,
+    "max_len": 128,
+    "max_step_tokens": 16,
+}
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    made = make_model("llama")
+    yield made
+    unaccelerate(made)
+
+
+def padded(count: int = 3) -> dict[str, Any]:
+    """Return a batch of prompts of different lengths, padded at the left."""
+    rows = prompts(count)
+    length = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([[0] * (length - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor(
+            [[0] * (length - len(row)) + [1] * len(row) for row in rows]
+        ),
+    }
+
+
+def generated(model: Any, inputs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    """Generate eight tokens a row, greedily unless said otherwise."""
+    values = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0} | kwargs
+    return model.generate(**(inputs or padded()), **values)
+
+
+def both(model: Any, inputs: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, Any]:
+    """Return what the model generates by itself and accelerated, which it stays."""
+    plain = generated(model, inputs, **kwargs)
+    accelerate(model, **OPTIONS)
+    return plain, generated(model, inputs, **kwargs)
+
+
+def close(got: Any, want: Any) -> None:
+    """Other kernels round in another way, in three layers with wide weights."""
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def steps(model: Any) -> int:
+    """Return how many steps ran in graphs, of both phases."""
+    engine = generate_stats(model).engine
+    return engine.decode.stats().graph_steps + engine.prefill.stats().graph_steps
+
+
+QUICK = {"llama", "mistral", "gemma2", "gpt_neox"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+def test_padded_batch_gives_the_tokens_and_logits_of_plain_generate(family: str) -> None:
+    model = make_model(family)
+    plain, graphs = both(model, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(plain.sequences, graphs.sequences)
+    close(torch.stack(graphs.logits), torch.stack(plain.logits))
+    stats = generate_stats(model)
+    assert (stats.requests, stats.fallbacks) == (1, {})
+    # Seven decode steps, and the prompts in steps of at most 16 tokens.
+    assert steps(model) == 7 + -(-int(padded()["attention_mask"].sum()) // 16)
+    unaccelerate(model)
+
+
+def test_sampling_draws_the_random_numbers_of_transformers(model: Any) -> None:
+    def sample() -> tuple[Any, Any]:
+        torch.manual_seed(3)
+        out = generated(model, do_sample=True, top_k=20, temperature=1.5, num_return_sequences=1)
+        return out, torch.rand(3)
+
+    plain = sample()
+    accelerate(model, **OPTIONS)
+    for want, got in zip(plain, sample(), strict=True):
+        assert torch.equal(want, got)
+
+
+class Collected(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Any) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+class StopsAfter(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+def test_processors_criteria_and_streamers_are_those_of_transformers(model: Any) -> None:
+    def run() -> tuple[Any, list[int], Any]:
+        streamer = Collected()
+        one = {"input_ids": torch.tensor([prompts(3)[2]])}
+        end = len(prompts(3)[2]) + 5
+        streamed = generated(
+            model,
+            one,
+            streamer=streamer,
+            repetition_penalty=1.7,
+            no_repeat_ngram_size=2,
+            stopping_criteria=StoppingCriteriaList([StopsAfter(end)]),
+        )
+        scored = generated(
+            model,
+            min_new_tokens=4,
+            eos_token_id=list(range(0, 211, 2)),
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        return streamed, streamer.tokens, (scored.sequences, torch.stack(scored.scores))
+
+    plain = run()
+    accelerate(model, **OPTIONS)
+    graphs = run()
+    assert torch.equal(plain[0], graphs[0])
+    assert plain[1] == graphs[1]
+    assert torch.equal(plain[2][0], graphs[2][0])
+    close(graphs[2][1], plain[2][1])
+    assert generate_stats(model).fallbacks == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_second_turn_runs_its_new_tokens_only_whoever_had_the_slots_since(family: str) -> None:
+    model = make_model(family)
+    rows = padded()
+
+    def talk(between: bool) -> Any:
+        first = generated(model, rows, return_dict_in_generate=True)
+        if between:
+            generated(model, {"input_ids": torch.tensor([prompts(3)[1]])})
+        ids = torch.cat([first.sequences, torch.full((3, 2), 7)], dim=1)
+        mask = torch.cat([rows["attention_mask"], torch.ones(3, 10, dtype=torch.int64)], dim=1)
+        cache = first.past_key_values
+        seated = seat_of(cache) is not None
+        before = steps(model) if seated or between else 0
+        second = generated(
+            model,
+            {"input_ids": ids, "attention_mask": mask},
+            past_key_values=cache,
+            return_dict_in_generate=True,
+        )
+        assert second.past_key_values is cache
+        assert cache.get_seq_length() == second.sequences.shape[1] - 1
+        return second.sequences, before
+
+    plain, _ = talk(between=False)
+    accelerate(model, **OPTIONS)
+    for between in (False, True):
+        graphs, before = talk(between)
+        assert torch.equal(plain, graphs)
+        # Three tokens of three rows are one packed step, and seven decode.
+        assert steps(model) - before == 8
+    assert generate_stats(model).fallbacks == {}
+    unaccelerate(model)
+
+
+def test_cache_of_the_caller_is_filled_and_stays_the_callers(model: Any) -> None:
+    inputs = {"input_ids": torch.tensor([prompts(3)[2]])}
+    plain = DynamicCache()
+    want = generated(model, inputs, past_key_values=plain)
+    accelerate(model, **OPTIONS)
+    cache = DynamicCache()
+    assert torch.equal(generated(model, inputs, past_key_values=cache), want)
+    kept = copy.deepcopy(cache)
+    assert seat_of(cache) is not None
+    assert seat_of(kept) is None
+    unaccelerate(model)
+    for one in (cache, kept):
+        for layer, expected in zip(one.layers, plain.layers, strict=True):
+            close(layer.keys, expected.keys)
+            close(layer.values, expected.values)
+    assert torch.equal(generated(model, {"input_ids": want}, past_key_values=cache)[:, :-8], want)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_proposed_tokens_are_checked_in_steps_of_several_tokens(family: str) -> None:
+    model = make_model(family)
+    ids = torch.tensor([prompts(3)[2] * 2])
+    plain, graphs = both(
+        model,
+        {"input_ids": ids},
+        max_new_tokens=20,
+        prompt_lookup_num_tokens=3,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert torch.equal(plain.sequences, graphs.sequences)
+    close(torch.stack(graphs.logits), torch.stack(plain.logits))
+    assistant = make_model(family, num_hidden_layers=1)
+    assisted = generated(model, {"input_ids": ids}, max_new_tokens=20, assistant_model=assistant)
+    assert torch.equal(assisted, plain.sequences)
+    assert generate_stats(model).fallbacks == {}
+    unaccelerate(model)
+
+
+@pytest.mark.parametrize(
+    ("reason", "asked"),
+    [
+        ("generation_mode", {"num_beams": 2, "max_new_tokens": 4}),
+        ("outputs", {"output_hidden_states": True, "return_dict_in_generate": True}),
+        ("cache", {"use_cache": False}),
+        ("cache", {"cache_implementation": "static"}),
+        ("over_max_requests", {"num_return_sequences": 2, "num_beams": 2}),
+        ("over_max_len", {"max_new_tokens": 120}),
+    ],
+)
+def test_other_requests_run_transformers_own_code_counted_and_warned_about_once(
+    model: Any, caplog: pytest.LogCaptureFixture, reason: str, asked: dict[str, Any]
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="devgraph"):
+        plain, graphs = both(model, **asked)
+        generated(model, **asked)
+    sequences = [getattr(out, "sequences", out) for out in (plain, graphs)]
+    assert torch.equal(*sequences)
+    expected = "generation_mode" if "num_beams" in asked else reason
+    assert generate_stats(model).fallbacks == {expected: 2}
+    said = [r for r in caplog.records if r.name.startswith("devgraph") and "own code" in r.message]
+    assert len(said) == 1
+    unaccelerate(model)
+    accelerate(model, **OPTIONS | {"mode": MODE | {"decode": {"strict": True}}})
+    with pytest.raises(DeviceGraphError, match="strict"):
+        generated(model, **asked)
+
+
+def test_rows_masks_and_inputs_that_slots_cannot_hold_fall_back(model: Any) -> None:
+    five = padded(5)
+    gaps = padded()
+    gaps["attention_mask"][2, 3] = 0
+    embedded = {"inputs_embeds": model.get_input_embeddings()(torch.tensor([[1, 2, 3]]))}
+    wants = [generated(model, inputs) for inputs in (five, gaps, embedded)]
+    accelerate(model, **OPTIONS)
+    for inputs, want in zip((five, gaps, embedded), wants, strict=True):
+        assert torch.equal(generated(model, inputs), want)
+    assert generate_stats(model).fallbacks == {"over_max_requests": 1, "mask": 1, "inputs": 1}
+
+
+def test_forward_outside_generate_is_the_models_own_and_its_cache_leaves(model: Any) -> None:
+    ids = torch.tensor([prompts(3)[2]])
+    want = model(ids).logits
+    accelerate(model, **OPTIONS)
+    out = generated(model, {"input_ids": ids[:, :-1]}, max_new_tokens=1, return_dict_in_generate=True)
+    cache = out.past_key_values
+    got = model(input_ids=ids[:, -1:], past_key_values=cache).logits
+    close(got, want[:, -1:])
+    assert seat_of(cache) is None
+
+
+def test_batches_of_requests_run_in_the_engine(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = prompts(5)
+    wants = [generated(model, {"input_ids": torch.tensor([row])})[0].tolist() for row in rows]
+    accelerate(model, **OPTIONS)
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=wants[0][-2])
+    out = model.generate_batch(rows, generation_config=config)
+    for i, (row, want) in enumerate(zip(rows, wants, strict=True)):
+        new = want[len(row) :]
+        if config.eos_token_id in new:
+            new = new[: new.index(config.eos_token_id) + 1]
+        assert out[f"req_{i}"].generated_tokens == new
+        assert out[f"req_{i}"].is_finished()
+    sampled = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=5, top_p=0.9, temperature=0.7)
+    assert len(model.generate_batch(rows, generation_config=sampled)["req_4"].generated_tokens) == 8
+    # What the engine has not goes to transformers with the same arguments.
+    hook = vars(model)["generate_batch"]
+    monkeypatch.setattr(hook, "own", lambda *args, **kwargs: (args, kwargs))
+    penal = GenerationConfig(max_new_tokens=8, repetition_penalty=1.5)
+    args, kwargs = model.generate_batch(rows, generation_config=penal, progress_bar=True)
+    assert args == (rows,)
+    assert kwargs == {"generation_config": penal, "progress_bar": True}
+    model.generate_batch(rows, max_new_tokens=200)
+    stats = generate_stats(model)
+    assert stats.requests == 10
+    assert stats.fallbacks == {"generation_config": 1, "over_max_len": 1}
+
+
+def test_unaccelerated_model_is_as_it_was(model: Any) -> None:
+    before = dict(vars(model))
+    want = generated(model)
+    with accelerated(model, **OPTIONS) as same:
+        assert same is model
+        with pytest.raises(StateError, match="already"):
+            accelerate(model)
+        assert torch.equal(generated(model), want)
+        assert utils.DeferredStopCheck.__module__ == utils.__name__
+        twin = copy.deepcopy(model)
+        assert generate_stats(model).requests == 1
+    assert vars(model) == before
+    assert torch.equal(generated(model), want)
+    with pytest.raises(StateError, match="not accelerated"):
+        generate_stats(model)
+    # A copy of an accelerated model is not: its methods are its own.
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(generated(twin), want)
+    with pytest.raises(StateError, match="not accelerated"):
+        generate_stats(twin)
+    assert unaccelerate(model) is model
+
+
+def test_weights_that_moved_get_new_graphs(model: Any) -> None:
+    accelerate(model, **OPTIONS)
+    generated(model)
+    other = make_model("llama", seed=5)
+    want = generated(other)
+    for own, new in zip(model.parameters(), other.parameters(), strict=True):
+        own.data = new.data
+    assert torch.equal(generated(model), want)
+    assert generate_stats(model).fallbacks == {}
+    model.train()
+    generated(model)
+    assert generate_stats(model).fallbacks == {"model": 1}
+
+
+def test_threads_that_generate_with_one_model_wait_for_each_other(model: Any) -> None:
+    rows = prompts(4, shortest=9)
+    wants = [generated(model, {"input_ids": torch.tensor([row])}) for row in rows]
+    accelerate(model, **OPTIONS)
+    found: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        found[i] = generated(model, {"input_ids": torch.tensor([rows[i]])})
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(rows))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, want in enumerate(wants):
+        assert torch.equal(found[i], want)
+
+
+class Reached:
+    """An event that has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.skipif(
+    not hasattr(utils, "DeferredStopCheck"), reason="this transformers waits in every step"
+)
+@pytest.mark.parametrize("returned", [False, True])
+def test_step_too_many_of_a_deferred_check_is_taken_back(
+    model: Any, monkeypatch: pytest.MonkeyPatch, returned: bool
+) -> None:
+    monkeypatch.setattr(torch, "Event", Reached)
+    ends = {"eos_token_id": list(range(0, 211, 2)), "return_dict_in_generate": True}
+    plain = generated(model, **ends)
+    accelerate(model, **OPTIONS)
+    deferred: list[bool] = []
+
+    def supported(device: Any, cache: Any, *args: Any, **kwargs: Any) -> bool:
+        seat = seat_of(cache)
+        assert seat is not None
+        deferred.append(seat.deterministic)
+        return seat.deterministic
+
+    monkeypatch.setattr(module._deferral, "_supported", supported)
+    graphs = generated(model, **ends | {"return_dict_in_generate": returned})
+    assert torch.equal(getattr(graphs, "sequences", graphs), plain.sequences)
+    if returned:
+        assert graphs.past_key_values.get_seq_length() == plain.sequences.shape[1] - 1
+    generated(model, do_sample=True)
+    assert deferred == [True, False]
+    assert utils.DeferredStopCheck is module._deferral._own
+
+
+def test_model_that_no_engine_runs_is_refused_and_left_alone() -> None:
+    model = make_model("llama").train()
+    before = dict(vars(model))
+    with pytest.raises(UnsupportedModelError, match="training mode"):
+        accelerate(model, **OPTIONS)
+    assert vars(model) == before
