@@ -1,17 +1,21 @@
-"""Greedy generation of one model: this engine with and without graphs, and transformers' own.
+"""Greedy generation of models: graphs under transformers' generate, the engine, transformers alone.
 
-    python benchmarks/generate.py [--model PATH] [--backend auto] [--dtype NAME] [--batch 1]
-                                  [--prompt-tokens 16] [--new-tokens 64] [--repeats 5]
-                                  [--threads N] [--only graphs eager dynamic static] [--json FILE]
+    python benchmarks/generate.py [--models SHAPE_OR_PATH ...] [--backend auto] [--dtype NAME]
+                                  [--batch 1 8 32] [--prompt-tokens 16] [--new-tokens 64]
+                                  [--repeats 5] [--threads N] [--only NAME ...] [--json FILE]
 
-graphs     the engine, decode and prefill through device graphs
-eager      the same engine without graphs: same steps, same kernels
-dynamic    transformers' generate with its default cache
-static     transformers' generate with a static cache, which compiles first on devices
+accelerated  ``model.generate`` after ``accelerate(model)``
+graphs       the engine, decode and prefill through device graphs
+eager        the same engine without graphs: same steps, same kernels
+dynamic      ``model.generate`` with its default cache
+static       ``model.generate`` with a static cache, which compiles first on devices
+batched      ``model.generate_batch`` after ``accelerate(model)``
+own_batched  ``model.generate_batch``, transformers' continuous batching
 
-All run in one process on the same prompts and threads and take turns, so that a change of the
-machine's speed meets them all. Each turn generates one token (the prompt) and then all of them;
-decode is the difference. Figures are medians over the turns:
+Each runs in a process of its own, on the same prompts and threads, one after another, so that
+nothing that one leaves behind (memory, compiled code, autotuning) meets the next. Each turn
+generates one token (the prompt) and then all of them; decode is the difference. Figures are medians
+over the turns:
 
 wall       seconds of one generation, until the last token is on the host
 decode     tokens a second after the first, over all requests
@@ -19,28 +23,85 @@ cpu        CPU seconds of the process a generation, all threads; on a device, wa
 host_ms    milliseconds of host time inside the runner of a decode step, before any wait
 setup      seconds before the first token can be fast: captures, or the first call (compilation)
 
-Without ``--model`` the model is SmolLM2-135M's shape with random weights.
+A model is a folder, a .gguf file, or the shape of one with random weights: smollm2-135m,
+qwen3-0.6b, llama-1b. The report has one entry for each model and batch.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Qwen3Config
 from transformers.utils import logging as transformers_logging
 
 import devgraph as dg
-from devgraph.integrations.transformers import Engine, load
+from devgraph.integrations.transformers import Engine, accelerate, generate_stats, load
 
-CONTESTANTS = ("graphs", "eager", "dynamic", "static")
+CONTESTANTS = (
+    "accelerated",
+    "graphs",
+    "eager",
+    "dynamic",
+    "static",
+    "batched",
+    "own_batched",
+)
+PAIRS = (
+    ("accelerated", "dynamic"),
+    ("accelerated", "static"),
+    ("graphs", "eager"),
+    ("graphs", "dynamic"),
+    ("batched", "own_batched"),
+)
+"""What is divided by what in the report."""
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "smollm2-135m": lambda: LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_theta=100000.0,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-0.6b": lambda: Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_theta=1000000.0,
+        tie_word_embeddings=True,
+    ),
+    "llama-1b": lambda: LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+    ),
+}
 
 Generate = Callable[[int], list[list[int]]]
 
@@ -97,24 +158,21 @@ class Contestant:
         }
 
 
-def make_model(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return the model that the arguments name, or SmolLM2-135M's shape with random weights."""
-    if args.model:
-        return load(args.model, dtype=dtype, device=device)[0]
+def make_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the model of a path, or of a shape with random weights."""
+    if name not in SHAPES:
+        return load(name, dtype=dtype, device=device)[0]
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-    )
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(SHAPES[name](), dtype=dtype).eval()
+
+
+def graph_mode(batch: int, packed: int) -> dict[str, Any]:
+    """Return a configuration with the graphs that the prompts need."""
+    return {
+        "decode": {"policy": "full", "buckets": [batch]},
+        "prefill": {"policy": "breakable", "buckets": [packed]},
+    }
 
 
 def engine_of(
@@ -122,14 +180,10 @@ def engine_of(
 ) -> tuple[Engine, Generate, list[float]]:
     """Return an engine that fits the prompts, how it generates, and its host times a step."""
     batch, packed = len(prompts), sum(map(len, prompts))
-    phases = {
-        "decode": {"policy": "full", "buckets": [batch]},
-        "prefill": {"policy": "breakable", "buckets": [packed]},
-    }
-    off = {"decode": "disabled", "prefill": "disabled"}
+    mode = graph_mode(batch, packed) if graphs else dict.fromkeys(("decode", "prefill"), "disabled")
     engine = Engine(
         model,
-        config=dg.DeviceGraphConfig.from_json(json.dumps(phases if graphs else off)),
+        config=dg.DeviceGraphConfig.from_dict(mode),
         backend=backend,
         max_requests=batch,
         max_len=max(map(len, prompts)) + new_tokens,
@@ -170,6 +224,20 @@ def own_generate(model: Any, prompts: Sequence[list[int]], cache: str | None) ->
     return generate
 
 
+def own_batches(model: Any, prompts: Sequence[list[int]]) -> Generate:
+    """Return continuous batching over the prompts, which never ends early."""
+
+    @torch.no_grad()
+    def generate(count: int) -> list[list[int]]:
+        config = GenerationConfig(
+            max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        out = model.generate_batch(prompts, generation_config=config)
+        return [out[f"req_{i}"].generated_tokens for i in range(len(prompts))]
+
+    return generate
+
+
 def make_prompts(batch: int, length: int, vocabulary: int) -> list[list[int]]:
     """Return different prompts of one length."""
     generator = torch.Generator().manual_seed(1)
@@ -177,95 +245,128 @@ def make_prompts(batch: int, length: int, vocabulary: int) -> list[list[int]]:
     return [list(map(int, row)) for row in drawn]
 
 
-@contextlib.contextmanager
-def contestants(
-    args: argparse.Namespace, model: Any, backend: Any, prompts: list[list[int]]
-) -> Iterator[list[Contestant]]:
-    """Yield those that the arguments ask for, each after its first generation."""
-    made = []
-    with contextlib.ExitStack() as stack:
-        for name in args.only:
-            begin = time.perf_counter()
-            if name in ("graphs", "eager"):
-                engine, generate, host = engine_of(
-                    model, backend, prompts, args.new_tokens, graphs=name == "graphs"
-                )
-                stack.enter_context(engine)
-                engine.capture()
-                one = Contestant(name, generate, host)
-            else:
-                cache = "static" if name == "static" else None
-                one = Contestant(name, own_generate(model, prompts, cache))
-            # The lengths that count: a static cache of another length would compile again.
-            one.generate(args.new_tokens)
-            one.generate(1)
-            first = time.perf_counter() - begin
-            begin = time.perf_counter()
-            one.generate(args.new_tokens)
-            one.generate(1)
-            one.setup = first - (time.perf_counter() - begin)
-            made.append(one)
-        yield made
+def contestant(name: str, model: Any, backend: Any, prompts: list[list[int]], new: int) -> Any:
+    """Return what ``name`` stands for, before its first generation."""
+    if name in ("graphs", "eager"):
+        engine, generate, host = engine_of(model, backend, prompts, new, graphs=name == "graphs")
+        engine.capture()
+        return Contestant(name, generate, host)
+    if name in ("accelerated", "batched"):
+        batch, packed = len(prompts), sum(map(len, prompts))
+        accelerate(
+            model,
+            mode=graph_mode(batch, packed),
+            backend=backend,
+            max_requests=batch,
+            max_len=max(map(len, prompts)) + new,
+            max_step_tokens=packed,
+        )
+    if name in ("batched", "own_batched"):
+        return Contestant(name, own_batches(model, prompts))
+    return Contestant(name, own_generate(model, prompts, "static" if name == "static" else None))
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the report of everything that was asked for."""
+def run_one(args: argparse.Namespace) -> dict[str, Any]:
+    """Run one contestant in this process and return its figures."""
     if args.threads:
         torch.set_num_threads(args.threads)
     backend = dg.get_backend(args.backend)
     torch.backends.cuda.matmul.allow_tf32 = False
-    name = args.dtype or ("float32" if backend.device.type == "cpu" else "bfloat16")
-    model = make_model(args, backend.device, getattr(torch, name))
+    dtype = args.dtype or ("float32" if backend.device.type == "cpu" else "bfloat16")
+    model = make_model(args.models[0], backend.device, getattr(torch, dtype))
     model.generation_config.eos_token_id = None
-    prompts = make_prompts(args.batch, args.prompt_tokens, model.config.vocab_size)
-    with contestants(args, model, backend, prompts) as made:
-        for _ in range(args.repeats):
-            for one in made:
-                one.turn(args.new_tokens)
-    report: dict[str, Any] = {
+    (batch,), (name,) = args.batch, args.only
+    prompts = make_prompts(batch, args.prompt_tokens, model.config.vocab_size)
+    begin = time.perf_counter()
+    one = contestant(name, model, backend, prompts, args.new_tokens)
+    # The lengths that count: a static cache of another length would compile again.
+    one.generate(args.new_tokens)
+    one.generate(1)
+    first = time.perf_counter() - begin
+    begin = time.perf_counter()
+    one.generate(args.new_tokens)
+    one.generate(1)
+    one.setup = first - (time.perf_counter() - begin)
+    for _ in range(args.repeats):
+        one.turn(args.new_tokens)
+    fallbacks = generate_stats(model).fallbacks if name in ("accelerated", "batched") else {}
+    return {
         "device": backend.device_name,
         "backend": backend.name,
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
-        "dtype": name,
-        "model": args.model or "SmolLM2-135M shape, random weights",
-        "batch": args.batch,
+        "dtype": dtype,
+        "run": one.report(args.new_tokens, batch) | ({"fallbacks": fallbacks} if fallbacks else {}),
+        "tokens": one.tokens,
+    }
+
+
+def run(args: argparse.Namespace, model: str, batch: int) -> dict[str, Any]:
+    """Run every contestant over one model and batch, each in a process of its own."""
+    report: dict[str, Any] = {
+        "model": model + (", random weights" if model in SHAPES else ""),
+        "batch": batch,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
         "repeats": args.repeats,
-        "runs": {one.name: one.report(args.new_tokens, args.batch) for one in made},
+        "runs": {},
     }
-    base = made[0]
-    rates = {one.name: report["runs"][one.name]["decode_tokens_per_s"] for one in made}
-    for one in made[1:]:
-        report["runs"][one.name][f"same_tokens_as_{base.name}"] = one.tokens == base.tokens
-        report[f"{base.name}_over_{one.name}"] = rates[base.name] / rates[one.name]
+    tokens: dict[str, list[list[int]]] = {}
+    for name in args.only:
+        command = [sys.executable, __file__, "--alone", "--only", name, "--models", model]
+        command += ["--batch", str(batch), "--backend", args.backend]
+        for flag in ("dtype", "prompt_tokens", "new_tokens", "repeats", "threads"):
+            if (value := getattr(args, flag)) is not None:
+                command += [f"--{flag.replace('_', '-')}", str(value)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            report["runs"][name] = {"failed": done.returncode}
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        tokens[name] = found.pop("tokens")
+        report["runs"][name] = found.pop("run")
+        report |= found
+    base = next(iter(tokens), None)
+    for name, own in tokens.items():
+        if name != base:
+            report["runs"][name][f"same_tokens_as_{base}"] = own == tokens[base]
+    for one, other in PAIRS:
+        if one in tokens and other in tokens:
+            # Continuous batching sets itself up in each call: the difference of two is noise.
+            rate = "tokens_per_s" if one == "batched" else "decode_tokens_per_s"
+            rates = [report["runs"][n][rate] for n in (one, other)]
+            report[f"{one}_over_{other}"] = rates[0] / rates[1]
     return report
 
 
 def main() -> None:
     """Run, print, and write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder or .gguf file; default: random weights")
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", help="default: float32 on the CPU, bfloat16 elsewhere")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS[:5]))
     parser.add_argument("--json")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.new_tokens < 2:
         parser.error("--new-tokens must be at least 2: decode is what follows the first token")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    report = run(args)
-    print(json.dumps(report, indent=2))
+    if args.alone:
+        print(json.dumps(run_one(args)))
+        return
+    reports = [run(args, model, batch) for model in args.models for batch in args.batch]
+    print(json.dumps(reports, indent=2))
     if args.json:
         with open(args.json, "w") as file:
-            json.dump(report, file, indent=2)
+            json.dump(reports, file, indent=2)
 
 
 if __name__ == "__main__":
