@@ -43,7 +43,6 @@ from devgraph.integrations.transformers.probe import UnsupportedModelError
 from devgraph.integrations.transformers.sampling import SamplingParams
 from devgraph.integrations.transformers.seat import Seat, seat_of
 from devgraph.runners.decode import DecodeRunner
-from devgraph.runners.slots import OutputSlot
 
 __all__ = [
     "Fallback",
@@ -344,20 +343,16 @@ class _Acceleration:
     def _checker(self) -> DecodeRunner:
         """Return the runner of steps with several tokens of one request, made at the first."""
         if self._checking is None:
-            engine = self.engine
-            self._checking = DecodeRunner(
-                engine.model.decode,
-                engine.model.decode_inputs(),
-                outputs=OutputSlot(rows="tokens"),
-                variants=[{"width": width} for width in WIDTHS],
-                host_args=engine.model.decode_host_args,
-                config=attrs.evolve(engine.config.decode, buckets=(1,)),
-                backend=engine.backend,
-                pool=engine.pool,
+            phase = self.engine.config.decode
+            capture = phase.capture if phase.strict else "lazy"  # few widths occur
+            self._checking = self.engine.make_decode(
+                attrs.evolve(phase, buckets=(1,), capture=capture),
                 max_requests=1,
+                variants=[{"width": width} for width in WIDTHS],
                 name="checking",
             )
-            self._checking.capture()
+            if self._checking.captures_first:
+                self._checking.capture()
         return self._checking
 
     # -- continuous batching ---------------------------------------------------------------------

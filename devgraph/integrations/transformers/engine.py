@@ -199,15 +199,19 @@ class Engine:
             max_tokens=max_step_tokens,
             max_requests=max_requests,
         )
-        self.decode = DecodeRunner(
-            model.decode,
-            model.decode_inputs(),
+        self.decode = self.make_decode(self.config.decode, max_requests=max_requests)
+
+    def make_decode(self, config: PhaseConfig, **options: Any) -> DecodeRunner:
+        """Return a runner of the model's decode steps; whoever asks for another closes it."""
+        return DecodeRunner(
+            self.model.decode,
+            self.model.decode_inputs(),
             outputs=OutputSlot(rows="tokens"),
-            host_args=model.decode_host_args,
-            config=_as_wanted(self.config.decode),
+            host_args=self.model.decode_host_args,
+            config=_as_wanted(config),
             backend=self.backend,
             pool=self.pool,
-            max_requests=max_requests,
+            **options,
         )
 
     # -- requests --------------------------------------------------------------------------------
