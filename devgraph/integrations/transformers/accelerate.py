@@ -44,21 +44,12 @@ from devgraph.integrations.transformers.sampling import SamplingParams
 from devgraph.integrations.transformers.seat import Seat, seat_of
 from devgraph.runners.decode import DecodeRunner
 
-__all__ = [
-    "Fallback",
-    "GenerateStats",
-    "accelerate",
-    "accelerated",
-    "generate_stats",
-    "unaccelerate",
-]
-
 logger = logging.getLogger(__name__)
 
-WIDTHS = (2, 4, 8, 12, 16)
+_WIDTHS = (2, 4, 8, 12, 16)
 """Tokens of the steps that check proposed tokens; others run in the next, or eagerly."""
 
-MODES = (
+_MODES = (
     GenerationMode.GREEDY_SEARCH,
     GenerationMode.SAMPLE,
     GenerationMode.ASSISTED_GENERATION,
@@ -245,7 +236,7 @@ class _Acceleration:
         """Seat the cache of a request, or return why not."""
         if self._depth != 1:
             return Fallback.NESTED
-        if mode not in MODES:
+        if mode not in _MODES:
             return Fallback.MODE
         if config.output_attentions or config.output_hidden_states:
             return Fallback.OUTPUTS
@@ -334,11 +325,11 @@ class _Acceleration:
         if keep == 1:
             return None, seat.packed(ids)
         keep = keep or count
-        if len(seat.pads) > 1 or keep > WIDTHS[-1]:
+        if len(seat.pads) > 1 or keep > _WIDTHS[-1]:
             return Fallback.LOGITS, None
         if count > keep:
             seat.packed(ids[:, :-keep])
-        return None, seat.decode(ids[:, -keep:], self._checker(), WIDTHS)
+        return None, seat.decode(ids[:, -keep:], self._checker(), _WIDTHS)
 
     def _checker(self) -> DecodeRunner:
         """Return the runner of steps with several tokens of one request, made at the first."""
@@ -348,7 +339,7 @@ class _Acceleration:
             self._checking = self.engine.make_decode(
                 attrs.evolve(phase, buckets=(1,), capture=capture),
                 max_requests=1,
-                variants=[{"width": width} for width in WIDTHS],
+                variants=[{"width": width} for width in _WIDTHS],
                 name="checking",
             )
             if self._checking.captures_first:

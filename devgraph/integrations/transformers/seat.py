@@ -28,8 +28,6 @@ from transformers.cache_utils import (
 from devgraph.integrations.transformers.engine import Engine
 from devgraph.runners.decode import DecodeRunner
 
-__all__ = ["Seat", "seat_of"]
-
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
 
 

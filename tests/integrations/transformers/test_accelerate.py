@@ -291,7 +291,9 @@ def test_forward_outside_generate_is_the_models_own_and_its_cache_leaves(model: 
     ids = torch.tensor([prompts(3)[2]])
     want = model(ids).logits
     accelerate(model, **OPTIONS)
-    out = generated(model, {"input_ids": ids[:, :-1]}, max_new_tokens=1, return_dict_in_generate=True)
+    out = generated(
+        model, {"input_ids": ids[:, :-1]}, max_new_tokens=1, return_dict_in_generate=True
+    )
     cache = out.past_key_values
     got = model(input_ids=ids[:, -1:], past_key_values=cache).logits
     close(got, want[:, -1:])
@@ -310,7 +312,9 @@ def test_batches_of_requests_run_in_the_engine(model: Any, monkeypatch: pytest.M
             new = new[: new.index(config.eos_token_id) + 1]
         assert out[f"req_{i}"].generated_tokens == new
         assert out[f"req_{i}"].is_finished()
-    sampled = GenerationConfig(max_new_tokens=8, do_sample=True, top_k=5, top_p=0.9, temperature=0.7)
+    sampled = GenerationConfig(
+        max_new_tokens=8, do_sample=True, top_k=5, top_p=0.9, temperature=0.7
+    )
     assert len(model.generate_batch(rows, generation_config=sampled)["req_4"].generated_tokens) == 8
     # What the engine has not goes to transformers with the same arguments.
     hook = vars(model)["generate_batch"]
