@@ -38,6 +38,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     Args:
         specs: name to (shape, dtype); every dimension is at least 0.
         device: where the memory is.
+        shared: contiguous tensors, at least as large, whose memory the buffers of these names use
+            instead of own.
 
     Raises:
         InputError: a shape or dtype that cannot be allocated (a ValueError); InputTypeError:
@@ -50,18 +52,23 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         specs: Mapping[str, tuple[Sequence[int], torch.dtype]],
         *,
         device: torch.device | str,
+        shared: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        shared = shared or {}
         starts: dict[str, int] = {}
         total = 0
         _require_specs(specs)
         for name, (shape, dtype) in specs.items():
             starts[name] = total
-            total += -(-_nbytes(name, shape, dtype) // _ALIGNMENT) * _ALIGNMENT
+            if name not in shared:
+                total += -(-_nbytes(name, shape, dtype) // _ALIGNMENT) * _ALIGNMENT
         # Tensors made under inference mode could not be written outside it.
         with torch.inference_mode(False), torch.no_grad():
             self._memory = _zeros(total, device)
             self._flat = {
-                name: self._memory[starts[name] : starts[name] + _nbytes(name, shape, dtype)].view(
+                name: shared[name].view(-1)[: math.prod(shape)]
+                if name in shared
+                else self._memory[starts[name] : starts[name] + _nbytes(name, shape, dtype)].view(
                     dtype
                 )
                 for name, (shape, dtype) in specs.items()
@@ -70,10 +77,12 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self._trees: dict[str, Any] = {}
         self._held: list[Entry] = []
         self._bound: dict[str, tuple[torch.Tensor, int]] = {}
-        self.start = self._memory.data_ptr()
+        own = [self._memory] if total or not shared else []
+        self._ranges = [byte_range(memory) for memory in (*own, *shared.values())]
+        self.start = min(first for first, _ in self._ranges)
         """Address of the first byte."""
-        self.stop = self.start + total
-        """Address behind the last byte."""
+        self.stop = max(last for _, last in self._ranges)
+        """Address behind the last byte; what lies between may be another's."""
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +91,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the one allocation, alignment included."""
+        """Bytes of the one allocation, alignment included; what is shared counts elsewhere."""
         return self._memory.nbytes
 
     def view(self, name: str, shape: Sequence[int]) -> torch.Tensor:
@@ -152,7 +161,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Whether any byte that ``tensor`` can reach lies in these buffers."""
         first, last = byte_range(tensor)
-        return first < self.stop and last > self.start
+        return any(first < stop and last > start for start, stop in self._ranges)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._full[name]

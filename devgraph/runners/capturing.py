@@ -22,6 +22,7 @@ from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
 from devgraph.runners.graphs import BucketGraph, Emulated, Graphs, Reason
+from devgraph.runners.lease import LeaseClock
 from devgraph.runners.options import Options
 from devgraph.runners.ranks import PeerFailed, Solo
 from devgraph.runners.report import Counters, format_bytes
@@ -39,6 +40,7 @@ class Capturing:
         step: what is captured.
         graphs: what it is captured into.
         counters: the runner's.
+        share: that of the runner whose buffers this one uses.
 
     Attributes:
         rounds: how many rounds there were, which keeps the exchanges of ranks apart.
@@ -53,7 +55,9 @@ class Capturing:
         ranks: Solo,
         config: PhaseConfig,
         options: Options,
+        share: Capturing | None,
     ) -> None:
+        self._share = share
         self._step = step
         self._graphs = graphs
         self._counters = counters
@@ -66,6 +70,11 @@ class Capturing:
         self.rounds = 0
         self.pace: ReplayPace | None = None
         """How fast graphs went after the last round, where a device has several paces."""
+
+    @property
+    def clock(self) -> LeaseClock:
+        """What counts the runs that overwrite the outputs."""
+        return self._step.clock
 
     def require_together(self, capture_mode: str) -> None:
         """Raise InputError where a rank would capture alone."""
@@ -128,6 +137,8 @@ class Capturing:
         step = self._step
         if step.outputs.ready:
             return
+        if self._share is not None:  # what it returns says which buffers there are
+            self._share.learn_outputs(barrier)
         rng = self._backend.get_rng_state()
         with session(self._pool):
             for variant in self._graphs.variants:
@@ -139,6 +150,8 @@ class Capturing:
                 (barrier or self._backend.synchronize)()
         self._backend.set_rng_state(rng)
         step.outputs.allocate(self._backend.device)
+        if self._share is not None and step.outputs.shares:
+            step.clock = self._share.clock.joined(self._name)
 
     def sample_bytes(self) -> list[int]:
         """Capture the two largest graphs into a throwaway pool and return what each added to it.

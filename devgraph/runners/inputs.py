@@ -4,14 +4,14 @@ host inputs to the device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.errors import InputError, InputTypeError, did_you_mean
+from devgraph.api.errors import ConfigError, InputError, InputTypeError, did_you_mean
 from devgraph.runners.lease import LeasedTensor, released
 from devgraph.runners.slots import InputSlot, Pad, Size
 
@@ -31,6 +31,10 @@ class InputArena:
         largest: the batch size that every slot must be able to hold.
         backend: whose device the buffers are on.
         run_slots: names of the slots that belong to a run and not to its graph.
+        share: another runner's, whose buffers serve slots of the same name, dtype and row shape.
+
+    Raises:
+        ConfigError: a buffer of ``share`` is too small.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class InputArena:
         largest: Size,
         backend: Backend,
         run_slots: frozenset[str] = frozenset(),
+        share: InputArena | None = None,
     ) -> None:
         self.slots = dict(slots)
         self.largest = largest
@@ -48,10 +53,31 @@ class InputArena:
         self.buffers = StaticBuffers(
             {name: (slot.shape(largest), slot.dtype) for name, slot in slots.items()},
             device=backend.device,
+            shared={} if share is None else share.lent(self.slots.values(), largest),
         )
         self.device = self.buffers.device
         self.staging = StagingMemory(backend, self.device)
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
+
+    def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
+        """Return the buffers that another runner's ``slots`` can use, by name.
+
+        Raises:
+            ConfigError: one is too small for that runner's ``largest`` batch.
+        """
+        found = {}
+        for slot in slots:
+            own = self.slots.get(slot.name)
+            if own is None or (own.dtype, own.row_shape) != (slot.dtype, slot.row_shape):
+                continue
+            found[slot.name] = self.buffers[slot.name]
+            if found[slot.name].numel() < math.prod(slot.shape(largest)):
+                raise ConfigError(
+                    f"input slot {slot.name!r} needs {slot.shape(largest)}, and the runner that it "
+                    f"would share it with has {tuple(found[slot.name].shape)}; make the runner of "
+                    f"the larger batches first, and let the other share with it"
+                )
+        return found
 
     def views(self, size: Size, names: frozenset[str] | None = None) -> dict[str, torch.Tensor]:
         """Return the static view of each slot (of ``names`` only) for a batch of ``size``."""

@@ -38,6 +38,7 @@ class RunnerOptions(TypedDict, total=False):
     weights_epoch: Callable[[], Hashable] | None
     reset_state: Callable[[], None] | None
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None
+    share: Any
     idle_dummy: bool
     progress: bool | None
 
@@ -74,6 +75,11 @@ class Options:
     filled and before the launch; before every warm-up run, capture and eager step too. It may
     write bound tensors and slots in place, and return host arguments, which callers then leave
     out of ``run``. Sequences that it returns have the length of the bucket."""
+
+    share: Any = None
+    """Another runner of the pool: input slots of the same name, dtype and row shape, and outputs of
+    the same dtype and row shape, use its buffers (draft and target, prefill and decode). A run of
+    either then overwrites the outputs of both."""
 
     idle_dummy: bool = False
     """An empty batch replays the smallest graph on pad values, as engines whose steps hold

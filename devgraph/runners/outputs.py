@@ -30,6 +30,12 @@ class _Leaf:
     dtype: torch.dtype
     slot: OutputSlot
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Dtype and shape, without the rows."""
+        rows = self.slot.dim if self.slot.rows is not None else -1
+        return self.dtype, tuple(None if d == rows else n for d, n in enumerate(self.shape))
+
     def shape_for(self, size: Size) -> tuple[int, ...]:
         if self.slot.rows is None:
             return self.shape
@@ -52,17 +58,25 @@ class OutputStore:
     Args:
         slots: an ``OutputSlot`` for every tensor alike, or a pytree of them as the step returns.
 
+        share: another runner's, whose buffers serve outputs of the same position, dtype and row
+            shape where they are large enough.
+
+    Attributes:
+        shares: whether it uses any of them.
+
     Life: ``learn`` once per variant with a result of the largest size, ``allocate`` once, then
     ``writer`` per graph and ``views`` per size.
     """
 
-    def __init__(self, slots: Any) -> None:
+    def __init__(self, slots: Any, share: OutputStore | None = None) -> None:
         for slot in pytree.tree_leaves(slots):
             if not isinstance(slot, OutputSlot):
                 raise ConfigTypeError(
                     f"outputs must be an OutputSlot or a tree of them, got {brief(slot)}"
                 )
         self._slots = slots
+        self._share = share
+        self.shares = False
         self._layouts: dict[Variant, _Layout] = {}
         self._buffers: StaticBuffers | None = None
 
@@ -117,9 +131,35 @@ class OutputStore:
                 if leaf is not None:
                     size = math.prod(leaf.shape_for(layout.largest)) * leaf.dtype.itemsize
                     needed[str(index)] = max(size, needed.get(str(index), 0))
+        shared = {} if self._share is None else self._share.lent(self._kinds(), needed)
+        self.shares = bool(shared)
         self._buffers = StaticBuffers(
-            {name: ((size,), torch.uint8) for name, size in needed.items()}, device=device
+            {name: ((size,), torch.uint8) for name, size in needed.items()},
+            device=device,
+            shared=shared,
         )
+
+    def lent(
+        self, kinds: Mapping[str, set[tuple[Any, ...]]], needed: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """Return the buffers that another runner can use for its outputs of these ``kinds``, of
+        which it needs so many bytes."""
+        assert self._buffers is not None
+        own = self._kinds()
+        return {
+            name: self._buffers[name]
+            for name, size in needed.items()
+            if own.get(name) == kinds[name] and self._buffers[name].numel() >= size
+        }
+
+    def _kinds(self) -> dict[str, set[tuple[Any, ...]]]:
+        """Return dtypes and row shapes of the outputs by position."""
+        kinds: dict[str, set[tuple[Any, ...]]] = {}
+        for layout in self._layouts.values():
+            for index, leaf in enumerate(layout.leaves):
+                if leaf is not None:
+                    kinds.setdefault(str(index), set()).add(leaf.kind)
+        return kinds
 
     def refuse_overlap(self, name: str, tensor: torch.Tensor) -> None:
         """Raise InputError when a tensor that graphs read in place lies in the output buffers."""

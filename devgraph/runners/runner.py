@@ -115,6 +115,9 @@ class Runner(abc.ABC):
         self._report_uncovered(buckets, capacity, config, options.name)
         self._request_limit = request_limit
         largest = [self._padded(buckets.maximum, named) for named in variants.values()]
+        share = options.share
+        if share is not None:
+            pool = _pool_with(share, pool)
         backend = backend if isinstance(backend, Backend) else get_backend(backend)
         pool = backend.own_pool(pool)
         arena = InputArena(
@@ -122,6 +125,7 @@ class Runner(abc.ABC):
             Size(max(size.requests for size in largest), max(size.tokens for size in largest)),
             backend,
             run_slots,
+            share and share._step.inputs,
         )
         for name, tree in options.bound.items():
             arena.buffers.bind(name, tree)
@@ -132,16 +136,15 @@ class Runner(abc.ABC):
         self._options = options
         self._name = options.name
         self._debug = options.debug
-        self._clock = LeaseClock(options.name)
         self._step = Step(
             function,
             whole=whole_step,
             tail=tail,
             inputs=arena,
-            outputs=OutputStore(outputs),
+            outputs=OutputStore(outputs, share and share._step.outputs),
             host=HostArgs(host_args),
             prepare=options.prepare,
-            clock=self._clock,
+            clock=LeaseClock(options.name),
             backend=backend,
             pool=pool,
         )
@@ -165,6 +168,7 @@ class Runner(abc.ABC):
             ranks=self._ranks,
             config=config,
             options=options,
+            share=share and share._capturing,
         )
         self._capturing.require_together(config.capture)
         self._lock = pool.lock
@@ -345,8 +349,8 @@ class Runner(abc.ABC):
                 self._require_outside("run")
             self._inside = True
             try:
-                if not clone and self._clock.caller != get_ident():
-                    self._clock.called_by(get_ident())
+                if not clone and self._step.clock.caller != get_ident():
+                    self._step.clock.called_by(get_ident())
                 if decision is None and not self._decide_always and inputs is not None:
                     requests, tokens = self._measure(inputs)
                     key = canonical_variant(variant) if variant else ()
@@ -475,7 +479,7 @@ class Runner(abc.ABC):
             return pytree.tree_map(
                 lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs
             )
-        return lease(outputs, self._clock)
+        return lease(outputs, self._step.clock)
 
     def _check_agreed(self, decision: Decision, size: Size) -> None:
         graph = self.graphs.get(decision.key)
@@ -590,7 +594,7 @@ class Runner(abc.ABC):
 
     def _capture(self, graphs: Sequence[BucketGraph]) -> None:
         self._steps.clear()
-        self._clock.tick()
+        self._step.clock.tick()
         try:
             self._capturing.round(graphs)
         finally:
@@ -644,7 +648,7 @@ class Runner(abc.ABC):
                 return
             self._closed = True
             self._steps.clear()
-            self._clock.tick()
+            self._step.clock.tick()
             for graph in reversed(list(self.graphs)):
                 graph.close()
 
@@ -763,7 +767,7 @@ class Runner(abc.ABC):
         """
         with self._between_steps("prove"):
             require_cases(cases)
-            self._clock.tick()
+            self._step.clock.tick()
             tried = [
                 (graph, rows)
                 for graph in self.graphs.captured
@@ -791,6 +795,23 @@ def _check_config(config: PhaseConfig) -> None:
             f"strict with capture={config.capture!r} would refuse every batch whose bucket is not "
             f"captured yet; use capture='eager' or strict=False"
         )
+
+
+def _pool_with(share: object, pool: Pool | None) -> Pool:
+    """Return the pool of a runner that shares buffers, whose runs must follow the other's.
+
+    Raises:
+        ConfigError: another pool was given. ConfigTypeError: ``share`` is no runner.
+    """
+    if not isinstance(share, Runner):
+        raise ConfigTypeError(f"share must be another runner, got {brief(share)}")
+    share._require_open("share its buffers")
+    if pool is not None and pool is not share.pool:
+        raise ConfigError(
+            f"a runner that shares buffers with {share._name} uses its pool, so that their runs "
+            f"follow each other; leave pool= out"
+        )
+    return share.pool
 
 
 def _require_decision(decision: object) -> None:

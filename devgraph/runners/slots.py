@@ -193,6 +193,11 @@ class InputSlot:
         return next((i for i, dim in enumerate(self.dims) if isinstance(dim, str)), None)
 
     @property
+    def row_shape(self) -> tuple[int | None, ...]:
+        """The dims, with None for the named one, whatever it counts."""
+        return tuple(None if isinstance(dim, str) else dim for dim in self.dims)
+
+    @property
     def row_dim(self) -> str | None:
         """The named dimension, or None when the shape is fixed."""
         return next((dim for dim in self.dims if isinstance(dim, str)), None)

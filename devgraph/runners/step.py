@@ -56,6 +56,7 @@ class Step:
         self.host = host
         self.prepare = prepare
         self.clock = clock
+        self.name = clock.name
         self.pool = pool
         self.backend = backend
         self.live = Live()
@@ -207,6 +208,7 @@ class GraphStep:
         "_declares_host",
         "_host_of",
         "_live",
+        "_name",
         "_order",
         "_padded",
         "_planned",
@@ -234,6 +236,7 @@ class GraphStep:
         """Host arguments that the engine planned in the last run."""
         self._declares_host = bool(step.host.declared)
         self._order = step.pool.order
+        self._name = step.name
         self._clock, self._live, self._tail = step.clock, step.live, step.tail
         self._run_tensors = inputs.run_views(real)
         self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors).load
@@ -257,7 +260,7 @@ class GraphStep:
         try:
             self.replay(values)
         except Exception as error:
-            note(error, f"in {self._clock.name}, bucket {self.graph.key}, {self.real}")
+            note(error, f"in {self._name}, bucket {self.graph.key}, {self.real}")
             raise
         self.graph.hits += 1
         self.graph.real_rows += self.rows

@@ -624,3 +624,32 @@ def test_the_environment_makes_every_runner_emulate(monkeypatch):
     runner = double_runner()
     runner.run({"x": rows_of_x(3)})
     assert runner.effective_policy == "emulated" and runner.stats().graph_steps == 1
+
+
+def test_what_cannot_be_shared_is_refused_or_stays_its_own():
+    first = double_runner(max_requests=4)
+    with pytest.raises(dg.ConfigError, match="the runner of the larger batches first"):
+        double_runner(share=first, max_requests=8)
+    with pytest.raises(dg.ConfigError, match="leave pool= out"):
+        double_runner(share=first, pool=first.backend.make_pool())
+    with pytest.raises(dg.ConfigTypeError, match="must be another runner"):
+        double_runner(share=3)
+    wide = InputSlot("x", ("tokens", 5), torch.float32, pad=Pad.zero())
+    other = decode_of(lambda batch: batch.x * 2, (wide,), share=first, max_requests=4)
+    assert not other.buffers.overlaps(first.buffers["x"])
+    out = first.run({"x": rows_of_x(2)})
+    other.run({"x": torch.ones(2, 5)})
+    assert out.tolist() == (rows_of_x(2) * 2).tolist()
+
+
+def test_sharing_learns_first_what_the_other_runner_returns():
+    first = double_runner(captured=False)
+    second = double_runner(share=first)
+    assert first.stats().captures == 0 and first.stats().output_bytes > 0
+    first.capture()
+    a, b = (runner.run({"x": rows_of_x(2)}) for runner in (first, second))
+    assert a.data_ptr() == b.data_ptr()
+    first.close()
+    with pytest.raises(dg.StateError, match="closed"):
+        double_runner(share=first)
+    assert run_x(second, None).tolist() == (rows_of_x(2) * 2).tolist()

@@ -3,13 +3,14 @@ errors."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.steps import VOCAB, WIDTH, runner_of, slot
+from devgraph.testing.conformance.steps import VOCAB, WIDTH, X, runner_of, slot
 from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, declares, same
 
 IDS = slot("ids", ("tokens",), torch.int64, dg.Pad.zero())
@@ -139,3 +140,43 @@ def test_an_error_of_a_region_that_runs_again_names_mark_and_bucket(kit: Kit) ->
         runner.run({"x": x}, host_args={"length": 3})
     notes = "\n".join(caught.value.__notes__)  # type: ignore[attr-defined]
     assert "fragile, marked call 0" in notes and "decode, bucket 2" in notes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy: str) -> None:
+    """Poison stands for what the other left: a run may read only what it was given."""
+    y = slot("y", ("tokens",), torch.float32, dg.Pad.zero())
+    target = runner_of(
+        kit, lambda batch: batch.x * 2 + batch.y[:, None], [X, y], config=policy, max_requests=8
+    )
+    draft = runner_of(kit, lambda batch: batch.x * 3, config=policy, share=target)
+    assert draft.pool is target.pool
+    assert draft.buffers["x"].data_ptr() == target.buffers["x"].data_ptr()
+    outputs: dict[dg.DecodeRunner, int] = {}
+    for seed, (runner, count) in enumerate(
+        itertools.product((target, draft, draft, target), (3, 1, 4))
+    ):
+        kit.backend.poison(target.buffers["x"])
+        inputs = {"x": kit.tensor(count, WIDTH, seed=seed)}
+        want = inputs["x"] * 3
+        if runner is target:
+            inputs["y"] = kit.tensor(count, seed=seed + 99)
+            want = inputs["x"] * 2 + inputs["y"][:, None]
+        out = runner.run(inputs)
+        same(out, want, f"run {seed}")
+        outputs[runner] = out.data_ptr()
+    assert outputs[target] == outputs[draft]
+    assert target.prove().ok and draft.prove().ok
+    fed = draft.run({"x": target.run({"x": inputs["x"], "y": inputs["y"]})})
+    same(fed, want * 3, "an output of one that is an input of the other")
+
+
+def test_a_lease_ends_with_the_run_of_a_runner_that_shares_the_outputs(kit: Kit) -> None:
+    target = runner_of(kit, lambda batch: batch.x * 2, debug=True, max_requests=8, name="target")
+    draft = runner_of(kit, lambda batch: batch.x * 3, debug=True, share=target, name="draft")
+    x = kit.tensor(2, WIDTH)
+    out = target.run({"x": x})
+    same(out + 0, x * 2)
+    draft.run({"x": x})
+    with pytest.raises(dg.StaleOutputError, match="target and draft"):
+        out + 0
