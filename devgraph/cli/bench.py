@@ -69,6 +69,7 @@ def _report(
         "devgraph": __version__,
         "torch": torch.__version__,
         "backend": backend.name,
+        "device_type": backend.device.type,
         "device": backend.device_name,
         "threads": torch.get_num_threads(),
         "shape": shape.to_dict(),
@@ -119,6 +120,11 @@ def _print(report: dict[str, Any], rows: list[Row]) -> None:
         f"medians of {report['repeats']} repeats of {report['steps']} steps each; host: until the "
         f"call returns, wall: until the device is done"
     )
+    if report["device_type"] == "cpu":
+        say(
+            "on the CPU a graph is a list of calls that the host replays: these figures tell what "
+            "devgraph adds to a step, or saves of Python's work, and nothing of a device"
+        )
     for name, why in report["absent"].items():
         say(f"{name}: not on this backend: {why}")
     for name, why in report["failed"].items():

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 DEVICE_MARKERS = ("cpu", "cuda", "npu", "rocm")
 CAPABILITY_MARKER = "devgraph_capability"
-_WORKS = "devgraph_undeclared_works"
-_LACKS = "devgraph_undeclared_lacks"
+_CORE = "the contract itself"
 _LOST_EXIT_CODE = 70
 """Exit status of a worker whose device is lost (EX_SOFTWARE of sysexits.h)."""
 
@@ -139,7 +138,7 @@ class _Plugin:
         from devgraph.api.errors import BackendError
 
         try:
-            self.backend(self.name)
+            self.backend(self.name).make_graph().close()  # refused where hooks are missing
         except BackendError as error:
             raise pytest.UsageError(f"--devgraph-backend {self.name}: {error}") from error
 
@@ -184,13 +183,17 @@ class _Plugin:
                 self.backend(name)
             except BackendUnavailableError as error:
                 pytest.skip(f"backend {name!r}: {error}")
-        missing = self._undeclared(item)
+        asked = [name for mark in item.iter_markers(CAPABILITY_MARKER) for name in mark.args]
+        missing = self._undeclared(item, asked)
         item.stash[_missing_key] = missing
+        if "devgraph_backend" in getattr(item, "fixturenames", ()) and (
+            self.name_for(item) == self.name
+        ):
+            item.user_properties.extend((CAPABILITY_MARKER, name) for name in asked or [_CORE])
         if missing and self._skip_undeclared:
             pytest.skip(self._lacks(item, missing))
 
-    def _undeclared(self, item: pytest.Item) -> tuple[str, ...]:
-        asked = [name for mark in item.iter_markers(CAPABILITY_MARKER) for name in mark.args]
+    def _undeclared(self, item: pytest.Item, asked: Sequence[str]) -> tuple[str, ...]:
         if not asked:
             return ()
         capabilities = self.backend(self.name_for(item)).capabilities
@@ -209,34 +212,26 @@ class _Plugin:
         missing = item.stash.get(_missing_key, ())
         if report.failed and call.excinfo is not None:
             self._lost = self._lost or self._lost_reason(item, call.excinfo.value)
-        if missing and (report.when == "call" or report.outcome != "passed"):
-            self._judge_undeclared(item, report, missing)
-        elif report.skipped and self._fail_on_skip and not hasattr(report, "wasxfail"):
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-            report.outcome = "failed"
-            report.longrepr = f"{reason} (--devgraph-fail-on-skip makes a skip a failure)"
-        return report
-
-    def _judge_undeclared(
-        self, item: pytest.Item, report: pytest.TestReport, missing: Sequence[str]
-    ) -> None:
-        # What is not declared may fail; that it works is worth telling.
-        kind = _WORKS if report.passed else _LACKS
-        report.user_properties.extend((kind, name) for name in missing)
-        if report.failed:
+        if missing and report.failed:  # what is not declared may fail
             path, line, _ = item.location
             report.outcome = "skipped"
             report.longrepr = (path, (line or 0) + 1, f"Skipped: {self._lacks(item, missing)}")
+        elif not missing and not hasattr(report, "wasxfail"):
+            self._judge_skip(report)
+        return report
+
+    def _judge_skip(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.outcome == "skipped" and self._fail_on_skip:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            report.outcome = "failed"
+            report.longrepr = f"{reason} (--devgraph-fail-on-skip makes a skip a failure)"
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
         self,
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         report = yield
-        if report.outcome == "skipped" and self._fail_on_skip:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-            report.outcome = "failed"
-            report.longrepr = f"{reason} (--devgraph-fail-on-skip makes a skip a failure)"
+        self._judge_skip(report)
         return report
 
     def _lost_reason(self, item: pytest.Item, error: BaseException | None) -> str:
@@ -264,17 +259,57 @@ class _Plugin:
         return result
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        works: dict[str, int] = {}
-        lacks: set[str] = set()
-        for reports in terminalreporter.stats.values():
+        """Write what was proved of each capability, and what a failure asks to be implemented."""
+        rows: dict[str, _Row] = {}
+        for outcome, reports in terminalreporter.stats.items():
             for report in reports:
-                for kind, value in getattr(report, "user_properties", ()):
-                    if kind == _WORKS:
-                        works[value] = works.get(value, 0) + 1
-                    elif kind == _LACKS:
-                        lacks.add(value)
-        for name in sorted(set(works) - lacks):
-            terminalreporter.write_line(
-                f"devgraph: backend {self.name!r} does not declare {name} and passes all "
-                f"{works[name]} tests of it; consider declaring it"
-            )
+                for kind, name in getattr(report, "user_properties", ()):
+                    if kind == CAPABILITY_MARKER:
+                        rows.setdefault(name, _Row()).count(outcome, report)
+        if not rows or not self._concerned:
+            return
+        declared = self.backend(self.name).capabilities
+        write = terminalreporter.write_line
+        terminalreporter.section(f"devgraph: what {self.name!r} proved", sep="-")
+        write(f"{'capability':<20} {'declared':<8} {'proved':>6} {'failed':>6} {'skipped':>7}")
+        for name in sorted(rows, key=lambda name: (name != _CORE, name)):
+            row, claimed = rows[name], name == _CORE or bool(getattr(declared, name))
+            says = "yes" if claimed else "no"
+            figures = f"{row.proved:>6} {row.failed:>6} {row.skipped:>7}"
+            write(f"{name:<20} {says:<8} {figures}  {'; '.join(row.reasons)}".rstrip())
+            if row.failed:
+                write(f"{'':<20} implement or mend: {', '.join(_hooks(name))}")
+            elif not claimed and row.proved and not row.skipped:
+                write(
+                    f"devgraph: backend {self.name!r} does not declare {name} and passes all "
+                    f"{row.proved} tests of it; consider declaring it"
+                )
+
+
+class _Row:
+    """What became of the tests of one capability."""
+
+    def __init__(self) -> None:
+        self.proved = self.failed = self.skipped = 0
+        self.reasons: dict[str, None] = {}
+
+    def count(self, outcome: str, report: Any) -> None:
+        self.proved += outcome in ("passed", "xfailed")
+        self.failed += outcome in ("failed", "error")
+        self.skipped += outcome == "skipped"
+        if outcome == "skipped" and isinstance(report.longrepr, tuple):
+            self.reasons[str(report.longrepr[2]).removeprefix("Skipped: ")] = None
+
+
+def _hooks(name: str) -> Sequence[str]:
+    from devgraph.api.backend import Backend
+    from devgraph.api.capabilities import hooks
+    from devgraph.api.graph import DeviceGraph
+
+    if name != _CORE:
+        return hooks(name) or ("Capabilities",)
+    return [
+        f"{room.__name__}.{method}"
+        for room in (DeviceGraph, Backend)
+        for method in sorted(room.__abstractmethods__)
+    ]

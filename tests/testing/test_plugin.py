@@ -194,6 +194,48 @@ def test_undeclared_and_working_is_reported(run):
     )
 
 
+def test_session_ends_with_what_was_proved_and_what_to_implement(run):
+    source = _capabilities(declared=False, undeclared=False)
+    core = "\n\ndef test_core(devgraph_backend):\n    pass\n"
+    result = run(source + core, "--devgraph-backend", "fake")
+    result.stdout.fnmatch_lines(
+        [
+            "capability *declared *proved *failed *skipped*",
+            "the contract itself *yes * 1 * 0 * 0",
+            "region_update *yes * 0 * 1 * 0",
+            "*implement or mend: DeviceGraph._record, DeviceGraph._apply",
+            "streams *no * 1 * 0 * 1  backend 'fake' does not declare streams",
+        ]
+    )
+
+
+HOOKLESS = """
+import devgraph as dg
+from devgraph.api.graph import DeviceGraph
+from devgraph.cpu.backend import CpuBackend, CpuGraph
+
+class Graph(CpuGraph):
+    _record = DeviceGraph._record
+    _apply = DeviceGraph._apply
+
+class Fake(CpuBackend):
+    name = "fake"
+
+    def make_graph(self, pool=None):
+        return Graph(self, self.own_pool(pool))
+
+dg.register("fake", Fake)
+"""
+
+
+def test_declared_update_without_its_hooks_is_one_error_that_names_them(run):
+    result = run(_capabilities(), "--devgraph-backend", "fake", conftest=HOOKLESS)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    said = result.stderr.str()
+    assert said.count("declares region_update, and its Graph implements no _record and no") == 1
+    assert "docs/backends.md" in said
+
+
 def test_undeclared_is_not_tried_on_request(run):
     source = _capabilities(undeclared="1 / 0")
     result = run(source, "--devgraph-backend", "fake", "--devgraph-skip-undeclared")

@@ -108,8 +108,10 @@ def read_section(path: str | os.PathLike[str]) -> object:
             f"{name}: expected an object with a {SECTION!r} section, got {type(document).__name__}"
         )
     if SECTION not in document:
-        error = unknown_name(name, SECTION, [str(key) for key in document], what="section")
-        raise ConfigError(f"{error} Put the mode configuration under the key {SECTION!r}.")
+        raise ConfigError(
+            f"{name}: there is no section {SECTION!r}, but {', '.join(map(str, document))}. Put "
+            f"the mode configuration under the key {SECTION!r}."
+        )
     return document[SECTION]
 
 
