@@ -34,8 +34,15 @@ _BUILT_IN = {
     "cuda": ("devgraph.cuda", "CudaBackend", "install a CUDA build of torch"),
     "npu": ("devgraph.npu", "NpuBackend", "install CANN and devgraph[npu] (torch-npu)"),
     "rocm": ("devgraph.rocm", "RocmBackend", "install the ROCm build of torch from its own index"),
+    "accelerator": (
+        "devgraph.api.torchlike.accelerator",
+        "AcceleratorBackend",
+        "it is part of devgraph",
+    ),
     "cpu": ("devgraph.cpu", "CpuBackend", "it is part of devgraph"),
 }
+_LAST = 2
+"""So many of them come after the backends of other packages."""
 
 OTHER_NAMES = {
     **dict.fromkeys(("nvidia", "gpu"), "cuda"),
@@ -78,7 +85,7 @@ class _Registry:
     def names(self) -> list[str]:
         entry_points = {entry.name for entry in _entry_points()}
         others = sorted((entry_points | set(self._factories)) - set(_BUILT_IN))
-        return [*list(_BUILT_IN)[:-1], *others, "cpu"]
+        return [*list(_BUILT_IN)[:-_LAST], *others, *list(_BUILT_IN)[-_LAST:]]
 
     def make(self, name: str) -> Backend:
         with self._lock:

@@ -1,4 +1,5 @@
-"""pytest plugin: the third-party example over a mock of ``torch.xpu``.
+"""pytest plugin: the third-party example over a mock of ``torch.xpu``, and the same mock as torch's
+accelerator, under the backend of that name.
 
 The mock is the namespace of the fake libamdhip64 with the names and signatures of torch.xpu: it
 has no default stream, and captures have no error mode. Tensors are CPU tensors. It shows that the
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from devgraph.api import registry
 from devgraph.api.pool import Pool
 from devgraph.api.registry import register
+from devgraph.api.torchlike.accelerator import AcceleratorBackend
 from tests.sim.hip.device import Device, Recorder
 from tests.sim.hip.fake import Fake
 
@@ -63,15 +66,43 @@ class _Xpu:
         return _Graph(self._device.CUDAGraph())
 
 
+class _AcceleratorGraph(_Graph):
+    """torch.accelerator.Graph's calls, as torch 2.13 has them."""
+
+    _device: Device
+
+    def __init__(self) -> None:
+        super().__init__(self._device.CUDAGraph())
+        self.graph_pool: Any = None
+        self.capture_error_mode = "default"
+
+    def capture_begin(self) -> None:  # type: ignore[override]
+        super().capture_begin(pool=self.graph_pool)
+
+
 def make() -> Any:
     """Return the example's backend over the mock."""
     if str(EXAMPLE) not in sys.path:
         sys.path.insert(0, str(EXAMPLE))
     module: Any = __import__("devgraph_xpu")
-    device = Device(Fake())
+    return _mocked(module.XpuBackend, Device(Fake()))
 
-    class MockedXpuBackend(module.XpuBackend):  # type: ignore[misc, name-defined]
-        """The example's class; tensors are the CPU's and operations are recorded by the fake."""
+
+def make_accelerator() -> Any:
+    """Return the backend of torch's accelerator over the mock; torch's graph stays the mock's."""
+    device = Device(Fake())
+    graph = type("Graph", (_AcceleratorGraph,), {"_device": device})
+    torch.accelerator.Graph = graph  # type: ignore[attr-defined, misc]
+    with pytest.MonkeyPatch.context() as patch:
+        found = torch.device("xpu")
+        patch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+        patch.setattr(registry, "names", lambda: ["cuda", "cpu"])
+        return _mocked(AcceleratorBackend, device)
+
+
+def _mocked(base: Any, device: Device) -> Any:
+    class Mocked(base):  # type: ignore[misc]
+        """``base``; tensors are the CPU's and operations are recorded by the fake."""
 
         def __init__(self) -> None:
             with pytest.MonkeyPatch.context() as patch:
@@ -84,8 +115,9 @@ def make() -> Any:
             with Recorder(device), super().side_stream(pool, stream):
                 yield
 
-    return MockedXpuBackend()
+    return Mocked()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     register("xpu", make)
+    register("accelerator", make_accelerator)
