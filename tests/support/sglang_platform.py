@@ -119,6 +119,11 @@ def _masked() -> Any:
     return Masked
 
 
+def rounds() -> list[list[str]]:
+    """Return the prompts, and once more with three words behind them, which have a prefix then."""
+    return [PROMPTS, [f"{prompt} w11 w12 w13" for prompt in PROMPTS]]
+
+
 def make_model(folder: Path) -> None:
     """Write a random model of two layers with a tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -176,7 +181,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         **options,
     )
     texts = []
-    for prompts in (PROMPTS, [f"{prompt} w11 w12 w13" for prompt in PROMPTS]):
+    for prompts in rounds():
         found = engine.generate(prompts, {"temperature": 0, "max_new_tokens": 12})
         texts.append([one["text"] for one in found])
     sys.stdout.write(json.dumps(texts) + "\n")

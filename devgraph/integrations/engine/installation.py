@@ -19,7 +19,7 @@ class Changes:
     """Attributes that were changed in an engine, in order.
 
     Args:
-        engine: its name and the versions that devgraph was written for, for messages.
+        engine: its name and the versions that devgraph was tried with, for messages.
     """
 
     def __init__(self, engine: str) -> None:
@@ -37,7 +37,7 @@ class Changes:
             return importlib.import_module(name)
         except ImportError as error:
             raise InstallError(
-                f"{name} cannot be imported; devgraph was written for {self._engine}. ({error})"
+                f"{name} cannot be imported; devgraph was tried with {self._engine}. ({error})"
             ) from error
 
     def require(self, owner: Any, *names: str) -> None:
@@ -46,10 +46,10 @@ class Changes:
             if not hasattr(owner, name):
                 raise InstallError(
                     f"{getattr(owner, '__name__', owner)} has no {name}, which devgraph takes "
-                    f"over; it was written for {self._engine}."
+                    f"over; it was tried with {self._engine}."
                 )
 
-    def put(self, owner: Any, name: str, value: Any) -> None:
+    def change(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of ``owner``."""
         self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)

@@ -65,8 +65,8 @@ def install(*, mode: str | None = None) -> None:
                 changes.require(getattr(owner, kind), *filter(None, [attribute]))
         choice = changes.module(f"{MODEL}.runner_backend.utils")
         changes.require(choice, "FullCudaGraphBackend", "BreakableCudaGraphBackend")
-        changes.put(choice, "FullCudaGraphBackend", full_backend())
-        changes.put(choice, "BreakableCudaGraphBackend", breakable_backend())
+        changes.change(choice, "FullCudaGraphBackend", full_backend())
+        changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
         if text is not None:
             _put_mode(changes, engine_mode(text, _platform()))
     except BaseException:
@@ -86,7 +86,7 @@ def _put_mode(changes: Changes, mode: EngineMode) -> None:
         if not hasattr(arguments, "resolve_once"):
             mode.check(self)
 
-    changes.put(arguments, "__post_init__", __post_init__)
+    changes.change(arguments, "__post_init__", __post_init__)
     resolve = getattr(arguments, "resolve_once", None)
     if resolve is None:
         return  # an SGLang that resolves the arguments when they are made
@@ -95,7 +95,7 @@ def _put_mode(changes: Changes, mode: EngineMode) -> None:
         resolve(self)
         mode.check(self)
 
-    changes.put(arguments, "resolve_once", resolve_once)
+    changes.change(arguments, "resolve_once", resolve_once)
 
 
 def _platform() -> str:

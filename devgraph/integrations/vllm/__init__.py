@@ -10,13 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from devgraph.integrations.vllm.install import (
-    InstallError,
-    install,
-    installed,
-    plugin,
-    uninstall,
-)
+from devgraph.integrations.engine.installation import InstallError
+from devgraph.integrations.vllm.install import install, installed, plugin, uninstall
 from devgraph.integrations.vllm.layer import current_layer
 
 __all__ = ["DeviceGraphWrapper", "InstallError", "install", "plugin", "stats", "uninstall"]

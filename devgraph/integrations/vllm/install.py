@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
+from devgraph.integrations.engine.installation import Changes, InstallError, switched
 from devgraph.integrations.vllm.layer import Layer, reset_layer
 from devgraph.integrations.vllm.modes import (
     MODE_VARIABLE,
@@ -32,14 +33,9 @@ GRAPH_MAKERS = (
 )
 """Modules of vLLM that make graphs by themselves; the managers of the V2 runner come first."""
 TRIED = "0.22 to 0.33"
-_ABSENT = object()
 
 
-class InstallError(DeviceGraphError):
-    """This vLLM does not have the places that devgraph takes over."""
-
-
-class Installation:
+class Installation(Changes):
     """What was changed in vLLM, in order, so that it can be undone.
 
     Args:
@@ -47,9 +43,8 @@ class Installation:
     """
 
     def __init__(self, mode: EngineMode | None) -> None:
+        super().__init__(f"vLLM {TRIED}")
         self.mode = mode
-        self.places: list[str] = []
-        self._undo: list[tuple[Any, str, Any]] = []
         self._before: Layer | None = None
         self._environment: str | None = None
 
@@ -74,41 +69,35 @@ class Installation:
 
     def take_out(self) -> None:
         """Give vLLM back everything that was its own. Wrappers that exist stay devgraph's."""
-        while self._undo:
-            owner, name, value = self._undo.pop()
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        self.undo()
         if self.mode is not None and self.mode.breakable:
             _set_environment(_BREAKABLE_VARIABLE, self._environment)
-        self.places.clear()
         reset_layer(self._before)
 
     def _put_wrappers(self) -> None:
         from devgraph.integrations.vllm.wrappers import graph_wrapper
 
         platform = type(importlib.import_module("vllm.platforms").current_platform)
-        self._require(platform, "get_static_graph_wrapper_cls", "get_global_graph_pool")
+        self.require(platform, "get_static_graph_wrapper_cls", "get_global_graph_pool")
         # PIECEWISE on both runners: vLLM resolves this name where it compiles pieces.
-        self._set(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
+        self.change(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
         # FULL on V1, and microbatches, whose whole-batch steps use it.
         for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_ubatch_wrapper"):
             module = importlib.import_module(name)
-            self._require(module, "CUDAGraphWrapper")
-            self._set(module, "CUDAGraphWrapper", graph_wrapper())
+            self.require(module, "CUDAGraphWrapper")
+            self.change(module, "CUDAGraphWrapper", graph_wrapper())
 
     def _put_managers(self) -> None:
         from devgraph.integrations.vllm import manager
 
         for name in GRAPH_MAKERS:
             module = importlib.import_module(name)
-            self._require(module, "torch")
-            self._set(module, "torch", manager.graph_making_torch(module.torch))
+            self.require(module, "torch")
+            self.change(module, "torch", manager.graph_making_torch(module.torch))
         base = importlib.import_module(GRAPH_MAKERS[0]).CudaGraphManager
-        self._require(base, "capture", "dispatch")
-        self._set(base, "capture", manager.stepwise_capture(base.capture))
-        self._set(base, "dispatch", manager.counting_dispatch(base.dispatch))
+        self.require(base, "capture", "dispatch")
+        self.change(base, "capture", manager.stepwise_capture(base.capture))
+        self.change(base, "dispatch", manager.counting_dispatch(base.dispatch))
 
     def _put_breaks(self) -> None:
         from devgraph.integrations.vllm.manager import breaking_manager
@@ -118,22 +107,22 @@ class Installation:
         # Models that are imported later, with managers of their own, take it from where it is made.
         for name in ("vllm.compilation.breakable_cudagraph", "vllm.v1.worker.gpu_model_runner"):
             module = importlib.import_module(name)
-            self._require(module, "BreakableCUDAGraphWrapper")
-            self._set(module, "BreakableCUDAGraphWrapper", wrapper)
+            self.require(module, "BreakableCUDAGraphWrapper")
+            self.change(module, "BreakableCUDAGraphWrapper", wrapper)
         managers = importlib.import_module(GRAPH_MAKERS[0])
         if hasattr(managers, "BreakableCUDAGraphWrapper"):
-            self._set(managers, "BreakableCUDAGraphWrapper", wrapper)
+            self.change(managers, "BreakableCUDAGraphWrapper", wrapper)
         elif self.mode is not None and self.mode.breakable:
             runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")
-            self._require(runner, "ModelCudaGraphManager")
+            self.require(runner, "ModelCudaGraphManager")
             manager = breaking_manager(managers.ModelCudaGraphManager)
-            self._set(runner, "ModelCudaGraphManager", manager)
+            self.change(runner, "ModelCudaGraphManager", manager)
 
     def _put_mode(self, mode: EngineMode) -> None:
         config = importlib.import_module("vllm.config")
-        self._require(config.VllmConfig, "__post_init__")
-        self._require(config.CompilationConfig, "resolve_cudagraph_mode_and_sizes")
-        self._set(
+        self.require(config.VllmConfig, "__post_init__")
+        self.require(config.CompilationConfig, "resolve_cudagraph_mode_and_sizes")
+        self.change(
             config.VllmConfig,
             "__post_init__",
             apply_to_config(mode, config.VllmConfig.__post_init__),
@@ -145,7 +134,7 @@ class Installation:
             check_resolved(mode, self, "the attention backend")
             return result
 
-        self._set(
+        self.change(
             config.CompilationConfig,
             "resolve_cudagraph_mode_and_sizes",
             resolve_cudagraph_mode_and_sizes,
@@ -154,19 +143,6 @@ class Installation:
             # vLLM reads it when it makes a configuration, and lets PIECEWISE be uncompiled then.
             self._environment = os.environ.get(_BREAKABLE_VARIABLE)
             os.environ[_BREAKABLE_VARIABLE] = "1"
-
-    def _require(self, owner: Any, *names: str) -> None:
-        for name in names:
-            if not hasattr(owner, name):
-                raise InstallError(
-                    f"{getattr(owner, '__name__', owner)} has no {name}, which devgraph takes "
-                    f"over; it was tried with vLLM {TRIED}."
-                )
-
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
-        setattr(owner, name, value)
-        self.places.append(f"{getattr(owner, '__name__', owner)}.{name}")
 
 
 def _set_environment(name: str, value: str | None) -> None:
@@ -255,9 +231,6 @@ def plugin() -> None:
         ConfigError: DEVGRAPH_VLLM or DEVGRAPH_MODE has no meaning.
         InstallError: under DEVGRAPH_VLLM=strict, when devgraph cannot be installed.
     """
-    value = os.environ.get(SWITCH, "").strip().lower()
-    if value in ("", "0"):
-        return
-    if value not in ("1", "strict"):
-        raise ConfigError(f"{SWITCH}={value!r} has no meaning; it can be 0, 1 or strict")
-    install(strict=value == "strict")
+    asked = switched(SWITCH)
+    if asked is not None:
+        install(strict=asked == "strict")
