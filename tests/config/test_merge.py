@@ -293,3 +293,13 @@ def test_precedence_holds_nothing_is_dropped_in_silence_and_text_round_trips(
     assert [again.phase(one).explicit for one in PHASES] == [
         config.phase(one).explicit for one in PHASES
     ]
+
+
+def test_setting_that_one_backend_reads_is_not_called_idle_and_one_that_none_reads_is() -> None:
+    text = (
+        '{"prefill": {"miss_budget": 3, "lazy_hits": 4}, "backends": {"npu": {"prefill": "full"}}}'
+    )
+    with pytest.warns(DeviceGraphWarning) as said:
+        DeviceGraphConfig.from_json(text)
+    [one] = said
+    assert "prefill.lazy_hits: 4 from mode configuration has no effect" in str(one.message)
