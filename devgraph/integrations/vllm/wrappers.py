@@ -17,7 +17,7 @@ from devgraph.integrations.engine.steps import (
     CapturedStep,
     addresses,
     capture_broken,
-    capture_whole,
+    recorded,
 )
 from devgraph.integrations.vllm.breaks import AttentionBreaks, attention_ops
 from devgraph.integrations.vllm.layer import Layer, current_layer
@@ -90,22 +90,15 @@ class _Graphs:
         first: bool = True,
         release: bool = True,
     ) -> tuple[CapturedStep, Any]:
-        pool = self._memory()
-        with self._layer.capturing(pool, settle=first) as join:
-
-            def body() -> Any:
-                output = self.runnable(*args, **kwargs)
-                join()
-                return output
-
-            graph, output = capture_whole(
-                self._layer.memory.backend,
-                pool,
-                count,
-                body,
-                release=release,
-                within=self._layer.within(pool),
-            )
+        pool, backend = self._memory(), self._layer.memory.backend
+        with (
+            self._layer.capturing(pool, settle=first) as join,
+            recorded(backend, pool, count, within=self._layer.within(pool)) as graph,
+        ):
+            output = self.runnable(*args, **kwargs)
+            join()
+            if release:
+                output = self._layer.weak(pool, output)
         return CapturedStep(graph, count, self._layer.weak(pool, output)), output
 
     def _moved(
