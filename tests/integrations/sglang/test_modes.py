@@ -66,8 +66,8 @@ def test_mode_that_sglang_cannot_do_is_refused(text: str, message: str) -> None:
 
 
 def test_key_that_this_sglang_lacks_is_refused(engine: Any) -> None:
-    mode = engine_mode('{"decode": {"max_requests": 4}}', "cpu")
-    with pytest.raises(dg.ConfigError, match="no full_prefill_max_req for decode"):
+    mode = engine_mode('{"prefill": {"max_seq_len": 64}}', "cpu")
+    with pytest.raises(dg.ConfigError, match="no max_seq_len for prefill"):
         mode.put_into(types.SimpleNamespace(cuda_graph_config=None))
 
 
