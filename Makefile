@@ -61,11 +61,11 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not npu" $(PYTEST_ARGS)
-	$(MAKE) --no-print-directory test-npu NPU_ARGS=
+	$(MAKE) --no-print-directory test-npu NPU_MARKS=npu
 
 # torch-npu changes torch, and transformers cannot be imported beside one without a driver. So it has
 # a folder and a session of its own; without it or g++ the session's tests are skipped and say why.
-NPU_ARGS = -k "not real_model"
+NPU_MARKS = npu and not slow
 NPU_TESTS = devgraph/testing/conformance tests/npu tests/sim/ascend tests/fuzz
 test-npu: $(STAMP)
 	@test -d $(NPU)/torch_npu || ! command -v g++ >/dev/null || \
@@ -73,7 +73,7 @@ test-npu: $(STAMP)
 			-c 'import torch; print(".".join(torch.__version__.split(".")[:2]))').*" || \
 		echo "torch-npu cannot be had for this torch and Python: its tests are skipped"
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=$(CURDIR):$(CURDIR)/$(NPU) $(BIN)/python -m pytest \
-		-n $(JOBS) -m npu -p tests.sim.ascend.activated $(NPU_ARGS) $(NPU_TESTS) $(PYTEST_ARGS)
+		-n $(JOBS) -m "$(NPU_MARKS)" -p tests.sim.ascend.activated $(NPU_TESTS) $(PYTEST_ARGS)
 
 MINUTES ?= 10
 fuzz: $(STAMP)
