@@ -17,7 +17,6 @@ import enum
 import functools
 import logging
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -162,7 +161,7 @@ class _Acceleration:
         self.engine = make()
         self._weights = self._addresses()
         self._checking: DecodeRunner | None = None
-        self._seat: weakref.ref[Seat] | None = None
+        self._seat: Seat | None = None
         self._lock = threading.RLock()
         self._depth = 0
         calls: Mapping[str, Callable[..., Any]] = {
@@ -195,10 +194,9 @@ class _Acceleration:
         self.engine.close()
 
     def _vacate(self) -> None:
-        seat = None if self._seat is None else self._seat()
-        if seat is not None:
-            seat.leave()
-        self._seat = None
+        if self._seat is not None:
+            self._seat.leave()
+            self._seat = None
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -210,6 +208,8 @@ class _Acceleration:
                 return self._hooks["generate"].own(*args, **kwargs)
             finally:
                 self._depth -= 1
+                if not self._depth and self._seat is not None:
+                    self._seat.leave()
 
     def _prepare_cache(
         self,
@@ -250,17 +250,13 @@ class _Acceleration:
         if pads is None:
             return Fallback.MASK
         cache = inputs.get("past_key_values")
-        seat = seat_of(cache)
-        if seat is None or seat.pads != pads:
-            if seat is not None:
-                seat.leave()
+        if self._seat is None or not self._seat.resume(cache, pads):
+            self._vacate()
             if not Seat.fits(self.engine, cache, batch):
                 return Fallback.CACHE
-            self._vacate()
             self.engine.ready()
-            seat = Seat(self.engine, cache, pads)
-            self._seat = weakref.ref(seat)
-        seat.deterministic = not config.do_sample
+            self._seat = Seat(self.engine, cache, pads)
+        self._seat.deterministic = not config.do_sample
         return None
 
     def _usable(self) -> bool:
@@ -301,12 +297,10 @@ class _Acceleration:
         cache = kwargs.get("past_key_values")
         seat = seat_of(cache)
         if seat is not None:
-            if self._depth:
-                reason, logits = self._run(seat, kwargs)
-                if reason is None:
-                    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-                self._fall_back(reason, cache)
-            seat.leave()
+            reason, logits = self._run(seat, kwargs)
+            if reason is None:
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+            self._fall_back(reason, cache)
         return self._hooks["forward"].own(*args, **kwargs)
 
     def _run(

@@ -65,15 +65,14 @@ class Seat:
         self._engine = engine
         self._rows = engine.model.cache
         self._cache = weakref.ref(cache)
-        self._plain: list[CacheLayerMixin] | None = None
+        self._given: list[weakref.ref[torch.Tensor]] = []
         self._records = False
         self._next: torch.Tensor | None = None
         for slot in range(len(pads)):
             self._rows.release(slot)
         if self.length:
             self._fill(cache.layers)
-        cache.layers[:] = [_SeatedLayer(self, index) for index in range(len(self._rows.layers))]
-        cache.layer_class_to_replicate = None
+        self._sit(cache)
 
     @staticmethod
     def fits(engine: Engine, cache: Any, batch: int) -> bool:
@@ -109,24 +108,40 @@ class Seat:
                     by_slot[slot, :, :first].zero_()
                     by_slot[slot, :, first:last].copy_(held[slot, :, kept - (last - first) :])
 
-    def plain(self) -> list[CacheLayerMixin]:
-        """Return layers of transformers' own with copies of the rows."""
+    def leave(self) -> list[CacheLayerMixin]:
+        """Give the cache plain layers with copies of the rows, and return them."""
+        cache = self._cache()
+        if cache is None:
+            return []
+        if seat_of(cache) is not self:
+            return list(cache.layers)
         layers: list[CacheLayerMixin] = DynamicCache(config=self._engine.model.model.config).layers
         for index, layer in enumerate(layers):
             if self._records and isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()
             if self.length:
                 layer.update(*self.rows(index))
+        cache.layers[:] = layers
+        self._given = [weakref.ref(layer.keys) for layer in layers] if self.length else []
         return layers
 
-    def leave(self) -> list[CacheLayerMixin]:
-        """Give the cache plain layers with the same rows, and return them."""
-        if self._plain is None:
-            cache = self._cache()
-            self._plain = [] if cache is None else self.plain()
-            if cache is not None:
-                cache.layers[:] = self._plain
-        return self._plain
+    def resume(self, cache: Any, pads: list[int]) -> bool:
+        """Seat ``cache`` again if the slots still hold what it holds; return whether they do."""
+        held = self._cache()
+        if held is None or held is not cache or self.pads != pads:
+            return False
+        if seat_of(held) is not self:
+            if len(self._given) != len(held.layers) or any(
+                layer.keys is not given()
+                for layer, given in zip(held.layers, self._given, strict=True)
+            ):
+                return False
+            self._sit(held)
+        return True
+
+    def _sit(self, cache: DynamicCache) -> None:
+        cache.layers[:] = [_SeatedLayer(self, index) for index in range(len(self._rows.layers))]
+        cache.layer_class_to_replicate = None
 
     def rows(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of a layer as transformers keeps them, padding at the left."""
@@ -274,13 +289,6 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         if self._index == 0:
             self.seat.crop(tokens_to_remove)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayerMixin:
-        """Return a plain layer: a copy has no slots."""
-        layers = memo.get(id(self.seat))
-        if layers is None:
-            layers = memo[id(self.seat)] = self.seat.plain()
-        return layers[self._index]
 
     lazy_initialization = _leaving("lazy_initialization")
     update = _leaving("update")
