@@ -201,7 +201,7 @@ class RunnerStats:
                 f"{self.capture_seconds:.2f} s",
                 f"  memory: graphs {format_bytes(self.graph_bytes)}, inputs "
                 f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}",
-                f"  replays by bucket: {used or 'none'}",
+                f"  busiest buckets: {used or 'none'}",
             ]
         )
 
