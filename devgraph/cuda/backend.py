@@ -10,10 +10,9 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.registry import get_backend
-from devgraph.api.torchlike.node_graph import NodeBackend
+from devgraph.api.torchlike.node_graph import FULL_BUILD, NodeBackend
 from devgraph.api.torchlike.nodes import NodeRuntime
 from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.runtime import Runtime
@@ -33,19 +32,7 @@ class CudaBackend(NodeBackend):
     raw_graph_name = "raw_cuda_graph"
     raw_executable_name = "raw_cuda_graph_exec"
     stream_handle_name = "cuda_stream"
-    capabilities = Capabilities(
-        region_update=True,
-        shared_pool=True,
-        rng=True,
-        refuses_host_reads=True,
-        streams=True,
-        capture_error_modes=("thread_local", "global", "relaxed"),
-        concurrent_threads=True,
-        collectives=True,
-        piecewise=True,
-        compilers=("eager", "inductor"),
-        node_counts=True,
-    )
+    capabilities = FULL_BUILD
     needs: Mapping[str, str] = {
         **dict.fromkeys(("region_update", "node_counts"), "a driver of CUDA 12.3 or newer"),
         "compilers": "Triton for inductor",

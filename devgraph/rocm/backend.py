@@ -13,12 +13,11 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.api.capabilities import Capabilities
 from devgraph.api.device import keep_for_ever
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.base import TorchPool
-from devgraph.api.torchlike.node_graph import NodeBackend
+from devgraph.api.torchlike.node_graph import FULL_BUILD, NodeBackend
 from devgraph.rocm.guard import HostReadGuard
 from devgraph.rocm.runtime import Runtime
 from devgraph.rocm.verification import Verification, Verifying
@@ -58,19 +57,7 @@ class RocmBackend(NodeBackend):
     raw_executable_name = "raw_cuda_graph_exec"
     stream_handle_name = "cuda_stream"
     pool_type = RocmPool
-    capabilities = Capabilities(
-        region_update=True,
-        shared_pool=True,
-        rng=True,
-        refuses_host_reads=True,
-        streams=True,
-        capture_error_modes=("thread_local", "global", "relaxed"),
-        concurrent_threads=True,
-        collectives=True,
-        piecewise=True,
-        compilers=("eager", "inductor"),
-        node_counts=True,
-    )
+    capabilities = FULL_BUILD
     needs: Mapping[str, str] = {
         "concurrent_threads": "HIP 7.14 or newer",
         "compilers": "Triton from PyTorch's ROCm index for inductor",

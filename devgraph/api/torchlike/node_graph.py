@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import CaptureError, UnjoinedStreamError, UpdateError, UpdateTopologyError
 from devgraph.api.executable import Call, Executable, Finding
 from devgraph.api.graph import GraphState
@@ -29,6 +30,21 @@ from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCall
 from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RegionUpdate, Scratch
 
 logger = logging.getLogger(__name__)
+
+FULL_BUILD = Capabilities(
+    region_update=True,
+    shared_pool=True,
+    rng=True,
+    refuses_host_reads=True,
+    streams=True,
+    capture_error_modes=("thread_local", "global", "relaxed"),
+    concurrent_threads=True,
+    collectives=True,
+    piecewise=True,
+    compilers=("eager", "inductor"),
+    node_counts=True,
+)
+"""What a vendor declares whose captures are graphs of nodes and whose torch lacks nothing."""
 
 _USES_WITH_ROOM = 2
 """A key gets an executable of its own at this use while the budget has room: a key that came back
