@@ -9,12 +9,14 @@ memory that is no longer theirs misbehave here exactly as they do on a device.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import attrs
@@ -65,6 +67,7 @@ class Block:
     """What the allocation was made for, as given to ``empty``."""
     recording: int
     """Which recording it was made in."""
+    owner: _Owner
 
 
 class _Owner(weakref.ref[memoryview]):
@@ -88,42 +91,43 @@ class _Slab:
         """The bytes; a slice of it keeps the slab, and nothing else, alive."""
 
 
+_first, _second, _base = itemgetter(0), itemgetter(1), attrgetter("base")
+
+
 class _Ranges:
     """Disjoint ranges of addresses."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._ranges: list[tuple[int, int]] = []
 
     def add(self, start: int, end: int) -> None:
         """Add a range; it joins those that it touches."""
-        first, last = bisect.bisect_left(self._ends, start), bisect.bisect_right(self._starts, end)
+        ranges = self._ranges
+        first = bisect.bisect_left(ranges, start, key=_second)
+        last = bisect.bisect_right(ranges, end, key=_first)
         if first < last:
-            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
-        self._starts[first:last], self._ends[first:last] = [start], [end]
+            start, end = min(start, ranges[first][0]), max(end, ranges[last - 1][1])
+        ranges[first:last] = [(start, end)]
 
     def meet(self, start: int, end: int) -> bool:
         """Whether some address from ``start`` to before ``end`` lies in a range."""
-        at = bisect.bisect_right(self._ends, start)
-        return at < len(self._starts) and self._starts[at] < end
+        at = bisect.bisect_right(self._ranges, start, key=_second)
+        return at < len(self._ranges) and self._ranges[at][0] < end
 
 
 class Hold:
     """One user of a pool's memory; let go by ``release``, or when it is dropped."""
 
-    __slots__ = ("_pool",)
+    __slots__ = ("__weakref__", "_pool")
 
     def __init__(self, pool: BlockPool) -> None:
-        self._pool: BlockPool | None = pool
+        self._pool = pool
+        pool._holds.add(self)
 
     def release(self) -> None:
         """Let go. Idempotent."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool._let_go()
-
-    def __del__(self) -> None:
-        self.release()
+        self._pool._holds.discard(self)
+        self._pool._tidy()
 
 
 class BlockPool:
@@ -140,34 +144,33 @@ class BlockPool:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
+        # An interrupt may stop a change of the pool anywhere. So slabs by address and live blocks,
+        # each changed in one step, are the truth; what is free is made anew after such a change.
         self._slabs: list[_Slab] = []
-        self._bases: list[int] = []
         self._live: dict[int, Block] = {}
-        self._owners: dict[int, _Owner] = {}
+        self._whole = True
+        """Whether the last change came to its end."""
         # What died; filled without the lock, from any thread and from inside any call.
         self._dead: deque[_Owner] = deque()
-        self._dropped: deque[None] = deque()
         # Free blocks by (size, address) for best fit, and both their ends for joining neighbours.
         self._free: list[tuple[int, int]] = []
         self._free_size: dict[int, int] = {}
         self._free_end: dict[int, int] = {}
-        self._holds = 0
+        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
         self._recording = 0
         self._unread = _Ranges()
         """What died in the recording under way and is older than it."""
 
     def begin_recording(self) -> None:
         """Say that no recorded operation is still to read memory that is free now."""
-        with self._lock:
-            self._collect()
+        with self._changed():
             self._recording += 1
             self._unread = _Ranges()
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds, used or free."""
-        with self._lock:
-            self._collect()
+        with self._changed():
             return self._reserved()
 
     @property
@@ -177,8 +180,7 @@ class BlockPool:
 
     def live(self) -> list[Block]:
         """Return the blocks that live tensors own, oldest first."""
-        with self._lock:
-            self._collect()
+        with self._changed():
             return list(self._live.values())
 
     def empty(
@@ -203,14 +205,17 @@ class BlockPool:
                 return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
             extent += (length - 1) * step
         nbytes = -(-extent * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        with self._lock:
-            self._collect()
+        with self._changed():
             address = self._take(nbytes)
             slab = self._slab_of(address)
             start = address - slab.base
             owner, other = slab.window[start : start + nbytes], slab.window[start : start + nbytes]
             storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
             shared = torch.frombuffer(other, dtype=torch.uint8).untyped_storage()
+            # The storage holds the window; when it dies the block is queued. That may be at any
+            # point of any thread, so it runs no code of Python, which an interrupt could stop.
+            gone = _Owner(owner, self._dead.append)
+            gone.address = address
             self._live[address] = Block(
                 address=address,
                 bytes=nbytes,
@@ -218,12 +223,8 @@ class BlockPool:
                 shared=shared,
                 origin=origin,
                 recording=self._recording,
+                owner=gone,
             )
-            # The storage holds the window; when it dies the block is queued. That may be at any
-            # point of any thread, so it runs no code of Python, which an interrupt could stop.
-            gone = _Owner(owner, self._dead.append)
-            gone.address = address
-            self._owners[address] = gone
             del owner
             read_later = self._unread.meet(address, address + nbytes)
         if not read_later:
@@ -233,7 +234,7 @@ class BlockPool:
     def covers(self, address: int) -> bool:
         """Whether ``address`` lies in this pool's memory, be it used or free."""
         with self._lock:
-            at = bisect.bisect_right(self._bases, address) - 1
+            at = bisect.bisect_right(self._slabs, address, key=_base) - 1
             return at >= 0 and address < self._slabs[at].end
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -255,32 +256,48 @@ class BlockPool:
     def hold(self) -> Hold:
         """Keep all reserved memory while the result is held: a graph's temporaries live in blocks
         that look free. Without holds, reservations that have no live block are given back."""
-        with self._lock:
-            self._holds += 1
         return Hold(self)
 
-    def _let_go(self) -> None:
-        # A collection may drop a hold while this very thread is inside the lock: note it, and
-        # leave the rest to whoever comes next if the lock is taken.
-        self._dropped.append(None)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._collect()
-            finally:
-                self._lock.release()
+    @contextlib.contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Hold the lock for a change, which finds dead blocks free."""
+        with self._lock:
+            if not self._whole:
+                self._find_free()
+            self._whole = False
+            self._collect()
+            yield
+            self._whole = True
+
+    def _tidy(self) -> None:
+        # A collection may drop a hold while this very thread is inside the lock: then the rest is
+        # left to whoever comes next.
+        if not self._lock.locked():
+            with self._changed():
+                pass
+
+    def _find_free(self) -> None:
+        self._free, self._free_size, self._free_end = [], {}, {}
+        live = sorted(self._live)
+        for slab in self._slabs:
+            first, last = (bisect.bisect_left(live, at) for at in (slab.base, slab.end))
+            ends = [slab.base, *(at + self._live[at].bytes for at in live[first:last])]
+            for start, end in zip(ends, [*live[first:last], slab.end], strict=True):
+                if start < end:
+                    self._remember(end - start, start)
 
     def _collect(self) -> None:
-        while self._dropped:
-            self._dropped.popleft()
-            self._holds -= 1
         while self._dead:
-            address = self._dead.popleft().address
-            del self._owners[address]
-            block = self._live.pop(address)
-            if block.recording != self._recording:
-                self._unread.add(address, address + block.bytes)
-            self._give(address, block.bytes)
-        if self._holds == 0:
+            owner = self._dead[0]
+            block = self._live.get(owner.address)
+            # Another one's: what made the owner was interrupted.
+            if block is not None and block.owner is owner:
+                if block.recording != self._recording:
+                    self._unread.add(block.address, block.address + block.bytes)
+                del self._live[block.address]
+                self._give(block.address, block.bytes)
+            self._dead.popleft()
+        if not self._holds:
             self._trim()
 
     def _take(self, nbytes: int) -> int:
@@ -319,7 +336,7 @@ class BlockPool:
         del self._free_end[address + size]
 
     def _slab_of(self, address: int) -> _Slab:
-        return self._slabs[bisect.bisect_right(self._bases, address) - 1]
+        return self._slabs[bisect.bisect_right(self._slabs, address, key=_base) - 1]
 
     def _reserve(self, nbytes: int) -> None:
         size = -(-nbytes // SLAB_BYTES) * SLAB_BYTES
@@ -333,9 +350,7 @@ class BlockPool:
                 )
             size = nbytes
         slab = _Slab(size)
-        at = bisect.bisect_left(self._bases, slab.base)
-        self._slabs.insert(at, slab)
-        self._bases.insert(at, slab.base)
+        bisect.insort(self._slabs, slab, key=_base)
         self._remember(size, slab.base)
         logger.debug("reserved %d bytes for captures", size)
 
@@ -348,4 +363,3 @@ class BlockPool:
             if self._free_size.get(slab.base) == size:
                 self._forget(size, slab.base)
                 self._slabs.remove(slab)
-                self._bases.remove(slab.base)

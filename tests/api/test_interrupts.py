@@ -18,16 +18,8 @@ def bench() -> Iterator[Bench]:
     yield Bench()
 
 
-# Once in three whole runs an interrupt in a raw capture left the reference's pool with a window of
-# no bytes, so that the next capture was refused: not understood yet, tried in the slow part only.
-_TRIED = [
-    pytest.param(name, marks=pytest.mark.slow) if name == "capture context" else name
-    for name in OPERATIONS
-]
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", _TRIED)
+@pytest.mark.parametrize("name", OPERATIONS)
 def test_interrupt_anywhere_leaves_the_next_operation_right(bench: Bench, name: str) -> None:
     """FAULTS 40."""
     operation, stride = OPERATIONS[name]

@@ -101,7 +101,7 @@ OPERATIONS: dict[str, tuple[Callable[[Bench, int], object], int]] = {
     "run": (lambda bench, n: bench.run(n), 1),
     "capture": (lambda bench, n: bench.capture("full"), 13),
     "capture in segments": (lambda bench, n: bench.capture("breakable"), 13),
-    "capture context": (lambda bench, n: bench.record(), 5),
+    "capture context": (lambda bench, n: bench.record(), 13),
 }
 """Each with how many of the places lie between two interrupts."""
 
