@@ -76,7 +76,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             self._full = {name: self._flat[name].view(tuple(s)) for name, (s, _) in specs.items()}
         self._trees: dict[str, Any] = {}
         self._held: list[Entry] = []
-        self._bound: dict[str, tuple[torch.Tensor, int]] = {}
+        self._bound: dict[str, Bound] = {}
         own = [self._memory] if total or not shared else []
         self._ranges = [byte_range(memory) for memory in (*own, *shared.values())]
         self.start = min(first for first, _ in self._ranges)
@@ -116,8 +116,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def bind(self, name: str, tree: Any) -> None:
         """Register tensors of the caller's that graphs use in place, such as a KV cache.
 
-        They are kept alive, and ``check`` refuses one when its memory moves or when the list or
-        dictionary that held it holds another.
+        They are kept alive, and ``check`` refuses one when its memory moves, its layout changes,
+        or the list or dictionary that held it holds another.
 
         Args:
             tree: a tensor, or nested lists, tuples and dictionaries of tensors (a cache per
@@ -138,24 +138,18 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def rebind(self) -> None:
         """Take every bound tensor as it is now and where it lies now."""
         tensors = {k: t for name, tree in self._trees.items() for k, t in _leaves(name, tree)}
-        self._bound = {name: (tensor, tensor.data_ptr()) for name, tensor in tensors.items()}
+        self._bound = {name: Bound(t, f"bound tensor {name!r}") for name, t in tensors.items()}
         self._held = list(entries_in(self._trees.values()))
 
     @property
     def bound(self) -> dict[str, torch.Tensor]:
         """The bound tensors by name."""
-        return {name: tensor for name, (tensor, _) in self._bound.items()}
+        return {name: bound.tensor for name, bound in self._bound.items()}
 
     def check(self) -> None:
-        """Raise StateError when a bound tensor is no longer at the address it was bound at."""
-        for name, (tensor, address) in self._bound.items():
-            if tensor.data_ptr() != address:
-                raise StateError(
-                    f"bound tensor {name!r} moved from address {address:#x} to "
-                    f"{tensor.data_ptr():#x} (its storage was replaced or freed); graphs still use "
-                    f"the old memory. Write new data into the same storage with copy_(), or "
-                    f"capture again."
-                )
+        """Raise StateError when a bound tensor is not where and as it was when it was bound."""
+        for bound in self._bound.values():
+            bound.check()
         require_entries(self._held)
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
@@ -178,6 +172,38 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         named = ", ".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in self._full.items())
         return f"<StaticBuffers on {self.device}, {self.nbytes} bytes: {named}>"
+
+
+class Bound:
+    """A tensor that graphs use in place, where and as it was when this was made.
+
+    Args:
+        what: names it in errors.
+    """
+
+    __slots__ = ("_address", "_shape", "_stride", "tensor", "what")
+
+    def __init__(self, tensor: torch.Tensor, what: str) -> None:
+        self.tensor, self.what = tensor, what
+        self._address, self._shape = tensor.data_ptr(), tensor.shape
+        self._stride = tensor.stride()
+
+    def check(self) -> None:
+        """Raise StateError when it is elsewhere or has another layout."""
+        tensor = self.tensor
+        if tensor.data_ptr() != self._address:
+            raise StateError(
+                f"{self.what} has moved from {self._address:#x} to {tensor.data_ptr():#x} (its "
+                f"storage was replaced or freed): graphs still use the old memory. Write new data "
+                f"into the same storage with copy_(), or capture again."
+            )
+        if tensor.shape != self._shape or tensor.stride() != self._stride:
+            raise StateError(
+                f"{self.what} had {tuple(self._shape)} strides {self._stride} and has another "
+                f"layout now: {tuple(tensor.shape)} strides {tensor.stride()}. Graphs would read "
+                f"it as it was. Undo what changed it in place (t_(), resize_(), ...), or capture "
+                f"again."
+            )
 
 
 _LEAVES = frozenset({type(None), bool, int, float, str})

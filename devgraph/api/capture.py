@@ -12,6 +12,7 @@ import torch
 from devgraph.api import process
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import (
+    Bound,
     Place,
     entries_in,
     place_of,
@@ -69,7 +70,7 @@ class Captured:
         self._lock = job.pool.lock
         self._waits = job.check
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
-        self._bound = [(t, t.data_ptr(), t.shape, t.stride()) for t in job.tensors]
+        self._bound = [Bound(t, f"a tensor bound at capture ({t.dtype})") for t in job.tensors]
         self._held = list(entries_in((job.args, *job.kwargs.values())))
         self._host_names = job.spec.declared.keys()
         self._inputs: Inputs | None = Inputs(job.fn, job.args, job.kwargs, job.spec.declared)
@@ -152,21 +153,8 @@ class Captured:
             process.identity.require(self._process, "replay a capture")
         if current_scope() is not None:
             raise NestedCaptureError("cannot replay a capture inside a capture")
-        for tensor, address, shape, stride in self._bound:
-            if tensor.data_ptr() != address:
-                raise StateError(
-                    f"a tensor bound at capture ({tensor.dtype} {tuple(tensor.shape)}) has moved "
-                    f"from {address:#x} to {tensor.data_ptr():#x}: the graph would use the old "
-                    f"memory. Write new data with copy_() instead of replacing its storage, or "
-                    f"capture again."
-                )
-            if tensor.shape != shape or tensor.stride() != stride:
-                raise StateError(
-                    f"a tensor bound at capture ({tensor.dtype} {tuple(shape)} strides {stride}) "
-                    f"has another layout now: {tuple(tensor.shape)} strides {tensor.stride()}. The "
-                    f"graph would read it as it was. Undo what changed it in place (t_(), "
-                    f"resize_(), ...), or capture again."
-                )
+        for bound in self._bound:
+            bound.check()
         require_entries(self._held)
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections.abc import Callable, Collection, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -228,12 +229,29 @@ class Recorder(Draft):
         return plan.func(*args, **kwargs)
 
     def _view(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if plan.writes and any(args[0] is tensor for tensor in self._arguments):
+        if plan.writes and self._outlives(args):
             raise UnrecordableError(
-                f"{plan.name} changes an argument of the step in place, and a replay would not. "
-                f"Call it on a view of the tensor: tensor[...]"
+                f"{plan.name} changes in place the layout of an argument of the step, or of a "
+                f"tensor that outlives it, and a replay would not. Call it on a view of the "
+                f"tensor: tensor[...]"
             )
         return self._run_now(plan, args, kwargs)
+
+    def _outlives(self, args: tuple[Any, ...]) -> bool:
+        """Whether the first of ``args`` is an argument, or lies outside the recording and more
+        than names of the step's own refer to it: an attribute, a closure, a container."""
+        if any(args[0] is argument for argument in self._arguments):
+            return True
+        if any(pool.alias(args[0]) is not args[0] for pool in self._pools):
+            return False
+        # The arguments of calls are tuples, and what a frame knows of its names has no holder.
+        holders = [h for h in gc.get_referrers(args[0]) if not isinstance(h, tuple | FrameType)]
+        return any(map(self._is_held, holders))
+
+    @staticmethod
+    def _is_held(holder: object) -> bool:
+        """Whether anything refers to ``holder`` besides the list that it was found in."""
+        return len(gc.get_referrers(holder)) > 1
 
     def _decompose(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _ABOVE | _AUTOCAST if self._autocast else _ABOVE

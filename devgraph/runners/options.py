@@ -60,7 +60,8 @@ class Options:
 
     bound: Mapping[str, Any] = attrs.field(factory=dict)
     """Tensors that graphs use in place (KV caches, weights), each a tensor or a tree of them (a
-    cache per layer): kept alive, and every run refuses when the memory of one has moved."""
+    cache per layer): kept alive, and every run refuses when one has moved or
+    has another layout."""
 
     weights_epoch: Callable[[], Hashable] | None = None
     """Returns a value that changes when weights are replaced. A graph is only used while it equals

@@ -334,7 +334,7 @@ class Runner(abc.ABC):
 
         Raises:
             InputError, InputTypeError, HostArgumentError: bad data; nothing was changed.
-            StateError: closed, or a bound tensor has moved.
+            StateError: closed, or a bound tensor has moved or has another layout.
             DeviceGraphError: the step cannot run in a graph and the runner is strict.
             DeviceLost: the device is in a sticky error state.
         """
@@ -620,8 +620,8 @@ class Runner(abc.ABC):
         """Close all graphs, because what they captured (weights, buffers) is no longer valid.
 
         Steps run eagerly until ``capture`` captures again; with ``capture="lazy"`` or
-        ``"background"`` buckets come back as they did at first. Bound tensors are bound again at
-        their present addresses.
+        ``"background"`` buckets come back as they did at first. Bound tensors are bound again
+        where and as they are now.
         """
         with self._between_steps("invalidate"):
             self._steps.clear()

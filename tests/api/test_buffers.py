@@ -79,11 +79,24 @@ def test_a_bound_tensor_that_moved_is_refused_until_bound_again():
     buffers.check()
     keep = torch.ones(4)
     cache.data = keep
-    with pytest.raises(dg.StateError, match="'cache' moved from address 0x"):
+    with pytest.raises(dg.StateError, match="'cache' has moved from 0x"):
         buffers.check()
     buffers.rebind()
     buffers.check()
     assert buffers.bound["cache"] is cache
+
+
+def test_a_bound_tensor_with_another_layout_at_its_address_is_refused_until_bound_again():
+    """FAULTS 9."""
+    buffers = make(x=((1,), torch.float32))
+    cache = torch.zeros(2, 3)
+    buffers.bind("cache", cache)
+    for change in (cache.t_, lambda: cache.resize_(6)):
+        change()
+        with pytest.raises(dg.StateError, match="'cache' had .* another layout now"):
+            buffers.check()
+        buffers.rebind()
+        buffers.check()
 
 
 def test_a_bound_tensor_is_kept_alive():

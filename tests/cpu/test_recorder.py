@@ -477,3 +477,22 @@ def test_escaping_allocations_are_named() -> None:
     assert found.kind == "escaping_allocation" and found.file == __file__
     assert found.line == step.__code__.co_firstlineno + 1
     assert earlier and kept
+
+
+def test_layout_of_what_outlives_the_step_may_change_on_a_view_only() -> None:
+    """FAULTS 42."""
+    weight, held = torch.randn(2, 3), [torch.randn(2, 3)]
+    layer = torch.nn.Linear(3, 2).requires_grad_(False)
+
+    def views() -> torch.Tensor:
+        turned = weight.view(2, 3)
+        turned.t_()
+        return turned + held[0].view(3, 2).unsqueeze_(0)
+
+    tape, out = record(views)
+    tape.replay()
+    assert same(out, views())
+    for change in (lambda: weight.t_(), lambda: held[0].unsqueeze_(0), layer.weight.t_):
+        with pytest.raises(CaptureError, match="outlives it"):
+            record(change)
+    assert weight.shape == held[0].shape == layer.weight.shape == (2, 3)

@@ -88,7 +88,7 @@ class Bench:
 
     def check(self, capture: Any, step: Callable[..., Any], *, near: bool = False, **host: Any):
         """Replay with new data in the first bound tensor and compare with eager."""
-        bound = capture._bound[0][0]
+        bound = capture._bound[0].tensor
         bound.normal_()
         with torch.no_grad():
             expected = step(bound, **host)
@@ -1194,6 +1194,18 @@ def test_region_that_reads_a_value_is_asked_for_a_description_of_its_result_unde
         dg.CaptureError, match=r"read returns .*reads device data.* Give its mark fake="
     ):
         dg.capture(step, x, **options)
+
+    select = dg.region(lambda x: x[x > 0])
+    with pytest.raises(
+        dg.CaptureError,
+        match=r"returns without .*shape of its result depends.* Give its mark fake=",
+    ):
+        dg.capture(lambda x: select(x) + 1, x, policy="piecewise", backend="cpu")
+    count = dg.region(lambda x: x[x > 0].sum())
+    captured = dg.capture(lambda x: count(x) + 1, x, policy="piecewise", backend="cpu")
+    for _ in range(2):
+        assert torch.equal(captured.replay(), count(x) + 1)
+        x.neg_()
 
     @dg.region(host_args=("n",), fake=lambda x, *, n: torch.empty_like(x))
     def told(x, *, n):

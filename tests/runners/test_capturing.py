@@ -415,7 +415,7 @@ def test_a_bound_tensor_that_moved_is_refused_until_invalidated():
     cache.fill_(2)
     assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
     cache.data = torch.full((3,), 7.0)
-    with pytest.raises(dg.StateError, match="bound tensor 'cache' moved"):
+    with pytest.raises(dg.StateError, match="bound tensor 'cache' has moved"):
         runner.run({"x": rows_of_x(2)})
     runner.invalidate("new cache")
     runner.capture()

@@ -6,9 +6,11 @@ writes without running it.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,8 +32,11 @@ def described(
         return None  # the usual shape of a region; the check refuses any other result
     claim = mark.fn if mark.fake is None else mark.fake
     try:
-        with autocast_uncached(), _Closed() as closed:
-            return closed.stand_in(claim(*args, **kwargs, **host))
+        with autocast_uncached(), _sizes_unnamed(), _Closed() as closed:
+            result = closed.stand_in(claim(*args, **kwargs, **host))
+            if _of_unknown_shape(result):
+                raise HostReadError("the shape of its result depends on device data")
+            return result
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "no message")
         reason = f"{type(error).__name__}: {reason}"
@@ -46,6 +51,22 @@ def described(
             f"body does not run without data ({reason}). Give its mark fake=, a function of the "
             f"same arguments that returns empty tensors of the result's shape."
         ) from error
+
+
+def _of_unknown_shape(result: Any) -> bool:
+    return any(
+        isinstance(size, torch.SymInt) and not size.node.has_hint()
+        for tensor in tensors_in(result)
+        for size in tensor.shape
+    )
+
+
+def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
+    """Let the body have sizes that depend on data, which the trace would look for in its result."""
+    mode = detect_fake_mode()
+    if mode is None or mode.shape_env is None:
+        return contextlib.nullcontext()
+    return mode.shape_env.ignore_fresh_unbacked_symbols()
 
 
 class _Closed(TorchDispatchMode):  # type: ignore[no-untyped-call]
