@@ -56,12 +56,15 @@ _TINY: dict[str, Any] = {
     "sliding_window": 16,
     # Wide enough that the best token is never within rounding of the second best.
     "initializer_range": 0.3,
+    "init_std": 0.3,
     # Tied, wide embeddings would make a model repeat its input for ever.
     "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "is_decoder": True,
+    # A rule of generate, not of the model.
+    "forced_eos_token_id": None,
     "rotary_dim": 4,
     "moe_intermediate_size": 16,
     "num_experts_per_tok": 2,

@@ -21,9 +21,16 @@ What `devgraph.integrations.transformers` does with every causal language model 
 transformers {version}: each is built with a tiny random configuration and runs on the CPU
 reference. A class *runs* when five prompts of 1, 5, 17, 40 and 90 tokens, which join and leave one
 engine with two slots, get exactly the tokens that `model.generate` gives them (greedy, float32),
-with each of the policies `full`, `breakable` and `disabled` in each phase, fused and not.
-`piecewise` is refused for all of them: torch.compile cannot trace the engine's attention. Written
-by `python -m tests.zoo > docs/models.md`; `make test` compares twelve families with it,
+with each of the policies `full`, `breakable` and `disabled` in each phase, fused and not. Rules of
+`generate` that a configuration adds to the model (a forced last token) are off.
+`piecewise` is refused for all of them: torch.compile cannot trace the engine's attention.
+
+Where attention goes through the registry of transformers, the engine puts its own kernels there.
+Every other model attends by itself: its own code runs on whole slots of the cache, under its own
+mask for the positions of the step, one prompt at a time, unfused. Such a model is taken when it is
+seen to give the logits that it gives alone. It costs more the longer `max_len` is.
+
+Written by `python -m tests.zoo > docs/models.md`; `make test` compares twelve families with it,
 `make test-all` all of them.
 """
 _SECTIONS = {

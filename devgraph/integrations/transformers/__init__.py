@@ -6,9 +6,9 @@
 ...     print(engine.generate(["The capital of France is"])[0].text)
  Paris.
 
-A model runs unmodified if its attention goes through transformers' attention-function registry and
-its whole state is a cache of keys and values; everything else raises ``UnsupportedModelError`` at
-construction.
+A model runs unmodified if its whole state is a cache of keys and values, be its attention that of
+transformers' attention-function registry, which is replaced here, or its own; ``docs/models.md``
+lists the exceptions. Everything else raises ``UnsupportedModelError`` at construction.
 """
 
 from __future__ import annotations

@@ -71,6 +71,9 @@ class Batcher:
             inputs["query_starts"] = self.tensor([0, *ends], torch.int32)
             inputs["row_starts"] = self.tensor([*rows, 0], torch.int32)
             inputs["lengths"] = self.tensor(lengths, torch.int32)
+        elif self._model.own is not None:
+            for piece, length in zip(pieces, lengths, strict=True):
+                self._model.cache.prepare(piece.slot, length, self._model.max_len)
         else:
             spans = ((p.slot, p.cached, p.count) for p in pieces)
             host_args["spans"] = tuple(itertools.chain.from_iterable(spans))

@@ -84,9 +84,16 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         raise StateError("write through KVCache.update, which knows where the tokens go")
 
     def write(self, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write ``[1, kv_heads, tokens, dim]`` to ``rows``, an int64 tensor ``[tokens]``."""
-        self.keys.index_copy_(1, rows, key[0])
-        self.values.index_copy_(1, rows, value[0])
+        """Write ``[requests, kv_heads, width, dim]`` to ``rows``, an int64 tensor with a row for
+        each token."""
+        for kept, new in ((self.keys, key), (self.values, value)):
+            kept.index_copy_(1, rows, new.transpose(0, 1).flatten(1, 2))
+
+    def read(self, slots: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of whole slots: of the first so many, or of those in a tensor."""
+        if isinstance(slots, int):
+            return self.keys_by_slot[:slots], self.values_by_slot[:slots]
+        return self.keys_by_slot.index_select(0, slots), self.values_by_slot.index_select(0, slots)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -117,7 +124,7 @@ class KVCache(Cache):  # type: ignore[misc]
         max_len: rows of a slot.
         rows_first: lay memory out by rows instead of by heads: what a backend's own attention
             reads as blocks.
-        answers: whether a model that asks for the length gets one, 0, because it was seen that
+        answers: whether a model that asks for the length gets one, because it was seen that
             nothing depends on it.
     """
 
@@ -149,6 +156,8 @@ class KVCache(Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self._clean = [0] * slots
         self._target: torch.Tensor | None = None
+        self._shown: int | torch.Tensor | None = None
+        self._length = 0
         self._written: CacheLayer | None = None
 
     @property
@@ -163,9 +172,22 @@ class KVCache(Cache):  # type: ignore[misc]
     def _tensors(self) -> list[torch.Tensor]:
         return [t for layer in self.layers for t in (layer.keys, layer.values)]
 
-    def aim(self, rows: torch.Tensor | None) -> None:
-        """Set where the next forward writes: a row for each token, int64 ``[tokens]``."""
-        self._target = rows
+    def aim(
+        self,
+        rows: torch.Tensor | None,
+        shown: int | torch.Tensor | None = None,
+        *,
+        width: int = 0,
+    ) -> None:
+        """Set where the next forward writes: a row for each token, int64 ``[tokens]``.
+
+        Args:
+            shown: slots that its attention is given as a whole, one for each request of ``width``
+                tokens, see ``CacheLayer.read``; None where attention finds the layer by ``take``.
+        """
+        self._target, self._shown = rows, shown
+        # As if the new tokens were the last of full slots.
+        self._length = 0 if shown is None else self.max_len - width
         self._written = None
 
     def update(
@@ -181,6 +203,9 @@ class KVCache(Cache):  # type: ignore[misc]
             raise StateError("this cache belongs to an engine and is written in its steps only")
         layer = self.layers[layer_idx]
         layer.write(self._target, key_states, value_states)
+        if self._shown is not None:
+            keys, values = layer.read(self._shown)
+            return keys, values
         self._written = layer
         return key_states, value_states
 
@@ -193,8 +218,11 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if self._answers:
-            return 0
+            return self._length
         raise StateError(_NO_LENGTH)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._length + query_length, 0
 
     def prepare(self, slot: int, length: int, upto: int) -> None:
         """Clear the rows of ``slot`` from ``length`` to ``upto`` that no one cleared yet.

@@ -123,11 +123,12 @@ class Engine:
         max_requests: requests that run at once.
         max_len: positions of a request, prompt and continuation; None takes what the model
             allows, at most 2048.
-        max_step_tokens: tokens of a packed step; longer prompts run in chunks.
+        max_step_tokens: tokens of a packed step; longer prompts run in chunks. A model that attends
+            by itself (``engine.model.own`` says why) takes one prompt at a time.
         eos_token_ids: tokens that end a request; None takes the model's own.
-        fuse: compute what can be with fewer kernels (see ``fusion``); tokens may then differ from
-            the model's own where two are equal but for rounding. ``engine.model.fusion`` says
-            what was fused, and what not and why.
+        fuse: compute what can be with fewer kernels (see ``fusion``), unless the model attends by
+            itself; tokens may then differ from the model's own where two are equal but for
+            rounding. ``engine.model.fusion`` says what was fused, and what not and why.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
@@ -150,7 +151,6 @@ class Engine:
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
         self.config = (config or DeviceGraphConfig()).for_backend(self.backend.name)
         self.max_step_tokens = max_step_tokens
-        self._scheduler = Scheduler(max_requests, max_step_tokens=max_step_tokens)
         self.model = CausalModel(
             model,
             max_requests=max_requests,
@@ -164,6 +164,9 @@ class Engine:
                 f"the model is on {self.model.device} and backend {self.backend.name!r} captures "
                 f"{self.backend.device}; move the model there or choose another backend"
             )
+        self._scheduler = Scheduler(
+            max_requests, max_step_tokens=max_step_tokens, alone=self.model.own is not None
+        )
         self.batcher = Batcher(self.model, self.backend)
         self.tokenizer = tokenizer
         self._eos = frozenset(eos_of(model) if eos_token_ids is None else eos_token_ids)
@@ -172,8 +175,8 @@ class Engine:
         self.closed = False
         self._captured = False
         self.pool = self.backend.make_pool()
-        lengths = self.model.varlen or self.model.slotted
-        if not breaks(self.config.prefill.policy) and not lengths:
+        varies = self.model.packed_host_args and not self.model.slotted
+        if not breaks(self.config.prefill.policy) and varies:
             logger.warning(
                 "prefill policy %r needs attention with lengths in device tensors to repeat "
                 "one graph, and %s has none for %s here: almost every packed step brings host "

@@ -8,6 +8,7 @@ data-dependent shapes); afterwards it is as it was, and ``model.generate`` works
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import logging
 import weakref
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from devgraph.api.backend import SlotAttention
@@ -34,13 +36,17 @@ from devgraph.integrations.transformers.cache import CacheLayer, KVCache
 from devgraph.integrations.transformers.fusion import Fusion
 from devgraph.integrations.transformers.probe import (
     ModelShape,
+    attends_itself,
     configs_of,
+    mask_of,
     overridden,
+    parameters_of,
     probe,
-    standing_in,
+    refusal,
+    replaced,
 )
 from devgraph.runners.batch import Batch
-from devgraph.runners.slots import InputSlot, Pad
+from devgraph.runners.slots import InputSlot, Pad, Size
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,7 @@ class _Step:
         self.decode = decode
         self.masks: dict[int | None, torch.Tensor] = {}
         self.lengths: torch.Tensor | None = None
+        self.width = (batch.width or 1) if decode else int(batch.input_ids.shape[0])
 
 
 class CausalModel:
@@ -64,6 +71,10 @@ class CausalModel:
     Two steps exist. *Decode*: ``width`` tokens for each request, and request ``i`` of the batch
     has slot ``i``. *Packed*: any number of tokens for each request, in any slot (prefill, chunks
     of it, and decoding requests beside them).
+
+    A model that *attends by itself* (``own`` says why) runs its own attention on whole slots,
+    under a mask made of device positions: nothing in its steps comes from the host. Its packed
+    steps have the tokens of one request. It was seen to give the logits of the model alone.
 
     Args:
         model: a causal language model in evaluation mode, on one device.
@@ -102,8 +113,9 @@ class CausalModel:
             raise InputError(f"max_requests must be at least 1, got {max_requests}")
         self.max_requests = max_requests
         self.device, self.dtype = self.shape.device, self.shape.dtype
-        self.bounded = updatable
-        offered = slot_attention if updatable and not varlen else None
+        self.own = self.shape.own
+        self.bounded = updatable and self.own is None
+        offered = slot_attention if self.bounded and not varlen else None
         self.slotted = offered and self._choose_slotted(offered)
         multiple = self.slotted.row_multiple if self.slotted else ROW_MULTIPLE
         self.max_len = _round_up(self.positions, multiple)
@@ -122,16 +134,23 @@ class CausalModel:
         self._rows = torch.arange(self.max_len, device=self.device)
         starts = torch.arange(max_requests + 1, dtype=torch.int32, device=self.device)
         self._starts, self._row_starts = starts, starts * self.max_len
-        self._ramps = {} if self.varlen or self.slotted else self._make_ramps()
-        self.fusion = Fusion(self.shape.seen) if fuse else None
+        self._ramps = {} if self.varlen or self.slotted or self.own else self._make_ramps()
+        self.fusion = Fusion(self.shape.seen) if fuse and self.own is None else None
         self._configs = configs_of(model)
         self._name = f"devgraph_{id(self):x}"
         # The registry must not keep the model alive, nor what its layers would call afterwards.
-        AttentionInterface.register(self._name, _weakly(self._attend))
-        self._finalizer = weakref.finalize(
-            self, AttentionInterface._global_mapping.pop, self._name, None
-        )
-        self._overrides = self._choose_overrides()
+        attend = _weakly(self._attend) if self.own is None else attends_itself(model)
+        AttentionInterface.register(self._name, attend)
+        self._placed: list[torch.nn.Module] = []
+        if self.own is not None:
+            AttentionMaskInterface.register(self._name, _weakly(self._mask))
+            if "position_ids" not in parameters_of(self.shape.body):
+                both = {"position_ids", "past_key_values_length"}
+                self._placed = [m for m in self.shape.body.modules() if both <= parameters_of(m)]
+        self._finalizer = weakref.finalize(self, _unregister, self._name)
+        self._overrides = {"_attn_implementation": self._name, **self.shape.overrides}
+        if self.own is not None:
+            self._verify()
 
     def _choose_slotted(self, offered: Callable[..., SlotAttention | None]) -> SlotAttention | None:
         shapes = set(self.shape.layers)
@@ -152,7 +171,8 @@ class CausalModel:
     def _choose_varlen(self, wanted: bool | None) -> bool:
         dims = {(s.key_dim, s.value_dim) for s in self.shape.layers}
         able = (
-            all(k == v for k, v in dims)
+            self.own is None
+            and all(k == v for k, v in dims)
             and all(s.softcap is None for s in self.shape.layers)
             and all(has_varlen(k, dtype=self.dtype, device=self.device) for k, _ in dims)
         )
@@ -168,15 +188,6 @@ class CausalModel:
             window: ramp_mask(self.max_len, window, dtype=self.dtype, device=self.device)
             for window in self._windows
         }
-
-    def _choose_overrides(self) -> dict[str, Any]:
-        # pad_token_id: some models look for padding among the ids, on the host, when it is set.
-        overrides: dict[str, Any] = {"_attn_implementation": self._name, "pad_token_id": None}
-        if any(getattr(c, "_experts_implementation", None) is not None for c in self._configs):
-            # Grouped products read the group sizes on the host unless the device has the kernel.
-            fused = self.device.type != "cpu" and self.dtype == torch.bfloat16
-            overrides["_experts_implementation"] = "grouped_mm" if fused else "batched_mm"
-        return overrides
 
     # -- what the runners are told ---------------------------------------------------------------
 
@@ -220,7 +231,7 @@ class CausalModel:
     @property
     def packed_host_args(self) -> dict[str, tuple[int, ...]]:
         """Host arguments of a packed step, with the values to capture with."""
-        return {} if self.varlen else {"spans": ()}
+        return {} if self.varlen or self.own is not None else {"spans": ()}
 
     def decode_host_values(self, positions: list[int], width: int = 1) -> dict[str, Any]:
         """Return the host arguments for requests whose first new token is at ``positions``.
@@ -250,24 +261,25 @@ class CausalModel:
     def decode(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Run one decode step: logits ``[tokens, vocabulary]`` and their argmax ``[tokens]``."""
         step = _Step(batch, decode=True)
-        width = batch.width or 1
+        width = step.width
         if self.varlen:
             ends = batch.position_ids.view(-1, width)[:, -1]
             step.lengths = (ends + 1).to(torch.int32)
-        elif not self.slotted:
+        elif not self.slotted and self.own is None:
             for window in self._windows:
                 step.masks[window] = decode_mask(
                     batch.position_ids, self._rows, width, window, self.dtype
                 )
         with self._running(step):
-            logits = self.model(**self._inputs(batch)).logits[0]
+            logits = self.model(**self._inputs(step)).logits.flatten(0, 1)
         return {"logits": logits, "tokens": logits.argmax(-1)}
 
     @torch.no_grad()
     def packed(self, batch: Batch) -> torch.Tensor:
         """Run one packed step up to the last hidden states, ``[tokens, hidden]``."""
-        with self._running(_Step(batch, decode=False)):
-            output = self.shape.body(**self._inputs(batch))
+        step = _Step(batch, decode=False)
+        with self._running(step):
+            output = self.shape.body(**self._inputs(step))
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -283,28 +295,40 @@ class CausalModel:
         that forward runs with the base model standing in for these states.
         """
         output = self.shape.output_type(last_hidden_state=hidden[None])
-        with standing_in(self.shape.body, output):
+        with replaced(self.shape.body, lambda *args, **kwargs: output):
             ids = hidden.new_zeros((1, hidden.shape[0]), dtype=torch.int64)
             logits = self.model(input_ids=ids, use_cache=False).logits[0]
         return {"logits": logits, "tokens": logits.argmax(-1)}
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
-        return {
-            "input_ids": batch.input_ids[None],
-            "position_ids": batch.position_ids[None],
+    def _inputs(self, step: _Step) -> dict[str, Any]:
+        shape = (1, -1) if self.own is None else (-1, step.width)
+        inputs = {
+            "input_ids": step.batch.input_ids.view(shape),
             "past_key_values": self.cache,
             "use_cache": True,
         }
+        if "position_ids" in parameters_of(self.shape.body):
+            inputs["position_ids"] = step.batch.position_ids.view(shape)
+        return inputs
 
     @contextlib.contextmanager
     def _running(self, step: _Step) -> Iterator[None]:
         if self._step is not None:
             raise StateError("a step of this model is already running; an engine is one thread's")
         self._step = step
-        self.cache.aim(step.batch.slot_mapping)
+        rows = step.batch.slot_mapping
+        if self.own is None:
+            self.cache.aim(rows)
+        else:
+            slots: int | torch.Tensor = rows.shape[0] // step.width
+            if not step.decode:  # Padding has the scratch row, which is in no slot.
+                slots = (rows[:1] // self.max_len).clamp(max=self.max_requests - 1)
+            self.cache.aim(rows, slots, width=step.width)
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(overridden(self._configs, **self._overrides))
+                for module in self._placed:
+                    stack.enter_context(replaced(module, _at_positions(module, step)))
                 if self.fusion is not None:
                     stack.enter_context(self.fusion.active())
                 yield
@@ -312,7 +336,66 @@ class CausalModel:
             self.cache.aim(None)
             self._step = None
 
+    def _verify(self) -> None:
+        """Refuse the model unless steps over slots give the logits that it gives alone."""
+        draw = torch.Generator().manual_seed(0)
+        texts = [
+            torch.randint(self.shape.vocabulary, (n,), generator=draw).tolist()
+            for n in (7, 5)[: self.max_requests]
+        ]
+        try:
+            got, want = self._try(texts), []
+            for text in texts:
+                ids = torch.tensor([text], device=self.device)
+                with torch.no_grad(), overridden(self._configs, pad_token_id=None):
+                    want.append(self.model(input_ids=ids, use_cache=False).logits[0, -2:])
+        except Exception as error:
+            raise refusal(
+                self.model, f"{self.own}; and its own attention fails on whole slots ({error})"
+            ) from error
+        expected = torch.cat(want).float()
+        limit = 1e-3 if self.dtype == torch.float32 else 5e-2
+        if not (torch.cat(got).float() - expected).abs().max() <= limit * expected.abs().max():
+            raise refusal(
+                self.model, f"{self.own}; and its own attention gives other logits on whole slots"
+            )
+
+    def _try(self, texts: list[list[int]]) -> list[torch.Tensor]:
+        """Return the logits of the last two tokens of ``texts``: all but one token in two packed
+        steps, the last in a decode step of all."""
+
+        def batch(work: list[tuple[int, int, int]], padding: int, requests: int) -> Batch:
+            at = [(slot, p) for slot, first, end in work for p in range(first, end)]
+            values = {
+                "input_ids": [texts[slot][p] for slot, p in at] + [0] * padding,
+                "position_ids": [p for _, p in at] + [0] * padding,
+                "slot_mapping": [slot * self.max_len + p for slot, p in at]
+                + [self.cache.scratch_row] * padding,
+                "last_tokens": [len(at) - 1],
+            }
+            tensors = {n: torch.tensor(v, device=self.device) for n, v in values.items()}
+            return Batch(tensors, Size(requests, len(at) + padding), host={}, variant={})
+
+        heads = []
+        for slot, text in enumerate(texts):
+            for first, end in ((0, 3), (3, len(text) - 1)):
+                made = batch([(slot, first, end)], 2, 1)
+                last = self.tail(self.packed(made), made)["logits"]
+            heads.append(last)
+        ends = [(slot, len(text) - 1, len(text)) for slot, text in enumerate(texts)]
+        decoded = self.decode(batch(ends, 0, len(texts)))["logits"][:, None]
+        for slot in range(len(texts)):
+            self.cache.release(slot)
+        return [t for pair in zip(heads, decoded, strict=True) for t in pair]
+
     # -- attention -------------------------------------------------------------------------------
+
+    def _mask(self, *args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+        step = self._step
+        if step is None:
+            raise StateError("this mask function serves the steps of a device-graph engine")
+        positions = step.batch.position_ids.view(-1, step.width)
+        return mask_of(mask_function, positions, self._rows, self.dtype)
 
     def _attend(
         self,
@@ -416,6 +499,26 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return live(*args, **kwargs)
 
     return call
+
+
+def _unregister(name: str) -> None:
+    AttentionInterface._global_mapping.pop(name, None)
+    AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _at_positions(module: torch.nn.Module, step: _Step) -> Callable[..., torch.Tensor]:
+    """Return the forward of an embedding of positions that takes them from ``step``, and not from
+    the length of a cache."""
+    own = module.forward
+    taken = inspect.signature(own)
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = taken.bind(*args, **kwargs)
+        given.arguments["position_ids"] = step.batch.position_ids.clone()
+        made: torch.Tensor = own(*given.args, **given.kwargs)
+        return made.reshape(-1, step.width, made.shape[-1])
+
+    return forward
 
 
 def _round_up(value: int, multiple: int) -> int:

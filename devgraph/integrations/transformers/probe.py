@@ -4,24 +4,26 @@ Rather than reading configurations of many families, the probe calls the model o
 an attention function and a mask function that only look: which layers write the cache and with
 what shapes, which mask each of them is given, and which arguments it passes. Whatever this
 integration could not honour raises here, before anything is built.
+
+A model that has attention of its own, or hands the registry's function what this integration's
+kernels do not know, is probed a second time as one that *attends by itself*: its own code runs on
+whole slots of the cache, under a mask made of device positions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
@@ -54,11 +56,17 @@ _HONOURED = frozenset({"scaling", "softcap"})
 # Rotary embeddings that pick their frequencies by the longest position of a step, read on the host.
 _HOST_ROPE = frozenset({"dynamic", "longrope"})
 
+# Layers that keep keys and values; the last keeps nothing and reads what another has written.
+_KEPT = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
+
 _OWN_ATTENTION = "its attention does not go through the attention-function registry"
 
 
 class UnsupportedModelError(DeviceGraphError, ValueError):
     """The model does something that this integration cannot run correctly; it says what."""
+
+    what = ""
+    """What that is, as part of a sentence."""
 
 
 @attrs.frozen(kw_only=True)
@@ -77,6 +85,10 @@ class ModelShape:
     """What that returns; it can be built from ``last_hidden_state`` alone."""
     uses_length: bool
     """Whether it asks its cache for a length, though nothing depends on the answer."""
+    own: str | None
+    """Why it attends by itself; None where its attention is this integration's."""
+    overrides: dict[str, Any]
+    """What its configurations say while it runs here, but for the attention."""
     seen: Seen = attrs.field(repr=False)
     """What of it could be fused."""
 
@@ -100,10 +112,10 @@ def overridden(configs: list[Any], **values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def standing_in(module: torch.nn.Module, output: Any) -> Iterator[None]:
-    """Make ``module`` return ``output`` instead of running."""
+def replaced(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Make ``module`` run ``forward`` instead of its own."""
     own = module.__dict__.get("forward")
-    module.forward = lambda *args, **kwargs: output
+    module.forward = forward
     try:
         yield
     finally:
@@ -133,12 +145,14 @@ def eos_of(model: PreTrainedModel) -> list[int]:
     return [found] if isinstance(found, int) else list(found)
 
 
-def _refuse(model: PreTrainedModel, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
+def refusal(model: PreTrainedModel, what: str) -> UnsupportedModelError:
+    """Return the error that says ``what`` keeps ``model`` from running here."""
+    made = UnsupportedModelError(
         f"{type(model).__name__} cannot run on device graphs here: {what}. Supported are causal "
-        f"language models of transformers whose attention goes through its attention-function "
-        f"registry and whose whole state is a cache of keys and values."
+        f"language models of transformers whose whole state is a cache of keys and values."
     )
+    made.what = what
+    return made
 
 
 def _check_static(model: PreTrainedModel) -> None:
@@ -148,23 +162,23 @@ def _check_static(model: PreTrainedModel) -> None:
             f"AutoModelForCausalLM.from_pretrained(...)"
         )
     if model.training:
-        raise _refuse(model, "it is in training mode, where dropout is on; call model.eval()")
+        raise refusal(model, "it is in training mode, where dropout is on; call model.eval()")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise _refuse(model, "it is an encoder-decoder model")
-    if model.get_output_embeddings() is None or model.base_model is model:
-        raise _refuse(model, "it has no base model with a language-model head on top")
+        raise refusal(model, "it is an encoder-decoder model")
+    if model.get_output_embeddings() is None:
+        raise refusal(model, "it has no base model with a language-model head on top")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
-        raise _refuse(
+        raise refusal(
             model, f"its parameters are on {len(devices)} devices: {sorted(map(str, devices))}"
         )
     if next(iter(devices)).type == "meta":
-        raise _refuse(model, "its parameters are on the meta device and have no data")
+        raise refusal(model, "its parameters are on the meta device and have no data")
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind in _HOST_ROPE:
-                raise _refuse(
+                raise refusal(
                     model,
                     f"the rotary embedding {name!r} is of type {kind!r}, which reads the longest "
                     f"position of every step on the host",
@@ -175,8 +189,8 @@ def _check_state(model: PreTrainedModel) -> list[DynamicLayer]:
     """Return the layers of the cache that ``model.generate`` makes; refuse other layers."""
     layers = DynamicCache(config=model.config).layers
     for index, layer in enumerate(layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise _refuse(
+        if type(layer).__name__ not in _KEPT:
+            raise refusal(
                 model,
                 f"layer {index} of its cache is a {type(layer).__name__}, not keys and values "
                 f"alone",
@@ -185,18 +199,26 @@ def _check_state(model: PreTrainedModel) -> list[DynamicLayer]:
 
 
 def _positions(
-    model: PreTrainedModel, kept: list[DynamicLayer], shapes: tuple[LayerShape, ...]
+    model: PreTrainedModel,
+    kept: list[DynamicLayer],
+    shapes: tuple[LayerShape, ...],
+    functions: list[Callable[..., torch.Tensor]],
 ) -> int | None:
     """Return how long a request may become.
 
     Where the cache of ``generate`` keeps fewer rows than a mask shows (Moshi's has the window of
     its configuration, its mask none), a request that outgrows it depends on how its prompt was
     cut into steps, so it must end before.
+
+    Args:
+        functions: the masks of a model that attends by itself: which layer has which is not seen.
     """
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     for layer, shape in zip(kept, shapes, strict=False):
-        window = layer.sliding_window if layer.is_sliding else None
-        if window is not None and (shape.window is None or shape.window > window):
+        window = getattr(layer, "sliding_window", None) if layer.is_sliding else None
+        if window is None or (shape.window is not None and shape.window <= window):
+            continue
+        if not any(_is_window(function, window) for function in functions):
             limits.append(window)
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -221,15 +243,18 @@ def _body_of(model: PreTrainedModel) -> torch.nn.Module:
     except _Found:
         pass
     except Exception as error:
-        raise _refuse(model, f"its forward failed with {type(error).__name__}: {error}") from error
+        raise refusal(model, f"its forward failed with {type(error).__name__}: {error}") from error
     finally:
         for hook in hooks:
             hook.remove()
-    if not called or called[0] not in (model.base_model, *model.base_model.modules()):
-        raise _refuse(model, "its forward does not begin with its base model")
-    if "position_ids" not in inspect.signature(called[0].forward).parameters:
-        raise _refuse(model, "its base model takes no position_ids")
+    if not called or not {"input_ids", "past_key_values"} <= parameters_of(called[0]):
+        raise refusal(model, "its forward does not begin with a base model that has a cache")
     return called[0]
+
+
+def parameters_of(module: torch.nn.Module) -> set[str]:
+    """Return the names of what the forward of ``module`` takes."""
+    return set(inspect.signature(module.forward).parameters)
 
 
 class _Watcher(Cache):  # type: ignore[misc]
@@ -237,6 +262,7 @@ class _Watcher(Cache):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+        self.shapes: dict[int, LayerShape] = {}
         self.written: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.length = 0
         self.asked = False
@@ -250,6 +276,12 @@ class _Watcher(Cache):  # type: ignore[misc]
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.written = (layer_idx, key_states, value_states)
+        shape = tuple(key_states.shape)
+        if len(shape) != 4 or shape[2] != _TOKENS or shape[:3] != value_states.shape[:3]:
+            raise ValueError(f"keys of shape {shape} for {_TOKENS} tokens")
+        self.shapes[layer_idx] = LayerShape(
+            heads=shape[1], kv_heads=shape[1], key_dim=shape[3], value_dim=value_states.shape[3]
+        )
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -263,9 +295,11 @@ class _Watcher(Cache):  # type: ignore[misc]
 class _Probe:
     """The attention and mask functions of one probing run, and what they saw."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, own: bool) -> None:
         self.model = model
+        self.own = own
         self.cache = _Watcher()
+        self.functions: list[Callable[..., torch.Tensor]] = []
         self.windows: list[int | None] = []
         self.layers: dict[int, LayerShape] = {}
         self.attended: list[torch.Tensor] = []
@@ -273,9 +307,14 @@ class _Probe:
     def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Note the window of a mask and return a stand-in that attention can recognise."""
         function = kwargs.get("mask_function")
-        if function is None or kwargs.get("attention_mask") is not None:
-            raise _refuse(self.model, "it builds its attention mask in a way unknown here")
-        self.windows.append(_window_of(function, self.model))
+        if function is None or not (self.own or kwargs.get("attention_mask") is None):
+            raise refusal(self.model, "it builds its attention mask in a way unknown here")
+        if self.own:
+            self.functions.append(function)
+            at = torch.arange(_TOKENS, device=self.model.device)
+            return mask_of(function, at[None], at, self.model.dtype)
+        with _disable_current_modes():
+            self.windows.append(_window_of(function, self.model))
         # On the model's device, so that attention of its own meets it alike on every device.
         return torch.full((1, 1, 1, 1), len(self.windows) - 1, device=self.model.device)
 
@@ -291,14 +330,14 @@ class _Probe:
         written, self.cache.written = self.cache.written, None
         name = type(module).__name__
         if written is None or written[1] is not key or written[2] is not value:
-            raise _refuse(
+            raise refusal(
                 self.model,
                 f"a layer of {name} attends to something else than what it just wrote to the cache",
             )
         self._check_call(name, query, attention_mask, kwargs)
         index = written[0]
         if index in self.layers:
-            raise _refuse(self.model, f"layer {index} calls attention more than once")
+            raise refusal(self.model, f"layer {index} calls attention more than once")
         assert attention_mask is not None
         self.attended += (query, key, value)
         self.layers[index] = LayerShape(
@@ -306,23 +345,52 @@ class _Probe:
             kv_heads=key.shape[1],
             key_dim=key.shape[3],
             value_dim=value.shape[3],
-            window=self.windows[int(attention_mask.flatten()[0])],
+            window=self._window_of(attention_mask),
             softcap=kwargs.get("softcap"),
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def _window_of(self, mask: torch.Tensor) -> int | None:
+        with _disable_current_modes():
+            return self.windows[int(mask.flatten()[0])]
 
     def _check_call(
         self, name: str, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
     ) -> None:
         unknown = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS | _HONOURED]
         if unknown:
-            raise _refuse(
+            raise refusal(
                 self.model, f"{name} passes {', '.join(sorted(unknown))} to attention, unknown here"
             )
         if mask is None or mask.dtype != torch.int64:
-            raise _refuse(self.model, f"{name} is not given a mask of transformers' masking_utils")
+            raise refusal(self.model, f"{name} is not given a mask of transformers' masking_utils")
         if query.shape[0] != 1 or query.shape[2] != _TOKENS:
-            raise _refuse(self.model, f"{name} attends with queries of shape {tuple(query.shape)}")
+            raise refusal(self.model, f"{name} attends with queries of shape {tuple(query.shape)}")
+
+
+def mask_of(
+    function: Callable[..., torch.Tensor],
+    positions: torch.Tensor,
+    rows: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the mask ``[requests, 1, width, rows]`` that a mask function of transformers means for
+    tokens at ``positions``, ``[requests, width]``."""
+    none = rows[:1] * 0
+    shown = function(none, none, positions[:, None, :, None], rows)
+    shown = shown.expand(positions.shape[0], 1, positions.shape[1], rows.shape[0])
+    # The lowest number, as transformers has it: models test for it.
+    hide = torch.finfo(dtype).min
+    return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(~shown, hide)
+
+
+def _is_window(function: Callable[..., torch.Tensor], window: int) -> bool:
+    """Whether a token far on sees the last ``window`` rows by a mask function, and no more."""
+    zero, at = torch.zeros(2, dtype=torch.int64), torch.full((2,), 1 << 20)
+    with contextlib.suppress(Exception):  # One that reads more than positions is none.
+        shown = function(zero, zero, at, at - torch.tensor([window, window - 1]))
+        return bool(shown.tolist() == [False, True])
+    return False
 
 
 def _window_of(function: Callable[..., torch.Tensor], model: PreTrainedModel) -> int | None:
@@ -346,7 +414,7 @@ def _window_of(function: Callable[..., torch.Tensor], model: PreTrainedModel) ->
         if limit is not None:
             want &= rows > position - limit
         if not torch.equal(allowed(position, rows), want):
-            raise _refuse(model, "its attention mask is neither causal nor a causal sliding window")
+            raise refusal(model, "its attention mask is neither causal nor a causal sliding window")
     return limit
 
 
@@ -359,52 +427,147 @@ def probe(model: PreTrainedModel) -> ModelShape:
     _check_static(model)
     kept = _check_state(model)
     body = _body_of(model)
+    overrides = _overrides(model)
+    try:
+        return _probe(model, body, kept, overrides)
+    except UnsupportedModelError as error:
+        own = error
+    try:
+        return _probe(model, body, kept, overrides, own=own.what)
+    except UnsupportedModelError as error:
+        if error.what == own.what:
+            raise
+        raise refusal(model, f"{own.what}; and attending by itself, {error.what}") from error
+
+
+def _overrides(model: PreTrainedModel) -> dict[str, Any]:
+    # pad_token_id: some models look for padding among the ids, on the host, when it is set.
+    overrides: dict[str, Any] = {"pad_token_id": None}
+    if any(getattr(c, "_experts_implementation", None) is not None for c in configs_of(model)):
+        # Grouped products read the group sizes on the host unless the device has the kernel.
+        fused = model.device.type != "cpu" and model.dtype == torch.bfloat16
+        overrides["_experts_implementation"] = "grouped_mm" if fused else "batched_mm"
+    return overrides
+
+
+def _probe(
+    model: PreTrainedModel,
+    body: torch.nn.Module,
+    kept: list[DynamicLayer],
+    overrides: dict[str, Any],
+    own: str | None = None,
+) -> ModelShape:
+    if own is None and "position_ids" not in parameters_of(body):
+        raise refusal(model, "its base model takes no position_ids")
     seen = Seen(body)
     with seen.noting():
-        watch, output = _run(model, body)
-    if not watch.layers:
-        raise _refuse(model, _OWN_ATTENTION)
-    if sorted(watch.layers) != list(range(len(watch.layers))) or watch.cache.written is not None:
-        raise _refuse(model, f"only layers {sorted(watch.layers)} attend through the registry")
-    if watch.cache.asked:
-        _check_length(model, body, watch, output)
-    head = model.get_output_embeddings()
-    layers = tuple(watch.layers[i] for i in sorted(watch.layers))
+        watch, output = _run(model, body, overrides, own=own is not None)
+    found = watch.layers if own is None else watch.cache.shapes
+    if not found:
+        raise refusal(model, _OWN_ATTENTION if own is None else "it keeps no keys and values")
+    if sorted(found) != list(range(len(found))):
+        raise refusal(model, f"only layers {sorted(found)} attend")
+    if own is None and watch.cache.written is not None:
+        raise refusal(model, f"only layers {sorted(found)} attend through the registry")
+    if own is None and watch.cache.asked:
+        _check_length(model, body, overrides, watch, output)
+    layers = tuple(found[i] for i in sorted(found))
     return ModelShape(
         body=body,
         layers=layers,
-        positions=_positions(model, kept, layers),
-        vocabulary=int(head.weight.shape[0]),
+        positions=_positions(model, kept, layers, watch.functions),
+        vocabulary=int(model.get_output_embeddings().weight.shape[0]),
         dtype=output.last_hidden_state.dtype,
         device=model.device,
         output_type=type(output),
-        uses_length=watch.cache.asked,
+        uses_length=watch.cache.asked or own is not None,
+        own=own,
+        overrides=overrides,
         seen=seen,
     )
 
 
-def _run(model: PreTrainedModel, body: torch.nn.Module, length: int = 0) -> tuple[_Probe, Any]:
+def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
+    """Return the attention function that ``model`` has for masks: its own, or the one of torch."""
+    plain = all(config._attn_implementation == "sdpa" for config in configs_of(model))
+
+    def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if plain:
+            return AttentionInterface._global_mapping["sdpa"](module, *args, **kwargs)
+        own = sys.modules[type(module).__module__].eager_attention_forward
+        return own(module, *args, **kwargs)
+
+    return attention
+
+
+class _NoLists(TorchFunctionMode):
+    """Refuses what reads tensors of the CPU without an operation."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+            raise _HostRead(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class _NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what no graph can hold: results whose shape or value the host must read."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        reads = torch.Tag.dynamic_output_shape in func.tags or func is _READ
+        if reads and func.overloadpacket is torch.ops.aten.index:
+            reads = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        if reads:
+            raise _HostRead(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class _HostRead(Exception):
+    """Ends a forward that reads device data on the host."""
+
+
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+def _run(
+    model: PreTrainedModel,
+    body: torch.nn.Module,
+    overrides: dict[str, Any],
+    *,
+    own: bool = False,
+    length: int = 0,
+) -> tuple[_Probe, Any]:
     """Run ``body`` of ``model`` on three tokens with a cache that says it holds ``length``."""
-    watch = _Probe(model)
+    watch = _Probe(model, own=own)
     watch.cache.length = length
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
-    positions = torch.arange(_TOKENS, device=model.device)[None]
+    inputs = {"input_ids": ids, "past_key_values": watch.cache, "use_cache": True}
+    if "position_ids" in parameters_of(body):
+        inputs["position_ids"] = torch.arange(_TOKENS, device=model.device)[None]
     name = f"devgraph_probe_{id(watch)}"
-    AttentionInterface.register(name, watch.attention)
+    AttentionInterface.register(name, attends_itself(model) if own else watch.attention)
     AttentionMaskInterface.register(name, watch.mask)
     try:
-        with overridden(configs_of(model), _attn_implementation=name), torch.no_grad():
-            output = body(
-                input_ids=ids, position_ids=positions, past_key_values=watch.cache, use_cache=True
-            )
+        with (
+            overridden(configs_of(model), _attn_implementation=name, **overrides),
+            torch.no_grad(),
+            _NoLists(),
+            _NoHostReads(),  # type: ignore[no-untyped-call]
+        ):
+            output = body(**inputs)
     except UnsupportedModelError:
         raise
+    except _HostRead as error:
+        raise refusal(model, f"it reads device data on the host ({error})") from error
     except Exception as error:
         # Between writing to its cache and calling an attention function: it attends by itself,
         # and stumbles over the mask that stands in.
-        alone = watch.cache.written is not None
+        alone = watch.cache.written is not None and not own
         failed = f"a first forward failed with {type(error).__name__}: {error}"
-        raise _refuse(model, _OWN_ATTENTION if alone else failed) from error
+        raise refusal(model, _OWN_ATTENTION if alone else failed) from error
     finally:
         AttentionInterface._global_mapping.pop(name, None)
         AttentionMaskInterface._global_mapping.pop(name, None)
@@ -412,17 +575,21 @@ def _run(model: PreTrainedModel, body: torch.nn.Module, length: int = 0) -> tupl
 
 
 def _check_length(
-    model: PreTrainedModel, body: torch.nn.Module, watch: _Probe, output: Any
+    model: PreTrainedModel,
+    body: torch.nn.Module,
+    overrides: dict[str, Any],
+    watch: _Probe,
+    output: Any,
 ) -> None:
     """Refuse a model in which anything depends on the length that its cache says it has.
 
     A cache here holds requests of different lengths, and has none.
     """
-    again, other = _run(model, body, length=_OTHER_LENGTH)
+    again, other = _run(model, body, overrides, length=_OTHER_LENGTH)
     pairs = zip(
         [*watch.attended, output.last_hidden_state],
         [*again.attended, other.last_hidden_state],
         strict=True,
     )
     if again.windows != watch.windows or not all(torch.equal(a, b) for a, b in pairs):
-        raise _refuse(model, "it computes with the length of its cache, not with position_ids")
+        raise refusal(model, "it computes with the length of its cache, not with position_ids")

@@ -139,15 +139,17 @@ class Scheduler:
     Args:
         slots: requests that run at once.
         max_step_tokens: tokens of a packed step, at least ``slots``.
+        alone: whether a packed step has the tokens of one request only.
     """
 
-    def __init__(self, slots: int, *, max_step_tokens: int) -> None:
+    def __init__(self, slots: int, *, max_step_tokens: int, alone: bool = False) -> None:
         if max_step_tokens < slots:
             raise InputError(
                 f"max_step_tokens is {max_step_tokens}, which cannot hold one token for each of "
                 f"{slots} requests; raise it to at least {slots}"
             )
         self.max_step_tokens = max_step_tokens
+        self._alone = alone
         self.waiting: collections.deque[Request] = collections.deque()
         self._slots: list[Request | None] = [None] * slots
 
@@ -201,7 +203,7 @@ class Scheduler:
             if request.to_go > 1 and count > 0:
                 chunks.append(Chunk(request, count))
                 budget -= count
-        return decoding + chunks
+        return chunks[:1] if self._alone and chunks else decoding + chunks
 
     def release(self, request: Request) -> int | None:
         """Take ``request`` out and return the slot it had, None if it was waiting."""

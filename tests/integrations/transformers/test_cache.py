@@ -114,6 +114,22 @@ def test_each_write_is_taken_once(cache: KVCache) -> None:
         cache.take()
 
 
+def test_whole_slots_are_given_to_a_model_that_attends_itself(cache: KVCache) -> None:
+    layer = cache.layers[0]
+    layer.keys[:, :-1] = torch.arange(cache.slots * cache.max_len)[None, :, None]
+    for shown, slots in ((2, [0, 1]), (torch.tensor([1]), [1])):
+        rows = torch.tensor([slot * cache.max_len + 5 for slot in slots])
+        cache.aim(rows, shown, width=1)
+        new = torch.full((len(slots), layer.shape.kv_heads, 1, layer.shape.key_dim), -1.0)
+        keys, values = cache.update(new, new, 0)
+        assert cache.get_mask_sizes(1) == (cache.max_len, 0)
+        assert keys.shape[2] == values.shape[2] == cache.max_len
+        for given, slot in zip(keys, slots, strict=True):
+            want = torch.arange(cache.max_len) + slot * cache.max_len
+            assert (given[..., 0] == torch.where(want % cache.max_len == 5, -1, want)).all()
+    cache.aim(None)
+
+
 def test_asking_for_a_length_is_refused(cache: KVCache) -> None:
     with pytest.raises(StateError, match="position_ids"):
         cache.get_seq_length()

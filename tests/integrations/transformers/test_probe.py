@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import masking_utils, modeling_utils
 from transformers.masking_utils import causal_mask_function
 
 from devgraph.api.errors import InputError
+from devgraph.integrations.transformers import model as adapter
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import (
     UnsupportedModelError,
@@ -70,10 +72,6 @@ _TINY: dict[str, Any] = {
 _LLAMA = {k: v for k, v in _TINY.items() if k != "max_position_embeddings"}
 
 REFUSED = {
-    "attention outside the registry": (
-        small(transformers.BloomConfig, vocab_size=50, hidden_size=32, n_layer=1, n_head=2),
-        "position_ids|registry",
-    ),
     "recurrent state": (
         small(transformers.MambaConfig, vocab_size=50, hidden_size=32, num_hidden_layers=1),
         "layer 0 of its cache is a LinearAttentionLayer",
@@ -90,15 +88,9 @@ REFUSED = {
         small(transformers.DeepseekV32Config, **_TINY),
         "layer 0 of its cache is a DynamicIndexedLayer",
     ),
-    "attention sinks": (
-        small(
-            transformers.GptOssConfig,
-            **_TINY,
-            head_dim=8,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-        ),
-        "s_aux",
+    "host reads": (
+        small(transformers.XmodConfig, **_TINY, is_decoder=True, default_language="en_XX"),
+        r"reads device data on the host \(index\)",
     ),
     "host rotary embedding": (
         small(
@@ -129,8 +121,64 @@ REFUSED = {
 def test_what_cannot_run_correctly_is_refused_at_construction(case: str) -> None:
     make, says = REFUSED[case]
     with pytest.raises(UnsupportedModelError, match=says) as error:
-        probe(make())
+        CausalModel(make())
     assert isinstance(error.value, ValueError)
+
+
+ATTENDS_ITSELF = {
+    "biases of positions": (
+        small(transformers.BloomConfig, vocab_size=50, hidden_size=32, n_layer=2, n_head=2),
+        "takes no position_ids",
+    ),
+    "positions of its cache": (
+        small(
+            transformers.PegasusConfig,
+            vocab_size=50,
+            d_model=32,
+            decoder_layers=2,
+            decoder_attention_heads=2,
+            decoder_ffn_dim=32,
+            max_position_embeddings=64,
+            is_decoder=True,
+            is_encoder_decoder=False,
+        ),
+        "takes no position_ids",
+    ),
+    "sinks": (
+        small(
+            transformers.GptOssConfig,
+            **_TINY,
+            head_dim=8,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+        ),
+        "passes s_aux to attention",
+    ),
+    "outside the registry": (
+        small(transformers.GPTJConfig, vocab_size=50, n_embd=32, n_layer=2, n_head=2, rotary_dim=8),
+        "registry",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(ATTENDS_ITSELF))
+def test_model_that_attends_itself_says_why_and_gives_its_own_logits(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, says = ATTENDS_ITSELF[case]
+    model = make()
+    before = set(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
+    with contextlib.closing(CausalModel(model, max_requests=2, max_len=32)) as steps:
+        assert steps.own is not None and says in steps.own
+        assert not steps.packed_host_args and not steps.decode_host_args
+    assert set(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS) == before
+
+    def shown(function: Any, positions: Any, rows: Any, dtype: Any) -> torch.Tensor:
+        return torch.zeros(positions.shape[0], 1, positions.shape[1], rows.shape[0])
+
+    monkeypatch.setattr(adapter, "mask_of", shown)
+    with pytest.raises(UnsupportedModelError, match="gives other logits on whole slots"):
+        CausalModel(model, max_requests=2, max_len=32)
 
 
 def test_encoder_decoder_is_refused() -> None:
@@ -159,7 +207,7 @@ def test_layer_that_attends_to_another_layers_cache_is_refused() -> None:
         probe(model)
 
 
-def test_chunked_attention_mask_is_refused() -> None:
+def test_model_of_a_chunked_attention_mask_attends_itself() -> None:
     model = make_model("llama")
     module = transformers.models.llama.modeling_llama
     original = module.create_causal_mask
@@ -170,8 +218,8 @@ def test_chunked_attention_mask_is_refused() -> None:
 
     module.create_causal_mask = chunked
     try:
-        with pytest.raises(UnsupportedModelError, match="neither causal"):
-            probe(model)
+        own = CausalModel(model, max_requests=1).own
+        assert own is not None and "neither causal" in own
     finally:
         module.create_causal_mask = original
 
@@ -185,8 +233,8 @@ def test_model_that_counts_on_the_length_of_its_cache_is_refused() -> None:
         return forward(mask, length, position_ids=position_ids + length)
 
     positions.forward = counted
-    with pytest.raises(UnsupportedModelError, match="length of its cache"):
-        probe(model)
+    with pytest.raises(UnsupportedModelError, match="length of its cache.* on whole slots"):
+        CausalModel(model)
 
 
 def test_cache_that_keeps_fewer_rows_than_the_mask_shows_limits_positions() -> None:
@@ -214,5 +262,5 @@ def test_overriding_passes_the_checks_of_a_configuration() -> None:
 
 def test_stand_in_for_a_mask_is_where_the_model_is() -> None:
     """Attention of a model's own fails alike, or not, on every device."""
-    watch = _Probe(make_model("llama").to("meta"))
+    watch = _Probe(make_model("llama").to("meta"), own=False)
     assert watch.mask(mask_function=causal_mask_function).device.type == "meta"

@@ -105,6 +105,18 @@ def test_prompt_of_one_token_is_a_decode_step_at_once() -> None:
     assert all(c.completes and c.count == 1 for c in scheduler.plan())
 
 
+def test_packed_step_has_one_request_where_each_runs_alone() -> None:
+    scheduler = Scheduler(3, max_step_tokens=8, alone=True)
+    for number, length in enumerate((1, 5, 12)):
+        scheduler.add(request(number, length))
+    scheduler.admit()
+    for wanted in ([(1, 5)], [(2, 7)], [(2, 5)], [(0, 1)]):
+        chunks = scheduler.plan()
+        assert [(c.request.id, c.count) for c in chunks] == wanted
+        for chunk in chunks:
+            chunk.request.cached += chunk.count
+
+
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [([1, 99], FinishReason.EOS), ([98], FinishReason.STOP), ([1, 2, 3], FinishReason.LENGTH)],
