@@ -9,13 +9,12 @@ memory that is no longer theirs misbehave here exactly as they do on a device.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -118,15 +117,16 @@ class _Ranges:
 class Hold:
     """One user of a pool's memory; let go by ``release``, or when it is dropped."""
 
-    __slots__ = ("__weakref__", "_pool")
+    __slots__ = ("__weakref__", "_known", "_pool")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        pool._holds.add(self)
+        self._known = weakref.ref(self, pool._holds.discard)
+        pool._holds.add(self._known)
 
     def release(self) -> None:
         """Let go. Idempotent."""
-        self._pool._holds.discard(self)
+        self._pool._holds.discard(self._known)
         self._pool._tidy()
 
 
@@ -156,22 +156,24 @@ class BlockPool:
         self._free: list[tuple[int, int]] = []
         self._free_size: dict[int, int] = {}
         self._free_end: dict[int, int] = {}
-        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+        self._holds: set[weakref.ref[Hold]] = set()
         self._recording = 0
         self._unread = _Ranges()
         """What died in the recording under way and is older than it."""
 
     def begin_recording(self) -> None:
         """Say that no recorded operation is still to read memory that is free now."""
-        with self._changed():
+        with self._lock:
+            self._collect()
             self._recording += 1
             self._unread = _Ranges()
+            self._whole = True
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds, used or free."""
-        with self._changed():
-            return self._reserved()
+        self._tidy()
+        return self._reserved()
 
     @property
     def live_bytes(self) -> int:
@@ -180,8 +182,8 @@ class BlockPool:
 
     def live(self) -> list[Block]:
         """Return the blocks that live tensors own, oldest first."""
-        with self._changed():
-            return list(self._live.values())
+        self._tidy()
+        return list(self._live.values())
 
     def empty(
         self,
@@ -205,7 +207,8 @@ class BlockPool:
                 return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype)
             extent += (length - 1) * step
         nbytes = -(-extent * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        with self._changed():
+        with self._lock:
+            self._collect()
             address = self._take(nbytes)
             slab = self._slab_of(address)
             start = address - slab.base
@@ -227,6 +230,7 @@ class BlockPool:
             )
             del owner
             read_later = self._unread.meet(address, address + nbytes)
+            self._whole = True
         if not read_later:
             ctypes.memset(address, _poison_byte(dtype), nbytes)
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(size), tuple(stride))
@@ -258,23 +262,13 @@ class BlockPool:
         that look free. Without holds, reservations that have no live block are given back."""
         return Hold(self)
 
-    @contextlib.contextmanager
-    def _changed(self) -> Iterator[None]:
-        """Hold the lock for a change, which finds dead blocks free."""
-        with self._lock:
-            if not self._whole:
-                self._find_free()
-            self._whole = False
-            self._collect()
-            yield
-            self._whole = True
-
     def _tidy(self) -> None:
         # A collection may drop a hold while this very thread is inside the lock: then the rest is
         # left to whoever comes next.
         if not self._lock.locked():
-            with self._changed():
-                pass
+            with self._lock:
+                self._collect()
+                self._whole = True
 
     def _find_free(self) -> None:
         self._free, self._free_size, self._free_end = [], {}, {}
@@ -287,6 +281,10 @@ class BlockPool:
                     self._remember(end - start, start)
 
     def _collect(self) -> None:
+        """Begin a change: make free what died. Whoever asks says when the change is ``_whole``."""
+        if not self._whole:
+            self._find_free()
+        self._whole = False
         while self._dead:
             owner = self._dead[0]
             block = self._live.get(owner.address)

@@ -71,6 +71,7 @@ class Fallback(str, enum.Enum):
     CACHE = "cache", "no cache, or another than keys and values of this batch in a DynamicCache"
     INPUTS = "inputs", "inputs besides token ids, their mask and their positions"
     MASK = "mask", "a mask or positions that are not those of padding at the left"
+    PADDING = "padding", "padding, for a model that attends by itself and may count it as positions"
     BATCH = "over_max_requests", "more rows than max_requests"
     LENGTH = "over_max_len", "more positions than max_len"
     LOGITS = "all_logits", "the logits of more tokens than a step checks"
@@ -249,6 +250,8 @@ class _Acceleration:
         pads = _pads_of(inputs, batch)
         if pads is None:
             return Fallback.MASK
+        if any(pads) and self.engine.model.own is not None:
+            return Fallback.PADDING
         cache = inputs.get("past_key_values")
         if self._seat is None or not self._seat.resume(cache, pads):
             self._vacate()

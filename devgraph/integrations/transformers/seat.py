@@ -229,14 +229,14 @@ class Seat:
 
     def _steps(self, rows: list[list[int]]) -> list[list[_Piece]]:
         """Cut the rows of a batch, without their padding, into steps of at most so many tokens."""
-        budget = self._engine.max_step_tokens
+        budget, alone = self._engine.max_step_tokens, self._engine.model.own is not None
         steps: list[list[_Piece]] = [[]]
         room = budget
         for slot, (row, pad) in enumerate(zip(rows, self.pads, strict=True)):
             cached = max(0, self.length - pad)
             ids = row[max(0, pad - self.length) :]
             while ids:
-                if not room:
+                if not room or (alone and steps[-1]):
                     steps.append([])
                     room = budget
                 steps[-1].append(_Piece(slot, cached, ids[:room], len(ids) <= room))

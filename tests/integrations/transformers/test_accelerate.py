@@ -16,7 +16,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    PegasusConfig,
+    PegasusForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
 
@@ -433,3 +440,31 @@ def test_model_that_no_engine_runs_is_refused_and_left_alone() -> None:
     with pytest.raises(UnsupportedModelError, match="training mode"):
         accelerate(model, **OPTIONS)
     assert vars(model) == before
+
+
+def test_model_that_attends_itself_is_accelerated_and_keeps_its_padding_to_itself() -> None:
+    """It counts padding as positions."""
+    torch.manual_seed(0)
+    config = PegasusConfig(
+        vocab_size=211,
+        d_model=32,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=32,
+        max_position_embeddings=128,
+        init_std=0.3,
+        is_decoder=True,
+        is_encoder_decoder=False,
+        forced_eos_token_id=None,
+    )
+    model = PegasusForCausalLM(config).eval()
+    ids = torch.tensor(prompts(2)[:1] * 2)
+    inputs = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}, padded()]
+    want = [generated(model, one) for one in inputs]
+    accelerate(model, **OPTIONS)
+    try:
+        got = [generated(model, one) for one in inputs]
+        assert all(map(torch.equal, got, want))
+        assert generate_stats(model).fallbacks == {"padding": 1}
+    finally:
+        unaccelerate(model)
