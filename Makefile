@@ -55,6 +55,8 @@ $(STAMP): $(DEMO_STAMP)
 demo: $(DEMO_STAMP)
 	$(BIN)/python -m devgraph demo
 
+# Each worker has a core: threads of their own would take turns on it.
+test test-all test-npu test-newest test-oldest: export OMP_NUM_THREADS = 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not npu" $(PYTEST_ARGS)
 	$(MAKE) --no-print-directory test-npu
