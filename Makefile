@@ -76,7 +76,8 @@ test-npu: $(STAMP)
 			-c 'import torch; print(".".join(torch.__version__.split(".")[:2]))').*" || \
 		echo "torch-npu cannot be had for this torch and Python: its tests are skipped"
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH=$(CURDIR):$(CURDIR)/$(NPU) $(BIN)/python -m pytest \
-		-n $(JOBS) -m "$(NPU_MARKS)" -p tests.sim.ascend.activated $(NPU_TESTS) $(PYTEST_ARGS)
+		-n $(JOBS) -m "$(NPU_MARKS)" -o devgraph_backend=npu -p tests.sim.ascend.activated \
+		$(NPU_TESTS) $(PYTEST_ARGS)
 
 MINUTES ?= 10
 fuzz: $(STAMP)
