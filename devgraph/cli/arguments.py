@@ -12,6 +12,7 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.policy import COMPILERS, policies
 from devgraph.api.registry import names
+from devgraph.integrations.engine.installation import MODE_VARIABLE
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -319,8 +320,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def mode_of(args: argparse.Namespace) -> DeviceGraphConfig:
     """Return the mode configuration that the options of a command ask for."""
-    from devgraph.integrations.vllm.modes import MODE_VARIABLE  # help must not wait for it
-
     config = DeviceGraphConfig.from_args(args, backends=names())
     if MODE_VARIABLE in os.environ:
         warnings.warn(

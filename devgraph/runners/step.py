@@ -116,9 +116,9 @@ class Step:
             found = self.prepare(batch)
         if found is None and len(host) == len(self.host.declared):
             return host
-        own = self.host.resolve(found, size, size, partly=True)
-        self.host.require_all({**host, **own})
-        return {**host, **own}
+        values = {**host, **self.host.resolve(found, size, size, partly=True)}
+        self.host.require_all(values)
+        return values
 
     def call_eagerly(
         self,

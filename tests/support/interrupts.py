@@ -109,9 +109,11 @@ OPERATIONS: dict[str, tuple[Callable[[Bench, int], object], int]] = {
 def interrupted(work: Callable[[], object], place: int) -> bool:
     """Run ``work`` with an interrupt at the place of that number; return whether it has so many.
 
-    Python looks for signals where a function begins and where one of C has returned.
+    Python looks for signals where a function begins and where one of C has returned. Collections
+    come when they like and swallow what is raised in them, keeping its frames: no place is theirs.
     """
     places = itertools.count(1)
+    thresholds, callbacks = gc.get_threshold(), gc.callbacks.copy()
 
     def profile(frame: FrameType, event: str, arg: object) -> None:
         if event in ("call", "c_return") and next(places) == place:
@@ -119,10 +121,14 @@ def interrupted(work: Callable[[], object], place: int) -> bool:
             raise KeyboardInterrupt
 
     try:
+        gc.set_threshold(0)
+        gc.callbacks.clear()
         sys.setprofile(profile)
         work()
     except KeyboardInterrupt:
         return True
     finally:
         sys.setprofile(None)
+        gc.callbacks.extend(callbacks)
+        gc.set_threshold(*thresholds)
     return False

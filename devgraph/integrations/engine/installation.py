@@ -8,6 +8,9 @@ from typing import Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
 
+MODE_VARIABLE = "DEVGRAPH_MODE"
+"""Environment variable: a mode configuration as JSON, for the engines of this process."""
+
 _ABSENT = object()
 
 
@@ -64,6 +67,11 @@ class Changes:
             else:
                 setattr(owner, name, value)
         self.places.clear()
+
+
+def mode_text(mode: str | None) -> str | None:
+    """Return the mode configuration to use: ``mode``, or else what the environment asks for."""
+    return mode if mode is not None else os.environ.get(MODE_VARIABLE) or None
 
 
 def switched(variable: str) -> str | None:

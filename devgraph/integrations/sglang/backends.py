@@ -61,6 +61,8 @@ class _OnDevgraph:
     memory, the profiler's step, and what a runner says about the rows of outputs.
     """
 
+    _devgraph_mode: str
+    """The name under which its graphs are counted."""
     _graphs: dict[Any, Any]
     _outputs: dict[Any, Any]
     _memory_saver_adapter: Any
@@ -72,6 +74,7 @@ class _OnDevgraph:
     def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
         super().__init__(cuda_graph_runner, **options)  # type: ignore[call-arg]
         self._runner = cuda_graph_runner
+        self._count = shared().ledger.of(self._devgraph_mode)
         self._shared_outputs = SharedOutputs()
         saver = self._memory_saver_adapter
         if saver is not None and saver.enabled:
@@ -159,9 +162,7 @@ def full_backend() -> Any:
     class DeviceGraphBackend(_OnDevgraph, engine.FullCudaGraphBackend):  # type: ignore[misc]
         """SGLang's full backend with the graphs of devgraph."""
 
-        def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
-            super().__init__(cuda_graph_runner, **options)
-            self._count = shared().ledger.of("full")
+        _devgraph_mode = "full"
 
         def capture_one(
             self,
@@ -201,9 +202,7 @@ def breakable_backend() -> Any:
     class DeviceGraphBreakableBackend(_OnDevgraph, base):  # type: ignore[misc]
         """SGLang's breakable backend with the graphs of devgraph."""
 
-        def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
-            super().__init__(cuda_graph_runner, **options)
-            self._count = shared().ledger.of("breakable")
+        _devgraph_mode = "breakable"
 
         def capture_one(
             self,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
-from devgraph.integrations.engine.installation import Changes, InstallError, switched
+from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
 from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend
-from devgraph.integrations.sglang.modes import MODE_VARIABLE, EngineMode, engine_mode
+from devgraph.integrations.sglang.modes import EngineMode, engine_mode
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def install(*, mode: str | None = None) -> None:
     """
     if _Holder.now is not None:
         return
-    text = mode if mode is not None else os.environ.get(MODE_VARIABLE) or None
+    text = mode_text(mode)
     changes = Changes("SGLang 0.5.17 to 0.5.23")
     try:
         for module, names in _USED.items():

@@ -13,8 +13,7 @@ import attrs
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError
-
-MODE_VARIABLE = "DEVGRAPH_MODE"
+from devgraph.integrations.engine.installation import MODE_VARIABLE
 
 _KEYS = {
     "policy": "backend",

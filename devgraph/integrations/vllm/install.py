@@ -9,10 +9,9 @@ import os
 from typing import Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
-from devgraph.integrations.engine.installation import Changes, InstallError, switched
+from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
 from devgraph.integrations.vllm.layer import Layer, reset_layer
 from devgraph.integrations.vllm.modes import (
-    MODE_VARIABLE,
     EngineMode,
     apply_to_config,
     check_resolved,
@@ -180,7 +179,7 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
     """
     if _Holder.now is not None:
         return True
-    text = mode if mode is not None else os.environ.get(MODE_VARIABLE) or None
+    text = mode_text(mode)
     wanted = None if text is None else engine_mode(text, backend or _platform_backend())
     installation = Installation(wanted)
     try:

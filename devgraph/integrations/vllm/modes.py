@@ -15,10 +15,9 @@ import attrs
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError
+from devgraph.integrations.engine.installation import MODE_VARIABLE
 
 logger = logging.getLogger(__name__)
-
-MODE_VARIABLE = "DEVGRAPH_MODE"
 
 # (decode policy, prefill policy) -> vLLM's CUDAGraphMode and whether prefill breaks at attention.
 _MODES = {
