@@ -250,12 +250,13 @@ class BlockPool:
         block = self._live.get(storage.data_ptr())
         if block is None or block.storage_id != storage._cdata:
             return tensor
-        plain = torch.empty(0, dtype=tensor.dtype).set_(
-            block.shared, tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
-        if tensor.is_conj():
-            plain = plain.conj()
-        return torch._neg_view(plain) if tensor.is_neg() else plain
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # no step's work
+            plain = torch.empty(0, dtype=tensor.dtype).set_(
+                block.shared, tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+            if tensor.is_conj():
+                plain = plain.conj()
+            return torch._neg_view(plain) if tensor.is_neg() else plain
 
     def hold(self) -> Hold:
         """Keep all reserved memory while the result is held: a graph's temporaries live in blocks

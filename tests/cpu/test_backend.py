@@ -232,6 +232,16 @@ def test_pool_of_another_backend_is_refused(backend: CpuBackend) -> None:
         CpuBackend().make_graph(backend.make_pool())
 
 
+def test_capture_does_not_search_the_heap(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes longer than the rest of it: only a step's own change of a layout needs that."""
+    x, kv = torch.randn(2, 8), torch.randn(64, 8)
+    monkeypatch.setattr(gc, "get_referrers", lambda *objects: pytest.fail("searched the heap"))
+    cap = capture(decode, x, kv, backend=backend, host_args={"kv_len": 4})
+    assert torch.equal(cap.replay(kv_len=9), decode(x, kv, kv_len=9))
+
+
 def test_hundred_captures_leave_no_memory_behind(backend: CpuBackend) -> None:
     pool = backend.make_pool()
     x, kv = torch.randn(2, 8), torch.randn(64, 8)
