@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from devgraph.runners import DecodeRunner as DecodeRunner
     from devgraph.runners import HostSlot as HostSlot
     from devgraph.runners import InputSlot as InputSlot
+    from devgraph.runners import Loop as Loop
+    from devgraph.runners import LoopResult as LoopResult
     from devgraph.runners import OutputSlot as OutputSlot
     from devgraph.runners import Pad as Pad
     from devgraph.runners import PrefillRunner as PrefillRunner
@@ -54,6 +56,8 @@ _HOMES = {
         "DecodeRunner",
         "HostSlot",
         "InputSlot",
+        "Loop",
+        "LoopResult",
         "OutputSlot",
         "Pad",
         "PrefillRunner",

@@ -6,6 +6,7 @@ from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets, default_buckets
 from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.graphs import Decision, GraphKey, Reason
+from devgraph.runners.loop import Loop, LoopResult
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.prove import RunnerReport
 from devgraph.runners.ranks import RankGroup
@@ -22,6 +23,8 @@ __all__ = [
     "GraphKey",
     "HostSlot",
     "InputSlot",
+    "Loop",
+    "LoopResult",
     "OutputSlot",
     "Pad",
     "PrefillRunner",

@@ -38,6 +38,15 @@ class HostValues(Mapping[str, Any]):
                 f"Declare it in host_args of the runner."
             ) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise HostArgumentError(
+                f"batch.host.{name} cannot be set: a replay runs no Python of the step, so it "
+                f"would keep this value for ever. Keep what a step changes (lengths) in a device "
+                f"tensor, and pass a host argument that holds for every step of a launch"
+            )
+        super().__setattr__(name, value)
+
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
 

@@ -11,6 +11,7 @@ from devgraph.api.errors import ConfigError, InputError
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.graphs import Reason, Variant, canonical_variant, check_variants
+from devgraph.runners.loop import SLOTS, Loop, looped_outputs
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, Size, check_slots, whole
@@ -38,6 +39,8 @@ class DecodeRunner(Runner):
         pool: graph memory to share with other runners; a new one by default.
         group: the ranks that run each step together: None, a ``RankGroup`` or a gloo group.
         max_requests: the most requests of a step.
+        loop: take several steps in one launch, see ``Loop``; ``run`` then returns a ``LoopResult``,
+            and the batch has one slot more, ``running``.
         **options: see ``Options``: name, strict, debug, bound, weights_epoch, reset_state, prepare,
             idle_dummy, progress.
 
@@ -72,15 +75,20 @@ class DecodeRunner(Runner):
         pool: Pool | None = None,
         group: Any = None,
         max_requests: int,
+        loop: Loop | None = None,
         **options: Unpack[RunnerOptions],
     ) -> None:
         capacity = whole("max_requests", max_requests)
         if not capacity:
             raise ConfigError("max_requests must be at least 1")
+        slots = check_slots([*inputs, *(SLOTS if loop else ())])
+        step = forward
+        if loop is not None:
+            step, outputs = loop.unrolled(forward, slots, outputs), looped_outputs(outputs)
         super().__init__(
-            slots=check_slots(inputs),
-            function=forward,
-            whole_step=forward,
+            slots=slots,
+            function=step,
+            whole_step=step,
             tail=None,
             outputs=outputs,
             variants=check_variants(variants, with_width=True),
@@ -91,6 +99,7 @@ class DecodeRunner(Runner):
             pool=pool,
             group=group,
             capacity=capacity,
+            steps_per_launch=loop.steps if loop else 1,
         )
 
     def _padded(self, bucket: int, options: Mapping[str, Any]) -> Size:

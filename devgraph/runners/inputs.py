@@ -13,7 +13,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, InputError, InputTypeError, did_you_mean
 from devgraph.runners.lease import LeasedTensor, released
-from devgraph.runners.slots import InputSlot, Pad, Size
+from devgraph.runners.slots import InputSlot, Pad, Scalar, Size
 
 _ALIGNMENT = 16
 """Bytes between the starts of packed tensors."""
@@ -47,6 +47,8 @@ class InputArena:
     ) -> None:
         self.slots = dict(slots)
         self.largest = largest
+        self.given = {name: slot for name, slot in slots.items() if slot.real is None}
+        """The slots that callers pass."""
         self.run_slots = run_slots
         self.graph_slots = frozenset(slots) - run_slots
         self._backend = backend
@@ -132,16 +134,18 @@ class InputArena:
 
         return fill
 
-    def template(self, slot: InputSlot) -> torch.Tensor | None:
-        """Return a flat tensor of the slot's constant pad value, or None if it would be large."""
+    def template(self, slot: InputSlot, value: Scalar | None = None) -> torch.Tensor | None:
+        """Return a flat tensor of a value, by default the slot's constant pad value, or None if it
+        would be large."""
+        value = slot.pad.value if value is None else value
         needed = math.prod(slot.shape(self.largest))
         if needed * slot.dtype.itemsize > TEMPLATE_BYTES:
             return None
-        key = (slot.dtype, repr(slot.pad.value))
+        key = (slot.dtype, repr(value))
         found = self._templates.get(key)
         if found is None or found.numel() < needed:
             with torch.inference_mode(False):
-                found = torch.full((needed,), slot.pad.value, dtype=slot.dtype, device=self.device)
+                found = torch.full((needed,), value, dtype=slot.dtype, device=self.device)
             self._templates[key] = found
         return found
 
@@ -163,7 +167,7 @@ class InputArena:
         return int(value.shape[slot.axis])
 
     def admit(self, inputs: Mapping[str, Any], real: Size) -> list[torch.Tensor]:
-        """Return the inputs in slot order as plain tensors on the device or the host, checked.
+        """Return the inputs by slot as plain tensors on the device or the host, checked.
 
         Tensors that lie in the static buffers are copied first, and autograd history is left
         behind.
@@ -174,7 +178,7 @@ class InputArena:
                 names it. ``InputTypeError`` where it is no tensor.
         """
         self._checked_mapping(inputs)
-        return [self._admit_one(slot, inputs[name], real) for name, slot in self.slots.items()]
+        return [self._admit_one(slot, inputs[name], real) for name, slot in self.given.items()]
 
     def require_mapping(self, inputs: object) -> None:
         """Raise InputTypeError unless ``inputs`` is a mapping."""
@@ -185,10 +189,10 @@ class InputArena:
 
     def _checked_mapping(self, inputs: Any) -> Mapping[str, Any]:
         self.require_mapping(inputs)
-        missing = [name for name in self.slots if name not in inputs]
-        unknown = [name for name in inputs if name not in self.slots]
+        missing = [name for name in self.given if name not in inputs]
+        unknown = [name for name in inputs if name not in self.given]
         if missing or unknown:
-            raise InputError(_misfit(missing, unknown, self.slots))
+            raise InputError(_misfit(missing, unknown, self.given))
         checked: Mapping[str, Any] = inputs
         return checked
 
@@ -219,8 +223,13 @@ class InputArena:
     def eager_views(self, inputs: Mapping[str, Any], real: Size) -> dict[str, torch.Tensor]:
         """Return contiguous copies of the inputs, independent of every static buffer."""
         with torch.no_grad():
-            admitted = zip(self.slots, self.admit(inputs, real), strict=True)
-            return {name: self._own_copy(tensor) for name, tensor in admitted}
+            admitted = zip(self.given, self.admit(inputs, real), strict=True)
+            marks = {
+                name: torch.full(slot.shape(real), slot.real, dtype=slot.dtype, device=self.device)
+                for name, slot in self.slots.items()
+                if slot.real is not None
+            }
+            return {**{name: self._own_copy(tensor) for name, tensor in admitted}, **marks}
 
     def _own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == self.device:

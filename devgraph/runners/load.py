@@ -66,10 +66,10 @@ class CopyPlan:
         self._start, self._stop = arena.buffers.start, arena.buffers.stop
         if join is None:
             join = arena.device.type != "cpu"
-        names = _joined(list(arena.slots.values())) if join else set()
+        names = _joined(list(arena.given.values())) if join else set()
         # Sorted by group, so that the sources of each are one slice.
         self._order = sorted(
-            arena.slots.values(), key=lambda s: "" if s.name in names else str(s.dtype)
+            arena.given.values(), key=lambda s: "" if s.name in names else str(s.dtype)
         )
         self._checks = [
             (slot.name, torch.Size(slot.shape(real)), slot.dtype) for slot in self._order
@@ -90,6 +90,9 @@ class CopyPlan:
         for stop in self._ends(names):
             self._add_group(start, stop, names)
             start = stop
+        for slot in arena.slots.values():
+            if slot.real is not None:
+                self._mark_real(slot)
         self._untemplated = bool(self._fills or self._late[0] or self._ramps)
 
     def _ends(self, joined: set[str]) -> list[int]:
@@ -100,10 +103,7 @@ class CopyPlan:
     def _add_group(self, start: int, stop: int, joined: set[str]) -> None:
         heads, tails, pads = [], [], []
         for slot in self._order[start:stop]:
-            view = self._run_tensors.get(slot.name)
-            if view is None:
-                view = self._arena.buffers.view(slot.name, slot.shape(self._padded))
-            head, tail = _split(view, slot, self._real)
+            head, tail = self._split(slot)
             as_words = slot.name in joined
             heads.append(_words(head) if as_words else head)
             if tail is None:
@@ -116,6 +116,33 @@ class CopyPlan:
             tails.append(_words(tail) if as_words else tail)
             pads.append(_words(pad) if as_words else pad)
         self._groups.append(_Group([*heads, *tails], start, stop, pads))
+
+    def _mark_real(self, slot: InputSlot) -> None:
+        """Write what tells the real rows of ``slot``, and its padding, at every load."""
+        head, tail = self._split(slot)
+        for part, value in ((head, slot.real), (tail, slot.pad.value)):
+            if part is None:
+                continue
+            template = self._arena.template(slot, value)
+            if template is None:
+                self._fills.append((part, value))
+            else:
+                self._late[0].append(part)
+                self._late[1].append(template[: part.numel()].view(part.shape))
+
+    def _split(self, slot: InputSlot) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the part of the slot that real rows fill, and the padded rest if there is any."""
+        view = self._run_tensors.get(slot.name)
+        if view is None:
+            view = self._arena.buffers.view(slot.name, slot.shape(self._padded))
+        axis = slot.axis
+        if axis is None:
+            return view, None
+        rows = slot.shape(self._real)[axis]
+        missing = view.shape[axis] - rows
+        if not missing:
+            return view, None
+        return view.narrow(axis, 0, rows), view.narrow(axis, rows, missing)
 
     def _add_tail(self, slot: InputSlot, head: torch.Tensor, tail: torch.Tensor) -> None:
         pad, axis = slot.pad, slot.axis
@@ -191,7 +218,7 @@ class CopyPlan:
                 sources[index] = whole.view(_WORD)
 
     def _admit(self, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-        admitted = dict(zip(self._arena.slots, self._arena.admit(inputs, self._real), strict=True))
+        admitted = dict(zip(self._arena.given, self._arena.admit(inputs, self._real), strict=True))
         return [admitted[slot.name] for slot in self._order]
 
     def _send(self, sources: list[torch.Tensor], away: tuple[int, ...]) -> None:
@@ -222,17 +249,3 @@ def _fits_words(slot: InputSlot) -> bool:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype is _WORD else tensor.view(_WORD)
-
-
-def _split(
-    view: torch.Tensor, slot: InputSlot, real: Size
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the part of ``view`` that real rows fill, and the padded rest if there is any."""
-    axis = slot.axis
-    if axis is None:
-        return view, None
-    rows = slot.shape(real)[axis]
-    missing = view.shape[axis] - rows
-    if not missing:
-        return view, None
-    return view.narrow(axis, 0, rows), view.narrow(axis, rows, missing)

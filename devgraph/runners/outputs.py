@@ -56,8 +56,8 @@ class OutputStore:
     """The output buffers of a runner.
 
     Args:
-        slots: an ``OutputSlot`` for every tensor alike, or a pytree of them as the step returns.
-
+        slots: a pytree of ``OutputSlot``s as the step returns; one of them in the place of a tree
+            stands for all of its tensors.
         share: another runner's, whose buffers serve outputs of the same position, dtype and row
             shape where they are large enough.
 
@@ -101,7 +101,7 @@ class OutputStore:
             ConfigError: the result does not fit the declared output slots; names the output.
         """
         paths, spec = pytree.tree_flatten_with_path(result)
-        slots = self._slots_of(result, spec)
+        slots = slots_by_leaf(self._slots, result)
         leaves = [
             _leaf(pytree.keystr(path) or "(the tensor itself)", value, slot, size)
             for (path, value), slot in zip(paths, slots, strict=True)
@@ -109,17 +109,6 @@ class OutputStore:
         if not any(leaves):
             raise ConfigError(f"the step returned {brief(result)}; return at least one tensor")
         self._layouts[variant] = _Layout(spec, tuple(leaves), size)
-
-    def _slots_of(self, result: Any, spec: Any) -> list[OutputSlot]:
-        if isinstance(self._slots, OutputSlot):
-            return [self._slots] * spec.num_leaves
-        slots, declared = pytree.tree_flatten(self._slots)
-        if declared != spec:
-            raise ConfigError(
-                f"the step returned {pytree.treespec_pprint(spec)}, and outputs is declared as "
-                f"{pytree.treespec_pprint(declared)}; they must have the same structure"
-            )
-        return slots
 
     def allocate(self, device: torch.device) -> None:
         """Make one buffer per output that is large enough for every variant. Idempotent."""
@@ -246,6 +235,28 @@ class OutputStore:
             for leaf in layout.leaves
             if leaf is not None
         }
+
+
+def slots_by_leaf(slots: Any, result: Any) -> list[OutputSlot]:
+    """Return the slot of every leaf of ``result``; see ``OutputStore``.
+
+    Raises:
+        ConfigError: the slots are declared for another structure.
+    """
+    try:
+        spread = pytree.tree_map(
+            lambda slot, part: pytree.tree_map(lambda _: slot, part), slots, result
+        )
+        # By the result once more: its mappings may have another order.
+        return pytree.tree_leaves(pytree.tree_map(lambda _, slot: slot, result, spread))
+    except ValueError:
+        returned, declared = (
+            pytree.treespec_pprint(pytree.tree_structure(tree)) for tree in (result, slots)
+        )
+        raise ConfigError(
+            f"the step returned {returned}, and outputs is declared as {declared}; they must have "
+            f"the same structure"
+        ) from None
 
 
 def _handing_out(tree: Any, leaves: list[torch.Tensor | None], spec: Any) -> Callable[[], Any]:

@@ -58,7 +58,12 @@ class _Proof:
 
     def case(self, graph: BucketGraph, real: Size) -> None:
         step, backend = self._step, self._step.backend
-        inputs = {n: self._data(slot, real) for n, slot in step.inputs.slots.items()}
+        inputs = {n: self._data(slot, real) for n, slot in step.inputs.given.items()}
+        marks = {
+            name: self._data(slot, real)
+            for name, slot in step.inputs.slots.items()
+            if slot.real is not None and slot.sample is not None
+        }
         given = self._host if self._host is not None else step.host.at_capture(real)
         padded_host = step.host_of(given, real, graph.size)
         real_host = step.host_of(given, real, real)
@@ -72,6 +77,11 @@ class _Proof:
             if self._reset_state is not None:
                 self._reset_state()
             bound.load(inputs)
+            mark(step.inputs.views(real))
+
+        def mark(views: Mapping[str, torch.Tensor]) -> None:
+            for name, data in marks.items():
+                views[name].copy_(data)
 
         begin()
         write = step.outputs.writer(graph.key.variant, graph.size)
@@ -94,6 +104,7 @@ class _Proof:
 
         begin()
         views = step.inputs.eager_views(inputs, real)
+        mark(views)
         eager = step.call_eagerly(views, real, real_host, graph.options)
         self._close(f"{where}: replay against eager", eager, replayed)
 
@@ -178,9 +189,5 @@ def prove_batches(
     step.backend.set_rng_state(rng)
     if reset_state is not None:
         reset_state()
-    fixed = tuple(
-        name
-        for name, slot in step.inputs.slots.items()
-        if slot.sample is None and not slot.dtype.is_floating_point and not slot.dtype.is_complex
-    )
+    fixed = tuple(name for name, slot in step.inputs.slots.items() if slot.fixed_in_proofs)
     return RunnerReport(cases=len(batches), failures=tuple(proof.failures), fixed_slots=fixed)

@@ -75,6 +75,8 @@ class RunnerStats:
     """The policy of the configuration."""
     effective: str
     """The policy that graphs run under now; ``disabled`` while there is none to run."""
+    steps_per_launch: int
+    """Steps of the engine that one step counted here takes, see ``Loop``."""
     steps: int
     graph_steps: int
     eager: Mapping[str, int]
@@ -240,6 +242,7 @@ class RunnerPlan:
     requested: str
     effective: str
     """``disabled`` while there is no graph to run."""
+    steps_per_launch: int
     capture: str
     """When buckets are captured: ``eager``, ``lazy`` or ``background``."""
     ranks: int
@@ -298,7 +301,8 @@ class RunnerPlan:
         return "\n".join(
             [
                 f"{self.name}: {self.requested} on {self.backend} (effective: {self.effective}), "
-                f"captured {self.capture}, {self.ranks} rank(s)",
+                f"captured {self.capture}, {self.ranks} rank(s)"
+                + (f", {self.steps_per_launch} steps a launch" * (self.steps_per_launch > 1)),
                 f"  variants: {'; '.join(self.variants)}",
                 f"  buckets: {', '.join(map(str, sizes)) or 'none'}",
                 f"  memory: inputs {format_bytes(self.input_bytes)}, outputs "

@@ -97,6 +97,7 @@ class Runner(abc.ABC):
         capacity: int,
         request_limit: int | None = None,
         run_slots: frozenset[str] = frozenset(),
+        steps_per_launch: int = 1,
     ) -> None:
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
@@ -114,6 +115,7 @@ class Runner(abc.ABC):
         )
         self._report_uncovered(buckets, capacity, config, options.name)
         self._request_limit = request_limit
+        self._steps_per_launch = steps_per_launch
         largest = [self._padded(buckets.maximum, named) for named in variants.values()]
         share = options.share
         if share is not None:
@@ -607,6 +609,7 @@ class Runner(abc.ABC):
             "mode": self._config.to_dict(everything=True),
             "buckets": list(self.buckets),
             "variants": [dict(options) for options in self.graphs.variants.values()],
+            "steps_per_launch": self._steps_per_launch,
             "inputs": {n: f"{s.dtype} {s.dims}" for n, s in self._step.inputs.slots.items()},
             "backend": self.backend.name,
             "backend_version": self.backend.version,
@@ -741,6 +744,7 @@ class Runner(abc.ABC):
             "backend": self.backend.name,
             "requested": self.requested_policy,
             "effective": self.effective_policy,
+            "steps_per_launch": self._steps_per_launch,
             "input_bytes": self.buffers.nbytes,
             "output_bytes": self._step.outputs.nbytes,
         }
@@ -824,6 +828,6 @@ def _require_decision(decision: object) -> None:
 def _lead(slots: Mapping[str, InputSlot], *, by_requests: bool) -> tuple[str, int, int] | None:
     """Return (name, axis, rows beyond the count) of the slot that shows tokens or requests."""
     for slot in slots.values():
-        if slot.axis is not None and slot.by_requests == by_requests:
+        if slot.axis is not None and slot.real is None and slot.by_requests == by_requests:
             return slot.name, slot.axis, slot.shape(Size(0, 0))[slot.axis]
     return None

@@ -117,9 +117,12 @@ class InputSlot:
             most one entry may be named; without one the slot has a fixed shape and no padding.
         dtype: exact dtype of the data; nothing is converted.
         pad: what padded rows hold, and every row during capture.
+        real: what every real row holds, so that the step can tell rows from padding: the runner
+            writes it, and callers leave the slot out. It needs a named dim and a constant pad.
         sample: for ``prove``: called with the shape and a ``torch.Generator``, returns fresh legal
             data on the host. Without it floating slots get normal random numbers and all others
-            keep their pad value, because a random index may point anywhere.
+            keep their pad value, because a random index may point anywhere. With ``real``, what
+            rows hold in a proof instead.
 
     Raises:
         ConfigError: a name, dimension, dtype or pad rule that cannot work. It is a ValueError.
@@ -129,6 +132,7 @@ class InputSlot:
     dims: tuple[Dim, ...] = attrs.field(converter=_dims)
     dtype: torch.dtype
     pad: Pad = attrs.field(kw_only=True)
+    real: Scalar | None = attrs.field(default=None, kw_only=True)
     sample: Callable[[tuple[int, ...], torch.Generator], torch.Tensor] | None = attrs.field(
         default=None, kw_only=True, eq=False
     )
@@ -147,6 +151,13 @@ class InputSlot:
                 f"input slot {self.name!r} needs a torch.dtype, got {brief(self.dtype)}"
             )
         self._check_pad()
+        if self.real is not None and (
+            self.pad.kind != "fill" or self.axis is None or not _fits(self.real, self.dtype)
+        ):
+            raise ConfigError(
+                f"input slot {self.name!r} marks real rows with {brief(self.real)}, for which it "
+                f"needs a named dim, Pad.fill(value) or Pad.zero(), and a dtype that holds it"
+            )
 
     def _check_pad(self) -> None:
         if not isinstance(self.pad, Pad):
@@ -191,6 +202,12 @@ class InputSlot:
     def axis(self) -> int | None:
         """Index of the named dimension, or None when the shape is fixed."""
         return next((i for i, dim in enumerate(self.dims) if isinstance(dim, str)), None)
+
+    @property
+    def fixed_in_proofs(self) -> bool:
+        """Whether ``prove`` leaves it at its pad value, because it cannot draw valid data."""
+        drawn = self.dtype.is_floating_point or self.dtype.is_complex
+        return self.sample is None and self.real is None and not drawn
 
     @property
     def row_shape(self) -> tuple[int | None, ...]:

@@ -1,0 +1,210 @@
+"""Several decode steps in one launch: a step around the engine's own, unrolled and under a mask.
+
+The graph of a bucket holds the steps one after another. ``batch.running`` says on the device which
+requests take a step: those of the run, without those that are done. All others are padding: after
+every step their rows get their slots' pad values again, whatever ``advance`` wrote there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief
+from devgraph.runners.batch import Batch
+from devgraph.runners.inputs import ramp
+from devgraph.runners.outputs import slots_by_leaf
+from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot, Pad
+
+RUNNING = InputSlot("running", ("requests",), torch.bool, pad=Pad.zero(), real=True)
+"""Which requests take a step."""
+
+HELD = InputSlot(
+    "held",
+    ("requests",),
+    torch.bool,
+    pad=Pad.zero(),
+    real=False,
+    sample=lambda shape, _: torch.ones(shape, dtype=torch.bool),
+)
+"""True in a proof: what it left at pad values (rows of a cache) stays there, whatever ``advance``
+makes of it, because a proof must not write real state."""
+
+SLOTS = (RUNNING, HELD)
+"""What a loop adds to the slots of the engine."""
+
+
+class LoopResult(NamedTuple):
+    """What a run of several steps returns: tensors on the device, valid until the next run."""
+
+    outputs: Any
+    """What the steps returned, each tensor stacked to ``[steps, rows, ...]``. Where a request took
+    no step its rows hold zeros; a tensor without rows does where no request took one."""
+    steps: torch.Tensor
+    """How many steps were taken: those of the request that took most of them. An int64 scalar."""
+    taken: torch.Tensor
+    """How many steps each request took, int64 ``[requests]``."""
+
+
+@attrs.frozen(kw_only=True)
+class Loop:
+    """Several decode steps in one launch, as ``DecodeRunner(loop=...)`` takes it.
+
+    A run then equals ``steps`` runs of one step each, between which ``advance`` made the next
+    inputs and requests that are done were left out.
+
+    Args:
+        steps: how many, at least 1.
+        advance: ``advance(batch, outputs)`` is called after every step, the last one included, with
+            what the step returned. It writes the next step's inputs into ``batch.<slot>``, on the
+            device and for all rows: those of requests that do not go on are padded again behind it.
+            What else it writes (bound tensors) it guards by ``batch.running``.
+        done: ``done(batch, outputs)`` is called after ``advance`` and returns a bool tensor
+            ``[requests]``: which requests take no further step. None: every request takes all.
+
+    Host arguments keep their values in all steps of a launch, so what grows (lengths) is advanced
+    on the device, and a host argument is a bound that holds for the last step too. ``prepare``
+    plans once for all of them.
+
+    Raises:
+        ConfigError: not at least one step. ``ConfigTypeError`` where something is no function.
+    """
+
+    steps: int
+    advance: Callable[[Batch, Any], object]
+    done: Callable[[Batch, Any], torch.Tensor] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int):
+            raise ConfigTypeError(f"steps of a loop must be an int, got {brief(self.steps)}")
+        if self.steps < 1:
+            raise ConfigError(f"steps of a loop must be at least 1, got {self.steps}")
+        for name in ("advance", "done"):
+            given = getattr(self, name)
+            if not callable(given) and (name == "advance" or given is not None):
+                raise ConfigTypeError(f"{name} of a loop must be a function: {brief(given)}")
+
+    def unrolled(
+        self, forward: Callable[[Batch], Any], slots: Mapping[str, InputSlot], outputs: Any
+    ) -> Callable[[Batch], LoopResult]:
+        """Return all steps as one.
+
+        Args:
+            forward: one step.
+            slots: the input slots, ``SLOTS`` among them.
+            outputs: the output slots of one step.
+        """
+        if not callable(forward):
+            raise ConfigTypeError(f"the step of a runner must be callable: {brief(forward)}")
+
+        def looped(batch: Batch) -> LoopResult:
+            if batch.width is None:
+                raise InputError(
+                    "a loop of decode steps needs the same number of tokens for every request of a "
+                    "batch; split the batch by width"
+                )
+            found, alive = [], []
+            for _ in range(self.steps):
+                running = batch.running.clone()
+                alive.append(running)
+                result = forward(batch)
+                found.append(_masked(result, outputs, running, batch.width))
+                self.advance(batch, result)
+                if self.done is not None:
+                    batch.running.logical_and_(self._done(batch, result).logical_not())
+                moving = batch.running.logical_and(batch.held.logical_not())
+                for name, slot in slots.items():
+                    going = moving if slot.fixed_in_proofs else batch.running
+                    pad_rows(getattr(batch, name), slot, going, batch.width)
+            went = torch.stack(alive)
+            return LoopResult(pytree.tree_map(_stacked, *found), went.any(1).sum(), went.sum(0))
+
+        return looped
+
+    def _done(self, batch: Batch, result: Any) -> torch.Tensor:
+        assert self.done is not None
+        found = self.done(batch, result)
+        if (
+            not isinstance(found, torch.Tensor)
+            or found.dtype is not torch.bool
+            or found.shape != batch.running.shape
+        ):
+            raise ConfigTypeError(
+                f"done of a loop must return a bool tensor with an entry for each of "
+                f"{batch.requests} requests, got {brief(found)}"
+            )
+        return found
+
+
+def looped_outputs(outputs: Any) -> LoopResult:
+    """Return the output slots of a loop, from those of one step."""
+    stacked = pytree.tree_map(lambda slot: attrs.evolve(slot, dim=slot.dim + 1), outputs)
+    return LoopResult._make((stacked, OutputSlot(rows=None), ROW_PER_REQUEST))
+
+
+def _masked(result: Any, outputs: Any, running: torch.Tensor, width: int) -> Any:
+    """Return what a step returned, zero where no request of ``running`` has its rows."""
+    leaves, spec = pytree.tree_flatten(result)
+    kept = []
+    for leaf, slot in zip(leaves, slots_by_leaf(outputs, result), strict=True):
+        if isinstance(leaf, torch.Tensor):
+            rows = _rows(running, slot.rows, width)
+            shape = [1] * leaf.dim()
+            if rows.dim() and slot.dim < leaf.dim() and leaf.shape[slot.dim] == rows.shape[0]:
+                shape[slot.dim] = rows.shape[0]
+            elif rows.dim():  # of another size than declared, which the output buffers refuse
+                rows = running.any()
+            leaf = leaf.masked_fill(rows.logical_not().view(shape), 0)
+        kept.append(leaf)
+    return pytree.tree_unflatten(kept, spec)
+
+
+def _rows(running: torch.Tensor, dim: str | None, width: int) -> torch.Tensor:
+    """Return which rows along ``dim`` are of requests in ``running``; a scalar for no such dim."""
+    if dim == "requests":
+        return running
+    if dim == "tokens":
+        return running.repeat_interleave(width) if width > 1 else running
+    return running.any()
+
+
+def _stacked(*steps: Any) -> Any:
+    return torch.stack(steps) if isinstance(steps[0], torch.Tensor) else steps[0]
+
+
+def pad_rows(tensor: torch.Tensor, slot: InputSlot, running: torch.Tensor, width: int) -> None:
+    """Write the pad value of ``slot`` into every row of a request that is not in ``running``.
+
+    Offsets (``"requests+1"``) keep what lies before the last request of ``running``: the tokens of
+    requests that are done before it stay where they are, as padding.
+    """
+    axis, pad = slot.axis, slot.pad
+    if axis is None:
+        return
+    if slot.row_dim == "requests+1":
+        followed = running.flip(0).cumsum(0).flip(0) > 0
+        real = torch.cat([followed.new_ones(1), followed])
+    else:
+        real = _rows(running, slot.row_dim, width)
+    count = tensor.shape[axis]
+    shape = [1] * tensor.dim()
+    shape[axis] = count
+    if pad.kind == "fill":
+        tensor.masked_fill_(real.logical_not().view(shape), pad.value)
+        return
+    if pad.source is not None:
+        padded = pad.source.expand(tensor.shape)
+    else:
+        at = torch.arange(count, device=tensor.device)
+        last = torch.where(real, at, -1).cummax(0).values  # the row to continue from
+        steps = pad.step * (at - last) if pad.kind == "ramp" else torch.zeros_like(at)
+        padded = torch.where(
+            (last >= 0).view(shape),
+            tensor.index_select(axis, last.clamp(min=0)) + steps.to(slot.dtype).view(shape),
+            ramp(pad, count, slot, tensor.device),
+        )
+    tensor.copy_(torch.where(real.view(shape), tensor, padded))

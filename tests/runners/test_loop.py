@@ -1,0 +1,138 @@
+"""Loops: what is refused, the pad rules behind ``advance``, and what reports say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.runners.loop import pad_rows
+from tests.support.runner_steps import IDS, ROWS, X, decode_of
+
+
+def _stay(batch: Any, outputs: Any) -> None:
+    """Leave the inputs as they are."""
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"steps": 0}, "at least 1"),
+        ({"steps": 1.5}, "must be an int"),
+        ({"advance": None}, "advance of a loop"),
+        ({"done": 3}, "done of a loop"),
+    ],
+)
+def test_a_loop_that_cannot_work_is_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(dg.ConfigError, match=match):
+        dg.Loop(**{"steps": 2, "advance": _stay, **options})
+
+
+RUNNING = torch.tensor([False, True, True, False, True, False])
+
+
+@pytest.mark.parametrize(
+    ("pad", "want"),
+    [
+        (dg.Pad.fill(-1), [-1, 11, 12, -1, 14, -1]),
+        (dg.Pad.value_of(torch.tensor(7)), [7, 11, 12, 7, 14, 7]),
+        (dg.Pad.last(5), [5, 11, 12, 12, 14, 14]),
+        (dg.Pad.ramp(3, 1), [1, 11, 12, 15, 14, 17]),
+    ],
+)
+def test_rows_of_requests_that_are_done_get_their_pad_values(pad: dg.Pad, want: list[int]) -> None:
+    rows = torch.arange(10, 16)
+    pad_rows(rows, dg.InputSlot("rows", ("requests",), torch.int64, pad=pad), RUNNING, 1)
+    assert rows.tolist() == want
+    wide = torch.arange(10, 16).repeat(2, 1)
+    pad_rows(wide, dg.InputSlot("rows", (2, "requests"), torch.int64, pad=pad), RUNNING, 1)
+    assert wide.tolist() == [want, want]
+
+
+def test_the_tokens_of_a_request_are_padded_together() -> None:
+    slot = dg.InputSlot("ids", ("tokens",), torch.int64, pad=dg.Pad.fill(-1))
+    rows = torch.arange(6)
+    pad_rows(rows, slot, torch.tensor([True, False, True]), 2)
+    assert rows.tolist() == [0, 1, -1, -1, 4, 5]
+
+
+def test_offsets_stay_up_to_the_last_request_that_goes_on() -> None:
+    slot = dg.InputSlot("starts", ("requests+1",), torch.int64, pad=dg.Pad.last())
+    starts = torch.arange(0, 14, 2)
+    pad_rows(starts, slot, RUNNING, 2)
+    assert starts.tolist() == [0, 2, 4, 6, 8, 10, 10]
+
+
+def test_a_slot_without_rows_is_left_alone() -> None:
+    slot = dg.InputSlot("scale", (2,), torch.float32, pad=dg.Pad.zero())
+    scale = torch.ones(2)
+    pad_rows(scale, slot, RUNNING, 1)
+    assert scale.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("found", [None, torch.zeros(2), torch.zeros(9, dtype=torch.bool)])
+def test_done_must_return_a_bool_for_each_request(found: Any) -> None:
+    loop = dg.Loop(steps=2, advance=_stay, done=lambda batch, out: found)
+    with pytest.raises(dg.ConfigTypeError, match="done of a loop must return"):
+        decode_of(lambda batch: batch.x * 2, [X], loop=loop)
+
+
+def test_a_batch_of_several_widths_cannot_loop() -> None:
+    n = dg.InputSlot("n", ("requests",), torch.int64, pad=dg.Pad.zero())
+    runner = decode_of(lambda batch: batch.x * 2, [X, n], loop=dg.Loop(steps=2, advance=_stay))
+    with pytest.raises(dg.InputError, match="split the batch by width"):
+        runner.run({"x": torch.ones(5, 3), "n": torch.ones(2, dtype=torch.int64)})
+
+
+def test_the_slots_of_a_loop_are_its_own() -> None:
+    running = dg.InputSlot("running", ("requests",), torch.bool, pad=dg.Pad.zero())
+    loop = dg.Loop(steps=2, advance=_stay)
+    with pytest.raises(dg.ConfigError, match="'running' is declared twice"):
+        decode_of(lambda batch: batch.x * 2, [X, running], loop=loop)
+    runner = decode_of(lambda batch: batch.x * 2, [X], loop=loop)
+    with pytest.raises(dg.InputError, match="unknown input running"):
+        runner.run({"x": torch.ones(2, 3), "running": torch.ones(2, dtype=torch.bool)})
+
+
+def test_a_real_value_needs_rows_and_a_constant_pad() -> None:
+    for dims, pad, real in (((3,), dg.Pad.zero(), 1), (("tokens",), dg.Pad.last(), 1)):
+        with pytest.raises(dg.ConfigError, match="marks real rows"):
+            dg.InputSlot("m", dims, torch.int64, pad=pad, real=real)
+    with pytest.raises(dg.ConfigError, match="marks real rows"):
+        dg.InputSlot("m", ("tokens",), torch.bool, pad=dg.Pad.zero(), real=3)
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable", "disabled"])
+def test_a_slot_with_a_real_value_tells_real_rows(policy: str) -> None:
+    marks = [
+        dg.InputSlot("a", ("requests",), torch.int64, pad=dg.Pad.fill(-2), real=5),
+        dg.InputSlot("b", ("tokens", 2), torch.float32, pad=dg.Pad.zero(), real=0.5),
+    ]
+    runner = decode_of(
+        lambda batch: batch.a[:, None] * batch.x[:, :2] + batch.b, [X, *marks], config=policy
+    )
+    for count in (3, 1, 4, 9):
+        x = torch.randn(count, 3)
+        assert torch.equal(runner.run({"x": x}), 5 * x[:, :2] + 0.5)
+    if policy != "disabled":
+        assert runner.prove().ok
+
+
+def test_reports_say_how_many_steps_a_launch_takes() -> None:
+    loop = dg.Loop(steps=3, advance=_stay)
+    runner = decode_of(lambda batch: batch.x * 2, [X], loop=loop)
+    runner.run({"x": torch.ones(2, 3)})
+    assert runner.stats().steps_per_launch == 3 and runner.stats().graph_steps == 1
+    assert "3 steps a launch" in runner.explain()
+
+
+def test_an_output_of_other_rows_than_declared_is_named() -> None:
+    with pytest.raises(dg.ConfigError, match="output .* rows='tokens'"):
+        decode_of(
+            lambda batch: batch.rows[:1],
+            [IDS, ROWS],
+            outputs=dg.OutputSlot(rows="tokens"),
+            loop=dg.Loop(steps=2, advance=_stay),
+        )
