@@ -295,6 +295,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="also run the same engine eagerly and compare tokens and speed (default: on)",
     )
     add(
+        "--steps-per-launch",
+        type=_count,
+        default=1,
+        metavar="K",
+        help="take K decode steps in one launch, while all requests are greedy (default: 1)",
+    )
+    add(
         "--fuse",
         action=argparse.BooleanOptionalAction,
         default=True,

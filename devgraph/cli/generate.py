@@ -68,6 +68,7 @@ def generate(
             max_requests=args.max_requests,
             max_len=args.max_len,
             max_step_tokens=args.max_step_tokens,
+            steps_per_launch=args.steps_per_launch,
             fuse=args.fuse,
             few_buckets=few_buckets,
         ),

@@ -123,7 +123,7 @@ def summarise(
         else None,
         decode_tokens=decoded[0].decode_tokens if decoded else None,
         capture_seconds=capture_seconds,
-        phases=(engine.prefill.stats(), engine.decode.stats()),
+        phases=tuple(runner.stats() for runner in engine.runners),
         fused=None if fusion is None else fusion.counts,
         unfused=None if fusion is None else fusion.unfused,
     )
@@ -181,6 +181,8 @@ class Setup:
     max_requests: int | None
     max_len: int | None
     max_step_tokens: int | None
+    steps_per_launch: int = 1
+    """Decode steps of a launch."""
     fuse: bool = True
     """Compute with fewer kernels where that was seen to give the same."""
     few_buckets: bool = False
@@ -208,6 +210,7 @@ class Setup:
             max_requests=requests,
             max_len=self.max_len or max(lengths) + task.max_new_tokens,
             max_step_tokens=step_tokens,
+            steps_per_launch=self.steps_per_launch,
             fuse=self.fuse,
         )
 
@@ -339,7 +342,7 @@ def _counted(counts: Mapping[str, int] | None) -> str:
 
 def _print_phases(backend: Backend, resolution: Resolution, graphs: Run) -> None:
     columns = {
-        "phase": [stats.phase for stats in graphs.phases],
+        "phase": [stats.name for stats in graphs.phases],
         "requested": [resolution.requested.phase(stats.phase).policy for stats in graphs.phases],
         "effective": [stats.effective for stats in graphs.phases],
         "steps": [stats.steps for stats in graphs.phases],
@@ -365,7 +368,7 @@ def _buckets(stats: RunnerStats) -> str:
     if len(keys) > MOST_BUCKETS:
         keys = [*keys[: MOST_BUCKETS - 1], "...", keys[-1]]
     unit = "tokens" if stats.phase == "prefill" else "requests"
-    return f"{stats.phase} {', '.join(keys)} {unit}" if keys else f"{stats.phase} none"
+    return f"{stats.name} {', '.join(keys)} {unit}" if keys else f"{stats.name} none"
 
 
 def _print_speed(runs: Sequence[Run]) -> None:

@@ -161,6 +161,18 @@ def test_without_compare_nothing_runs_eagerly(folder: Path, capsys: pytest.Captu
     assert data["same_tokens"] is None
 
 
+def test_launches_of_several_steps_have_a_row_and_give_the_same_tokens(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = _argv(folder, "--max-new-tokens", "8", "--steps-per-launch", "4")
+    data = run_json(capsys, *argv)
+    assert data["same_tokens"]
+    assert data["runs"][0]["tokens"] == [_expected(folder, prompt, 8) for prompt in PROMPTS]
+    several = data["runs"][0]["phases"][2]
+    assert (several["name"], several["steps_per_launch"]) == ("decode by 4", 4)
+    assert several["graph_steps"] == several["steps"] > 0
+
+
 def test_transformers_own_generate_is_timed_beside(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):

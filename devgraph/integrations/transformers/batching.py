@@ -50,14 +50,23 @@ class Batcher:
         self._model = model
         self._backend = backend
 
-    def decode(self, pieces: Sequence[Piece]) -> StepData:
-        """Return a decode step; piece ``i`` has one token and slot ``i``."""
+    def decode(
+        self, pieces: Sequence[Piece], left: Sequence[int] | None = None, *, steps: int = 1
+    ) -> StepData:
+        """Return a decode step; piece ``i`` has one token and slot ``i``.
+
+        Args:
+            left: tokens that each may still generate, for a launch of ``steps`` steps.
+        """
+        inputs = self._tokens(pieces)
         positions = [piece.cached for piece in pieces]
-        return StepData(
-            inputs=self._tokens(pieces),
-            host_args=dict(self._model.decode_host_values(positions)),
-            longest=max(positions) + 1,
-        )
+        longest = max(positions) + 1
+        if left is not None:
+            inputs["left"] = self.tensor(list(left))
+            ends = zip(positions, left, strict=True)
+            longest = max(position + min(steps, count) for position, count in ends)
+        host_args = dict(self._model.decode_host_values(positions, longest=longest))
+        return StepData(inputs=inputs, host_args=host_args, longest=longest)
 
     def packed(self, pieces: Sequence[Piece]) -> StepData:
         """Return a step over pieces of any length in any slots."""

@@ -77,6 +77,7 @@ class EngineStats:
     """
 
     decode_steps: int = 0
+    """Where one launch takes several, each of them counts."""
     packed_steps: int = 0
     prompt_tokens: int = 0
     """Prompt tokens that were run."""
@@ -91,19 +92,17 @@ class EngineStats:
     decode_tokens: int = 0
     """Tokens that decode steps generated."""
 
-    def count(self, chunks: Sequence[Chunk], new: int, decode: bool, seconds: float) -> None:
-        """Add one step that ran ``chunks`` and generated ``new`` tokens."""
+    def count(self, new: int, prompt: int, decodes: int, seconds: float) -> None:
+        """Add a packed step, or so many decode steps, with tokens of prompts and new ones."""
         self.seconds += seconds
         self.generated_tokens += new
-        if decode:
-            self.decode_steps += 1
+        self.prompt_tokens += prompt
+        if decodes:
+            self.decode_steps += decodes
             self.decode_seconds += seconds
             self.decode_tokens += new
         else:
             self.packed_steps += 1
-        for chunk in chunks:
-            before = chunk.request.cached - chunk.count
-            self.prompt_tokens += max(0, min(chunk.count, chunk.request.prompt_length - before))
 
 
 class Engine:
@@ -126,6 +125,9 @@ class Engine:
         max_step_tokens: tokens of a packed step; longer prompts run in chunks. A model that attends
             by itself (``engine.model.own`` says why) takes one prompt at a time.
         eos_token_ids: tokens that end a request; None takes the model's own.
+        steps_per_launch: decode steps that one launch takes while every running request is greedy
+            and one wants at least half as many tokens. Tokens come together then, and a request
+            waits for a place until the launch is over.
         fuse: compute what can be with fewer kernels (see ``fusion``), unless the model attends by
             itself; tokens may then differ from the model's own where two are equal but for
             rounding. ``engine.model.fusion`` says what was fused, and what not and why.
@@ -146,17 +148,21 @@ class Engine:
         max_len: int | None = None,
         max_step_tokens: int = 512,
         eos_token_ids: Sequence[int] | None = None,
+        steps_per_launch: int = 1,
         fuse: bool = True,
     ) -> None:
         self.backend = get_backend(backend) if isinstance(backend, str) else backend
         self.config = (config or DeviceGraphConfig()).for_backend(self.backend.name)
         self.max_step_tokens = max_step_tokens
+        self.steps_per_launch = steps_per_launch
+        # Attention with lengths on the host would need others in every step of a launch.
+        single = steps_per_launch == 1
         self.model = CausalModel(
             model,
             max_requests=max_requests,
             max_len=max_len,
             updatable=self.backend.capabilities.region_update,
-            slot_attention=self.backend.slot_attention,
+            slot_attention=self.backend.slot_attention if single else None,
             fuse=fuse,
         )
         if self.model.device.type != self.backend.device.type:
@@ -202,15 +208,31 @@ class Engine:
             max_tokens=max_step_tokens,
             max_requests=max_requests,
         )
-        self.decode = self.make_decode(self.config.decode, max_requests=max_requests)
+        decode = self.config.decode
+        self.decode = self.make_decode(decode, max_requests=max_requests)
+        self.runners: list[Runner] = [self.prefill, self.decode]
+        self.several: DecodeRunner | None = None
+        """Runs launches of several decode steps."""
+        if self.steps_per_launch != 1:
+            self.several = self.make_decode(
+                decode,
+                self.steps_per_launch,
+                max_requests=max_requests,
+                name=f"decode by {self.steps_per_launch}",
+                share=self.decode,
+            )
+            self.runners.append(self.several)
 
-    def make_decode(self, config: PhaseConfig, **options: Any) -> DecodeRunner:
-        """Return a runner of the model's decode steps; whoever asks for another closes it."""
+    def make_decode(self, config: PhaseConfig, steps: int = 1, **options: Any) -> DecodeRunner:
+        """Return a runner of the model's decode steps, or of launches of several, which return
+        tokens only; whoever asks for another closes it."""
+        model = self.model
         return DecodeRunner(
-            self.model.decode,
-            self.model.decode_inputs(),
+            model.decode if steps == 1 else lambda batch: model.decode(batch)["tokens"],
+            model.decode_inputs(steps),
+            loop=None if steps == 1 else model.loop(steps, self._eos),
             outputs=OutputSlot(rows="tokens"),
-            host_args=self.model.decode_host_args,
+            host_args=model.decode_host_args,
             config=_as_wanted(config),
             backend=self.backend,
             pool=self.pool,
@@ -328,18 +350,48 @@ class Engine:
         chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
         if not chunks:
             return []
+        prompt = sum(chunk.of_prompt for chunk in chunks)
         decode = all(chunk.count == 1 and chunk.completes for chunk in chunks)
-        # In a decode step rows are slots, which the scheduler compacted.
-        runner: Runner = self.decode if decode else self.prefill
-        data = self.batcher.decode(chunks) if decode else self.batcher.packed(chunks)
-        out = runner.run(data.inputs, host_args=data.host_args, longest=data.longest)
-        events = self._advance(chunks, out)
-        self._stats.count(chunks, len(events), decode, time.perf_counter() - begin)
+        if decode and self._launch_pays(chunks):
+            steps = self._launch(chunks)
+        else:
+            # In a decode step rows are slots, which the scheduler compacted.
+            runner: Runner = self.decode if decode else self.prefill
+            data = self.batcher.decode(chunks) if decode else self.batcher.packed(chunks)
+            out = runner.run(data.inputs, host_args=data.host_args, longest=data.longest)
+            steps = [self._chosen(chunks, out)]
+        events = [event for tokens in steps for event in self._accept(tokens)]
+        decodes = len(steps) if decode else 0
+        self._stats.count(len(events), prompt, decodes, time.perf_counter() - begin)
         return events
 
-    def _advance(
+    def _launch_pays(self, chunks: Sequence[Chunk]) -> bool:
+        if self.several is None or any(chunk.request.sampler for chunk in chunks):
+            return False
+        return 2 * max(chunk.request.wanted for chunk in chunks) >= self.steps_per_launch
+
+    def _launch(self, chunks: Sequence[Chunk]) -> list[list[tuple[Request, int]]]:
+        """Take several decode steps; return the tokens of each."""
+        assert self.several is not None
+        left = [chunk.request.wanted for chunk in chunks]
+        data = self.batcher.decode(chunks, left, steps=self.steps_per_launch)
+        out = self.several.run(data.inputs, host_args=data.host_args, longest=data.longest)
+        *tokens, taken = torch.cat([out.outputs, out.taken[None]]).tolist()  # one transfer
+        for chunk, count in zip(chunks, taken, strict=True):
+            chunk.request.cached += count
+        return [
+            [
+                (chunk.request, token)
+                for chunk, token, count in zip(chunks, row, taken, strict=True)
+                if step < count
+            ]
+            for step, row in enumerate(tokens[: max(taken)])
+        ]
+
+    def _chosen(
         self, chunks: Sequence[Chunk], out: Mapping[str, torch.Tensor]
-    ) -> list[TokenEvent]:
+    ) -> list[tuple[Request, int]]:
+        """Return the tokens of a step that ran."""
         rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
         logits, best = out["logits"], out["tokens"]
         if len(rows) < len(chunks):
@@ -348,9 +400,14 @@ class Engine:
         tokens = draw_rows(logits, best, [chunks[i].request.sampler for i in rows]) if rows else []
         for chunk in chunks:
             chunk.request.cached += chunk.count
+        return [(chunks[i].request, token) for i, token in zip(rows, tokens, strict=True)]
+
+    def _accept(self, tokens: Sequence[tuple[Request, int]]) -> list[TokenEvent]:
+        """Give each request its token, unless an earlier one of the launch has ended it."""
         events = []
-        for i, token in zip(rows, tokens, strict=True):
-            request = chunks[i].request
+        for request, token in tokens:
+            if request.finish_reason is not None:
+                continue
             text = request.accept(token)
             events.append(
                 TokenEvent(
@@ -409,16 +466,17 @@ class Engine:
     def ready(self) -> None:
         """Capture what is to be captured before the first step, unless that is done already."""
         if not self._captured:
-            for runner in (self.prefill, self.decode):
+            for runner in self.runners:
                 if runner.captures_first:
                     runner.capture()
             self._captured = True
 
     def capture(self) -> None:
-        """Capture the graphs of both phases, those of the phase with larger steps first."""
+        """Capture the graphs of all runners, those of the phase with larger steps first."""
         self._check_open()
-        self.prefill.capture(everything=self.config.prefill.capture == "eager")
-        self.decode.capture(everything=self.config.decode.capture == "eager")
+        for runner in self.runners:
+            asked = self.config.phase(runner.phase).capture
+            runner.capture(everything=asked == "eager")
         self._captured = True
 
     def idle(self) -> bool:
@@ -427,7 +485,7 @@ class Engine:
         For the configurations that capture in the background of serving.
         """
         self._check_open()
-        return self.decode.idle() or self.prefill.idle()
+        return any(runner.idle() for runner in reversed(self.runners))
 
     def invalidate(self, reason: str) -> None:
         """Drop all graphs, for example because weights were replaced; ``capture`` makes new ones.
@@ -435,8 +493,8 @@ class Engine:
         Weights that were overwritten in place need no call: graphs read them where they are.
         """
         self._check_open()
-        self.decode.invalidate(reason)
-        self.prefill.invalidate(reason)
+        for runner in reversed(self.runners):
+            runner.invalidate(reason)
         self._captured = False
 
     def stats(self) -> EngineStats:
@@ -452,8 +510,8 @@ class Engine:
         if self.closed:
             return
         self.closed = True
-        self.decode.close()
-        self.prefill.close()
+        for runner in reversed(self.runners):
+            runner.close()
         self.model.close()
 
     def _check_open(self) -> None:

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from devgraph.integrations.transformers.probe import (
     replaced,
 )
 from devgraph.runners.batch import Batch
+from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
 
 logger = logging.getLogger(__name__)
@@ -191,9 +192,20 @@ class CausalModel:
 
     # -- what the runners are told ---------------------------------------------------------------
 
-    def decode_inputs(self) -> list[InputSlot]:
-        """Return the input slots of a decode step."""
-        return self._token_slots()
+    def decode_inputs(self, steps: int = 1) -> list[InputSlot]:
+        """Return the input slots of a decode step, or of a launch of several."""
+        slots = self._token_slots(steps)
+        if steps > 1:
+            slots.append(
+                InputSlot(
+                    "left",
+                    ("requests",),
+                    torch.int64,
+                    pad=Pad.zero(),
+                    sample=lambda shape, _: torch.full(shape, steps),
+                )
+            )
+        return slots
 
     def packed_inputs(self) -> list[InputSlot]:
         """Return the input slots of a packed step."""
@@ -206,11 +218,12 @@ class CausalModel:
             ]
         return [*slots, InputSlot("last_tokens", ("requests",), torch.int64, pad=Pad.zero())]
 
-    def _token_slots(self) -> list[InputSlot]:
+    def _token_slots(self, steps: int = 1) -> list[InputSlot]:
         def drawn(high: int) -> Callable[[tuple[int, ...], torch.Generator], torch.Tensor]:
             return lambda shape, generator: torch.randint(0, high, shape, generator=generator)
 
-        ids, positions = drawn(self.shape.vocabulary), drawn(min(ROW_MULTIPLE, self.positions))
+        highest = max(1, min(ROW_MULTIPLE, self.positions) - steps + 1)
+        ids, positions = drawn(self.shape.vocabulary), drawn(highest)
         scratch = Pad.fill(self.cache.scratch_row)
         return [
             InputSlot("input_ids", ("tokens",), torch.int64, pad=Pad.zero(), sample=ids),
@@ -233,10 +246,15 @@ class CausalModel:
         """Host arguments of a packed step, with the values to capture with."""
         return {} if self.varlen or self.own is not None else {"spans": ()}
 
-    def decode_host_values(self, positions: list[int], width: int = 1) -> dict[str, Any]:
+    def decode_host_values(
+        self, positions: list[int], width: int = 1, *, longest: int | None = None
+    ) -> dict[str, Any]:
         """Return the host arguments for requests whose first new token is at ``positions``.
 
         Rounded so that they repeat, and the rows they make readable are cleared.
+
+        Args:
+            longest: tokens of the longest sequence after a launch of several steps.
         """
         if self.varlen:
             return {}
@@ -246,7 +264,7 @@ class CausalModel:
         if not self.bounded:
             self._prepare(positions, width, self.max_len)
             return {}
-        high = _round_up(max(positions) + width, ROW_MULTIPLE)
+        high = _round_up(longest or max(positions) + width, ROW_MULTIPLE)
         self._prepare(positions, width, high)
         low = min(positions) // ROW_MULTIPLE * ROW_MULTIPLE if self._windows != [None] else 0
         return {"kv_len": high, "kv_from": low}
@@ -273,6 +291,22 @@ class CausalModel:
         with self._running(step):
             logits = self.model(**self._inputs(step)).logits.flatten(0, 1)
         return {"logits": logits, "tokens": logits.argmax(-1)}
+
+    def loop(self, steps: int, ends: Iterable[int]) -> Loop:
+        """Return how a launch of several decode steps goes on: greedily, until a request has one of
+        the tokens ``ends`` or as many as ``left`` says."""
+        last = torch.tensor(sorted(ends), dtype=torch.int64, device=self.device)
+
+        def advance(batch: Batch, tokens: torch.Tensor) -> None:
+            batch.input_ids.copy_(tokens)
+            batch.position_ids.add_(1)
+            batch.slot_mapping.add_(1)
+            batch.left.sub_(1)
+
+        def done(batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
+            return (tokens[:, None] == last).any(1) | (batch.left <= 0)
+
+        return Loop(steps=steps, advance=advance, done=done)
 
     @torch.no_grad()
     def packed(self, batch: Batch) -> torch.Tensor:

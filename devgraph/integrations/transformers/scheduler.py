@@ -73,6 +73,11 @@ class Request:
         return len(self.tokens) - self.cached
 
     @property
+    def wanted(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_new_tokens - (len(self.tokens) - self.prompt_length)
+
+    @property
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
@@ -83,7 +88,7 @@ class Request:
             self.finish_reason = FinishReason.EOS
         elif token in self.stop:
             self.finish_reason = FinishReason.STOP
-        elif len(self.tokens) - self.prompt_length >= self.max_new_tokens:
+        elif self.wanted <= 0:
             self.finish_reason = FinishReason.LENGTH
         if self.stream is None:
             return ""
@@ -117,6 +122,11 @@ class Chunk:
     def ids(self) -> list[int]:
         """The tokens to run."""
         return self.request.tokens[self.cached : self.cached + self.count]
+
+    @property
+    def of_prompt(self) -> int:
+        """How many of them are of the prompt."""
+        return max(0, min(self.count, self.request.prompt_length - self.cached))
 
     @property
     def completes(self) -> bool:

@@ -230,6 +230,67 @@ class Letters:
         return "".join(chr(t + 32) for t in tokens)
 
 
+@pytest.mark.parametrize("mode", [EAGER, GRAPHS], ids=["eager", "graphs"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_launches_of_several_steps_give_the_tokens_of_single_ones(family: str, mode: str) -> None:
+    model = make_model(family)
+    texts = prompts(7)
+    want = [reference(model, text, 9) for text in texts]
+    eos = want[3][4]
+    with make_engine(model, mode, steps_per_launch=4, eos_token_ids=[eos]) as engine:
+        done = engine.generate(texts, max_new_tokens=9)
+        ended = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in want]
+        assert [list(one.token_ids) for one in done] == ended
+        assert engine.several is not None
+        several, stats = engine.several.stats(), engine.stats()
+        assert several.steps and several.graph_steps == (several.steps if mode == GRAPHS else 0)
+        singles = engine.decode.stats().steps
+        assert several.steps < stats.decode_steps - singles <= 4 * several.steps
+        assert stats.generated_tokens == sum(map(len, ended))
+        assert stats.prompt_tokens == sum(map(len, texts))
+        if mode == GRAPHS:
+            engine.capture()
+            assert engine.several.prove().ok
+
+
+def test_what_a_launch_made_behind_a_stop_is_dropped_and_the_place_is_free() -> None:
+    model = make_model("llama")
+    texts = prompts(4)
+    want = [reference(model, text, 12) for text in texts]
+    with make_engine(model, GRAPHS, steps_per_launch=4, max_requests=3) as engine:
+        ids = [
+            engine.add_request(text, max_new_tokens=12, stop_token_ids=[tokens[2]] * (i == 1))
+            for i, (text, tokens) in enumerate(zip(texts, want, strict=True))
+        ]
+        made: dict[int, list[TokenEvent]] = {}
+        while engine.has_work:
+            events = engine.step()
+            if len(events) > 3:  # step by step, as single steps would tell them
+                order = [event.request_id for event in events]
+                assert order[:2] == sorted(order[:2]) and len(set(order[:3])) > 1
+            for event in events:
+                made.setdefault(event.request_id, []).append(event)
+        want[1] = want[1][: want[1].index(want[1][2]) + 1]
+        assert [[event.token for event in made[i]] for i in ids] == want
+        assert [made[i][-1].finish_reason for i in ids] == ["length", "stop", "length", "length"]
+
+
+def test_a_request_that_draws_tokens_runs_step_by_step() -> None:
+    model = make_model("llama")
+    texts = prompts(2)
+    sampling = [SamplingParams(), SamplingParams(temperature=1.0, seed=5)]
+    with make_engine(model) as single, make_engine(model, steps_per_launch=4) as engine:
+        want = single.generate(texts, max_new_tokens=9, sampling=sampling)
+        got = engine.generate(texts, max_new_tokens=9, sampling=sampling)
+        assert [one.token_ids for one in got] == [one.token_ids for one in want]
+        assert engine.several is not None and engine.several.stats().steps == 0
+
+
+def test_steps_of_a_launch_are_counted_from_one() -> None:
+    with pytest.raises(DeviceGraphError, match="at least 1"):
+        make_engine(make_model("llama"), steps_per_launch=0)
+
+
 def test_text_streams_in_pieces_and_stops_at_a_string() -> None:
     model = make_model("llama")
     tokens = reference(model, Letters()("hello")["input_ids"], 12)
