@@ -103,9 +103,13 @@ class Metadata:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mode = FakeTensorMode()
         self._fakes: dict[Layout, torch.Tensor] = {}
         self._known: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def _mode(self) -> FakeTensorMode:
+        """Made for the first question: it imports torch's compiler, which takes seconds."""
+        return FakeTensorMode()
 
     def infer(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the operation would return, with a ``Layout`` in place of each tensor.
