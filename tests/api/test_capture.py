@@ -9,6 +9,7 @@ import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.support import Kit
+from devgraph.testing.conformance.test_sharing import check
 
 POLICIES = ("full", "breakable", "piecewise")
 
@@ -128,3 +129,122 @@ def test_one_bound_tensor_cannot_take_two_inputs():
 def test_warmup_that_is_no_count_is_refused(kit: Kit, warmup: Any) -> None:
     with pytest.raises(dg.InputError, match="warmup"):
         kit.capture(lambda x: x + 1, kit.tensor(4), warmup=warmup)
+
+
+def test_python_runs_once_and_its_numbers_are_frozen(kit: Kit) -> None:
+    x = kit.tensor(8)
+    factor = {"value": 2.0, "calls": 0}
+
+    def body() -> Any:
+        factor["calls"] += 1
+        return x * factor["value"]
+
+    graph, y = kit.record(body, warm=False)
+    factor["value"] = 3.0
+    graph.replay()
+    graph.replay()
+    kit.same(y, x * 2.0)
+    assert factor["calls"] == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_kwargs_and_nested_arguments_are_bound(kit: Kit, policy: str) -> None:
+    x, y = kit.tensor(8), kit.tensor(8, seed=1)
+
+    def step(batch: dict[str, Any], *, scale: Any) -> Any:
+        return {"sum": batch["x"][0] + scale, "none": None, "text": "kept"}
+
+    captured = kit.capture(step, {"x": [x]}, kwargs={"scale": y}, policy=policy)
+    kit.refill(x, 7)
+    kit.refill(y, 8)
+    kit.same(captured.replay(), {"sum": x + y, "none": None, "text": "kept"})
+
+
+def test_a_tensor_that_is_an_input_may_be_returned(kit: Kit) -> None:
+    x = kit.tensor(4, 4)
+    captured = kit.capture(lambda x: (x, x[1:], x.t() + 1), x)
+    kit.check(captured, lambda x: (x, x[1:], x.t() + 1), x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("move", ["set_", "data"])
+def test_bound_tensor_that_moved_is_refused(kit: Kit, policy: str, move: str) -> None:
+    """FAULTS 9."""
+    x = kit.tensor(8)
+    captured = kit.capture(lambda x: x + 1, x, policy=policy)
+    kept = x.detach()
+    if move == "data":
+        x.data = kit.tensor(8, seed=3)
+    else:
+        with torch.no_grad():
+            x.set_(kit.tensor(8, seed=3))
+    with pytest.raises(dg.StateError, match=r"moved from 0x.*copy_"):
+        captured.replay()
+    with torch.no_grad():
+        x.set_(kept)
+    captured.replay()
+    kit.same(captured.outputs, kept + 1)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_warmup_runs_the_step_so_often_before_the_capture(kit: Kit, warmup: int) -> None:
+    x = kit.tensor(4)
+    calls = []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        calls.append(dg.is_capturing())
+        return x + 1
+
+    captured = kit.capture(step, x, warmup=warmup)
+    assert calls == [False] * warmup + [True]
+    kit.check(captured, lambda x: x + 1, x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bound_tensor_of_another_layout_is_refused_until_it_is_back(kit: Kit, policy: str) -> None:
+    """FAULTS 9."""
+    x = kit.tensor(2, 3)
+    captured = kit.capture(lambda x: x * 2, x, policy=policy)
+    x.t_()
+    with pytest.raises(dg.StateError, match="another layout"):
+        captured.replay()
+    x.t_()
+    kit.check(captured, lambda x: x * 2, x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_result_that_requires_grad_remembers_no_replay(kit: Kit, policy: str) -> None:
+    """FAULTS 37."""
+    weight = torch.nn.Parameter(kit.tensor(4))
+
+    @dg.region(host_args=("factor",))
+    def body(x: torch.Tensor, *, factor: int) -> torch.Tensor:
+        return x * weight * factor
+
+    captured = check(kit, lambda x, *, factor: body(x, factor=factor), kit.tensor(4), policy)
+
+    def nodes() -> int:
+        seen, new = set(), [captured.outputs.grad_fn]
+        while new:
+            node = new.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                new.extend(after for after, _ in node.next_functions)
+        return len(seen)
+
+    before = nodes()
+    for _ in range(20):
+        captured.replay(factor=2)
+    assert nodes() == before
+
+
+def test_closed_capture_refuses_and_closes_twice(kit: Kit) -> None:
+    """FAULTS 28."""
+    x = kit.tensor(4)
+    with kit.capture(lambda x: x + 1, x) as captured:
+        assert captured.info().state == "ready"
+    assert captured.info().state == "closed"
+    captured.close()
+    for use in (captured.replay, captured.prove):
+        with pytest.raises(dg.StateError, match="closed"):
+            use()

@@ -14,6 +14,8 @@ import torch
 import devgraph as dg
 from devgraph.api.session import session
 from devgraph.cpu.backend import CpuBackend
+from devgraph.testing.conformance.support import Kit
+from devgraph.testing.conformance.test_concurrency import PATIENCE
 
 
 class Alone(CpuBackend):
@@ -294,3 +296,34 @@ def test_what_is_buried_on_a_lost_device_is_never_freed():
     backend.bury(kept.pop())
     gc.collect()
     assert all(memory() is not None for memory in alive)
+
+
+def test_capture_that_waits_too_long_names_the_capturing_thread(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 17."""
+    monkeypatch.setattr(kit.backend, "capture_lock_timeout", 0.05)
+    x = kit.tensor(8)
+    refused: list[BaseException] = []
+
+    def second() -> None:
+        try:
+            with kit.backend.capture_context(kit.backend.make_graph()):
+                x * 2
+        except dg.CaptureBusyError as error:
+            refused.append(error)
+
+    graph = kit.backend.make_graph()
+    owner = threading.current_thread().name
+    with kit.backend.capture_context(graph):
+        y = x + 1
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(PATIENCE)
+    assert len(refused) == 1
+    assert owner in str(refused[0])
+    graph.replay()
+    kit.same(y, x + 1)
+    monkeypatch.undo()
+    second()
+    assert len(refused) == 1

@@ -165,3 +165,11 @@ def test_pool_of_a_step_is_refused_inside_the_eager_bodies_of_its_capture(
     same(captured.replay(), (x + 1) * 2 + x)
     assert len(refused) == 2
     same(elsewhere.outputs, _squashed(z))
+
+
+def test_pool_belongs_to_one_backend(kit: Kit, pool: dg.Pool) -> None:
+    class Other:
+        name = "other"
+
+    with pytest.raises(dg.StateError, match="make_pool"):
+        pool.check(Other())  # type: ignore[arg-type]

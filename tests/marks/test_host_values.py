@@ -13,8 +13,14 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import Kit
-from devgraph.testing.conformance.test_host_args import prefix_sum, step, windowed_by_rule
+from devgraph.testing.conformance.support import Kit, same
+from devgraph.testing.conformance.test_host_args import (
+    prefix_sum,
+    reduced_prefix,
+    step,
+    usable_lengths,
+    windowed_by_rule,
+)
 
 POLICIES = ("full", "breakable", "piecewise")
 
@@ -273,3 +279,167 @@ def test_values_that_are_equal_and_differ_have_keys_of_their_own(
     seen.clear()
     captured.replay(value=other)
     assert bool(seen) == (one is not other)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_argument_may_arrive_in_the_variable_keywords_of_a_region(
+    kit: Kit, policy: str
+) -> None:
+    @dg.region(host_args=("length",))
+    def head(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return x[:, : options["length"]].sum(1) * float(options["scale"])
+
+    def scaled(x: torch.Tensor, *, length: int) -> torch.Tensor:
+        return head(x * 2, scale=0.5, length=length) + 1
+
+    x = kit.tensor(4, 8)
+    captured = kit.capture(scaled, x, policy=policy, host_args={"length": 3})
+    for seed, length in enumerate(usable_lengths(kit, policy)):
+        kit.check(captured, scaled, x, seed=seed, length=length)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({}, "missing.*length"),
+    "unknown": ({"length": 3, "lenght": 3}, "'lenght'.*Did you mean 'length'"),
+    **{
+        repr(value): ({"length": value}, "'length' was a int at capture")
+        for value in (2.5, "3", None, [3], True)
+    },
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_host_arguments_are_refused_and_nothing_is_sticky(
+    kit: Kit, policy: str, name: str
+) -> None:
+    """FAULTS 19."""
+    x = kit.tensor(4, 8)
+    captured = kit.capture(step, x, policy=policy, host_args={"length": 3})
+    captured.replay(length=3)
+    given, text = WRONG[name]
+    with pytest.raises(dg.HostArgumentError, match=text) as caught:
+        captured.replay(**given)
+    assert isinstance(caught.value, TypeError)
+    kit.check(captured, step, x, length=3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_default_in_the_signature_makes_a_host_argument_optional(kit: Kit, policy: str) -> None:
+    def with_default(x: torch.Tensor, *, length: int = 3) -> torch.Tensor:
+        return prefix_sum(x * 2, length=length)
+
+    x = kit.tensor(4, 8)
+    captured = kit.capture(with_default, x, policy=policy, host_args={"length": 3})
+    kit.check(captured, with_default, x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_list_that_is_not_reduced_cannot_be_a_key_of_a_graph(kit: Kit, policy: str) -> None:
+    """FAULTS 19."""
+
+    @dg.region(host_args=("lengths",))
+    def body(x: torch.Tensor, *, lengths: list[int]) -> torch.Tensor:
+        return x[:, : max(lengths)].sum(1)
+
+    def listed(x: torch.Tensor, *, lengths: list[int]) -> torch.Tensor:
+        return body(x * 2, lengths=lengths)
+
+    x = kit.tensor(4, 8)
+    if policy == "full":
+        with pytest.raises(dg.HostArgumentError, match=r"lengths.*list.*reduce"):
+            kit.capture(listed, x, policy=policy, host_args={"lengths": [3, 1]})
+    else:
+        captured = kit.capture(listed, x, policy=policy, host_args={"lengths": [3, 1]})
+        kit.check(captured, listed, x, lengths=[5, 2])
+
+
+@dg.region(host_args=("kv_len",))
+def windowed(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+    """Reads the last ``kv_len`` columns."""
+    return x[:, -kv_len:].sum(1)
+
+
+def _clamped(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+    return windowed(x * 2, kv_len=min(kv_len, 4096))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_clamping_a_host_argument_outside_a_region_is_refused(kit: Kit, policy: str) -> None:
+    x = kit.tensor(2, 6000)
+    with pytest.raises(dg.FrozenValueError, match="kv_len") as caught:
+        kit.capture(_clamped, x, policy=policy, host_args={"kv_len": 512})
+    assert "min(kv_len, 4096)" in str(caught.value)
+    assert __file__ in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_raw_capture_takes_the_declared_value_and_refuses_another(kit: Kit) -> None:
+    x = kit.tensor(4, 8)
+    graph, y = kit.record(lambda: prefix_sum(x * 2, length=3), host_args={"length": 3})
+    graph.replay()
+    kit.same(y, prefix_sum(x * 2, length=3))
+    with pytest.raises(dg.FrozenValueError, match="length"):
+        kit.record(lambda: prefix_sum(x * 2, length=4), host_args={"length": 3})
+
+
+def test_raw_capture_hands_out_tracked_host_arguments(kit: Kit) -> None:
+    x = kit.tensor(4, 8)
+    prefix_sum(x, length=3)
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph, host_args={"length": 3}) as host:
+        assert isinstance(host["length"], int)
+        y = prefix_sum(x * 2, length=host["length"])
+    graph.replay()
+    kit.same(y, prefix_sum(x * 2, length=3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rules_run_once_per_mark_and_replay(kit: Kit, policy: str) -> None:
+    calls: list[str] = []
+
+    def counted_max(lengths: list[int]) -> int:
+        calls.append("reduce")
+        return max(lengths)
+
+    def counted_half(lengths: list[int]) -> int:
+        calls.append("derive")
+        return max(lengths) // 2
+
+    @dg.region(
+        host_args=("lengths",), reduce={"lengths": counted_max}, derive={"half": counted_half}
+    )
+    def body(x: torch.Tensor, *, lengths: Any, half: int = 0) -> torch.Tensor:
+        return x + x[:, :lengths].sum() + half
+
+    def deep(x: torch.Tensor, *, lengths: list[int]) -> torch.Tensor:
+        for _ in range(4):
+            x = body(x * 0.5, lengths=lengths)
+        return x
+
+    x = kit.tensor(4, 8)
+    captured = kit.capture(deep, x, policy=policy, host_args={"lengths": [3]})
+    calls.clear()
+    captured.replay(lengths=[3])
+    assert sorted(calls) == ["derive", "reduce"]
+
+
+def test_rules_hold_outside_a_capture_too(kit: Kit) -> None:
+    x = kit.tensor(2, 12)
+    same(reduced_prefix(x, lengths=[3, 1]), x[:, :4].sum(1))
+    same(windowed_by_rule(x, kv_len=5), x[:, :5].sum(1))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_argument_may_be_positional_and_between_tensors(kit: Kit, policy: str) -> None:
+    @dg.region(host_args=("length",))
+    def body(x: torch.Tensor, length: int, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x[:, :length].sum(1) + y[:, 0] * scale
+
+    def positional(x: torch.Tensor, y: torch.Tensor, *, length: int) -> torch.Tensor:
+        return body(x * 2, length, y + 1, 0.5)
+
+    x, y = kit.tensor(4, 8), kit.tensor(4, 8, seed=1)
+    captured = kit.capture(positional, x, y, policy=policy, host_args={"length": 3})
+    for length in usable_lengths(kit, policy):
+        kit.check(captured, positional, x, y, length=length)

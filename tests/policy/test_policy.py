@@ -10,6 +10,8 @@ import torch
 
 import devgraph as dg
 from devgraph.api.policy import _registered, full, get_policy, policies, register_policy
+from devgraph.testing.conformance.support import BREAKING, Kit
+from devgraph.testing.conformance.test_marks import _chain, _with_breaks
 from tests.support.suite import printed_by
 
 
@@ -80,3 +82,36 @@ def test_registration_refuses_a_name_that_is_taken_and_a_promise_that_is_none() 
 def test_registry_is_read_without_torch() -> None:
     code = "import sys, devgraph.api.policy as p; print(len(p.policies()), 'torch' in sys.modules)"
     assert printed_by(code).split() == ["3", "False"]
+
+
+def test_full_is_one_segment_whatever_is_marked(kit: Kit) -> None:
+    x = kit.tensor(8)
+    for step in (_chain, _with_breaks):
+        captured = kit.capture(step, x, policy="full")
+        assert len(captured.segments) == 1
+        assert captured.info().segments == 1
+        assert "policy full" in captured.explain()
+
+
+@pytest.mark.parametrize("policy", BREAKING)
+def test_breakable_alternates_graphs_and_eager_segments(kit: Kit, policy: str) -> None:
+    captured = kit.capture(_chain, kit.tensor(8), policy=policy)
+    kinds = [isinstance(segment, dg.DeviceGraph) for segment in captured.segments]
+    assert kinds == [True, False, True, False, True]
+    assert captured.info().segments == 5
+    assert captured.info().regions == 2
+    assert captured.explain().count("doubled") == 2
+    for segment in captured.segments:
+        assert callable(segment.replay)
+        assert callable(segment.reset)
+
+
+@pytest.mark.parametrize("policy", BREAKING)
+def test_hook_runs_before_each_break_of_a_breakable_capture(kit: Kit, policy: str) -> None:
+    calls = []
+    captured = kit.capture(
+        _chain, kit.tensor(4), policy=policy, before_break=lambda: calls.append(1)
+    )
+    assert len(calls) == 2
+    captured.replay()
+    assert len(calls) == 2

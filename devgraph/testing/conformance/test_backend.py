@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
 
 import attrs
 import pytest
@@ -57,26 +55,6 @@ def test_capture_works_in_every_error_mode(kit: Kit, mode: str) -> None:
     kit.same(y, x * 2)
 
 
-def test_unknown_error_mode_is_refused_with_those_that_exist(kit: Kit) -> None:
-    graph = kit.backend.make_graph()
-    with (
-        pytest.raises(dg.InputError, match="thread_local"),
-        kit.backend.capture_context(graph, capture_error_mode="strict"),
-    ):
-        pytest.fail("the body ran")
-    assert graph.state == "empty"
-
-
-def test_pool_given_to_the_context_is_used(kit: Kit, pool: dg.Pool) -> None:
-    graph = kit.backend.make_graph()
-    x = kit.tensor(4)
-    with kit.backend.capture_context(graph, None, pool):
-        y = x + 1
-    assert graph.pool is pool
-    graph.replay()
-    kit.same(y, x + 1)
-
-
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -112,26 +90,3 @@ def test_fence_is_behind_the_work_before_it(kit: Kit, pool: dg.Pool) -> None:
     kit.backend.synchronize()
     assert done() is True
     assert done() is True
-
-
-def test_pool_belongs_to_one_backend(kit: Kit, pool: dg.Pool) -> None:
-    class Other:
-        name = "other"
-
-    with pytest.raises(dg.StateError, match="make_pool"):
-        pool.check(Other())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
-@pytest.mark.parametrize("what", ["graph", "pool", "captured"])
-def test_things_that_own_device_memory_cannot_be_copied(
-    kit: Kit, pool: dg.Pool, what: str, how: object
-) -> None:
-    """FAULTS 29."""
-    x = kit.tensor(4)
-    graph, _ = kit.record(lambda: x + 1, pool=pool)
-    captured = kit.capture(lambda x: x + 1, x)
-    thing = {"graph": graph, "pool": pool, "captured": captured}[what]
-    with pytest.raises(TypeError, match=r"pickled|copied"):
-        how(thing)  # type: ignore[operator]
-    graph.replay()  # a refused copy harms nothing

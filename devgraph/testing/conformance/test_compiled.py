@@ -90,27 +90,3 @@ def test_every_bucket_in_any_order_is_near_eager_when_compiled(
     """FAULTS 35. Compilers that the backend does not declare are not tried."""
     for compiler in set(kit.backend.capabilities.compilers) - {"eager"}:
         _in_every_order(kit, compiler, dtype, torch.testing.assert_close)
-
-
-def test_phases_of_the_capture_are_reported(kit: Kit) -> None:
-    step = layered(kit, torch.float32)
-    captured = kit.capture(
-        step, kit.tensor(6, WIDTH), policy="piecewise", host_args={"length": 3}, warmup=1
-    )
-    phases = captured.info().phases
-    assert {"activate", "warm-up", "capture"} <= set(phases)
-    assert "warm-up" in captured.explain()
-    assert captured.stats()["pieces"] == 7
-
-
-def test_unknown_compiler_is_refused_with_what_exists(kit: Kit) -> None:
-    with pytest.raises(ValueError, match="eager"):
-        kit.capture(lambda x: x + 1, kit.tensor(4), policy="piecewise", compiler="eagr")
-
-
-def test_line_that_cannot_be_traced_is_named_with_the_way_out(kit: Kit) -> None:
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if x.sum() > 0 else x - 1
-
-    with pytest.raises(dg.CaptureError, match=r"test_compiled\.py:\d+.*@dg\.region.*breakable"):
-        kit.capture(step, kit.tensor(4), policy="piecewise")

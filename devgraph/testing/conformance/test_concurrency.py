@@ -123,37 +123,6 @@ def test_two_threads_capture_one_after_the_other(kit: Kit) -> None:
     assert max(most) == 1
 
 
-def test_capture_that_waits_too_long_names_the_capturing_thread(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FAULTS 17."""
-    monkeypatch.setattr(kit.backend, "capture_lock_timeout", 0.05)
-    x = kit.tensor(8)
-    refused: list[BaseException] = []
-
-    def second() -> None:
-        try:
-            with kit.backend.capture_context(kit.backend.make_graph()):
-                x * 2
-        except dg.CaptureBusyError as error:
-            refused.append(error)
-
-    graph = kit.backend.make_graph()
-    owner = threading.current_thread().name
-    with kit.backend.capture_context(graph):
-        y = x + 1
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join(PATIENCE)
-    assert len(refused) == 1
-    assert owner in str(refused[0])
-    graph.replay()
-    kit.same(y, x + 1)
-    monkeypatch.undo()
-    second()
-    assert len(refused) == 1
-
-
 @declares("concurrent_threads")
 def test_another_thread_works_while_one_captures(kit: Kit) -> None:
     """FAULTS 16."""

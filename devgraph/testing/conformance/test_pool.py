@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import POLICIES, Kit, copied, declares
+from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, copied, declares, same
 
 WIDTH = 32
 
@@ -253,3 +253,31 @@ def test_process_with_hundreds_of_pools_knows_the_memory_of_each(kit: Kit) -> No
         assert [pool.bytes for pool in pools] == [0] * 300
     buckets = Buckets(kit, pools[-1], deep, (16,), "breakable")
     buckets.check(16, 7)
+
+
+@pytest.mark.parametrize("policy", BREAKING)
+def test_memory_that_dies_in_a_segment_is_whole_for_the_work_before_it_dies(
+    kit: Kit, policy: str
+) -> None:
+    """FAULTS 35."""
+    seen: list[torch.Tensor] = []
+
+    @dg.no_graph(fake=lambda table, rows: torch.empty_like(rows, dtype=table.dtype))
+    def looked_up(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        seen.append(rows.clone())
+        return table[rows]
+
+    def step(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        older = rows + 1
+        first = looked_up(table, older.clone())
+        newer = older * 2 - older  # reads what the next result may take the memory of
+        del older
+        zeros = torch.zeros_like(rows)
+        return first + looked_up(table, newer) + zeros
+
+    table, rows = kit.tensor(10), torch.arange(4, device=kit.device)
+    captured = kit.capture(step, table, rows, policy=policy)
+    assert all(torch.equal(found, rows + 1) for found in seen)
+    for shift in (0, 3):
+        rows.copy_(torch.arange(4, device=kit.device) + shift)
+        same(captured.replay(), step(table, rows))

@@ -1,4 +1,4 @@
-"""Runners on the backend under test: buckets, padding, state, refusals and life."""
+"""Runners on the backend under test: buckets, padding and state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.steps import (
-    ROWS,
     SCRATCH,
     WIDTH,
     Model,
@@ -18,7 +17,6 @@ from devgraph.testing.conformance.steps import (
     check_decode,
     check_prefill,
     decoder,
-    mixed,
     prefiller,
     runner_of,
 )
@@ -91,16 +89,6 @@ def test_padded_rows_change_neither_outputs_nor_state(kit: Kit, policy: str) -> 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_capture_leaves_the_state_of_real_rows_alone(kit: Kit, policy: str) -> None:
-    """FAULTS 36."""
-    model = Model(kit)
-    kit.refill(model.cache, 5)
-    before = model.cache.clone()
-    decoder(kit, model, config=policy)
-    kit.same(model.cache[:ROWS], before[:ROWS], "the state after the capture")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_prefill_equals_eager_for_any_requests(kit: Kit, policy: str) -> None:
     """FAULTS 36."""
     model = Model(kit)
@@ -124,37 +112,6 @@ def test_prefill_and_decode_share_a_pool_and_take_turns(kit: Kit, pool: dg.Pool)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_runner_proves_itself(kit: Kit, policy: str) -> None:
-    """FAULTS 36."""
-    weight = kit.tensor(WIDTH, WIDTH)
-
-    def forward(batch: Any) -> torch.Tensor:
-        return mixed(torch.tanh(batch.x), weight)
-
-    with runner_of(kit, forward, config=policy) as runner:
-        report = runner.prove()
-        assert report.ok, str(report)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_host_arguments_reach_the_step_of_a_runner(kit: Kit, policy: str) -> None:
-    @dg.region(host_args=("length",))
-    def prefix(x: torch.Tensor, *, length: int) -> torch.Tensor:
-        return x[:, :length].sum(1)
-
-    def forward(batch: Any) -> torch.Tensor:
-        return prefix(batch.x * 2, length=batch.host.length) + 1
-
-    runner = runner_of(kit, forward, host_args={"length": 1}, config=policy)
-    for seed, length in enumerate((3, 7, 1, 3)):
-        x = kit.tensor(4, WIDTH, seed=seed)
-        out = runner.run({"x": x}, host_args={"length": length})
-        kit.same(out, (x * 2)[:, :length].sum(1) + 1, f"length={length} under {policy}")
-    updates = policy != "full" or kit.backend.capabilities.region_update
-    assert runner.stats().eager == ({} if updates else {"update_unsupported": 3})
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_output_fed_back_as_the_next_input_is_read_before_it_is_overwritten(
     kit: Kit, policy: str
 ) -> None:
@@ -174,70 +131,9 @@ def test_output_fed_back_as_the_next_input_is_read_before_it_is_overwritten(
         kit.same(fed, want, "the chained output")
 
 
-def test_batch_over_the_largest_bucket_runs_eagerly_and_whole(kit: Kit) -> None:
-    """FAULTS 4."""
-    model = Model(kit)
-    runner = decoder(kit, model)
-    decision = runner.can_run(requests=11)
-    assert not decision.ok
-    assert decision.reason == "over_largest_bucket"
-    check_decode(kit, runner, model, 11, seed=1)
-    assert runner.stats().eager == {"over_largest_bucket": 1}
-    check_decode(kit, runner, model, 8, seed=2)
-
-
-def test_strided_and_overlapping_inputs_are_copied_in(kit: Kit) -> None:
-    """FAULTS 8."""
-    runner = runner_of(kit, lambda batch: batch.x * 2)
-    base = kit.tensor(WIDTH, 16)
-    for x in (
-        base.t()[:4],
-        base.t()[1:8:2],
-        base.view(-1)[: 4 + WIDTH].unfold(0, WIDTH, 1)[:4],
-        base[:1, :WIDTH].expand(4, WIDTH),
-    ):
-        want = x.clone() * 2
-        kit.same(runner.run({"x": x}), want)
-
-
 def test_inputs_on_the_host_are_brought_to_the_device(kit: Kit) -> None:
     model = Model(kit)
     runner = decoder(kit, model)
     inputs = batch_of(kit, 3, seed=4)
     want = model.step(model.cache.clone(), inputs["ids"], inputs["rows"])
     kit.same(runner.run({name: tensor.cpu() for name, tensor in inputs.items()}), want)
-
-
-def test_bound_tensor_that_lies_in_the_outputs_is_refused(kit: Kit) -> None:
-    """FAULTS 8."""
-    table = kit.tensor(8, WIDTH)
-    bound = table.detach()
-    runner = runner_of(
-        kit, lambda batch: batch.x + bound[:1], max_requests=8, bound={"bound": bound}
-    )
-    out = runner.run({"x": kit.tensor(8, WIDTH)})
-    with torch.no_grad():
-        bound.set_(out)
-    runner.invalidate("the bound tensor moved")
-    with pytest.raises(dg.InputError, match=r"'bound' overlaps the runner's output"):
-        runner.capture()
-    with torch.no_grad():
-        bound.set_(table)
-    runner.invalidate("and moved back")
-    runner.capture()
-    x = kit.tensor(3, WIDTH, seed=5)
-    kit.same(runner.run({"x": x}), x + table[:1])
-
-
-def test_invalidated_graphs_are_captured_again_with_the_new_weights(kit: Kit) -> None:
-    """FAULTS 10."""
-    model = Model(kit)
-    runner = decoder(kit, model)
-    check_decode(kit, runner, model, 3, seed=1)
-    model.weight = model.weight.clone() + 1  # other memory: the graphs do not know it
-    runner.invalidate("weights")
-    check_decode(kit, runner, model, 3, seed=2)
-    assert runner.stats().eager == {"invalidated": 1}
-    runner.capture()
-    check_decode(kit, runner, model, 3, seed=3)
-    assert runner.stats().graph_steps == 2

@@ -125,24 +125,6 @@ def test_an_error_in_a_replay_names_segment_mark_and_bucket(
     same(runner.run({"x": x}, clone=True), (x * 2 + 1) * 3)
 
 
-@declares("region_update")
-def test_an_error_of_a_region_that_runs_again_names_mark_and_bucket(kit: Kit) -> None:
-    @dg.region(host_args=("length",))
-    def fragile(x: torch.Tensor, *, length: int) -> torch.Tensor:
-        if length == 3:
-            raise ValueError("a fault of the engine")
-        return x[:, :length].sum(1)
-
-    runner = runner_of(
-        kit, lambda batch: fragile(batch.x, length=batch.host.length), host_args={"length": 1}
-    )
-    x = kit.tensor(2, WIDTH)
-    with pytest.raises(ValueError, match="a fault of the engine") as caught:
-        runner.run({"x": x}, host_args={"length": 3})
-    notes = "\n".join(caught.value.__notes__)  # type: ignore[attr-defined]
-    assert "fragile, marked call 0" in notes and "decode, bucket 2" in notes
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy: str) -> None:
     """Poison stands for what the other left: a run may read only what it was given."""
