@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from devgraph import __version__
 from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.errors import DeviceGraphError
-from devgraph.cli.arguments import COMMANDS
+from devgraph.cli.arguments import COMMANDS, add_options
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"devgraph {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, (text, add_arguments) in COMMANDS.items():
+    for name, (text, _) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text, parents=[common])
-        add_arguments(sub)
+        add_options(name, sub)
     return parser
 
 

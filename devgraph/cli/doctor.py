@@ -55,14 +55,14 @@ class _Checked:
     """One backend and what its small captures gave."""
 
     info: BackendInfo
-    memory: tuple[int, int] | None
+    memory: tuple[int, int] | None = None
     """Free and total bytes."""
-    device: str
-    probes: tuple[Probe, ...]
-    capabilities: dict[str, Any]
-    lacks: dict[str, str]
+    device: str = ""
+    probes: tuple[Probe, ...] = ()
+    capabilities: dict[str, Any] = attrs.field(factory=dict)
+    lacks: dict[str, str] = attrs.field(factory=dict)
     """Capabilities that the backend has elsewhere, by name, and what they need."""
-    details: dict[str, str]
+    details: dict[str, str] = attrs.field(factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         kind = declaration(self.info.name)
@@ -122,7 +122,11 @@ def capability_table(names: Sequence[str]) -> str:
         ["capability", *names, "its hooks"],
         ["---"] * (len(names) + 2),
         *(
-            [f"`{name}`", *(_declared(kind, name) for kind in kinds), _hooks(name)]
+            [
+                f"`{name}`",
+                *(_declared(kind, name) for kind in kinds),
+                ", ".join(f"`{hook}`" for hook in hooks(name)),
+            ]
             for name in fields
         ),
         ["recommended mode", *("the default" if m == "{}" else f"`{m}`" for m in modes), ""],
@@ -141,15 +145,9 @@ def _declared(kind: type[Backend], name: str) -> str:
     return f"{text} (needs {kind.needs[name]})" if name in kind.needs else text
 
 
-def _hooks(name: str) -> str:
-    return ", ".join(f"`{hook}`" for hook in hooks(name))
-
-
 def _check(info: BackendInfo, *, probe: bool) -> _Checked:
     if not info.available:
-        return _Checked(
-            info=info, memory=None, device="", probes=(), capabilities={}, lacks={}, details={}
-        )
+        return _Checked(info=info)
     backend = get_backend(info.name)
     here, everywhere = backend.capabilities, type(backend).capabilities
     with working(f"capturing on {info.name}"):
@@ -310,11 +308,10 @@ def probe_backend(backend: Backend) -> list[Probe]:
             for name in policies()
             if able.piecewise or not compiles(name)
         ],
-        _probe("region_update", able.region_update, lambda: _region_update(backend)),
-        _probe("rng", able.rng, lambda: _rng(backend)),
-        _probe("refuses_host_reads", able.refuses_host_reads, lambda: _host_read(backend)),
-        _probe("shared_pool", able.shared_pool, lambda: _shared_pool(backend)),
-        _probe("node_counts", able.node_counts, lambda: _node_counts(backend)),
+        *[
+            _probe(name, getattr(able, name), functools.partial(run, backend))
+            for name, run in _PROBES.items()
+        ],
     ]
 
 
@@ -323,16 +320,16 @@ class _AnswerIsNo(Exception):
 
 
 def _probe(name: str, declared: bool, run: Callable[[], str]) -> Probe:
+    works = False
     try:
-        detail = run()
+        detail, works = run(), True
     except _AnswerIsNo as answer:
-        return Probe(name=name, declared=declared, works=False, detail=str(answer))
+        detail = str(answer)
     except Exception as error:
         logger.info("probe %s", name, exc_info=True)
         text = str(error).strip().splitlines() or [""]
         detail = f"{type(error).__name__}: {text[0]}"
-        return Probe(name=name, declared=declared, works=False, detail=detail)
-    return Probe(name=name, declared=declared, works=True, detail=detail)
+    return Probe(name=name, declared=declared, works=works, detail=detail)
 
 
 def _tensors(backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
@@ -456,3 +453,13 @@ def _node_counts(backend: Backend) -> str:
     if nodes is None:
         raise _AnswerIsNo("graphs do not tell how many nodes they have")
     return f"a step of two operations has {nodes} nodes"
+
+
+_PROBES: dict[str, Callable[[Backend], str]] = {
+    "region_update": _region_update,
+    "rng": _rng,
+    "refuses_host_reads": _host_read,
+    "shared_pool": _shared_pool,
+    "node_counts": _node_counts,
+}
+"""What is tried of each capability; a text says what was seen."""

@@ -37,7 +37,7 @@ def generate(
     gguf_file: str | None = None,
     few_buckets: bool = False,
 ) -> int:
-    """Run ``prompts`` as ``args`` of ``add_engine_arguments`` say; return the exit code.
+    """Run ``prompts`` as ``args`` say; return the exit code.
 
     Args:
         few_buckets: capture few prefill buckets, unless ``args`` say which.

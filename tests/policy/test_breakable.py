@@ -20,6 +20,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.cpu.backend import CpuBackend
 from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit
+from devgraph.testing.conformance.test_sharing import check
 from tests.support.cpu_capture import same
 
 
@@ -297,3 +298,17 @@ def test_result_that_shares_memory_for_some_values_only_is_refused(
         captured.replay(factor=later)
     assert torch.equal(x, before)
     kit.check(captured, step, x, factor=at_capture)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_strides_that_address_nothing_may_differ(kit: Kit, policy: str) -> None:
+    """FAULTS 24."""
+
+    @dg.region(host_args=("factor",))
+    def body(x: torch.Tensor, *, factor: int) -> torch.Tensor:
+        return (x * factor).as_strided((1, 4), (factor + 4, 1))
+
+    def step(x: torch.Tensor, *, factor: int) -> torch.Tensor:
+        return body(x, factor=factor) + 1
+
+    check(kit, step, kit.tensor(4), policy)

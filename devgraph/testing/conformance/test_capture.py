@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import devgraph as dg
-from devgraph.testing.conformance.support import POLICIES, Kit, copied, same
+from devgraph.testing.conformance.support import POLICIES, Kit, same
 
 Step = Callable[..., Any]
 
@@ -205,19 +205,3 @@ def test_weights_of_a_module_that_require_grad_are_read_in_place(kit: Kit) -> No
         kit.check(captured, model, x)
         kit.refill(next(model.parameters()), 77)
         kit.check(captured, model, x)
-
-
-def test_temporaries_of_a_step_do_not_show_in_another_replay(kit: Kit, pool: dg.Pool) -> None:
-    x = kit.tensor(256)
-
-    def deep(x: Any) -> Any:
-        for k in range(6):
-            x = x * 0.5 + k
-        return x
-
-    first = kit.capture(deep, x, pool=pool)
-    second = kit.capture(lambda x: deep(deep(x)), x, pool=pool)
-    kept = copied(first.replay())
-    second.replay()
-    kit.same(first.outputs, kept, "the first output after the second graph ran")
-    kit.check(second, lambda x: deep(deep(x)), x)

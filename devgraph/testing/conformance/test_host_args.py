@@ -49,49 +49,6 @@ def test_changed_host_argument_is_applied_or_refused_but_never_ignored(kit: Kit)
     kit.check(captured, step, x, length=3)
 
 
-@dg.region(host_args=("kv_len",), derive={"window": lambda kv_len: min(kv_len, 4096)})
-def windowed_by_rule(x: torch.Tensor, *, kv_len: int, window: int = 0) -> torch.Tensor:
-    """Reads the last ``window`` columns, which devgraph works out from ``kv_len``."""
-    return x[:, :kv_len][:, -window:].sum(1)
-
-
-def _by_rule(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
-    return windowed_by_rule(x * 2, kv_len=kv_len)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_window_derived_from_a_host_argument_follows_every_replay(kit: Kit, policy: str) -> None:
-    x = kit.tensor(2, 6000)
-    captured = kit.capture(_by_rule, x, policy=policy, host_args={"kv_len": 512})
-    updates = policy != "full" or kit.backend.capabilities.region_update
-    for kv_len in (5000, 512, 4097, 5999) if updates else (512,):
-        want = (x * 2)[:, :kv_len][:, -min(kv_len, 4096) :].sum(1)
-        kit.same(captured.replay(kv_len=kv_len), want, f"the replay with kv_len={kv_len}")
-
-
-def _bucketed(lengths: list[int]) -> int:
-    return -(-max(lengths) // 4) * 4
-
-
-@dg.region(host_args=("lengths",), reduce={"lengths": _bucketed})
-def reduced_prefix(x: torch.Tensor, *, lengths: Any) -> torch.Tensor:
-    """Receives the reduced value only."""
-    assert isinstance(lengths, int)
-    return x[:, :lengths].sum(1)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_region_receives_the_reduced_value(kit: Kit, policy: str) -> None:
-    def reduced(x: torch.Tensor, *, lengths: list[int]) -> torch.Tensor:
-        return reduced_prefix(x * 2, lengths=lengths)
-
-    x = kit.tensor(4, 12)
-    captured = kit.capture(reduced, x, policy=policy, host_args={"lengths": [3, 1]})
-    updates = policy != "full" or kit.backend.capabilities.region_update
-    for lengths in ([4, 4], [2], [3, 3, 3], *([[5, 9], [12], [1]] if updates else [])):
-        kit.check(captured, reduced, x, lengths=lengths)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ambient_context_is_read_once_per_replay_on_the_replaying_thread(
     kit: Kit, policy: str

@@ -59,25 +59,20 @@ def test_graph_break_splits_and_empty_segments_are_dropped(kit: Kit, policy: str
     assert len(graphs) == (3 if kit.backend.capabilities.node_counts else 4)
 
 
-@pytest.mark.parametrize("policy", BREAKING)
-def test_step_that_is_one_region_has_one_eager_segment(kit: Kit, policy: str) -> None:
-    """FAULTS 26."""
-    x = kit.tensor(8)
-    captured = kit.capture(doubled, x, policy=policy)
-    assert [isinstance(s, dg.DeviceGraph) for s in captured.segments].count(False) == 1
-    kit.check(captured, doubled, x)
+def _adjacent_breaks(x: torch.Tensor) -> torch.Tensor:
+    """Breaks next to each other and at each end."""
+    return doubled(summed_on_host(summed_on_host(doubled(x))))
 
 
 @pytest.mark.parametrize("policy", BREAKING)
-def test_adjacent_breaks_and_a_break_at_each_end_are_right(kit: Kit, policy: str) -> None:
+@pytest.mark.parametrize(("step", "breaks"), [(doubled, 1), (_adjacent_breaks, 4)])
+def test_step_without_work_between_its_breaks_is_right(
+    kit: Kit, policy: str, step: Callable[..., Any], breaks: int
+) -> None:
     """FAULTS 26."""
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        h = summed_on_host(doubled(x))
-        return doubled(summed_on_host(h))
-
     x = kit.tensor(8)
     captured = kit.capture(step, x, policy=policy)
+    assert [isinstance(s, dg.DeviceGraph) for s in captured.segments].count(False) == breaks
     kit.check(captured, step, x)
 
 

@@ -88,13 +88,6 @@ def test_random_numbers_on_both_sides_of_a_break_are_those_of_eager(kit: Kit) ->
         kit.same(captured.replay(), want)
 
 
-@declares("rng")
-def test_prove_holds_for_a_step_that_draws(kit: Kit) -> None:
-    captured = kit.capture(_dropout, kit.tensor(64))
-    report = captured.prove(cases=2)
-    assert report.ok, str(report)
-
-
 def test_random_numbers_are_replayed_or_refused(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 22."""
     x = kit.tensor(16)

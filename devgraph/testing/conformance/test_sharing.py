@@ -150,20 +150,6 @@ def test_step_that_changes_the_layout_of_an_argument_is_refused_and_undone(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_strides_that_address_nothing_may_differ(kit: Kit, policy: str) -> None:
-    """FAULTS 24."""
-
-    @dg.region(host_args=("factor",))
-    def body(x: torch.Tensor, *, factor: int) -> torch.Tensor:
-        return (x * factor).as_strided((1, 4), (factor + 4, 1))
-
-    def step(x: torch.Tensor, *, factor: int) -> torch.Tensor:
-        return body(x, factor=factor) + 1
-
-    check(kit, step, kit.tensor(4), policy)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("copies", [0, 4])
 def test_expanded_results_and_outputs_equal_eager(kit: Kit, policy: str, copies: int) -> None:
     """FAULTS 21."""
