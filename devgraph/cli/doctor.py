@@ -122,11 +122,7 @@ def capability_table(names: Sequence[str]) -> str:
         ["capability", *names, "its hooks"],
         ["---"] * (len(names) + 2),
         *(
-            [
-                f"`{name}`",
-                *(_declared(kind, name) for kind in kinds),
-                ", ".join(f"`{hook}`" for hook in hooks(name)),
-            ]
+            [f"`{name}`", *(_declared(kind, name) for kind in kinds), _hooks(name)]
             for name in fields
         ),
         ["recommended mode", *("the default" if m == "{}" else f"`{m}`" for m in modes), ""],
@@ -143,6 +139,10 @@ def _declared(kind: type[Backend], name: str) -> str:
     else:
         text = f"{value:,}"
     return f"{text} (needs {kind.needs[name]})" if name in kind.needs else text
+
+
+def _hooks(name: str) -> str:
+    return ", ".join(f"`{hook}`" for hook in hooks(name))
 
 
 def _check(info: BackendInfo, *, probe: bool) -> _Checked:
@@ -308,10 +308,11 @@ def probe_backend(backend: Backend) -> list[Probe]:
             for name in policies()
             if able.piecewise or not compiles(name)
         ],
-        *[
-            _probe(name, getattr(able, name), functools.partial(run, backend))
-            for name, run in _PROBES.items()
-        ],
+        _probe("region_update", able.region_update, lambda: _region_update(backend)),
+        _probe("rng", able.rng, lambda: _rng(backend)),
+        _probe("refuses_host_reads", able.refuses_host_reads, lambda: _host_read(backend)),
+        _probe("shared_pool", able.shared_pool, lambda: _shared_pool(backend)),
+        _probe("node_counts", able.node_counts, lambda: _node_counts(backend)),
     ]
 
 
@@ -453,13 +454,3 @@ def _node_counts(backend: Backend) -> str:
     if nodes is None:
         raise _AnswerIsNo("graphs do not tell how many nodes they have")
     return f"a step of two operations has {nodes} nodes"
-
-
-_PROBES: dict[str, Callable[[Backend], str]] = {
-    "region_update": _region_update,
-    "rng": _rng,
-    "refuses_host_reads": _host_read,
-    "shared_pool": _shared_pool,
-    "node_counts": _node_counts,
-}
-"""What is tried of each capability; a text says what was seen."""

@@ -9,15 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 import devgraph as dg
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.torchlike import node_graph as nodegraph
-from devgraph.api.torchlike.nodes import RuntimeCallError
-from devgraph.cuda.runtime import Runtime
 from tests.support.device_kit import KEEP_ALL, check, graph_of, on, record, replayed
+from tests.support.node_updates import (
+    WIDTH,
+    WINDOW,
+    attention,
+    copies,
+    draws_outside_the_region,
+    fills,
+    follows_its_host_argument,
+    forks,
+    is_dirty_after_half_an_update,
+    layered,
+    products,
+    triton_kernels,
+)
 
 ALONE = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) == 1
 """Whether what the driver reports free is not also what other workers take and give back."""
@@ -26,21 +37,6 @@ backend, randn = on("cuda")
 
 pytestmark = pytest.mark.cuda
 
-WIDTH = 64
-WINDOW = 512
-
-
-def layered(region: Any, layers: int = 3) -> Any:
-    """A step with one region call per layer, between other work."""
-
-    def step(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        for layer in range(layers):
-            h = x * 0.5 + layer
-            x = torch.tanh(h + region(h, cache, n=n))
-        return x
-
-    return step
-
 
 @dg.region(host_args=("n",))
 def scaled_rows(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
@@ -48,112 +44,28 @@ def scaled_rows(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor
     return (cache[n : n + x.shape[0]] * n + x) * (1.0 / n)
 
 
-def sdpa(kind: SDPBackend, dtype: torch.dtype) -> Any:
-    @dg.region(host_args=("n",))
-    def attend(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        q = x.to(dtype).view(1, 1, -1, WIDTH)
-        kv = cache[:n].to(dtype).view(1, 1, n, WIDTH)
-        with sdpa_kernel(kind):
-            return F.scaled_dot_product_attention(q, kv, kv).view(x.shape).to(x.dtype)
-
-    return attend
-
-
-@dg.region(host_args=("n",))
-def products(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Two matrix products through cuBLAS, one with ``n`` inside and one with it outside."""
-    scores = x.bfloat16() @ cache[:n].bfloat16().T
-    return (scores @ cache[:n].bfloat16()).to(x.dtype) / n
-
-
-@dg.region(host_args=("n",))
-def copied(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Copies of contiguous memory, which are memcpy nodes."""
-    out = torch.empty_like(x)
-    out.copy_(cache[n : n + x.shape[0]])
-    return out
-
-
-@dg.region(host_args=("n",))
-def filled(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-    """A memset node whose value and size depend on ``n``."""
+def memset(be: Any) -> Any:
     fill = ctypes.CDLL("libcuda.so.1").cuMemsetD8Async
-    fill.argtypes = (ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
-    out = torch.ones_like(x)
-    stream = torch.cuda.current_stream().cuda_stream
-    assert not fill(out.data_ptr(), n % 64, 4 * (n % 32 + 1), stream)
-    return out + x
-
-
-@dg.region(host_args=("n",))
-def forked(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Two streams that join inside the region."""
-    here = torch.cuda.current_stream()
-    side = forked_stream()
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
-        a = cache[:n].sum(0) * 2
-    b = cache[:n].amax(0) + x
-    here.wait_stream(side)
-    return a + b
-
-
-_streams: list[torch.cuda.Stream] = []
-
-
-def forked_stream() -> torch.cuda.Stream:
-    if not _streams:
-        _streams.append(torch.cuda.Stream())
-    return _streams[0]
-
-
-def triton_region() -> Any:
-    triton = pytest.importorskip("triton", reason="a Triton kernel")
-    import triton.language as tl
-
-    @triton.jit
-    def rows_sum(x, cache, out, n, stride, width: tl.constexpr):  # type: ignore[no-untyped-def]
-        columns = tl.arange(0, width)
-        total = tl.zeros([width], tl.float32)
-        for row in range(n):
-            total += tl.load(cache + row * stride + columns)
-        here = tl.program_id(0) * stride + columns
-        tl.store(out + here, total + tl.load(x + here))
-
-    @dg.region(host_args=("n",))
-    def summed(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        out = torch.empty_like(x)
-        rows_sum[(x.shape[0],)](x, cache, out, n, x.stride(0), width=WIDTH)
-        return out
-
-    return summed
+    fill.argtypes = (ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p)
+    return fills(be, fill)
 
 
 KINDS = {
-    "flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION, torch.bfloat16),
-    "efficient": lambda: sdpa(SDPBackend.EFFICIENT_ATTENTION, torch.float32),
-    "math": lambda: sdpa(SDPBackend.MATH, torch.float32),
-    "cublas": lambda: products,
-    "triton": triton_region,
-    "memcpy": lambda: copied,
-    "memset": lambda: filled,
-    "forked": lambda: forked,
+    "flash": lambda be: attention(be, [SDPBackend.FLASH_ATTENTION]),
+    "efficient": lambda be: attention(be, [SDPBackend.EFFICIENT_ATTENTION], torch.float32),
+    "math": lambda be: attention(be, [SDPBackend.MATH], torch.float32),
+    "cublas": products,
+    "triton": triton_kernels,
+    "memcpy": copies,
+    "memset": memset,
+    "forked": forks,
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_node_follows_its_host_argument(be: Any, kind: str) -> None:
-    step = layered(KINDS[kind]())
-    x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
-    # 1 and multiples of 16 are other specialisations of a Triton kernel.
-    keys = (128, 160, 129, 1, 16, 17, 256, 300, 480, 128, 300, 1)
-    for n in keys:
-        step(x, cache, n=n)
-    cap = dg.capture(step, x, cache, backend=be, host_args={"n": 128}, budget=KEEP_ALL)
-    for n in keys * 2:
-        check(cap, step, x, cache, n=n)
-    if kind in ("triton", "memcpy", "memset"):
-        assert cap.stats()["copies"] == 0, "these have the same nodes for every value"
+    same_nodes = kind in ("triton", "memcpy", "memset")
+    follows_its_host_argument(be, randn, KINDS[kind](be), same_nodes=same_nodes)
 
 
 def test_kernel_that_launches_with_other_cluster_sizes_is_right(be: Any) -> None:
@@ -184,7 +96,7 @@ def test_region_called_on_a_forked_stream_is_recorded_on_it(be: Any) -> None:
             total = total + (x * n).cumsum(1) * 0.25
         return total
 
-    side = forked_stream()
+    side = torch.cuda.Stream()
 
     def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
         here = torch.cuda.current_stream()
@@ -314,30 +226,14 @@ def test_temporaries_of_recordings_stay_out_of_the_graphs_memory(be: Any) -> Non
 
 
 def test_random_numbers_outside_the_region_go_on_under_updates(be: Any) -> None:
-    @dg.region(host_args=("n",))
-    def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        return x[:, :n].sum(1, keepdim=True)
-
-    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        return head(x, n=n) + torch.rand(8, WIDTH, device=x.device)
-
-    x = randn(8, WIDTH)
-    cap = dg.capture(step, x, backend=be, host_args={"n": 4}, budget=KEEP_ALL)
-    keys = (4, 9, 4, 9, 9, 17, 9, 17, 4)
-    torch.cuda.manual_seed(7)
-    want = [step(x, n=n).clone() for n in keys]
-    torch.cuda.manual_seed(7)
-    got = [cap.replay(n=n).clone() for n in keys]
-    for key, a, b in zip(keys, want, got, strict=True):
-        assert torch.equal(a, b), key
-    kept = cap.pool.recordings._items.values()
+    kept = draws_outside_the_region(be, randn).pool.recordings._items.values()
     assert not any(k.recording.executable for k in kept), "only torch's executable draws numbers"
 
 
 @pytest.mark.parametrize("what", ["random", "pinned", "unjoined"])
 def test_region_that_cannot_be_updated_is_refused_at_capture(be: Any, what: str) -> None:
     pinned = torch.randn(8, WIDTH).pin_memory()
-    side = forked_stream()
+    side = torch.cuda.Stream()
 
     @dg.region(host_args=("n",))
     def odd(x: torch.Tensor, *, n: int) -> torch.Tensor:
@@ -440,30 +336,13 @@ def test_broken_step_that_is_captured_in_a_replay_runs_once(be: Any) -> None:
 def test_update_that_the_driver_refuses_half_way_makes_the_graph_dirty(
     be: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @dg.region(host_args=("n",))
-    def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        return x[:, :n].sum(1, keepdim=True)
-
-    x = randn(8, WIDTH)
-    graph, out = record(be, lambda: head(x, n=3) + head(x * 2, n=3), n=3)
-    whole = Runtime.write
-
-    def half(self: Runtime, updates: Any, executable: int) -> None:
-        whole(self, updates[: len(updates) // 2], executable)
-        raise RuntimeCallError("refused (1: test)", 1)
-
-    monkeypatch.setattr(Runtime, "write", half)
-    with pytest.raises(RuntimeCallError, match="refused"):
-        graph.update(n=9)
-    assert graph.state == "dirty"
-    with pytest.raises(dg.StateError, match="reset"):
-        graph.replay()
-    monkeypatch.undo()
+    graph = is_dirty_after_half_an_update(be, randn, monkeypatch)
+    x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
     graph.reset()
     with be.capture_context(graph, host_args={"n": 3}):
-        out = head(x, n=3) + head(x * 2, n=3)
+        out = scaled_rows(x, cache, n=3)
     graph.update(n=9)
-    assert torch.equal(replayed(graph, out), head(x, n=9) + head(x * 2, n=9))
+    assert torch.equal(replayed(graph, out), scaled_rows(x, cache, n=9))
 
 
 def test_regions_run_again_in_the_modes_of_capture(be: Any) -> None:

@@ -14,125 +14,43 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 import devgraph as dg
 from devgraph.api.torchlike.node_graph import NodeGraph
-from devgraph.api.torchlike.nodes import RuntimeCallError
 from devgraph.rocm import verification
 from tests.support.device_kit import KEEP_ALL, check, graph_of, on, record, replayed
+from tests.support.node_updates import (
+    WIDTH,
+    WINDOW,
+    attention,
+    copies,
+    draws_outside_the_region,
+    fills,
+    follows_its_host_argument,
+    forks,
+    is_dirty_after_half_an_update,
+    layered,
+    products,
+    triton_kernels,
+)
 
 backend, randn = on("rocm")
 
 pytestmark = pytest.mark.rocm
 
-WIDTH = 64
-WINDOW = 512
 
-
-def layered(region: Any, layers: int = 3) -> Any:
-    """A step with one region call per layer, between other work."""
-
-    def step(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        for layer in range(layers):
-            x = torch.tanh(x * 0.5 + layer + region(x, cache, n=n))
-        return x
-
-    return step
-
-
-def attention(be: Any) -> Any:
-    if be.device.type == "cpu":
-        pytest.skip("attention of the CPU takes part in the random state")
-
-    @dg.region(host_args=("n",))
-    def attend(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        q = x.bfloat16().view(1, 1, -1, WIDTH)
-        kv = cache[:n].bfloat16().view(1, 1, n, WIDTH)
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(q, kv, kv).view(x.shape).to(x.dtype)
-
-    return attend
-
-
-def products(be: Any) -> Any:
-    @dg.region(host_args=("n",))
-    def multiply(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        scores = x.bfloat16() @ cache[:n].bfloat16().T
-        return (scores @ cache[:n].bfloat16()).to(x.dtype) / n
-
-    return multiply
-
-
-def copies(be: Any) -> Any:
-    @dg.region(host_args=("n",))
-    def copied(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        out = torch.empty_like(x)
-        out.copy_(cache[n : n + x.shape[0]])
-        return out
-
-    return copied
-
-
-def fills(be: Any) -> Any:
+def memset(be: Any) -> Any:
     fill = ctypes.CDLL(be.runtime.path).hipMemsetAsync
     fill.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p)
-
-    @dg.region(host_args=("n",))
-    def filled(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        out = torch.ones_like(x)
-        assert not fill(out.data_ptr(), n % 64, 4 * (n % 32 + 1), be.current_stream_id())
-        return out + x
-
-    return filled
-
-
-def forks(be: Any) -> Any:
-    side = be.namespace.Stream()
-
-    @dg.region(host_args=("n",))
-    def forked(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        here = be.namespace.current_stream()
-        side.wait_stream(here)
-        with be.namespace.stream(side):
-            a = cache[:n].sum(0) * 2
-        b = cache[:n].amax(0) + x
-        here.wait_stream(side)
-        return a + b
-
-    return forked
-
-
-def triton_kernels(be: Any) -> Any:
-    if be.device.type == "cpu":
-        pytest.skip("Triton needs a GPU")
-    triton = pytest.importorskip("triton", reason="a Triton kernel")
-    import triton.language as tl
-
-    @triton.jit
-    def rows_sum(x, cache, out, n, stride, width: tl.constexpr):  # type: ignore[no-untyped-def]
-        columns = tl.arange(0, width)
-        total = tl.zeros([width], tl.float32)
-        for row in range(n):
-            total += tl.load(cache + row * stride + columns)
-        here = tl.program_id(0) * stride + columns
-        tl.store(out + here, total + tl.load(x + here))
-
-    @dg.region(host_args=("n",))
-    def summed(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        out = torch.empty_like(x)
-        rows_sum[(x.shape[0],)](x, cache, out, n, x.stride(0), width=WIDTH)
-        return out
-
-    return summed
+    return fills(be, fill)
 
 
 KINDS = {
-    "attention": attention,
+    "attention": lambda be: attention(be, [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]),
     "products": products,
     "copies": copies,
-    "fills": fills,
+    "fills": memset,
     "forks": forks,
     "triton": triton_kernels,
 }
@@ -140,17 +58,8 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_node_follows_its_host_argument(be: Any, kind: str):
-    step = layered(KINDS[kind](be))
-    x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
-    # 1 and multiples of 16 are other specialisations of a Triton kernel.
-    keys = (128, 160, 129, 1, 16, 17, 256, 300, 480, 128, 300, 1)
-    for n in keys:
-        step(x, cache, n=n)
-    with dg.capture(step, x, cache, backend=be, host_args={"n": 128}, budget=KEEP_ALL) as cap:
-        for n in keys * 2:
-            check(cap, step, x, cache, n=n)
-        if kind in ("copies", "fills", "triton"):
-            assert cap.stats()["copies"] == 0, "these have the same nodes for every value"
+    same_nodes = kind in ("copies", "fills", "triton")
+    follows_its_host_argument(be, randn, KINDS[kind](be), same_nodes=same_nodes)
 
 
 @pytest.mark.parametrize("kind", ["products", "triton"])
@@ -238,37 +147,11 @@ def test_runtime_that_does_not_update_gives_every_key_an_executable(be: Any, mon
 
 
 def test_update_that_the_driver_refuses_half_way_makes_the_graph_dirty(be: Any, monkeypatch: Any):
-    region = copies(be)
-    x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
-    graph, _ = record(be, lambda: region(x, cache, n=3) + region(x * 2, cache, n=3), n=3)
-    whole = type(be.runtime).write
-
-    def half(updates: Any, executable: int) -> None:
-        whole(be.runtime, updates[: len(updates) // 2], executable)
-        raise RuntimeCallError("refused (1: test)", 1)
-
-    monkeypatch.setattr(be.runtime, "write", half)
-    with pytest.raises(RuntimeCallError, match="refused"):
-        graph.update(n=9)
-    assert graph.state == "dirty"
-    with pytest.raises(dg.StateError, match="reset"):
-        graph.replay()
+    is_dirty_after_half_an_update(be, randn, monkeypatch)
 
 
 def test_random_numbers_outside_the_region_go_on_under_updates(be: Any):
-    region = copies(be)
-
-    def step(x: torch.Tensor, cache: torch.Tensor, *, n: int) -> torch.Tensor:
-        return region(x, cache, n=n) + torch.rand(16, WIDTH, device=x.device)
-
-    x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
-    keys = (4, 9, 4, 9, 9, 17, 9, 17, 4)
-    with dg.capture(step, x, cache, backend=be, host_args={"n": 4}, budget=KEEP_ALL) as cap:
-        torch.manual_seed(7)
-        want = [step(x, cache, n=n).clone() for n in keys]
-        torch.manual_seed(7)
-        for n, expected in zip(keys, want, strict=True):
-            assert torch.equal(cap.replay(n=n), expected), n
+    draws_outside_the_region(be, randn).close()
 
 
 def test_executables_of_their_own_are_given_back(be: Any):
