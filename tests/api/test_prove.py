@@ -72,7 +72,7 @@ def test_prove_is_ok_for_a_right_capture(kit: Kit, policy: str) -> None:
     assert report.failures == ()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["full", "breakable"])
 def test_bound_views_of_any_layout_are_read_where_they_lie(kit: Kit, policy: str) -> None:
     base = kit.tensor(4, 4)
     row = base[0]
@@ -84,7 +84,7 @@ def test_bound_views_of_any_layout_are_read_where_they_lie(kit: Kit, policy: str
     same(captured.replay(), [view * 2 for view in views])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["full", "breakable"])
 def test_prove_finds_a_frozen_number_and_names_the_output(kit: Kit, policy: str) -> None:
     factor = [2.0]
 
@@ -100,7 +100,7 @@ def test_prove_finds_a_frozen_number_and_names_the_output(kit: Kit, policy: str)
     assert "wrong" in str(report)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["full", "breakable"])
 def test_prove_finds_a_written_argument_that_differs(kit: Kit, policy: str) -> None:
     step_size = [1.0]
 
@@ -114,7 +114,7 @@ def test_prove_finds_a_written_argument_that_differs(kit: Kit, policy: str) -> N
     assert [failure.where.split()[0] for failure in report.failures] == ["argument"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["full", "breakable"])
 def test_prove_gives_bound_tensors_their_data_back(kit: Kit, policy: str) -> None:
     x, count = kit.tensor(8), kit.tensor(4, seed=1)
     before = x.clone(), count.clone()
