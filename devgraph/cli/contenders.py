@@ -177,7 +177,7 @@ class _Bench:
         """Capture the step with the public package for breaks, where it is installed."""
         public = public_breakable(self.backend, self.model, self.ids, self.row, self.kv_len)
         if public is not None:
-            way = _Contender(public.name, public.replay, lambda: itertools.repeat(self.kv_len))
+            way = _Contender(_PUBLIC, public, lambda: itertools.repeat(self.kv_len))
             self.contenders.append(way)
 
     def check(self) -> None:
@@ -349,52 +349,39 @@ class Decoder(nn.Module):
         return logits
 
 
-_MODULE = "breakable_cuda_graphs"
-
-
-class PublicBreakable:
-    """A step of ``bench`` that the package captured with its breaks at the same function.
-
-    The length, which the package hands to no eager body, is a field that the body reads.
-
-    Args:
-        package: the imported package.
-        model, ids, where: the step and its bound tensors, on a device of the package.
-        kv_len: the length at capture.
-    """
-
-    name = "breakable-cuda-graphs"
-
-    def __init__(
-        self, package: Any, model: Decoder, ids: torch.Tensor, where: torch.Tensor, kv_len: int
-    ) -> None:
-        self._kv_len = kv_len
-        self._graph = package.BreakableCUDAGraph()
-
-        def attend(*tensors: torch.Tensor) -> None:
-            attention(*tensors, kv_len=self._kv_len)
-
-        streams = torch.get_device_module(ids.device)
-        side = streams.Stream()
-        side.wait_stream(streams.current_stream())
-        with streams.stream(side):
-            for _ in range(2):
-                model(ids, where, kv_len=kv_len)
-        streams.current_stream().wait_stream(side)
-        with package.breakable_graph(self._graph):
-            self._outputs = model.step(ids, where, package.no_graph(attend))
-
-    def replay(self, *, kv_len: int) -> torch.Tensor:
-        """Run the step over ``kv_len`` rows."""
-        self._kv_len = kv_len
-        self._graph.replay()
-        return self._outputs
+_PUBLIC, _MODULE = "breakable-cuda-graphs", "breakable_cuda_graphs"
+"""The public package for breaks, and what is imported of it."""
 
 
 def public_breakable(
     backend: Backend, model: Decoder, ids: torch.Tensor, where: torch.Tensor, kv_len: int
-) -> PublicBreakable | None:
-    """Return the step as the package runs it, or None without the package or its backend."""
+) -> Callable[..., torch.Tensor] | None:
+    """Return the step as the package replays it, with its breaks at the same function.
+
+    None without the package or its backend. The length, which the package hands to no eager body,
+    is a variable that the body reads.
+    """
     if backend.name != "cuda" or importlib.util.find_spec(_MODULE) is None:
         return None
-    return PublicBreakable(importlib.import_module(_MODULE), model, ids, where, kv_len)
+    package = importlib.import_module(_MODULE)
+    graph, length = package.BreakableCUDAGraph(), kv_len
+
+    def attend(*tensors: torch.Tensor) -> None:
+        attention(*tensors, kv_len=length)
+
+    def replay(*, kv_len: int) -> torch.Tensor:
+        nonlocal length
+        length = kv_len
+        graph.replay()
+        return outputs
+
+    streams = torch.get_device_module(ids.device)
+    side = streams.Stream()
+    side.wait_stream(streams.current_stream())
+    with streams.stream(side):
+        for _ in range(2):
+            model(ids, where, kv_len=kv_len)
+    streams.current_stream().wait_stream(side)
+    with package.breakable_graph(graph):
+        outputs = model.step(ids, where, package.no_graph(attend))
+    return replay

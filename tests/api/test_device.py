@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import attrs
@@ -327,3 +328,30 @@ def test_capture_that_waits_too_long_names_the_capturing_thread(
     monkeypatch.undo()
     second()
     assert len(refused) == 1
+
+
+def test_two_threads_capture_one_after_the_other(kit: Kit) -> None:
+    """FAULTS 17."""
+    inside: list[int] = []
+    most = []
+
+    def work(index: int) -> None:
+        x = kit.tensor(64, seed=index)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            if dg.is_capturing():
+                inside.append(index)
+                most.append(len(inside))
+            y = x * 2 + index
+            if dg.is_capturing():
+                inside.remove(index)
+            return y
+
+        for _ in range(5):
+            captured = kit.capture(step, x)
+            kit.check(captured, step, x, seed=index)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
+    assert len(most) == 15
+    assert max(most) == 1

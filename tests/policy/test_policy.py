@@ -10,7 +10,7 @@ import torch
 
 import devgraph as dg
 from devgraph.api.policy import _registered, full, get_policy, policies, register_policy
-from devgraph.testing.conformance.support import BREAKING, Kit
+from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, declares
 from devgraph.testing.conformance.test_marks import _chain, _with_breaks
 from tests.support.suite import printed_by
 
@@ -115,3 +115,11 @@ def test_hook_runs_before_each_break_of_a_breakable_capture(kit: Kit, policy: st
     assert len(calls) == 2
     captured.replay()
     assert len(calls) == 2
+
+
+@declares("node_counts")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_step_without_device_work_is_refused(kit: Kit, policy: str) -> None:
+    """FAULTS 26."""
+    with pytest.raises(dg.EmptyCaptureError):
+        kit.capture(lambda: None, policy=policy)

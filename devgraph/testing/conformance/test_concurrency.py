@@ -97,32 +97,6 @@ def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
     _together(*works)
 
 
-def test_two_threads_capture_one_after_the_other(kit: Kit) -> None:
-    """FAULTS 17."""
-    inside: list[int] = []
-    most = []
-
-    def work(index: int) -> None:
-        x = kit.tensor(64, seed=index)
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            if dg.is_capturing():
-                inside.append(index)
-                most.append(len(inside))
-            y = x * 2 + index
-            if dg.is_capturing():
-                inside.remove(index)
-            return y
-
-        for _ in range(5):
-            captured = kit.capture(step, x)
-            kit.check(captured, step, x, seed=index)
-
-    _together(*(lambda index=index: work(index) for index in range(3)))
-    assert len(most) == 15
-    assert max(most) == 1
-
-
 @declares("concurrent_threads")
 def test_another_thread_works_while_one_captures(kit: Kit) -> None:
     """FAULTS 16."""

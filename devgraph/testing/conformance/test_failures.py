@@ -218,22 +218,3 @@ def test_host_read_in_a_captured_body_is_refused(kit: Kit, pool: dg.Pool, name: 
         assert "@dg." in str(caught.value), "the error does not suggest a mark"
     assert graph.state == "empty"
     _usable(kit, pool)
-
-
-@declares("refuses_host_reads")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_host_read_in_a_step_is_refused_and_allowed_in_a_break(kit: Kit, policy: str) -> None:
-    """FAULTS 23."""
-    x = kit.tensor(8)
-    with pytest.raises(Exception):  # noqa: B017 - each vendor has its own
-        kit.capture(lambda x: x * x.sum().item(), x, policy=policy)
-
-    @dg.no_graph
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return x * x.abs().sum().item()
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return scaled(x + 1) * 2
-
-    captured = kit.capture(step, x, policy="breakable")
-    kit.check(captured, step, x)

@@ -90,14 +90,6 @@ def test_empty_capture_is_refused_and_the_next_one_works(kit: Kit) -> None:
     kit.same(y, x + 1)
 
 
-@declares("node_counts")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_step_without_device_work_is_refused(kit: Kit, policy: str) -> None:
-    """FAULTS 26."""
-    with pytest.raises(dg.EmptyCaptureError):
-        kit.capture(lambda: None, policy=policy)
-
-
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_destructors_raise_nothing_in_any_order(kit: Kit, policy: str) -> None:
