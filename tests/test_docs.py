@@ -21,7 +21,7 @@ import devgraph.testing.conformance
 from devgraph.api import errors
 from devgraph.api.registry import _registry
 from devgraph.cli import app
-from devgraph.cli.chart import chart
+from devgraph.cli.bench import chart
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

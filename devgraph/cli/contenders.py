@@ -44,17 +44,6 @@ class Row:
     nodes: int | None = None
 
 
-@attrs.frozen(kw_only=True)
-class Outcome:
-    """All rows, eager first, and why other ways have none."""
-
-    rows: list[Row]
-    absent: dict[str, str]
-    """Ways that this backend or machine does not offer."""
-    failed: dict[str, str]
-    """Ways that should have worked."""
-
-
 class _Contender:
     """One way to run the step: a call per step with the host argument of that step."""
 
@@ -117,16 +106,20 @@ class _Contender:
         )
 
 
-class _Bench:
-    """One model, its bound arguments, and every way to run it."""
+class Comparison:
+    """One model, its bound arguments, every way to run it, and what those that ran cost."""
 
     def __init__(self, backend: Backend, shape: Shape, kv_len: int) -> None:
         self.backend, self.shape, self.kv_len = backend, shape, kv_len
         self.model = Decoder(shape, backend.device)
         self.ids = torch.arange(shape.batch, device=backend.device) % shape.vocabulary
         self.row = torch.zeros(1, dtype=torch.int64, device=backend.device)
+        self.rows: list[Row] = []
+        """Eager first."""
         self.absent: dict[str, str] = {}
+        """Why ways have no row that this backend or machine does not offer."""
         self.failed: dict[str, str] = {}
+        """The same of ways that should have worked."""
         eager = _Contender("eager", self._eager, lambda: itertools.repeat(kv_len))
         self.contenders = [eager]
 
@@ -191,13 +184,13 @@ class _Bench:
             length = other if contender.takes_lengths else self.kv_len
             contender.compare(expected[length], contender.call(kv_len=length))
 
-    def time(self, steps: int, repeats: int) -> list[Row]:
-        """Let all take turns and return their medians."""
+    def time(self, steps: int, repeats: int) -> None:
+        """Let all take turns and keep their medians."""
         running = self._warm(min(steps, 3))
         for _ in range(repeats):
             for contender in running:
                 contender.time(self.backend, steps)
-        return [contender.row() for contender in running]
+        self.rows = [contender.row() for contender in running]
 
     def _warm(self, steps: int) -> list[_Contender]:
         """Run every way a little, untimed; return those that can run."""
@@ -219,19 +212,19 @@ class _Bench:
                 contender.captured.close()
 
 
-def measure(backend: Backend, shape: Shape, kv_len: int, args: argparse.Namespace) -> Outcome:
+def measure(backend: Backend, shape: Shape, kv_len: int, args: argparse.Namespace) -> Comparison:
     """Return what every way that can run costs."""
-    bench = _Bench(backend, shape, kv_len)
+    compared = Comparison(backend, shape, kv_len)
     try:
         with working("capturing"):
-            bench.add_policies(args.policy or policies(), args.compiler or ())
-            bench.add_public()
-        bench.check()
+            compared.add_policies(args.policy or policies(), args.compiler or ())
+            compared.add_public()
+        compared.check()
         with working("timing"):
-            rows = bench.time(args.steps, args.repeats)
+            compared.time(args.steps, args.repeats)
     finally:
-        bench.close()
-    return Outcome(rows=rows, absent=bench.absent, failed=bench.failed)
+        compared.close()
+    return compared
 
 
 @attrs.frozen(kw_only=True)
