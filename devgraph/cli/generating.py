@@ -226,14 +226,8 @@ def run_all(
 ) -> list[Run]:
     """Run the task with graphs, and if asked eagerly and through the model's own ``generate``.
 
-    Graphs and eager take turns, so that a change of the machine's speed meets both.
-
-    Args:
-        setup, task: what to run, and with what.
-        repeats: times that each of them runs.
-        compare: also run eagerly.
-        plain: also run the model's own ``generate``.
-        on_event: receives the events of the first run with graphs.
+    Graphs and eager take turns, so that a change of the machine's speed meets both. ``on_event``
+    receives the events of the first run with graphs.
     """
     with setup.engine(task, setup.config) as graphs:
         begin = time.perf_counter()

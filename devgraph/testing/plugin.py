@@ -1,16 +1,5 @@
 """The pytest plugin: the backend under test, its markers, and what a skip or a dead device means.
 
-Options:
-
-``--devgraph-backend NAME``
-    the backend that tests of devgraph use; "auto" for the best one here
-``--devgraph-fail-on-skip``
-    a skipped test fails, unless the backend does not declare what it tests
-``--devgraph-skip-undeclared``
-    do not try what the backend does not declare
-``--devgraph-long``
-    run endurance tests at full length
-
 A test that uses the fixture ``devgraph_backend`` carries the name of its backend as a marker, so
 that ``-m cuda`` selects it; ``-m`` with one backend's name and nothing else also chooses that
 backend. A test that carries the marker of a backend by itself uses that one.

@@ -764,3 +764,23 @@ def test_invalidated_graphs_are_captured_again_with_the_new_weights(kit: Kit) ->
     runner.capture()
     check_decode(kit, runner, model, 3, seed=3)
     assert runner.stats().graph_steps == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_output_fed_back_as_the_next_input_is_read_before_it_is_overwritten(
+    kit: Kit, policy: str
+) -> None:
+    """FAULTS 12."""
+
+    @dg.region()
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5
+
+    runner = runner_of(kit, lambda batch: halved(batch.x) + 1, config=policy)
+    for count in (4, 3):
+        x = kit.tensor(count, WIDTH)
+        want, fed = x, x
+        for _ in range(4):
+            want = want * 0.5 + 1
+            fed = runner.run({"x": fed})
+        kit.same(fed, want, "the chained output")

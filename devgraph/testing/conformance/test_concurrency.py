@@ -47,22 +47,6 @@ def _patience(kit: Kit) -> float:
     return PATIENCE if kit.backend.capabilities.concurrent_threads else UNDECLARED_PATIENCE
 
 
-def test_replay_from_another_thread_equals_eager(kit: Kit) -> None:
-    """FAULTS 18."""
-    x = kit.tensor(64)
-    captured = kit.capture(lambda x: torch.tanh(x) + 1, x)
-    kit.refill(x, 5)
-    kit.backend.synchronize()
-
-    def work() -> Any:
-        out = captured.replay()
-        kit.backend.synchronize()
-        return out.clone()
-
-    (out,) = _together(work)
-    kit.same(out, torch.tanh(x) + 1)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
     kit: Kit, pool: dg.Pool, policy: str

@@ -111,26 +111,6 @@ def test_prefill_and_decode_share_a_pool_and_take_turns(kit: Kit, pool: dg.Pool)
     assert prefill.stats().eager == decode.stats().eager == {}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_output_fed_back_as_the_next_input_is_read_before_it_is_overwritten(
-    kit: Kit, policy: str
-) -> None:
-    """FAULTS 12."""
-
-    @dg.region()
-    def halved(x: torch.Tensor) -> torch.Tensor:
-        return x * 0.5
-
-    runner = runner_of(kit, lambda batch: halved(batch.x) + 1, config=policy)
-    for count in (4, 3):
-        x = kit.tensor(count, WIDTH)
-        want, fed = x, x
-        for _ in range(4):
-            want = want * 0.5 + 1
-            fed = runner.run({"x": fed})
-        kit.same(fed, want, "the chained output")
-
-
 def test_inputs_on_the_host_are_brought_to_the_device(kit: Kit) -> None:
     model = Model(kit)
     runner = decoder(kit, model)

@@ -413,14 +413,6 @@ def test_region_that_writes_a_preallocated_output_follows_its_argument(kit: Kit)
         kit.check(captured, step, q, cache, n=n)
 
 
-def test_prove_covers_host_arguments(kit: Kit) -> None:
-    x = kit.tensor(4, WIDTH)
-    captured = kit.capture(both, x, host_args={"n": 3, "m": 4})
-    report = captured.prove(cases=2, host_args=[{"n": n, "m": m} for n, m in ((1, 2), (8, 3))])
-    assert report.cases == 4
-    assert report.ok, str(report)
-
-
 def test_info_counts_regions_and_recordings(kit: Kit) -> None:
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
