@@ -15,9 +15,9 @@ import torch
 import devgraph as dg
 from devgraph.testing.conformance.support import Kit, same
 from devgraph.testing.conformance.test_host_args import (
+    LENGTHS,
     prefix_sum,
     step,
-    usable_lengths,
 )
 
 POLICIES = ("full", "breakable", "piecewise")
@@ -292,7 +292,7 @@ def test_host_argument_may_arrive_in_the_variable_keywords_of_a_region(
 
     x = kit.tensor(4, 8)
     captured = kit.capture(scaled, x, policy=policy, host_args={"length": 3})
-    for seed, length in enumerate(usable_lengths(kit, policy)):
+    for seed, length in enumerate(LENGTHS):
         kit.check(captured, scaled, x, seed=seed, length=length)
 
 
@@ -439,7 +439,7 @@ def test_host_argument_may_be_positional_and_between_tensors(kit: Kit, policy: s
 
     x, y = kit.tensor(4, 8), kit.tensor(4, 8, seed=1)
     captured = kit.capture(positional, x, y, policy=policy, host_args={"length": 3})
-    for length in usable_lengths(kit, policy):
+    for length in LENGTHS:
         kit.check(captured, positional, x, y, length=length)
 
 
@@ -457,8 +457,7 @@ def _by_rule(x: torch.Tensor, *, kv_len: int) -> torch.Tensor:
 def test_window_derived_from_a_host_argument_follows_every_replay(kit: Kit, policy: str) -> None:
     x = kit.tensor(2, 6000)
     captured = kit.capture(_by_rule, x, policy=policy, host_args={"kv_len": 512})
-    updates = policy != "full" or kit.backend.capabilities.region_update
-    for kv_len in (5000, 512, 4097, 5999) if updates else (512,):
+    for kv_len in (5000, 512, 4097, 5999):
         want = (x * 2)[:, :kv_len][:, -min(kv_len, 4096) :].sum(1)
         kit.same(captured.replay(kv_len=kv_len), want, f"the replay with kv_len={kv_len}")
 
@@ -481,6 +480,5 @@ def test_region_receives_the_reduced_value(kit: Kit, policy: str) -> None:
 
     x = kit.tensor(4, 12)
     captured = kit.capture(reduced, x, policy=policy, host_args={"lengths": [3, 1]})
-    updates = policy != "full" or kit.backend.capabilities.region_update
-    for lengths in ([4, 4], [2], [3, 3, 3], *([[5, 9], [12], [1]] if updates else [])):
+    for lengths in ([4, 4], [2], [3, 3, 3], [5, 9], [12], [1]):
         kit.check(captured, reduced, x, lengths=lengths)

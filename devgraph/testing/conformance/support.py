@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -127,6 +127,14 @@ class Kit:
         same(got, want, what)
 
     # Other things.
+
+    def usable(self, policy: str, values: Sequence[Any]) -> Sequence[Any]:
+        """Return the host arguments of ``values`` that replays may take, the first at capture.
+
+        Without update, a full graph knows no other.
+        """
+        updates = policy != "full" or self.backend.capabilities.region_update
+        return values if updates else values[:1]
 
     def churn(self) -> None:
         """Allocate, poison and free memory of many sizes outside every capture."""

@@ -23,18 +23,14 @@ def step(x: torch.Tensor, *, length: int) -> torch.Tensor:
     return prefix_sum(x * 2, length=length) + 1
 
 
-def usable_lengths(kit: Kit, policy: str) -> list[int]:
-    """The lengths that a replay may use: without update, a graph knows only that of capture."""
-    if policy == "full" and not kit.backend.capabilities.region_update:
-        return [3]
-    return [3, 5, 1, 8, 5, 3]
+LENGTHS = (3, 5, 1, 8, 5, 3)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replay_equals_eager_for_every_host_argument(kit: Kit, policy: str) -> None:
     x = kit.tensor(4, 8)
     captured = kit.capture(step, x, policy=policy, host_args={"length": 3})
-    for seed, length in enumerate(usable_lengths(kit, policy)):
+    for seed, length in enumerate(kit.usable(policy, LENGTHS)):
         kit.check(captured, step, x, seed=seed, length=length)
 
 
@@ -71,8 +67,7 @@ def test_ambient_context_is_read_once_per_replay_on_the_replaying_thread(
     x = kit.tensor(4, 8)
     ambient.length = 3
     captured = kit.capture(ambiently, x, policy=policy)
-    updates = policy != "full" or kit.backend.capabilities.region_update
-    for length in (3, 5, 8, 3) if updates else (3,):
+    for length in kit.usable(policy, (3, 5, 8, 3)):
         ambient.length = length
         reads.clear()
         out = captured.replay()

@@ -8,19 +8,15 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import POLICIES, Kit
+from devgraph.testing.conformance.support import POLICIES, Kit, declares
 
-
-def factors(kit: Kit, policy: str) -> list[int]:
-    """What ``factor`` may be at a replay, after 2 at the capture."""
-    updates = policy != "full" or kit.backend.capabilities.region_update
-    return [2, 3, 5, 3] if updates else [2]
+FACTORS = (2, 3, 5, 3)
 
 
 def check(kit: Kit, step: Any, x: torch.Tensor, policy: str) -> dg.Captured:
     """Capture with the factor 2, and compare replays with eager for all factors."""
     captured = kit.capture(step, x, policy=policy, host_args={"factor": 2})
-    for seed, factor in enumerate(factors(kit, policy)):
+    for seed, factor in enumerate(kit.usable(policy, FACTORS)):
         kit.check(captured, step, x, seed=seed, factor=factor)
     return captured
 
@@ -86,10 +82,9 @@ def test_result_that_a_region_also_keeps_is_seen_where_it_is_kept(kit: Kit, poli
             raise
 
 
+@declares("region_update")
 def test_result_is_never_written_into_the_input_that_was_the_output_at_capture(kit: Kit) -> None:
     """FAULTS 41."""
-    if not kit.backend.capabilities.region_update:
-        pytest.skip("the backend does not update regions")
 
     @dg.region(host_args=("factor",))
     def body(x: torch.Tensor, out: torch.Tensor, *, factor: int) -> torch.Tensor:
@@ -168,5 +163,5 @@ def test_expanded_results_and_outputs_equal_eager(kit: Kit, policy: str, copies:
     captured = kit.capture(
         step, x, policy=policy, host_args={"factor": 2}, budget=dg.UpdateBudget(copies=copies)
     )
-    for seed, factor in enumerate(factors(kit, policy)):
+    for seed, factor in enumerate(kit.usable(policy, FACTORS)):
         kit.check(captured, step, x, seed=seed, factor=factor)

@@ -1,0 +1,193 @@
+"""Several steps in one launch: what a loop gives is what single steps give."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.testing.conformance.steps import VOCAB, WIDTH, mixed, runner_of, slot
+from devgraph.testing.conformance.support import Kit, declares, same
+
+IDS = slot("ids", ("tokens",), torch.int64, dg.Pad.zero())
+SCRATCH, MOST = 64, 8
+ROWS_OF_CACHE = slot("rows", ("tokens",), torch.int64, dg.Pad.fill(SCRATCH))
+
+
+class Generating:
+    """Steps that read and write a cache, choose the next token, and end at a token or a row."""
+
+    def __init__(self, kit: Kit, width: int = 1) -> None:
+        generator = torch.Generator().manual_seed(7)
+        weight = torch.randint(-2, 3, (WIDTH, VOCAB), generator=generator)
+        table = torch.randint(-2, 3, (VOCAB, WIDTH), generator=generator)
+        self.weight, self.table = weight.float().to(kit.device), table.float().to(kit.device)
+        self.cache = torch.zeros(SCRATCH + 1, WIDTH, device=kit.device)
+        self.width = width
+
+    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
+        hidden = self.table[batch.ids] + self.cache[batch.rows - 1]
+        self.cache.index_copy_(0, batch.rows, hidden)
+        tokens = (mixed(hidden, self.weight) * 3).argmax(1)
+        return {"tokens": tokens, "sum": hidden.view(batch.requests, -1).sum(1)}
+
+    def advance(self, batch: Any, outputs: dict[str, torch.Tensor]) -> None:
+        batch.ids.copy_(outputs["tokens"])
+        batch.rows.add_(1)
+
+    def done(self, batch: Any, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        ends: torch.Tensor = (outputs["tokens"] == 3) | (batch.rows % MOST == MOST - 1)
+        return ends.view(batch.requests, -1).any(1)
+
+    def one_by_one(
+        self, inputs: dict[str, torch.Tensor], steps: int
+    ) -> tuple[dict[str, torch.Tensor], list[int]]:
+        """What single steps return of the requests that still run, zeros elsewhere."""
+        count = inputs["ids"].shape[0] // self.width
+        ids, rows = inputs["ids"].view(count, -1).clone(), inputs["rows"].view(count, -1).clone()
+        tokens = ids.new_zeros(steps, *ids.shape)
+        sums = self.cache.new_zeros(steps, count)
+        taken, alive = [0] * count, list(range(count))
+        for step in range(steps):
+            batch = types.SimpleNamespace(
+                ids=ids[alive].flatten(), rows=rows[alive].flatten(), requests=len(alive)
+            )
+            if not alive:
+                break
+            out = self.forward(batch)
+            tokens[step, alive], sums[step, alive] = out["tokens"].view(len(alive), -1), out["sum"]
+            self.advance(batch, out)
+            ids[alive], rows[alive] = (
+                batch.ids.view(len(alive), -1),
+                batch.rows.view(len(alive), -1),
+            )
+            ended = self.done(batch, out).tolist()
+            for one in alive:
+                taken[one] += 1
+            alive = [one for one, end in zip(alive, ended, strict=True) if not end]
+        return {"tokens": tokens.flatten(1), "sum": sums}, taken
+
+
+def _of_generating(kit: Kit, requests: int, width: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, VOCAB, (requests, width), generator=generator)
+    first = torch.randint(1, MOST - 1, (requests,), generator=generator)
+    rows = torch.arange(requests * width).view(requests, width) * MOST + first[:, None]
+    return {"ids": ids.flatten().to(kit.device), "rows": rows.flatten().to(kit.device)}
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("policy", ["full", "breakable", "disabled"])
+def test_a_loop_gives_what_single_steps_give(kit: Kit, policy: str, width: int) -> None:
+    _check_loop(kit, {"policy": policy}, width=width, steps=4)
+
+
+@pytest.mark.slow
+@declares("piecewise")
+def test_a_compiled_loop_gives_what_single_steps_give(kit: Kit) -> None:
+    _check_loop(kit, {"policy": "piecewise", "buckets": [4], "max_padding": 4}, width=1, steps=2)
+
+
+def _check_loop(kit: Kit, config: dict[str, Any], *, width: int, steps: int) -> None:
+    model = Generating(kit, width)
+    runner = runner_of(
+        kit,
+        model.forward,
+        [IDS, ROWS_OF_CACHE],
+        outputs={"tokens": dg.OutputSlot(rows="tokens"), "sum": dg.OutputSlot()},
+        variants=[{"width": width}],
+        loop=dg.Loop(steps=steps, advance=model.advance, done=model.done),
+        config=config,
+    )
+    for seed, requests in enumerate((3, 1, 4, 2)):
+        inputs = _of_generating(kit, requests, width, seed)
+        state = kit.tensor(SCRATCH + 1, WIDTH, seed=seed).round()
+        model.cache.copy_(state)
+        want, taken = model.one_by_one(inputs, steps)
+        after = model.cache[:SCRATCH].clone()
+        model.cache.copy_(state)
+        out = runner.run(inputs, variant={"width": width})
+        kit.same(out.outputs, want, f"the outputs of {requests} requests")
+        assert (out.steps.dtype, out.steps.device) == (torch.int64, model.cache.device)
+        assert (int(out.steps), out.taken.tolist()) == (max(taken), taken)
+        same(model.cache[:SCRATCH], after, f"the state after {requests} requests")
+    if config["policy"] != "disabled":
+        assert runner.stats().graph_steps == 4 and runner.prove().ok
+        same(model.cache[:SCRATCH], after, "the state after a proof")
+
+
+@pytest.mark.parametrize(
+    "options", [{"config": {"policy": "full", "emulate": True}}, {"debug": True}, {"share": True}]
+)
+def test_a_loop_goes_with_what_else_a_runner_does(kit: Kit, options: dict[str, Any]) -> None:
+    single = runner_of(kit, lambda batch: batch.x * 2, max_requests=8, name="single")
+    if options.pop("share", None):
+        options = {"share": single}
+    planned: list[int] = []
+    factor = torch.ones(1, device=kit.device)
+
+    def plan(batch: Any) -> None:
+        planned.append(batch.real.requests)
+        factor.fill_(2)
+
+    runner = runner_of(
+        kit,
+        lambda batch: batch.x * factor,
+        prepare=plan,
+        loop=dg.Loop(steps=3, advance=lambda batch, out: batch.x.copy_(out)),
+        **options,
+    )
+    x = kit.tensor(3, WIDTH)
+    before = len(planned)
+    out = runner.run({"x": x})
+    kit.same(out.outputs, torch.stack([x * 2, x * 4, x * 8]), "all steps")
+    assert planned[before:] == [3] and out.taken.tolist() == [3, 3, 3]
+    assert runner.prove().ok
+
+
+@declares("rng")
+def test_a_loop_draws_as_single_steps_do(kit: Kit) -> None:
+    def forward(batch: Any) -> Any:
+        return batch.x + torch.rand_like(batch.x)
+
+    loop = dg.Loop(steps=3, advance=lambda batch, out: batch.x.copy_(out))
+    single, looped = runner_of(kit, forward), runner_of(kit, forward, loop=loop)
+    x = kit.tensor(2, WIDTH)
+    rng = kit.backend.get_rng_state()
+    drawn = [single.run({"x": x}, clone=True)]
+    for _ in range(2):
+        drawn.append(single.run({"x": drawn[-1]}, clone=True))
+    kit.backend.set_rng_state(rng)
+    kit.same(looped.run({"x": x}).outputs, torch.stack(drawn), "what was drawn")
+
+
+@dg.region(host_args=("length",), mutates=("out",))
+def summed(x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
+    out.copy_(x[:, :length].sum(1, keepdim=True) + x)
+
+
+@declares("region_update")
+def test_a_host_argument_holds_for_every_step_of_a_loop(kit: Kit) -> None:
+    def forward(batch: Any) -> torch.Tensor:
+        out = torch.empty_like(batch.x)
+        summed(batch.x, out, length=batch.host.length)
+        return out
+
+    def grow(batch: Any, out: torch.Tensor) -> None:
+        batch.host.length = 2
+
+    def copy(batch: Any, out: torch.Tensor) -> None:
+        batch.x.copy_(out)
+
+    runner = runner_of(kit, forward, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=copy))
+    x = kit.tensor(3, WIDTH)
+    for length in (2, 5, 2):
+        first = x[:, :length].sum(1, keepdim=True) + x
+        second = first[:, :length].sum(1, keepdim=True) + first
+        out = runner.run({"x": x}, host_args={"length": length})
+        kit.same(out.outputs, torch.stack([first, second]), f"the steps with {length}")
+    with pytest.raises(dg.HostArgumentError, match="lengths"):
+        runner_of(kit, forward, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=grow))
