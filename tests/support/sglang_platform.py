@@ -120,8 +120,10 @@ def _masked() -> Any:
 
 
 def rounds() -> list[list[str]]:
-    """Return the prompts, and once more with three words behind them, which have a prefix then."""
-    return [PROMPTS, [f"{prompt} w11 w12 w13" for prompt in PROMPTS]]
+    """Return the prompts; once more with three words behind them, which have a prefix then; and one
+    after the other more lengths than a graph that is updated records at once."""
+    lengths = [[" ".join(f"w{200 + n + word}" for word in range(n))] for n in range(17, 31)]
+    return [PROMPTS, [f"{prompt} w11 w12 w13" for prompt in PROMPTS], *lengths]
 
 
 def make_model(folder: Path) -> None:

@@ -95,6 +95,58 @@ class Group:
         Group.barriers += 1
 
 
+_batch: ContextVar[Any] = ContextVar("batch", default=None)
+
+
+@contextlib.contextmanager
+def _set_forward_batch(batch: Any) -> Iterator[None]:
+    token = _batch.set(batch)
+    try:
+        yield
+    finally:
+        _batch.reset(token)
+
+
+class TorchNativeAttnBackend:
+    """Adds to each row the sum of what its request has seen, by lengths that the host reads."""
+
+    def __init__(self, slots: torch.Tensor, cache: torch.Tensor) -> None:
+        self._slots, self._cache = slots, cache
+
+    def forward_extend(self, query: torch.Tensor, output: torch.Tensor, batch: Any) -> None:
+        self._run_sdpa_forward_extend(query, output, batch)
+
+    def _run_sdpa_forward_extend(
+        self, query: torch.Tensor, output: torch.Tensor, batch: Any
+    ) -> None:
+        start = 0
+        for index in range(batch.seq_lens.shape[0]):
+            end = start + batch.extend_seq_lens[index]
+            seen = self._slots[batch.req_pool_indices[index], : batch.seq_lens[index]]
+            output[start:end] = query[start:end] + self._cache[seen].sum(dim=0)
+            start = end
+
+
+def _radix_attention(eager_on_graph: Any) -> type:
+    class RadixAttention:
+        def __init__(self, attention: TorchNativeAttnBackend) -> None:
+            self._attention = attention
+
+        def __call__(self, query: torch.Tensor) -> torch.Tensor:
+            output = torch.empty_like(query)
+            self._eager_attention(query, output)
+            return output
+
+        @eager_on_graph(True)
+        def _eager_attention(self, query: torch.Tensor, output: torch.Tensor) -> None:
+            batch = _batch.get()
+            count = batch.global_num_token_non_padded_cpu
+            self._attention.forward_extend(query[:count], output, batch)
+            output[count:].zero_()
+
+    return RadixAttention
+
+
 def device_module() -> Any:
     """torch's namespace of the CPU, with streams that can be hooked."""
     return types.SimpleNamespace(
@@ -160,8 +212,20 @@ def _surroundings() -> dict[str, dict[str, Any]]:
         },
         "sglang.srt.arg_groups": {},
         "sglang.srt.arg_groups.model_override_base": {"resolved_view": ServerArgs.resolved},
+        "sglang.srt.layers": {},
+        "sglang.srt.layers.attention": {},
+        "sglang.srt.layers.attention.torch_native_backend": {
+            "TorchNativeAttnBackend": TorchNativeAttnBackend
+        },
         f"{MODEL}.runner": {"DecodeCudaGraphRunner": type("DecodeCudaGraphRunner", (), {})},
         f"{MODEL}.runner_utils": {},
+        f"{MODEL}.runner_utils.forward_batch": {
+            "get_forward_batch": _batch.get,
+            "set_forward_batch": _set_forward_batch,
+        },
+        f"{MODEL}.runner_utils.prefill_graph": {
+            "prefill_graph_scope": lambda *, full_graph, raw_num_tokens: contextlib.nullcontext()
+        },
         f"{MODEL}.runner_utils.pool": {
             "GraphPoolPrecarve": Precarve,
             "get_or_create_global_graph_memory_pool": lambda module: ("handle", 0),
@@ -374,6 +438,7 @@ class BreakableCUDAGraphCapture:
 
 def _standin_files() -> dict[str, dict[str, Any]]:
     breaks = {
+        "_current_capture_var": _current,
         "eager_on_graph": eager_on_graph,
         "BreakableCUDAGraph": BreakableCUDAGraph,
         "BreakableCUDAGraphCapture": BreakableCUDAGraphCapture,
@@ -422,6 +487,10 @@ def load(folder: Path | None) -> None:
     if folder is not None:
         for name in _FILES:
             importlib.import_module(name)
+    radix: Any = types.ModuleType("sglang.srt.layers.radix_attention")
+    breaks = sys.modules[f"{BREAKS}.breakable_cuda_graph"]
+    radix.RadixAttention = _radix_attention(breaks.eager_on_graph)
+    sys.modules[radix.__name__] = radix
     choice = types.ModuleType(f"{MODEL}.runner_backend.utils")
     for leaf, name in (
         ("full_cuda_graph_backend", "FullCudaGraphBackend"),

@@ -52,12 +52,17 @@ class ModeCount:
         self._graphs.add(graph)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counters; ``graphs``, ``segments`` and ``bytes`` are those of live graphs."""
+        """Return the counters; ``graphs``, ``segments``, ``bytes`` and ``updates``, which is what
+        new keys of regions took, are those of live graphs."""
+        updates: Counter[str] = Counter()
+        for graph in self._graphs:
+            updates.update(getattr(graph, "stats", dict)())
         infos = [info for graph in self._graphs if (info := graph.info()).state == "ready"]
         return {
             "captures": self.captures,
             "replays": self.replays,
             "eager": dict(self.eager),
+            "updates": dict(updates),
             "graphs": len(infos),
             "segments": _total(info.segments for info in infos),
             "regions": _total(info.regions for info in infos),

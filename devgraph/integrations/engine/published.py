@@ -122,10 +122,14 @@ def prometheus(engine: str, stats: Mapping[str, Any]) -> str:
         page.metric(name, kind, text)
         for mode, count in stats["modes"].items():
             page.sample(name, count[key], mode=mode)
-    page.metric("eager_steps_total", "counter", "Calls outside a graph, by reason.")
-    for mode, count in stats["modes"].items():
-        for reason, calls in sorted(count["eager"].items()):
-            page.sample("eager_steps_total", calls, mode=mode, reason=reason)
+    for key, name, text in (
+        ("eager", "eager_steps_total", "Calls outside a graph, by reason."),
+        ("updates", "updates_total", "Replays of graphs with regions, by what they took."),
+    ):
+        page.metric(name, "counter", text)
+        for mode, count in stats["modes"].items():
+            for reason, calls in sorted(count[key].items()):
+                page.sample(name, calls, mode=mode, reason=reason)
     page.metric("pool_bytes", "gauge", "Device memory of the graph pools.")
     page.sample("pool_bytes", stats["pool_bytes"])
     return page.text()

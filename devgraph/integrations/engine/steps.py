@@ -117,17 +117,19 @@ def capture_whole(
     return graph, output
 
 
-def capture_broken(
+def capture_under(
+    policy: str,
     backend: Backend,
     pool: Pool,
     count: ModeCount,
     body: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
     *,
-    warmup: int,
+    warmup: int = 0,
 ) -> Captured:
-    """Capture ``body`` in segments; its result's memory is free for later captures.
+    """Capture ``body`` as the policy does, with what its marks mean there; its result's memory is
+    free for later captures.
 
     Args:
         warmup: eager runs before, beyond those of the engine.
@@ -141,7 +143,7 @@ def capture_broken(
         step,
         *args,
         kwargs=kwargs,
-        policy="breakable",
+        policy=policy,
         backend=backend,
         warmup=warmup,
         pool=pool,

@@ -1,4 +1,4 @@
-"""SGLang's two graph backends on DeviceGraph, and what all backends of a process share.
+"""SGLang's graph backends on DeviceGraph, and what all backends of a process share.
 
 They are subclasses of SGLang's own, because its runners ask for those classes; capture and replay
 are devgraph's.
@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from devgraph.api.errors import CapabilityError, StateError
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
@@ -20,8 +22,9 @@ from devgraph.integrations.engine.ledger import Ledger
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.outputs import SharedOutputs, copy_into
 from devgraph.integrations.engine.published import Publisher
-from devgraph.integrations.engine.steps import CapturedStep, capture_whole
+from devgraph.integrations.engine.steps import CapturedStep, capture_under, capture_whole
 from devgraph.integrations.sglang.segments import segment_classes
+from devgraph.integrations.sglang.updated import WholeCapture, planned_on_host, require_updatable
 
 MODEL = "sglang.srt.model_executor"
 
@@ -70,12 +73,17 @@ class _OnDevgraph:
     _tp_group: Any
     _pool: Any
     _devgraph_pool: Pool | None = None
+    _places: Any
+    """Return where the tensors of what a warm-up returned go; None if they may stay."""
+    _capture: Any
+    """Capture a body; return what replays it, and its output."""
 
     def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
         super().__init__(cuda_graph_runner, **options)  # type: ignore[call-arg]
         self._runner = cuda_graph_runner
         self._count = shared().ledger.of(self._devgraph_mode)
         self._shared_outputs = SharedOutputs()
+        self._capture_inputs: dict[Any, Any] = {}
         saver = self._memory_saver_adapter
         if saver is not None and saver.enabled:
             raise CapabilityError(
@@ -129,6 +137,26 @@ class _OnDevgraph:
             if profiler is not None:
                 profiler.step()
 
+    def capture_one(
+        self,
+        shape_key: Any,
+        forward_fn: Callable[[], Any],
+        capture_inputs: Any = None,
+        post_warmup_hook: Callable[[], None] | None = None,
+    ) -> None:
+        """Warm the step up and capture it; a replay of ``shape_key`` is one of what it did."""
+        pool = self._open()
+        places = self._places(self._warm_up(forward_fn, post_warmup_hook))
+
+        def body() -> Any:
+            output = forward_fn()
+            return output if places is None else copy_into(places, output)
+
+        with self._capturing():
+            captured = self._capture(pool, body)
+        self._graphs[shape_key], self._outputs[shape_key] = captured
+        self._capture_inputs[shape_key] = capture_inputs
+
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
         """What SGLang does around each capture of its own."""
@@ -148,8 +176,8 @@ class _OnDevgraph:
         """Free every graph; the backend can capture again."""
         for graph in self._graphs.values():
             graph.reset()
-        self._graphs.clear()
-        self._shared_outputs.clear()
+        for kept in (self._graphs, self._capture_inputs, self._shared_outputs):
+            kept.clear()
         super().cleanup()  # type: ignore[misc]
         self._devgraph_pool = None
 
@@ -164,30 +192,26 @@ def full_backend() -> Any:
 
         _devgraph_mode = "full"
 
-        def capture_one(
-            self,
-            shape_key: Any,
-            forward_fn: Callable[[], Any],
-            capture_inputs: Any = None,
-            post_warmup_hook: Callable[[], None] | None = None,
-        ) -> None:
-            pool = self._open()
-            output = self._warm_up(forward_fn, post_warmup_hook)
-            places = None
-            if getattr(self, "_reuse_output_buffer", False):
-                places = self._shared_outputs.places(output, rows=None, capacity=None)
-            del output
+        def __new__(cls, cuda_graph_runner: Any = None, **options: Any) -> Any:
+            model_runner = getattr(cuda_graph_runner, "model_runner", None)
+            # SGLang wants one output buffer for prefill, and for nothing else.
+            if options.pop("reuse_output_buffer", False) and planned_on_host(model_runner):
+                return updated_backend()(cuda_graph_runner, **options)
+            return super().__new__(cls)
 
-            def body() -> Any:
+        def _places(self, warm: Any) -> list[torch.Tensor] | None:
+            if not getattr(self, "_reuse_output_buffer", False):
+                return None
+            return self._shared_outputs.places(warm, rows=None, capacity=None)
+
+        def _capture(self, pool: Pool, body: Callable[[], Any]) -> tuple[Any, Any]:
+            def carved() -> Any:
                 self._carve()
-                output = forward_fn()
-                return output if places is None else copy_into(places, output)
+                return body()
 
             backend = shared().memory.backend
-            with self._capturing():
-                graph, output = capture_whole(backend, pool, self._count, body, release=False)
-            self._graphs[shape_key] = CapturedStep(graph, self._count)
-            self._outputs[shape_key] = output
+            graph, output = capture_whole(backend, pool, self._count, carved, release=False)
+            return CapturedStep(graph, self._count), output
 
     return DeviceGraphBackend
 
@@ -204,30 +228,18 @@ def breakable_backend() -> Any:
 
         _devgraph_mode = "breakable"
 
-        def capture_one(
-            self,
-            shape_key: Any,
-            forward_fn: Callable[[], Any],
-            capture_inputs: Any = None,
-            post_warmup_hook: Callable[[], None] | None = None,
-        ) -> None:
-            pool = self._open()
-            warm = self._warm_up(forward_fn, post_warmup_hook)
-            places = self._shared_outputs.places(
+        def _places(self, warm: Any) -> list[torch.Tensor] | None:
+            return self._shared_outputs.places(
                 warm,
                 rows=self._asked("cuda_graph_output_rows", warm),
                 capacity=self._asked("cuda_graph_output_capacity_rows", warm),
             )
-            del warm
 
-            def body() -> Any:
-                return copy_into(places, forward_fn())
-
+        def _capture(self, pool: Pool, body: Callable[[], Any]) -> tuple[Any, Any]:
             segments = segment_class(shared().memory.backend, self._count)
             started = time.perf_counter()
             try:
                 with (
-                    self._capturing(),
                     session(pool) as held,
                     capture_class(segments, held, self._tp_group.barrier) as capture,
                 ):
@@ -238,12 +250,55 @@ def breakable_backend() -> Any:
                 raise
             segments.seconds = time.perf_counter() - started
             self._count.captured(segments, segments.seconds)
-            self._graphs[shape_key] = segments
-            self._outputs[shape_key] = output
-            self._capture_inputs[shape_key] = capture_inputs
+            return segments, output
 
         def _asked(self, name: str, output: Any) -> int | None:
             answer: Callable[[Any], int | None] | None = getattr(self._runner, name, None)
             return None if answer is None else answer(output)
 
     return DeviceGraphBreakableBackend
+
+
+@functools.cache
+def updated_backend() -> Any:
+    """Return the backend class whose every shape is one graph, updated for each batch."""
+    base: Any = breakable_backend()
+
+    class DeviceGraphUpdatedBackend(base):  # type: ignore[misc]
+        """SGLang's breakable backend with its attention inside of the graph, as a region."""
+
+        _devgraph_mode = "full"
+
+        def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
+            super().__init__(cuda_graph_runner, **options)
+            require_updatable(cuda_graph_runner.model_runner)
+            self._whole = WholeCapture()
+
+        def _warm_up(self, *step: Any) -> Any:
+            with self._whole.current():
+                return super()._warm_up(*step)
+
+        def _capture(self, pool: Pool, body: Callable[[], Any]) -> tuple[Any, Any]:
+            layers = self._runner.layer_model
+            forward = layers.forward
+
+            def step() -> Any:
+                # In a replay, which may need a capture, SGLang has put that replay there.
+                replaying, layers.forward = layers.forward, forward
+                try:
+                    with self._whole.current():
+                        return body()
+                finally:
+                    layers.forward = replaying
+
+            captured = capture_under("full", shared().memory.backend, pool, self._count, step)
+            return CapturedStep(captured, self._count), captured.outputs
+
+        def replay(self, shape_key: Any, static_forward_batch: Any, **options: Any) -> Any:
+            # The runner leaves it to breaks to wait for layers that are loaded from elsewhere.
+            loads = self._runner.model_runner.token_to_kv_pool.layer_transfer_counter
+            if loads is not None and loads.consumer_index >= 0:
+                loads.wait_until(loads.num_layers - 1)
+            return super().replay(shape_key, static_forward_batch, **options)
+
+    return DeviceGraphUpdatedBackend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -9,20 +10,20 @@ from devgraph.api.errors import ConfigError, DeviceGraphError
 from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
 from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend
 from devgraph.integrations.sglang.modes import EngineMode, engine_mode
+from devgraph.integrations.sglang.segments import BREAKS
+from devgraph.integrations.sglang.updated import with_region
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "DEVGRAPH_SGLANG"
 """Environment variable: unset or 0 leaves SGLang alone, 1 installs, strict installs or refuses."""
 
-_BREAKS = f"{MODEL}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
-
 # What the backends use of SGLang, by module; a class and what is used of it after a dot.
 _USED = {
     f"{MODEL}.runner_backend.full_cuda_graph_backend": "FullCudaGraphBackend.replay",
     f"{MODEL}.runner_backend.breakable_cuda_graph_backend": "BreakableCudaGraphBackend.replay",
     f"{MODEL}.runner_utils.pool": "get_global_graph_memory_pool set_global_graph_memory_pool",
-    _BREAKS: (
+    BREAKS: (
         "BreakableCUDAGraph.replay BreakableCUDAGraphCapture._begin_new_segment "
         "BreakableCUDAGraphCapture._end_current_segment"
     ),
@@ -66,6 +67,10 @@ def install(*, mode: str | None = None) -> None:
         changes.require(choice, "FullCudaGraphBackend", "BreakableCudaGraphBackend")
         changes.change(choice, "FullCudaGraphBackend", full_backend())
         changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
+        radix = changes.module("sglang.srt.layers.radix_attention").RadixAttention
+        marked = getattr(radix, "_eager_attention", None)
+        if marked is not None:  # 0.5.17 has it elsewhere, and no prefill that is updated
+            changes.change(radix, "_eager_attention", with_region(marked))
         if text is not None:
             _put_mode(changes, engine_mode(text, _platform()))
     except BaseException:
@@ -77,24 +82,18 @@ def install(*, mode: str | None = None) -> None:
 
 def _put_mode(changes: Changes, mode: EngineMode) -> None:
     arguments = changes.module("sglang.srt.server_args").ServerArgs
-    made = arguments.__post_init__
+    # Arguments resolve later than they are made, once, in one process; before 0.5.18 as they are.
+    name = "resolve_once" if hasattr(arguments, "resolve_once") else "__post_init__"
+    resolve = getattr(arguments, name)
 
-    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        mode.put_into(self)
-        made(self, *args, **kwargs)
-        if not hasattr(arguments, "resolve_once"):
-            mode.check(self)
-
-    changes.change(arguments, "__post_init__", __post_init__)
-    resolve = getattr(arguments, "resolve_once", None)
-    if resolve is None:
-        return  # an SGLang that resolves the arguments when they are made
-
-    def resolve_once(self: Any) -> None:
-        resolve(self)
+    @functools.wraps(resolve)
+    def resolved(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not getattr(self, "_resolution_finished", False):
+            mode.put_into(self)
+        resolve(self, *args, **kwargs)
         mode.check(self)
 
-    changes.change(arguments, "resolve_once", resolve_once)
+    changes.change(arguments, name, resolved)
 
 
 def _platform() -> str:

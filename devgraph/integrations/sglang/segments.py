@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,25 +14,14 @@ from devgraph.api.session import Session
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.steps import CapturedStep
 
-
-class _Recording:
-    """A graph being recorded, under the name by which SGLang ends a segment."""
-
-    def __init__(self, backend: Backend, session: Session) -> None:
-        self._session = session
-        self.graph = backend.make_graph(session.pool)
-        session.begin(self.graph)
-
-    def capture_end(self) -> None:
-        self._session.end(allow_empty=True)
+BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
+"""SGLang's module of marks, and of the capture to which they talk."""
 
 
 @functools.cache
 def segment_classes() -> tuple[Any, Any]:
     """Return what stands for SGLang's segmented graph and for its capture."""
-    engine: Any = importlib.import_module(
-        "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
-    )
+    engine: Any = importlib.import_module(BREAKS)
 
     class Segments(engine.BreakableCUDAGraph):  # type: ignore[misc]
         """SGLang's list of segments and eager bodies; the segments are graphs of devgraph."""
@@ -79,7 +69,7 @@ def segment_classes() -> tuple[Any, Any]:
         ) -> None:
             super().__init__(cuda_graph=segments, barrier_fn=barrier_fn)
             self._session = session
-            self._current_graph: _Recording | None = None
+            self._current_graph: Any = None
             self._leaving = False
 
         def __exit__(self, *error: Any) -> Any:
@@ -97,7 +87,11 @@ def segment_classes() -> tuple[Any, Any]:
             return output
 
         def _begin_new_segment(self) -> None:
-            self._current_graph = _Recording(self.cuda_graph.backend, self._session)
+            graph = self.cuda_graph.backend.make_graph(self._session.pool)
+            self._session.begin(graph)
+            # SGLang ends what it records by this name.
+            end = functools.partial(self._session.end, allow_empty=True)
+            self._current_graph = types.SimpleNamespace(graph=graph, capture_end=end)
             self._current_graph_needs_instantiate = False
 
         def _end_current_segment(self) -> None:

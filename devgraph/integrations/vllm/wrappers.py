@@ -16,7 +16,7 @@ from devgraph.integrations.engine.ledger import EagerReason, ModeCount
 from devgraph.integrations.engine.steps import (
     CapturedStep,
     addresses,
-    capture_broken,
+    capture_under,
     recorded,
 )
 from devgraph.integrations.vllm.breaks import AttentionBreaks, attention_ops
@@ -321,8 +321,9 @@ class BreakableStep(_Graphs):
             # Once more under the mode: what the model compiles by itself, it compiles per mode, and
             # never inside a capture.
             warmup = 0 if self.concrete_cudagraph_entries else 1
-            captured = capture_broken(
-                self._layer.memory.backend, pool, self._broken, body, args, kwargs, warmup=warmup
+            backend = self._layer.memory.backend
+            captured = capture_under(
+                "breakable", backend, pool, self._broken, body, args, kwargs, warmup=warmup
             )
         try:
             breaks.require_calls(context.no_compile_layers)

@@ -42,6 +42,7 @@ def _forget() -> None:
         backends.shared,
         backends.full_backend,
         backends.breakable_backend,
+        backends.updated_backend,
         segment_classes,
         platform_class,
     )

@@ -13,16 +13,30 @@ from devgraph.integrations.sglang.modes import engine_mode
 from tests.support.sglang_steps import module
 
 
-def test_named_phases_are_put_in_and_the_others_left_to_sglang(engine: Any) -> None:
+@pytest.fixture(params=["when made", "later"])
+def made(engine: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make resolved arguments, as 0.5.17 does when they are made, and later versions afterwards."""
+    arguments = module("server_args", "sglang.srt").ServerArgs
+    if request.param == "when made":
+        monkeypatch.delattr(arguments, "resolve_once")
+
+    def make(**given: Any) -> Any:
+        found = arguments(**given)
+        if request.param == "later":
+            found.resolve_once()
+        return found
+
+    return make
+
+
+def test_named_phases_are_put_in_and_the_others_left_to_sglang(made: Any) -> None:
     sglang.install(mode='{"prefill": {"policy": "full", "buckets": [64, 512], "max_requests": 8}}')
-    arguments = module("server_args", "sglang.srt").ServerArgs(cuda_graph_bs_decode=[1, 2])
-    assert arguments.cuda_graph_config == {
+    assert made(cuda_graph_bs_decode=[1, 2]).cuda_graph_config == {
         "decode": {},
         "prefill": {"backend": "full", "bs": [64, 512], "full_prefill_max_req": 8},
     }
     sglang.uninstall()
-    arguments = module("server_args", "sglang.srt").ServerArgs()
-    assert arguments.cuda_graph_config is None
+    assert made().cuda_graph_config is None
 
 
 @pytest.mark.parametrize(
@@ -34,9 +48,8 @@ def test_named_phases_are_put_in_and_the_others_left_to_sglang(engine: Any) -> N
         {"cuda_graph_config": {"prefill": {"backend": "breakable"}}},
     ],
 )
-def test_option_of_sglang_that_contradicts_is_refused(engine: Any, given: dict[str, Any]) -> None:
+def test_option_of_sglang_that_contradicts_is_refused(made: Any, given: dict[str, Any]) -> None:
     sglang.install(mode='{"prefill": "full"}')
-    made = module("server_args", "sglang.srt").ServerArgs
     with pytest.raises(dg.ConfigError, match="prefill backend=full and SGLang's own options for"):
         made(**given)
     assert made(cuda_graph_backend_prefill="full").cuda_graph_config["prefill"] == {
@@ -44,12 +57,18 @@ def test_option_of_sglang_that_contradicts_is_refused(engine: Any, given: dict[s
     }
 
 
-def test_backend_that_sglang_resolves_otherwise_is_refused(engine: Any) -> None:
+def test_backend_that_sglang_resolves_otherwise_is_refused(made: Any) -> None:
+    sglang.install(mode='{"prefill": "full"}')
+    with pytest.raises(dg.ConfigError, match="SGLang allows only disabled"):
+        made(allowed="disabled")
+
+
+def test_arguments_that_were_resolved_in_another_process_stay_as_they_are(engine: Any) -> None:
     sglang.install(mode='{"prefill": "full"}')
     arguments = module("server_args", "sglang.srt").ServerArgs()
-    arguments.allowed = "disabled"
-    with pytest.raises(dg.ConfigError, match="SGLang allows only disabled"):
-        arguments.resolve_once()
+    arguments._resolution_finished = True
+    arguments.resolve_once()
+    assert arguments.cuda_graph_config is None
 
 
 @pytest.mark.parametrize(

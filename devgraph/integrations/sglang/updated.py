@@ -1,0 +1,144 @@
+"""SGLang's prefill as one graph around attention that its host plans: see docs/sglang.md.
+
+Torch-native attention slices by lengths on the host, so that SGLang breaks its graphs there. Here
+it is a region, whose key is what the batch makes it do; all else is SGLang's breakable prefill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from devgraph.api.errors import CapabilityError
+from devgraph.api.marks.marks import is_capturing, region
+from devgraph.integrations.sglang.segments import BREAKS
+
+
+def planned_on_host(model_runner: Any) -> bool:
+    """Whether prefill attention is torch-native, in a class that does not change how it extends."""
+    chosen = getattr(model_runner, "attn_backend", None)
+    attention = type(getattr(chosen, "prefill_backend", chosen))
+    loaded = sys.modules.get("sglang.srt.layers.attention.torch_native_backend")
+    native = getattr(loaded, "TorchNativeAttnBackend", None)
+    extends = ("forward_extend", "_run_sdpa_forward_extend")
+    return all(getattr(attention, name, 0) is getattr(native, name, None) for name in extends)
+
+
+def require_updatable(model_runner: Any) -> None:
+    """Raise CapabilityError, which says why, if that attention cannot be updated here."""
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    window = getattr(model_runner.attn_backend, "use_sliding_window_kv_pool", False)
+    for stands, reason in (
+        (several, "its ranks would have to capture together in the middle of serving"),
+        (window, "its sliding windows write where each batch says"),
+        (model_runner.model_config.is_encoder_decoder, "cross-attention reads further lengths"),
+        (model_runner.is_draft_worker, "it is a draft model, with which this was not tried"),
+    ):
+        if stands:
+            raise CapabilityError(
+                f"full prefill with torch-native attention is a graph that is updated for each "
+                f"batch, and this model's cannot be: {reason}. Choose breakable."
+            )
+
+
+class _Lengths(tuple[int, ...]):
+    """Whole numbers on the host where attention would index a tensor."""
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (len(self),)
+
+
+_ON_HOST = {
+    "req_pool_indices": "req_pool_indices",
+    "seq_lens": "seq_lens_cpu",
+    "extend_prefix_lens": "extend_prefix_lens_cpu",
+    "extend_seq_lens": "extend_seq_lens_cpu",
+}
+"""What attention indexes by request in a batch, and where its values are to be had."""
+
+
+@attrs.frozen
+class _Step:
+    """What attention does in one prefill, which is its key, and the batch."""
+
+    requests: tuple[_Lengths, ...]
+    tokens: int
+    batch: weakref.ref[Any] = attrs.field(eq=False)
+
+
+def _current() -> Any:
+    """Return the variable that holds the capture to which SGLang's marks talk."""
+    return importlib.import_module(BREAKS)._current_capture_var
+
+
+def _step() -> _Step:
+    """Return the step of the batch that SGLang has published on this thread."""
+    from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_batch
+
+    capture = _current().get()
+    if is_capturing():  # where no tensor is read
+        known: _Step = capture.step
+        return known
+    batch = get_forward_batch()
+    step = _Step(
+        tuple(_Lengths(map(int, getattr(batch, name))) for name in _ON_HOST.values()),
+        batch.global_num_token_non_padded_cpu,
+        weakref.ref(batch),
+    )
+    if capture is not None:
+        capture.step = step
+    return step
+
+
+class WholeCapture:
+    """Stands for SGLang's own capture while a step is warmed up and captured as one graph.
+
+    Attributes:
+        step: that of the warm-up, for the capture.
+    """
+
+    step: _Step
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Let SGLang's marks talk to this capture in the block."""
+        token = _current().set(self)
+        try:
+            yield
+        finally:
+            _current().reset(token)
+
+    def _end_current_segment(self) -> None:
+        raise CapabilityError(
+            "SGLang runs more than attention of this model between graphs (eager_on_graph), and a "
+            "graph of the whole prefill would repeat what that did at capture. Choose breakable."
+        )
+
+
+def with_region(marked: Any) -> Any:
+    """Return ``RadixAttention._eager_attention`` as a region inside a ``WholeCapture``."""
+    from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
+    from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
+
+    @region(context=_step)
+    def attention(*args: Any, context: _Step, **kwargs: Any) -> None:
+        batch = copy.copy(context.batch())
+        vars(batch).update(zip(_ON_HOST, context.requests, strict=True))
+        scope = prefill_graph_scope(full_graph=False, raw_num_tokens=context.tokens)
+        with set_forward_batch(batch), scope:
+            marked.__wrapped__(*args, **kwargs)
+
+    def _eager_attention(*args: Any, **kwargs: Any) -> None:
+        whole = isinstance(_current().get(), WholeCapture)
+        (attention if whole else marked)(*args, **kwargs)
+
+    return _eager_attention
