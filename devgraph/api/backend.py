@@ -6,6 +6,7 @@ import abc
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -99,6 +100,20 @@ class Backend(Device):
         The base class has no streams: what was called has been done.
         """
         return lambda: True
+
+    def stopwatch(self) -> Callable[[], Callable[[], float | None]]:
+        """Begin to time the current stream's work and return what ends that.
+
+        The end returns what tells the seconds between, without waiting: None while the device has
+        not come there. The base class has no streams: it takes the host's time.
+        """
+        begin = time.perf_counter()
+
+        def stop() -> Callable[[], float | None]:
+            seconds = time.perf_counter() - begin
+            return lambda: seconds
+
+        return stop
 
     @property
     def version(self) -> str:

@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ class Capturing:
                 f"of {self._ranks.size} ranks; use capture='eager'"
             )
 
-    def round(self, graphs: Sequence[BucketGraph]) -> None:
-        """Capture ``graphs``, which are ordered largest first.
+    def round(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
+        """Capture ``graphs``, which are ordered largest first; ``profile`` is a folder for traces.
 
         Raises:
             ResourceError: memory or another resource ran out and the runner is strict.
@@ -106,7 +107,8 @@ class Capturing:
         ):
             for index, graph in enumerate(graphs):
                 advance(str(graph.key))
-                reason, detail = self._turn(graph, first=not done)
+                with _traced(profile, f"{self._name} {graph.key}"):
+                    reason, detail = self._turn(graph, first=not done)
                 if reason is not None:
                     self._drop(graphs[index:], reason, detail)
                     break
@@ -339,6 +341,19 @@ class Capturing:
                 f"{detail}. Buckets not captured: {keys}. Use fewer or smaller buckets, leave more "
                 f"memory for graphs, or allow eager steps with strict=False."
             )
+
+
+@contextlib.contextmanager
+def _traced(folder: str | None, title: str) -> Iterator[None]:
+    """Write a Chrome trace of the block into ``folder``, under a file name made of ``title``."""
+    if folder is None:
+        yield
+        return
+    name = "".join(each if each.isalnum() else "-" for each in title)
+    with torch.profiler.profile() as trace:
+        yield
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(Path(folder) / f"{name.strip('-')}.json"))
 
 
 PROGRESS_SECONDS = 3.0

@@ -42,7 +42,7 @@ class DecodeRunner(Runner):
         loop: take several steps in one launch, see ``Loop``; ``run`` then returns a ``LoopResult``,
             and the batch has one slot more, ``running``.
         **options: see ``Options``: name, strict, debug, bound, weights_epoch, reset_state, prepare,
-            idle_dummy, progress.
+            idle_dummy, ranges, progress.
 
     Raises:
         ConfigError: something in the declaration cannot work.

@@ -26,6 +26,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.graph import GraphInfo
 from devgraph.runners.buckets import Buckets
+from devgraph.runners.observe import Timing
 from devgraph.runners.slots import Size
 
 Variant = tuple[tuple[str, Hashable], ...]
@@ -234,6 +235,8 @@ class BucketGraph:
         self.real_rows = 0
         self.bytes = 0
         self.seconds = 0.0
+        self.timing: Timing | None = None
+        """Of its replays, from the first call of ``stats(timing=True)`` on."""
 
     def drop(self, reason: Reason, detail: str) -> None:
         """Give the graph up, with the reason that steps which wanted it will count."""

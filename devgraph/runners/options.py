@@ -40,6 +40,7 @@ class RunnerOptions(TypedDict, total=False):
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None
     share: Any
     idle_dummy: bool
+    ranges: bool
     progress: bool | None
 
 
@@ -86,13 +87,17 @@ class Options:
     """An empty batch replays the smallest graph on pad values, as engines whose steps hold
     collectives need; otherwise it does nothing."""
 
+    ranges: bool = False
+    """Surround each replay by a range of ``torch.profiler.record_function`` with the runner's name
+    and the bucket, for profiles."""
+
     progress: bool | None = None
     """Show a progress bar during capture; None: on a terminal."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigTypeError(f"name of a runner must be a text, got {brief(self.name)}")
-        for key in ("strict", "debug", "idle_dummy", "progress"):
+        for key in ("strict", "debug", "idle_dummy", "ranges", "progress"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), bool):
                 raise ConfigTypeError(
                     f"{key}: expected true or false, got {brief(getattr(self, key))}"

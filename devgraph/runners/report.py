@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import attrs
 from devgraph.api.backend import ReplayPace
 from devgraph.runners.graphs import BucketGraph, Graphs, Reason
 from devgraph.runners.inputs import InputArena
+from devgraph.runners.observe import BOUNDS, ReplayTimes
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.slots import Pad
 
@@ -46,6 +48,8 @@ class BucketStats:
     """Device memory that this capture added: measured for the first of a round and under a memory
     budget, else an equal share of what the round's others added."""
     capture_seconds: float
+    times: ReplayTimes | None
+    """Of the replays since ``stats(timing=True)`` was called first."""
 
     @classmethod
     def of(cls, graph: BucketGraph) -> BucketStats:
@@ -58,6 +62,7 @@ class BucketStats:
             padded_rows=graph.hits * graph.key.bucket - graph.real_rows,
             bytes=graph.bytes,
             capture_seconds=graph.seconds,
+            times=graph.timing.times if graph.timing else None,
         )
 
 
@@ -184,6 +189,17 @@ class RunnerStats:
         ):
             page.metric(name, kind, text)
             page.sample(name, value)
+        timed = [(bucket.key, bucket.times) for bucket in self.buckets if bucket.times]
+        if timed:
+            name = "replay_seconds"
+            page.metric(name, "histogram", "Device time of replays, since it is taken.")
+            for key, times in timed:
+                for bound, below in zip(
+                    (*BOUNDS, "+Inf"), itertools.accumulate(times.bins), strict=True
+                ):
+                    page.sample(f"{name}_bucket", below, bucket=key, le=str(bound))
+                page.sample(f"{name}_sum", times.seconds, bucket=key)
+                page.sample(f"{name}_count", times.count, bucket=key)
         if self.replay_pace is not None:
             name = "replay_pace_microseconds"
             page.metric(name, "gauge", "From kernel to kernel of a graph, after captures.")

@@ -49,6 +49,7 @@ from devgraph.runners.graphs import (
 )
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.lease import LeaseClock, lease
+from devgraph.runners.observe import Timing
 from devgraph.runners.options import EMULATE_VARIABLE, Options, switched_on
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.prove import RunnerReport, prove_batches, rows_to_try
@@ -147,6 +148,7 @@ class Runner(abc.ABC):
             host=HostArgs(host_args),
             prepare=options.prepare,
             clock=LeaseClock(options.name),
+            ranges=options.ranges,
             backend=backend,
             pool=pool,
         )
@@ -557,12 +559,13 @@ class Runner(abc.ABC):
 
     # Capture.
 
-    def capture(self, *, everything: bool = False) -> None:
+    def capture(self, *, everything: bool = False, profile: str | None = None) -> None:
         """Capture the buckets that are not captured yet, largest first; failed ones again.
 
         With ``capture="lazy"`` or ``"background"`` in the configuration it only finds out what the
         step returns; buckets follow after enough batches wanted one, or one per ``idle`` call.
-        ``everything`` captures them now.
+        ``everything`` captures them now. ``profile`` names a folder that gets a Chrome trace of
+        each capture, warm-up included.
 
         Every capture starts from pad values in all slots; memory of buckets is shared. When memory
         runs out, the rest is dropped: the steps that wanted it run eagerly, counted.
@@ -577,7 +580,7 @@ class Runner(abc.ABC):
                 return
             self._ranks.handshake(f"{self._name}/{self._capturing.rounds}", self._facts())
             if everything or self.captures_first:
-                self._capture(self.graphs.pending)
+                self._capture(self.graphs.pending, profile)
             else:
                 self._capturing.learn_outputs()
 
@@ -594,11 +597,11 @@ class Runner(abc.ABC):
             self._capture(pending[:1])
             return True
 
-    def _capture(self, graphs: Sequence[BucketGraph]) -> None:
+    def _capture(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
         self._steps.clear()
         self._step.clock.tick()
         try:
-            self._capturing.round(graphs)
+            self._capturing.round(graphs, profile)
         finally:
             self._steps.clear()
 
@@ -701,8 +704,19 @@ class Runner(abc.ABC):
             return "disabled"
         return "emulated" if self._config.emulate else self._config.policy
 
-    def stats(self) -> RunnerStats:
-        """Return a snapshot of the counters."""
+    def stats(self, *, timing: bool = False) -> RunnerStats:
+        """Return a snapshot of the counters.
+
+        Args:
+            timing: with the device's time of replays. The first such call begins to take it, which
+                costs every later step some microseconds.
+        """
+        if timing:
+            with self._between_steps("time"):
+                self._steps.clear()  # of which some may be bound without
+                for graph in self.graphs:
+                    graph.timing = graph.timing or Timing(self.backend)
+                    graph.timing.read()
         return RunnerStats.of(
             self.graphs,
             self._counters,

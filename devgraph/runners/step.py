@@ -15,6 +15,7 @@ from devgraph.runners.graphs import BucketGraph
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.lease import LeaseClock
 from devgraph.runners.load import CopyPlan
+from devgraph.runners.observe import in_range
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.slots import Size
 
@@ -32,6 +33,7 @@ class Step:
         inputs, outputs, host: its data.
         prepare: plans the step over the filled batch; see ``Options.prepare``.
         clock: counts the runs, each of which overwrites the outputs of the one before.
+        ranges: show replays in profiles; see ``Options.ranges``.
         pool: the memory of its graphs.
     """
 
@@ -46,6 +48,7 @@ class Step:
         host: HostArgs,
         prepare: Callable[[Batch], Mapping[str, Any] | None] | None,
         clock: LeaseClock,
+        ranges: bool,
         backend: Backend,
         pool: Pool,
     ) -> None:
@@ -56,6 +59,7 @@ class Step:
         self.host = host
         self.prepare = prepare
         self.clock = clock
+        self.ranges = ranges
         self.name = clock.name
         self.pool = pool
         self.backend = backend
@@ -242,8 +246,12 @@ class GraphStep:
         self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors).load
         self.replay: Callable[[Mapping[str, Any]], None] = graph.captured.run
         """Replays the graph on what was loaded."""
+        if step.ranges:
+            self.replay = in_range(f"{step.name} {graph.key}", self.replay)
+        if graph.timing is not None:
+            self.replay = graph.timing.over(self.replay)
         if step.prepare is not None:
-            self.replay = self._planning(step, graph.captured.run)
+            self.replay = self._planning(step, self.replay)
         self._tensors = {**inputs.views(real, inputs.graph_slots), **self._run_tensors}
 
     def run(self, inputs: Mapping[str, Any], host_args: Mapping[str, Any] | None) -> None:

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from ctypes import c_int64
 from typing import Any, ClassVar
@@ -51,14 +52,20 @@ class _Stream:
 class _Event:
     """Work runs when it is launched: what an event is behind is done once it is recorded."""
 
-    def __init__(self) -> None:
-        self._recorded = False
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._recorded: float | None = None
+        self._timed = enable_timing
 
     def record(self, stream: _Stream) -> None:
-        self._recorded = True
+        self._recorded = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert self._timed and end._timed
+        assert self._recorded is not None and end._recorded is not None
+        return 1e3 * (end._recorded - self._recorded)
 
     def query(self) -> bool:
-        return self._recorded
+        return self._recorded is not None
 
 
 class _MemPool:

@@ -1,0 +1,104 @@
+"""What is seen of replays from outside: times as they come, ranges, and traces of captures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.runners.observe import BOUNDS, MOST_OPEN, Timing
+from tests.support.runner_steps import double_runner
+
+
+class Watch:
+    """A backend whose replays take as long as a test says, once the device has come there."""
+
+    def __init__(self) -> None:
+        self.done: list[float] = []
+        self.begun = 0
+
+    def stopwatch(self) -> Callable[[], Callable[[], float | None]]:
+        at, self.begun = self.begun, self.begun + 1
+        return lambda: lambda: self.done[at] if at < len(self.done) else None
+
+
+def _times(watch: Watch, replays: int) -> Timing:
+    timing = Timing(watch)  # type: ignore[arg-type]
+    run = timing.over(lambda values: None)
+    for _ in range(replays):
+        run({})
+    return timing
+
+
+def test_times_are_counted_when_the_device_has_come_there() -> None:
+    watch = Watch()
+    timing = _times(watch, 3)
+    timing.read()
+    assert timing.times.count == 0
+    watch.done += [1e-5, 3e-4]
+    timing.read()
+    assert (timing.times.count, timing.times.seconds) == (2, pytest.approx(3.1e-4))
+    watch.done.append(60.0)
+    timing.read()
+    bins = timing.times.bins
+    assert bins[0] == bins[BOUNDS.index(5e-4)] == bins[-1] == 1 and sum(bins) == 3
+
+
+def test_times_that_nobody_asks_for_do_not_pile_up() -> None:
+    watch = Watch()
+    watch.done = [1e-3] * 5 * MOST_OPEN
+    timing = _times(watch, 2 * MOST_OPEN)
+    assert timing.times.count > MOST_OPEN
+
+
+def test_prometheus_text_holds_a_histogram() -> None:
+    runner = double_runner()
+    runner.stats(timing=True)
+    for _ in range(2):
+        runner.run({"x": torch.ones(3, 3)})
+    assert "replay_seconds" not in double_runner().stats().to_prometheus()
+    text = runner.stats(timing=True).to_prometheus()
+    assert "# TYPE devgraph_replay_seconds histogram" in text
+    assert 'bucket="4",le="+Inf"} 2' in text
+
+
+def test_an_invalidated_runner_is_timed_on() -> None:
+    runner = double_runner()
+    runner.stats(timing=True)
+    runner.run({"x": torch.ones(4, 3)})
+    runner.invalidate("weights")
+    runner.capture()
+    runner.run({"x": torch.ones(4, 3)})
+    counts = [b.times.count for b in runner.stats(timing=True).buckets if b.times]
+    assert sum(counts) == 2
+
+
+def test_replays_have_ranges_in_a_profile() -> None:
+    plain, ranged = double_runner(), double_runner(ranges=True, name="target")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for runner in (plain, ranged):
+            runner.run({"x": torch.ones(3, 3)})
+    names = [event.name for event in profile.events()]
+    assert names.count("target 4") == 1 and not any(name.startswith("decode") for name in names)
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_captures_leave_a_trace_for_each_bucket(tmp_path: Path, policy: str) -> None:
+    options: dict[str, Any] = {"config": {"policy": policy, "buckets": [1, 4]}, "captured": False}
+    runner = double_runner(variants=[{}, {"lora": True}], **options)
+    runner.capture(profile=str(tmp_path / "traces"))
+    found = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert found == [f"decode-{n}{v}.json" for n in (1, 4) for v in ("--lora-True", "")]
+    events = json.loads((tmp_path / "traces" / "decode-4.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "aten::mul" for event in events)
+    assert torch.equal(runner.run({"x": torch.ones(3, 3)}), torch.full((3, 3), 2.0))
+
+
+def test_ranges_are_yes_or_no() -> None:
+    with pytest.raises(dg.ConfigTypeError, match="ranges"):
+        double_runner(ranges="yes")
