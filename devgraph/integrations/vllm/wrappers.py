@@ -26,21 +26,92 @@ logger = logging.getLogger(__name__)
 
 
 class _Graphs:
-    """What both wrapper classes share: a pool by vLLM's handle, entries, and the way to capture.
+    """What both wrapper classes share: a pool by vLLM's handle, a graph per kind of step, and
+    vLLM's protocol. Without a forward context, or when the context's runtime mode is not the
+    wrapper's own, the runnable is called; else a step that is new is captured and the live output
+    returned, and a known one is replayed and the stored output returned.
 
-    Subclasses set ``runnable`` and ``vllm_config`` before they call ``_prepare``.
+    Subclasses set ``runnable``, ``vllm_config`` and ``runtime_mode`` (None for every mode) before
+    they call ``_prepare``.
     """
 
     runnable: Callable[..., Any]
     vllm_config: Any
+    runtime_mode: Any
 
-    def _prepare(self) -> None:
+    def _prepare(self, *, counts: dict[Any, str], checked: bool = True) -> None:
+        """Get ready for calls.
+
+        Args:
+            counts: names of the counters by runtime mode, calls without a mode under None.
+            checked: whether inputs must lie where they lay at capture.
+        """
+        from vllm.compilation.counter import compilation_counter
+        from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import get_forward_context, is_forward_context_available
+        from vllm.model_executor.offloader.base import get_offloader
+
+        self._available, self._context = is_forward_context_available, get_forward_context
+        self._validate, self._counter = validate_cudagraph_capturing_enabled, compilation_counter
+        self._offloader, self._none = get_offloader, CUDAGraphMode.NONE
         self._layer: Layer = current_layer()
+        self._counts = {mode: self._layer.ledger.of(name) for mode, name in counts.items()}
         self.graph_pool = self._layer.default_handle()
         self.compilation_config = self.vllm_config.compilation_config
         self.is_debugging_mode = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
+        self._checked = checked or self.is_debugging_mode
         self._runnable_str = str(self.runnable) if self.is_debugging_mode else None
         self.concrete_cudagraph_entries: dict[Hashable, CapturedStep] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._available():
+            return self._eagerly(EagerReason.NO_CONTEXT, args, kwargs)
+        context = self._context()
+        mode = context.cudagraph_runtime_mode
+        if mode == self._none:
+            return self._eagerly(EagerReason.MODE_NONE, args, kwargs)
+        if mode != (self.runtime_mode or mode):
+            return self._eagerly(EagerReason.OTHER_MODE, args, kwargs)
+        key = self._key(context, *args, **kwargs)
+        entry = self.concrete_cudagraph_entries.get(key)
+        if entry is None:
+            return self._capture(key, context, *args, **kwargs)
+        count = self._counts[mode]
+        if entry.inputs is not None:
+            if entry.inputs != addresses(args, kwargs):
+                self._count_moved(count, context.batch_descriptor)
+                return self.runnable(*args, **kwargs)
+            # An engine that passes its static buffers once goes on to: only strict and debugging
+            # look again, as the engine's own layer does.
+            if not (self._layer.strict or self.is_debugging_mode):
+                entry.inputs = None
+        self._offloader().sync_prev_onload()
+        entry.launch()
+        count.replays += 1
+        return entry.output
+
+    def _eagerly(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._counts[None].eager[reason] += 1
+        return self.runnable(*args, **kwargs)
+
+    def _capture(self, key: Hashable, context: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self._validate()
+        entry, output = self._record(context, *args, **kwargs)
+        entry.inputs = addresses(args, kwargs) if self._checked else None
+        self.concrete_cudagraph_entries[key] = entry
+        self._counter.num_cudagraph_captured += 1
+        # The output itself: it keeps its memory while the next pieces are captured.
+        return output
+
+    def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
+        """Return what names the graph of a call; the batch descriptor if nothing else does."""
+        descriptor: Hashable = context.batch_descriptor
+        return descriptor
+
+    def _record(self, context: Any, /, *args: Any, **kwargs: Any) -> tuple[CapturedStep, Any]:
+        """Capture a call; return what replays it, and its live output."""
+        raise NotImplementedError
 
     @property
     def graph_pool(self) -> Hashable:
@@ -83,16 +154,17 @@ class _Graphs:
 
     def _whole(
         self,
-        count: ModeCount,
+        mode: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        first: bool = True,
+        settle: bool = True,
         release: bool = True,
     ) -> tuple[CapturedStep, Any]:
-        pool, backend = self._memory(), self._layer.memory.backend
+        """Capture a call into one graph, counted under ``mode``."""
+        pool, backend, count = self._memory(), self._layer.memory.backend, self._counts[mode]
         with (
-            self._layer.capturing(pool, settle=first) as join,
+            self._layer.capturing(pool, settle=settle) as join,
             recorded(backend, pool, count, within=self._layer.within(pool)) as graph,
         ):
             output = self.runnable(*args, **kwargs)
@@ -101,23 +173,8 @@ class _Graphs:
                 output = self._layer.weak(pool, output)
         return CapturedStep(graph, count, self._layer.weak(pool, output)), output
 
-    def _moved(
-        self,
-        count: ModeCount,
-        entry: CapturedStep,
-        descriptor: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> bool:
-        """Whether an input lies elsewhere than at capture; counts it, and raises under strict.
-
-        An engine that passes its static buffers once goes on to: after the first replay only
-        ``strict`` and debugging look again, as the engine's own layer does.
-        """
-        if addresses(args, kwargs) == entry.inputs:
-            if not (self._layer.strict or self.is_debugging_mode):
-                entry.inputs = None
-            return False
+    def _count_moved(self, count: ModeCount, descriptor: Any) -> None:
+        """Count a step whose input lies elsewhere than at capture; raise under strict."""
         count.eager[EagerReason.INPUT_MOVED] += 1
         text = (
             f"an input of the step for {descriptor} lies elsewhere than at capture, and a graph "
@@ -127,26 +184,13 @@ class _Graphs:
             raise StateError(f"{text}. Keep inputs in static buffers, or unset strict.")
         if count.eager[EagerReason.INPUT_MOVED] == 1:
             logger.warning("%s: such steps run eagerly", text)
-        return True
 
 
 @functools.cache
 def graph_wrapper() -> Any:
-    """Return the class that a platform's ``get_static_graph_wrapper_cls`` names.
-
-    It follows vLLM's protocol for static graph wrappers: without a forward context, or when the
-    context's runtime mode is not the wrapper's own, the runnable is called; else a batch
-    descriptor that is new is captured and the live output returned, and a known one is replayed
-    and the stored output returned.
-    """
+    """Return the class that a platform's ``get_static_graph_wrapper_cls`` names."""
     from vllm.compilation import cuda_graph
-    from vllm.compilation.counter import compilation_counter
-    from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
     from vllm.config import CUDAGraphMode
-    from vllm.forward_context import get_forward_context, is_forward_context_available
-    from vllm.model_executor.offloader.base import get_offloader
-
-    none = CUDAGraphMode.NONE
 
     class DeviceGraphWrapper(_Graphs, cuda_graph.CUDAGraphWrapper):  # type: ignore[misc]
         """One runnable of vLLM with a graph per batch descriptor."""
@@ -159,60 +203,28 @@ def graph_wrapper() -> Any:
             cudagraph_options: Any = None,
             **_: Any,
         ) -> None:
-            if runtime_mode == none:
+            if runtime_mode == CUDAGraphMode.NONE:
                 raise ValueError("a graph wrapper needs a runtime mode: FULL or PIECEWISE")
             self.runnable = runnable
             self.vllm_config = vllm_config
             self.runtime_mode = runtime_mode
             self.cudagraph_options = cudagraph_options or cuda_graph.CUDAGraphOptions()
             self.first_run_finished = False
-            self._prepare()
-            self._count = self._layer.ledger.of(runtime_mode.name.lower())
             # A piece reads what earlier pieces wrote; a whole step reads the engine's buffers.
-            self._checked = self.is_debugging_mode or runtime_mode == CUDAGraphMode.FULL
+            self._prepare(
+                counts=dict.fromkeys((None, runtime_mode), runtime_mode.name.lower()),
+                checked=runtime_mode == CUDAGraphMode.FULL,
+            )
             cuda_graph.CUDAGraphWrapper._all_instances.add(self)
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if not is_forward_context_available():
-                self._count.eager[EagerReason.NO_CONTEXT] += 1
-                return self.runnable(*args, **kwargs)
-            context = get_forward_context()
-            mode = context.cudagraph_runtime_mode
-            if mode != self.runtime_mode:
-                reason = EagerReason.MODE_NONE if mode == none else EagerReason.OTHER_MODE
-                self._count.eager[reason] += 1
-                return self.runnable(*args, **kwargs)
-            entry = self.concrete_cudagraph_entries.get(context.batch_descriptor)
-            if entry is None:
-                return self._capture(context.batch_descriptor, args, kwargs)
-            if entry.inputs is not None and self._moved(
-                self._count, entry, context.batch_descriptor, args, kwargs
-            ):
-                return self.runnable(*args, **kwargs)
-            get_offloader().sync_prev_onload()
-            entry.launch()
-            self._count.replays += 1
-            return entry.output
-
-        def _capture(self, descriptor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def _record(self, context: Any, /, *args: Any, **kwargs: Any) -> tuple[CapturedStep, Any]:
+            descriptor, options = context.batch_descriptor, self.cudagraph_options
             if descriptor is None:
                 raise StateError("vLLM dispatched a graph mode without a batch descriptor")
-            validate_cudagraph_capturing_enabled()
-            options = self.cudagraph_options
             if options.debug_log_enable:
                 logger.debug("capturing %s for %s", self.runtime_mode.name, descriptor)
-            entry, output = self._whole(
-                self._count,
-                args,
-                kwargs,
-                first=not options.gc_disable,
-                release=options.weak_ref_output,
-            )
-            entry.inputs = addresses(args, kwargs) if self._checked else None
-            self.concrete_cudagraph_entries[descriptor] = entry
-            compilation_counter.num_cudagraph_captured += 1
-            # The output itself: it keeps its memory while the next pieces are captured.
-            return output
+            settle, release = not options.gc_disable, options.weak_ref_output
+            return self._whole(None, args, kwargs, settle=settle, release=release)
 
     DeviceGraphWrapper.__module__ = "devgraph.integrations.vllm"
     DeviceGraphWrapper.__qualname__ = "DeviceGraphWrapper"
@@ -239,76 +251,29 @@ class BreakableStep(_Graphs):
         runtime_mode: Any = None,
         key_fn: Callable[..., Hashable] | None = None,
     ) -> None:
+        from vllm.config import CUDAGraphMode
+
         self.runnable = runnable
         self.vllm_config = vllm_config
         self.runtime_mode = runtime_mode
         self.key_fn = key_fn
-        self._prepare()
-        self._setup()
-
-    def _setup(self) -> None:
-        from vllm.config import CUDAGraphMode
-        from vllm.forward_context import get_forward_context, is_forward_context_available
-        from vllm.model_executor.offloader.base import get_offloader
-
-        ledger = self._layer.ledger
-        self._broken, self._full = ledger.of("breakable"), ledger.of("full")
-        self._available, self._context = is_forward_context_available, get_forward_context
-        self._offloader = get_offloader
-        self._none, self._full_mode = CUDAGraphMode.NONE, CUDAGraphMode.FULL
+        broken = dict.fromkeys((None, *CUDAGraphMode), "breakable")
+        self._prepare(counts={**broken, CUDAGraphMode.FULL: "full"})
+        self._full_mode = CUDAGraphMode.FULL
 
     @property
     def entries(self) -> dict[Hashable, CapturedStep]:
         """Captured steps by runtime mode, batch descriptor and key."""
         return self.concrete_cudagraph_entries
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._available():
-            self._broken.eager[EagerReason.NO_CONTEXT] += 1
-            return self.runnable(*args, **kwargs)
-        context = self._context()
-        mode = context.cudagraph_runtime_mode
-        if mode == self._none:
-            self._broken.eager[EagerReason.MODE_NONE] += 1
-            return self.runnable(*args, **kwargs)
-        if mode != (self.runtime_mode or mode):
-            self._broken.eager[EagerReason.OTHER_MODE] += 1
-            return self.runnable(*args, **kwargs)
-        count = self._full if mode == self._full_mode else self._broken
+    def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
         more = None if self.key_fn is None else self.key_fn(*args, **kwargs)
-        key = (mode, context.batch_descriptor, more)
-        entry = self.concrete_cudagraph_entries.get(key)
-        if entry is None:
-            return self._capture(key, context, args, kwargs)
-        if entry.inputs is not None and self._moved(
-            count, entry, context.batch_descriptor, args, kwargs
-        ):
-            return self.runnable(*args, **kwargs)
-        self._offloader().sync_prev_onload()
-        entry.launch()
-        count.replays += 1
-        return entry.output
+        return context.cudagraph_runtime_mode, context.batch_descriptor, more
 
-    def _capture(
-        self, key: tuple[Any, Any, Any], context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        from vllm.compilation.counter import compilation_counter
-        from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
-
-        validate_cudagraph_capturing_enabled()
-        if key[0] == self._full_mode:
-            entry, output = self._whole(self._full, args, kwargs)
-        else:
-            entry, output = self._segments(context, args, kwargs)
-        entry.inputs = addresses(args, kwargs)
-        self.concrete_cudagraph_entries[key] = entry
-        compilation_counter.num_cudagraph_captured += 1
-        return output
-
-    def _segments(
-        self, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[CapturedStep, Any]:
-        pool = self._memory()
+    def _record(self, context: Any, /, *args: Any, **kwargs: Any) -> tuple[CapturedStep, Any]:
+        if context.cudagraph_runtime_mode == self._full_mode:
+            return self._whole(self._full_mode, args, kwargs)
+        pool, count = self._memory(), self._counts[None]
         breaks = AttentionBreaks(attention_ops(self.compilation_config))
         with self._layer.capturing(pool, settle=True) as join:
 
@@ -323,14 +288,14 @@ class BreakableStep(_Graphs):
             warmup = 0 if self.concrete_cudagraph_entries else 1
             backend = self._layer.memory.backend
             captured = capture_under(
-                "breakable", backend, pool, self._broken, body, args, kwargs, warmup=warmup
+                "breakable", backend, pool, count, body, args, kwargs, warmup=warmup
             )
         try:
             breaks.require_calls(context.no_compile_layers)
         except BaseException:
             captured.close()
             raise
-        return CapturedStep(captured, self._broken, captured.outputs), captured.outputs
+        return CapturedStep(captured, count, captured.outputs), captured.outputs
 
 
 @functools.cache
