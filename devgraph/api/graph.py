@@ -195,7 +195,10 @@ class DeviceGraph(abc.ABC):
         return None
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> Recording:
-        """Re-run the regions with new host values and return the result; change nothing yet."""
+        """Re-run the regions with new host values and return the result; change nothing yet.
+
+        What they allocate must not be memory that a graph believes to be its own.
+        """
         raise NotImplementedError
 
     def _apply(self, recording: Recording) -> None:
@@ -401,8 +404,7 @@ class DeviceGraph(abc.ABC):
         recordings = self.pool.recordings
         recording = recordings.get(self, key)
         if recording is None:
-            with self.pool.region_memory():
-                recording = self._record(host)
+            recording = self._record(host)
             recordings.put(self, key, recording)
         self.require_ready()
         try:

@@ -254,12 +254,6 @@ class Pool:
         """The stream that was current in the last ``order``; None where there are no streams."""
         return None
 
-    @contextlib.contextmanager
-    def region_memory(self) -> Iterator[None]:
-        """Route this thread's allocations to the region pool: re-run regions never take blocks
-        that a graph believes to be its own."""
-        yield
-
     def __reduce__(self) -> Any:
         raise TypeError("a Pool owns device memory and cannot be pickled or copied")
 

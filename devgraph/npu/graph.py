@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -52,16 +52,6 @@ class NpuPool(TorchPool):
         # A bare torch storage has no place for the memory format that torch_npu's operators read.
         alias: torch.Tensor = self._torch.native_module._weak_ref_tensor(tensor)
         return alias
-
-    @contextlib.contextmanager
-    def region_memory(self) -> Iterator[None]:
-        # Regions are re-run on the update thread, with ``update_memory``; a pool's memory can be
-        # routed to by one thread at a time.
-        yield
-
-    def update_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Route the update thread's allocations to the region pool."""
-        return self.routed_to_regions()
 
     def fence(self) -> Callable[[], bool]:
         """Return what tells, without waiting, whether every replay so far is over."""
@@ -142,7 +132,7 @@ class NpuGraph(TorchGraph):
         if self._regions is None:
             backend = self._torch
             backend.channel.start()
-            self._regions = TaskGroups(backend.channel, backend.namespace, self.pool.update_memory)
+            self._regions = TaskGroups(backend.channel, backend.namespace, self.pool.region_memory)
         return self._regions
 
     def _abort(self) -> None:

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -15,7 +15,6 @@ import torch
 
 from devgraph.api.device import keep_for_ever
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.pool import Pool
 from devgraph.api.torchlike.base import TorchPool
 from devgraph.api.torchlike.node_graph import FULL_BUILD, NodeBackend
 from devgraph.rocm.guard import HostReadGuard
@@ -76,10 +75,11 @@ class RocmBackend(NodeBackend):
         self.verification = Verification(runtime, lambda: self.current_stream_id())
         self.applying_type = functools.partial(Verifying, self.verification)
         self._prepared: set[tuple[int, int]] = set()
-        self._guard: HostReadGuard | None = None
+        reports = runtime.version.reports_unsafe_calls
+        self._guard = None if reports else HostReadGuard(lambda t: self.is_device_memory(t))
         self.capabilities = attrs.evolve(
             type(self).capabilities,
-            concurrent_threads=runtime.version.reports_unsafe_calls,
+            concurrent_threads=reports,
             compilers=_compilers(),
         )
 
@@ -109,13 +109,13 @@ class RocmBackend(NodeBackend):
         return f"HIP {self.runtime.version}, torch {torch.__version__}"
 
     def details(self) -> dict[str, str]:
-        reports = self.runtime.version.reports_unsafe_calls
         told = {
             "library": self.runtime.path,
             "functions that it lacks": ", ".join(sorted(self.runtime.missing)) or "none",
-            "unsafe calls in a capture": "reported by the runtime"
-            if reports
-            else "not reported before HIP 7.14; devgraph refuses host reads, prove() the rest",
+            "unsafe calls in a capture": "not reported before HIP 7.14; devgraph refuses host "
+            "reads, prove() the rest"
+            if self._guard
+            else "reported by the runtime",
         }
         found = self.verification.findings
         if found is not None:
@@ -175,20 +175,14 @@ class RocmBackend(NodeBackend):
             raise RuntimeError(f"stream {stream:#x} is still capturing after its end failed")
         super().reopen_capture()
 
-    @contextlib.contextmanager
-    def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
-        if stream is not None and stream.cuda_stream in self.retired:
-            stream = None
-        with super().side_stream(pool, stream):
-            if self.runtime.version.reports_unsafe_calls:
-                yield
-                return
-            with HostReadGuard(self.is_device_memory) as guard:
-                self._guard = guard
-                try:
-                    yield
-                finally:
-                    self._guard = None
+    def captures_on(self, stream: Any) -> bool:
+        return super().captures_on(stream) and stream.cuda_stream not in self.retired
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        if self._guard is None:
+            return super().guard()
+        self._guard.on = False
+        return self._guard
 
     def join(self, current: Any, side: Any) -> None:
         # Waiting for a stream that is still capturing would pull this one into that capture.

@@ -179,19 +179,19 @@ class TorchPool(Pool):
         self._starts, self._sizes = [], []
         self._foreign.clear()
 
-    @contextlib.contextmanager
-    def region_memory(self) -> Iterator[None]:
-        # A pool that is given back while allocations go to another one ends the process.
-        with self._torch.quiet(), self.routed_to_regions():
-            yield
+    def region_memory(self) -> contextlib.AbstractContextManager[Any]:
+        """Route this thread's allocations to the region pool: re-run regions never take blocks
+        that a graph believes to be its own.
 
-    @contextlib.contextmanager
-    def routed_to_regions(self) -> Iterator[None]:
-        """Route this thread's allocations to the region pool."""
+        Other threads must leave pools alone meanwhile, and so must the garbage collector: a pool
+        that is given back while allocations go to another one ends the process.
+        """
         if self._region_memory is None:
             self._region_memory = self._torch.namespace.MemPool()
-        with self._torch.namespace.use_mem_pool(self._region_memory, self._torch.device):
-            yield
+        routed: contextlib.AbstractContextManager[Any] = self._torch.namespace.use_mem_pool(
+            self._region_memory, self._torch.device
+        )
+        return routed
 
 
 def _add_references(number: tuple[int, int]) -> None:
@@ -459,16 +459,14 @@ class TorchBackend(Backend):
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
         assert isinstance(pool, TorchPool)
         current = self.namespace.current_stream(self._device)
-        side = pool.stream
-        if stream is not None and stream != self.namespace.default_stream(self._device):
-            side = stream
+        side = stream if self.captures_on(stream) else pool.stream
         pool.forget_addresses()
         side.wait_stream(current)
         try:
             with self.namespace.stream(side):
                 self.prepare_stream()
                 pool.keep_alive()
-                with self._random_numbers():
+                with self.guard():
                     yield
         except BaseException:
             self.retire_if_capturing(side)
@@ -477,7 +475,13 @@ class TorchBackend(Backend):
             with contextlib.suppress(Exception):
                 self.join(current, side)
 
-    def _random_numbers(self) -> contextlib.AbstractContextManager[Any]:
+    def captures_on(self, stream: Any) -> bool:
+        """Whether captures may be made on ``stream``, a caller's, instead of the pool's own."""
+        return stream is not None and bool(stream != self.namespace.default_stream(self._device))
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what looks at the operations of a session, and refuses those that no graph of
+        this device can hold: random numbers, unless ``rng`` is declared."""
         if self.capabilities.rng:
             return contextlib.nullcontext()
         return RandomGuard(

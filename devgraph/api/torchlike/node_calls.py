@@ -66,6 +66,8 @@ KINDS = (
 )
 """The values of a node's type, in this order."""
 
+_GETTERS = {kind: f"Graph{kind.title()}NodeGetParams" for kind in (KERNEL, MEMCPY, MEMSET)}
+
 _THREAD_LOCAL = 1
 """The capture mode in which other threads may do what they like."""
 
@@ -252,30 +254,23 @@ class NodeCalls:
 
     def params(self, kind: str, node: int) -> Any:
         params = self.structures[kind]()
-        self.call(f"Graph{kind.title()}NodeGetParams", node, addressof(params))
+        self.call(_GETTERS[kind], node, addressof(params))
         return params
 
     def reader(self) -> Read:
         # A recording reads hundreds of nodes, with no more than their calls.
-        ask, kinds, value, judge = (
-            self._functions["GraphNodeGetType"],
-            self.kinds,
-            c_int(),
-            self.judge,
-        )
+        functions, structures, kinds = self._functions, self.structures, self.kinds
+        ask, value, judge = functions["GraphNodeGetType"], c_int(), self.judge
         where = addressof(value)
-        names = {kind: f"Graph{kind.title()}NodeGetParams" for kind in self.structures}
-        getters = {kind: (self._functions[n], self.structures[kind]) for kind, n in names.items()}
 
         def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
             if error := ask(node, where):
                 self.failed(error, "GraphNodeGetType", node, where)
             if kinds.get(value.value) != kind:
                 return None
-            get, structure = getters[kind]
-            params = structure()
-            if error := get(node, addressof(params)):
-                self.failed(error, names[kind], node, addressof(params))
+            params, name = structures[kind](), _GETTERS[kind]
+            if error := functions[name](node, addressof(params)):
+                self.failed(error, name, node, addressof(params))
             return judge(kind, fixed, node, params)
 
         return read

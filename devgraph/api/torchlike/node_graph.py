@@ -86,8 +86,7 @@ class _Direct:
     def __init__(
         self, backend: NodeBackend, handle: int, replay: Callable[[], None] | None = None
     ) -> None:
-        assert backend.runtime is not None
-        self._runtime = backend.runtime
+        self._runtime = backend.driver
         self._handle = handle
         launch = self._runtime.launcher(handle, backend.current_stream_id)
         self._replay = replay or launch
@@ -165,7 +164,12 @@ class NodeGraph(TorchGraph):
 
     def __init__(self, backend: NodeBackend, pool: TorchPool) -> None:
         super().__init__(backend, pool)
+        self._runtime = backend.driver
         self._updatable = False
+        self._made = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self._nodes: int | None = None
         self._stream: Any = None
         self._pattern: RegionPattern | None = None
@@ -173,20 +177,15 @@ class NodeGraph(TorchGraph):
         self._held: NodeRecording | None = None
         self.random: bool | None = None
         """Whether the graph draws random numbers; None before its first launch."""
-        self.applying = backend.applying_type()
+        self.applying = self._torch.applying_type()
         self._own: Executable = self._unready
         self._closing: tuple[int, ...] = ()
-        self._made = 0
 
     # Capture and launch.
 
     def begin(self, mode: str, *, spec: HostSpec | None = None) -> None:
         # Only a graph that may hold updatable regions has to keep its nodes.
-        self._updatable = (
-            self._torch.runtime is not None
-            and spec is not None
-            and (bool(spec.declared) or _some_context())
-        )
+        self._updatable = spec is not None and (bool(spec.declared) or _some_context())
         super().begin(mode, spec=spec)
 
     def _begin(self, mode: str) -> None:
@@ -204,12 +203,9 @@ class NodeGraph(TorchGraph):
         return self._torch.make_kept_graph()
 
     def _end(self) -> Executable:
-        runtime = self._torch.runtime
-        if runtime is None:
-            return super()._end()
+        runtime, stream = self._runtime, self._torch.current_stream_id()
         if self.hits and self._updatable:
-            self._find_region_nodes(runtime)
-        stream = self._torch.current_stream_id()
+            self._find_region_nodes()
         capture = runtime.capture_of(stream)
         self._nodes, unjoined = 0, []
         if capture is not None:
@@ -226,15 +222,13 @@ class NodeGraph(TorchGraph):
         return self._own
 
     def _finish(self) -> None:
-        runtime = self._torch.runtime
-        if runtime is None or not self._nodes:
-            return
-        if self._updatable:
+        if self._nodes and self._updatable:
             self._torch.instantiate(self._native)
-        if self.hits:
+        if self._nodes and self.hits:
             regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
             regions.append(("(behind the regions)", self._closing))
-            self._pattern = RegionPattern(runtime, self._torch.raw_graph(self._native), regions)
+            graph = self._torch.raw_graph(self._native)
+            self._pattern = RegionPattern(self._runtime, graph, regions)
 
     def _find_random(self) -> Executable:
         """Launch through torch, find out whether that drew random numbers, and return what launches
@@ -245,7 +239,7 @@ class NodeGraph(TorchGraph):
 
     def _own_executable(self) -> Executable:
         """Return torch's executable, launched directly if that is the same."""
-        if self._torch.runtime is None or self.random is not False:
+        if self.random is not False:
             return Call(self._native.replay)
         return _Direct(self._torch, self._torch.raw_executable(self._native), self._native.replay)
 
@@ -256,17 +250,6 @@ class NodeGraph(TorchGraph):
     def _free(self) -> None:
         super()._free()
         self._forget()
-
-    def _forget(self) -> None:
-        self._nodes = None
-        self._stream = None
-        self._pattern = None
-        self._current = None
-        self._held = None
-        self.random = None
-        self.applying = self._torch.applying_type()
-        self._own = self._unready
-        self._closing = ()
 
     def _size(self) -> tuple[int | None, int]:
         if not self._nodes:
@@ -292,16 +275,15 @@ class NodeGraph(TorchGraph):
 
     def _captured_so_far(self) -> tuple[int, Sequence[int]]:
         """Return how many nodes the capture has, and those that its stream goes on from."""
-        runtime = self._runtime()
-        capture = runtime.capture_of(self._torch.stream_handle(self._stream))
-        return (0, ()) if capture is None else (runtime.count(capture[1]), capture[2])
+        capture = self._runtime.capture_of(self._torch.stream_handle(self._stream))
+        return (0, ()) if capture is None else (self._runtime.count(capture[1]), capture[2])
 
-    def _find_region_nodes(self, runtime: NodeRuntime) -> None:
+    def _find_region_nodes(self) -> None:
         """Turn the bounds of every region into nodes, while the capture is still open."""
         before, _ = self._captured_so_far()
         self.applying.close_regions(self, 0)
-        capture = runtime.capture_of(self._torch.stream_handle(self._stream))
-        nodes = [] if capture is None else runtime.nodes(capture[1])
+        capture = self._runtime.capture_of(self._torch.stream_handle(self._stream))
+        nodes = [] if capture is None else self._runtime.nodes(capture[1])
         for hit in self.hits:
             bounds = hit.note
             found = tuple(nodes[bounds.start : bounds.stop])
@@ -314,18 +296,12 @@ class NodeGraph(TorchGraph):
             hit.note = _Span(found, bounds.lane)
         self._closing = tuple(nodes[before:])
 
-    def _runtime(self) -> NodeRuntime:
-        runtime = self._torch.runtime
-        assert runtime is not None
-        return runtime
-
     # Recordings.
 
     def _own_recording(self) -> NodeRecording:
         """Record the capture's own key: proves, while it can be refused, that updates will work."""
         try:
-            with self.pool.region_memory():
-                recording = self._recorded(self._host)
+            recording = self._recorded(self._host)
         except (UpdateError, RuntimeCallError) as error:
             raise CaptureError(
                 f"{error} (Its regions were recorded once more after the capture, as every new "
@@ -381,8 +357,8 @@ class NodeGraph(TorchGraph):
         recording.direct = _Direct(self._torch, recording.executable)
 
     def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
-        pattern, runtime = self._pattern, self._runtime()
-        assert pattern is not None
+        pattern = self._pattern
+        assert pattern is not None and self._nodes is not None
         known = {} if self._current is None else self._current.parts
         keys = {mark: self.key_of({mark: values}) for mark, values in host.items()}
         parts: dict[Mark | None, RegionUpdate] = {
@@ -391,8 +367,9 @@ class NodeGraph(TorchGraph):
             if mark in known and known[mark].key == key
         }
         picks = [hit.index for hit in self.hits if hit.mark not in parts]
-        graph, bounds = self._capture_regions(picks, host)
-        scratch = Scratch(runtime, graph)
+        with self.pool.region_memory():
+            graph, bounds = self._capture_regions(picks, host)
+        scratch = Scratch(self._runtime, graph)
         *matched, closing = pattern.match([*picks, len(self.hits)], graph, bounds)
         updates: dict[Mark, list[Update]] = {}
         for pick, found in zip(picks, matched, strict=True):
@@ -400,14 +377,13 @@ class NodeGraph(TorchGraph):
         for mark, own in updates.items():
             parts[mark] = RegionUpdate(keys[mark], own, scratch)
         parts[None] = RegionUpdate((), closing, scratch)
-        assert self._nodes is not None
-        return NodeRecording(runtime, self._torch.meter, self._nodes, parts, self._made)
+        return NodeRecording(self._runtime, self._torch.meter, self._nodes, parts, self._made)
 
     def _capture_regions(
         self, picks: Sequence[int], host: Mapping[Mark, dict[str, Any]]
     ) -> tuple[int, list[int]]:
         """Capture regions into a new graph; return it and its node counts after each of them."""
-        runtime, stream = self._runtime(), self._torch.stream_handle(self._stream)
+        runtime, stream = self._runtime, self._torch.stream_handle(self._stream)
         bounds = []
         runtime.begin_capture(stream)
         try:
@@ -475,7 +451,7 @@ class NodeGraph(TorchGraph):
 
     def write(self, recording: NodeRecording) -> None:
         """Write ``recording`` into the graph's own executable, which is torch's."""
-        self._runtime().write(recording.updates, self._torch.raw_executable(self._native))
+        self._runtime.write(recording.updates, self._torch.raw_executable(self._native))
 
     def renew_executable(self) -> None:
         """Make the graph's own executable anew, which holds what was captured."""
@@ -492,8 +468,8 @@ class NodeBackend(TorchBackend):
     """What graphs with node parameters need besides a torch namespace.
 
     A vendor names what its graph and stream objects call the driver's handles, or overrides the
-    methods that ask them, and calls ``use_runtime`` once; without a runtime there are neither
-    updates nor counts.
+    methods that ask them, and calls ``use_runtime`` once; without a runtime graphs are plain ones
+    of torch, with neither updates nor counts.
     """
 
     graph_type: type[TorchGraph] = NodeGraph
@@ -510,12 +486,20 @@ class NodeBackend(TorchBackend):
     def use_runtime(self, runtime: NodeRuntime | None) -> None:
         """Take the driver's graph calls from ``runtime``."""
         self.runtime = runtime
+        self._lazy_generators: bool | None = None
+        if runtime is None:
+            self.graph_type = TorchGraph
+            return
         namespace = self.namespace
         self.meter = ExecutableMeter(lambda: int(namespace.mem_get_info(self._device)[0]))
-        if runtime is not None:
-            make = functools.partial(namespace.Stream, self._device)
-            self.side_streams = SideStreams(runtime, make, self.stream_handle)
-        self._lazy_generators: bool | None = None
+        make = functools.partial(namespace.Stream, self._device)
+        self.side_streams = SideStreams(runtime, make, self.stream_handle)
+
+    @property
+    def driver(self) -> NodeRuntime:
+        """The driver's graph calls, for the graphs that are made of nodes."""
+        assert self.runtime is not None
+        return self.runtime
 
     def bind_worker(self, index: int) -> None:
         super().bind_worker(index)
@@ -586,9 +570,7 @@ class NodeBackend(TorchBackend):
         return self._lazy_generators is not False and self._refuses_in_capture(native, pool)
 
     def _refuses_in_capture(self, native: Any, pool: TorchPool) -> bool:
-        runtime = self.runtime
-        if runtime is None:
-            return True
+        runtime = self.driver
         with self.exclusive(), self.namespace.stream(pool.stream):
             stream = self.current_stream_id()
             runtime.begin_capture(stream)
