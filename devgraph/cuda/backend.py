@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,15 +11,11 @@ import torch
 
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.registry import get_backend
-from devgraph.api.torchlike.node_graph import FULL_BUILD, NodeBackend
+from devgraph.api.torchlike.base import FULL_BUILD
+from devgraph.api.torchlike.node_graph import NodeBackend, compilers
 from devgraph.api.torchlike.nodes import NodeRuntime
 from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.runtime import Runtime
-
-# CUDA errors after which every later call of the process fails (CUDA Runtime API, cudaError:
-# illegal address, launch timeout, assert, hardware stack, instruction, alignment, address space,
-# program counter, launch failure, ECC, unknown).
-_STICKY = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 999})
 
 
 class CudaBackend(NodeBackend):
@@ -32,6 +27,9 @@ class CudaBackend(NodeBackend):
     raw_graph_name = "raw_cuda_graph"
     raw_executable_name = "raw_cuda_graph_exec"
     stream_handle_name = "cuda_stream"
+    # cudaError: illegal address, launch timeout, assert, hardware stack, instruction, alignment,
+    # address space, program counter, launch failure, ECC, unknown (CUDA Runtime API).
+    sticky_errors = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 999})
     capabilities = FULL_BUILD
     needs: Mapping[str, str] = {
         **dict.fromkeys(("region_update", "node_counts"), "a driver of CUDA 12.3 or newer"),
@@ -46,7 +44,7 @@ class CudaBackend(NodeBackend):
             type(self).capabilities,
             region_update=updates,
             node_counts=updates,
-            compilers=_compilers(),
+            compilers=compilers(),
         )
 
     def use_runtime(self, runtime: NodeRuntime | None) -> None:
@@ -71,10 +69,6 @@ class CudaBackend(NodeBackend):
 
     def _make_current_stream_id(self) -> Callable[[], int]:
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
-
-    def lost_reason(self, error: BaseException) -> str | None:
-        code = getattr(error, "error_code", None)
-        return str(error).splitlines()[0] if code in _STICKY else None
 
     def is_host_read(self, error: BaseException) -> bool:
         # cudaErrorStreamCaptureUnsupported, or torch's own refusal of a copy to pageable memory; a
@@ -112,11 +106,6 @@ class CudaBackend(NodeBackend):
     def prepare_stream(self) -> None:
         # cuBLAS cannot create its handle for this thread and stream inside a capture.
         torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-
-
-def _compilers() -> tuple[str, ...]:
-    # Inductor generates Triton code for the device.
-    return ("eager", "inductor") if importlib.util.find_spec("triton") else ("eager",)
 
 
 def recover_pace(stream: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from devgraph.api.torchlike.node_calls import structure
 from devgraph.api.torchlike.nodes import RuntimeCallError
 from devgraph.cuda.runtime import Runtime
 
@@ -36,23 +37,16 @@ _PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute"""
-
-    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int * 16))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig"""
-
-    _fields_ = (
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("shared_bytes", c_uint),
-        ("stream", c_void_p),
-        ("attributes", c_void_p),
-        ("attribute_count", c_uint),
-    )
+_Attribute = structure("CUlaunchAttribute", id=c_int, pad=c_int, value=c_int * 16)
+_Config = structure(
+    "CUlaunchConfig",
+    grid=c_uint * 3,
+    block=c_uint * 3,
+    shared_bytes=c_uint,
+    stream=c_void_p,
+    attributes=c_void_p,
+    attribute_count=c_uint,
+)
 
 
 class PaceKeeper:

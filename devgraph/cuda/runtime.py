@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from ctypes import addressof, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from devgraph.api.torchlike.node_calls import BRIEF, Arguments, NodeCalls
+from devgraph.api.torchlike.node_calls import BRIEF, Arguments, NodeCalls, structure
 from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET, Read
 
 logger = logging.getLogger(__name__)
@@ -27,57 +27,45 @@ _MEMORY_TYPE = 2
 """CU_POINTER_ATTRIBUTE_MEMORY_TYPE"""
 
 
-class KernelParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2"""
-
-    _fields_ = (
-        ("func", c_void_p),
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("sharedMemBytes", c_uint),
-        ("kernelParams", c_void_p),
-        ("extra", c_void_p),
-        ("kern", c_void_p),
-        ("ctx", c_void_p),
-    )
-
-
-class _CopySide(ctypes.Structure):
-    _fields_ = (
-        ("xyzLOD", c_size_t * 4),
-        ("memoryType", c_int),
-        ("host", c_void_p),
-        ("device", c_uint64),
-        ("array", c_void_p),
-        ("reserved", c_void_p),
-        ("pitch", c_size_t),
-        ("height", c_size_t),
-    )
-
-
-class CopyParams(ctypes.Structure):
-    """CUDA_MEMCPY3D_v2"""
-
-    _fields_ = (
-        ("src", _CopySide),
-        ("dst", _CopySide),
-        ("width", c_size_t),
-        ("height", c_size_t),
-        ("depth", c_size_t),
-    )
-
-
-class FillParams(ctypes.Structure):
-    """CUDA_MEMSET_NODE_PARAMS_v1"""
-
-    _fields_ = (
-        ("dst", c_uint64),
-        ("pitch", c_size_t),
-        ("value", c_uint),
-        ("elementSize", c_uint),
-        ("width", c_size_t),
-        ("height", c_size_t),
-    )
+KernelParams = structure(
+    "CUDA_KERNEL_NODE_PARAMS_v2",
+    func=c_void_p,
+    grid=c_uint * 3,
+    block=c_uint * 3,
+    sharedMemBytes=c_uint,
+    kernelParams=c_void_p,
+    extra=c_void_p,
+    kern=c_void_p,
+    ctx=c_void_p,
+)
+_CopySide = structure(
+    "one side of CUDA_MEMCPY3D_v2",
+    xyzLOD=c_size_t * 4,
+    memoryType=c_int,
+    host=c_void_p,
+    device=c_uint64,
+    array=c_void_p,
+    reserved=c_void_p,
+    pitch=c_size_t,
+    height=c_size_t,
+)
+CopyParams = structure(
+    "CUDA_MEMCPY3D_v2",
+    src=_CopySide,
+    dst=_CopySide,
+    width=c_size_t,
+    height=c_size_t,
+    depth=c_size_t,
+)
+FillParams = structure(
+    "CUDA_MEMSET_NODE_PARAMS_v1",
+    dst=c_uint64,
+    pitch=c_size_t,
+    value=c_uint,
+    elementSize=c_uint,
+    width=c_size_t,
+    height=c_size_t,
+)
 
 
 class Runtime(NodeCalls):

@@ -8,10 +8,11 @@ import os
 import sys
 from collections.abc import Mapping
 
+import attrs
 import torch
 
-from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError
+from devgraph.api.torchlike.base import FULL_BUILD
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.device import NpuDevice
 from devgraph.npu.diagnose import AUTOLOAD, diagnose
@@ -28,17 +29,11 @@ class NpuBackend(NpuDevice):
     graph_class_name = "NPUGraph"
     graph_type = NpuGraph
     pool_type = NpuPool
-    capabilities = Capabilities(
-        region_update=True,
+    capabilities = attrs.evolve(
+        FULL_BUILD,
         async_update=True,
-        shared_pool=True,
-        rng=True,
-        refuses_host_reads=True,
-        streams=True,
-        capture_error_modes=("thread_local", "global", "relaxed"),
-        concurrent_threads=True,
-        node_counts=True,
-        piecewise=True,
+        collectives=False,
+        compilers=("eager",),
         max_streams=GRAPH_STREAMS,
     )
     # A breakable prefill holds a stream for each of its segments; a full one needs a stream.

@@ -15,15 +15,11 @@ import torch
 
 from devgraph.api.device import keep_for_ever
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.torchlike.base import TorchPool
-from devgraph.api.torchlike.node_graph import FULL_BUILD, NodeBackend
+from devgraph.api.torchlike.base import FULL_BUILD, TorchPool
+from devgraph.api.torchlike.node_graph import NodeBackend, compilers
 from devgraph.rocm.guard import HostReadGuard
 from devgraph.rocm.runtime import Runtime
 from devgraph.rocm.verification import Verification, Verifying
-
-# hipError_t after which every later call of the process fails: uncorrectable memory error, illegal
-# address, launch time-out, assertion, launch failure, unknown (hip/hip_runtime_api.h).
-_STICKY_ERRORS = frozenset({214, 700, 702, 710, 719, 999})
 
 _INSTALL = (
     "Install a ROCm build of torch: choose ROCm on https://pytorch.org/get-started/locally, whose "
@@ -56,6 +52,9 @@ class RocmBackend(NodeBackend):
     raw_executable_name = "raw_cuda_graph_exec"
     stream_handle_name = "cuda_stream"
     pool_type = RocmPool
+    # hipError_t: uncorrectable memory error, illegal address, launch time-out, assertion, launch
+    # failure, unknown (hip/hip_runtime_api.h).
+    sticky_errors = frozenset({214, 700, 702, 710, 719, 999})
     capabilities = FULL_BUILD
     needs: Mapping[str, str] = {
         "concurrent_threads": "HIP 7.14 or newer",
@@ -80,7 +79,7 @@ class RocmBackend(NodeBackend):
         self.capabilities = attrs.evolve(
             type(self).capabilities,
             concurrent_threads=reports,
-            compilers=_compilers(),
+            compilers=compilers(),
         )
 
     def check_available(self) -> None:
@@ -133,10 +132,6 @@ class RocmBackend(NodeBackend):
                 "the build of torch; pytorch-triton-rocm on PyPI is an old placeholder."
             )
         return told
-
-    def lost_reason(self, error: BaseException) -> str | None:
-        lost = getattr(error, "error_code", None) in _STICKY_ERRORS
-        return str(error).partition("\n")[0] if lost else None
 
     # Streams.
 
@@ -213,8 +208,3 @@ class RocmBackend(NodeBackend):
         square = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
         torch.addmm(square[0], square, square)
         self._prepared.add(here)
-
-
-def _compilers() -> tuple[str, ...]:
-    # Inductor needs the Triton that comes with the ROCm build.
-    return ("eager",) + ("inductor",) * (importlib.util.find_spec("triton") is not None)

@@ -7,11 +7,11 @@ it. They are not CUDA's: fields come in another order.
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import c_size_t, c_uint, c_uint32, c_void_p
 
 import attrs
 
-from devgraph.api.torchlike.node_calls import KINDS
+from devgraph.api.torchlike.node_calls import KINDS, structure
 from devgraph.api.torchlike.nodes import MEMCPY
 
 INSTANTIATE_AUTO_FREE = 1
@@ -60,65 +60,38 @@ class Version:
         return self >= Version(7, 14)
 
 
-class Dim3(ctypes.Structure):
-    """dim3"""
-
-    _fields_ = (("x", ctypes.c_uint32), ("y", ctypes.c_uint32), ("z", ctypes.c_uint32))
-
-
-class KernelNodeParams(ctypes.Structure):
-    """hipKernelNodeParams"""
-
-    _fields_ = (
-        ("blockDim", Dim3),
-        ("extra", ctypes.c_void_p),
-        ("func", ctypes.c_void_p),
-        ("gridDim", Dim3),
-        ("kernelParams", ctypes.c_void_p),
-        ("sharedMemBytes", ctypes.c_uint),
-    )
-
-
-class MemsetParams(ctypes.Structure):
-    """hipMemsetParams"""
-
-    _fields_ = (
-        ("dst", ctypes.c_void_p),
-        ("elementSize", ctypes.c_uint),
-        ("height", ctypes.c_size_t),
-        ("pitch", ctypes.c_size_t),
-        ("value", ctypes.c_uint),
-        ("width", ctypes.c_size_t),
-    )
-
-
-class _Position(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("z", ctypes.c_size_t))
-
-
-class _PitchedPointer(ctypes.Structure):
-    _fields_ = (
-        ("ptr", ctypes.c_void_p),
-        ("pitch", ctypes.c_size_t),
-        ("xsize", ctypes.c_size_t),
-        ("ysize", ctypes.c_size_t),
-    )
-
-
-class _Extent(ctypes.Structure):
-    _fields_ = (("width", ctypes.c_size_t), ("height", ctypes.c_size_t), ("depth", ctypes.c_size_t))
-
-
-class MemcpyParams(ctypes.Structure):
-    """hipMemcpy3DParms"""
-
-    _fields_ = (
-        ("srcArray", ctypes.c_void_p),
-        ("srcPos", _Position),
-        ("srcPtr", _PitchedPointer),
-        ("dstArray", ctypes.c_void_p),
-        ("dstPos", _Position),
-        ("dstPtr", _PitchedPointer),
-        ("extent", _Extent),
-        ("kind", ctypes.c_uint),
-    )
+Dim3 = structure("dim3", x=c_uint32, y=c_uint32, z=c_uint32)
+KernelNodeParams = structure(
+    "hipKernelNodeParams",
+    blockDim=Dim3,
+    extra=c_void_p,
+    func=c_void_p,
+    gridDim=Dim3,
+    kernelParams=c_void_p,
+    sharedMemBytes=c_uint,
+)
+MemsetParams = structure(
+    "hipMemsetParams",
+    dst=c_void_p,
+    elementSize=c_uint,
+    height=c_size_t,
+    pitch=c_size_t,
+    value=c_uint,
+    width=c_size_t,
+)
+_Position = structure("hipPos", x=c_size_t, y=c_size_t, z=c_size_t)
+_PitchedPointer = structure(
+    "hipPitchedPtr", ptr=c_void_p, pitch=c_size_t, xsize=c_size_t, ysize=c_size_t
+)
+_Extent = structure("hipExtent", width=c_size_t, height=c_size_t, depth=c_size_t)
+MemcpyParams = structure(
+    "hipMemcpy3DParms",
+    srcArray=c_void_p,
+    srcPos=_Position,
+    srcPtr=_PitchedPointer,
+    dstArray=c_void_p,
+    dstPos=_Position,
+    dstPtr=_PitchedPointer,
+    extent=_Extent,
+    kind=c_uint,
+)

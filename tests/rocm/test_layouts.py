@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from devgraph.rocm import layouts
-from devgraph.rocm.backend import _STICKY_ERRORS
+from devgraph.rocm.backend import RocmBackend
 from devgraph.rocm.layouts import KernelNodeParams, MemcpyParams, MemsetParams, Version
 from tests.sim.hip.build import SOURCES
 
@@ -135,7 +135,7 @@ def test_unsafe_calls_are_reported_from_release_714_on():
 
 def test_sticky_errors_are_those_of_the_header():
     named = {value for name, value in HEADER_VALUES.items() if name.startswith("hipError")}
-    assert named == _STICKY_ERRORS
+    assert named == RocmBackend.sticky_errors
 
 
 # Against headers.

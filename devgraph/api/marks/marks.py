@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
@@ -80,19 +80,26 @@ class Mark:
         fn: Callable[..., Any],
         *,
         kind: str,
-        host_args: Sequence[str] = (),
-        mutates: Sequence[str] = (),
+        host_args: str | Iterable[str] = (),
+        mutates: str | Iterable[str] = (),
         derive: Mapping[str, Callable[..., Any]] | None = None,
         reduce: Mapping[str, Callable[[Any], Any]] | None = None,
         context: Callable[[], Any] | None = None,
         fake: Callable[..., Any] | None = None,
         capture_stub: Callable[..., Any] | None = None,
     ) -> None:
+        if not callable(fn):
+            raise InputTypeError(
+                f"@dg.{kind} marks a function, got {brief(fn)}. What the mark declares goes into "
+                f"keywords: @dg.{kind}(mutates=('out',))"
+            )
+        _require_rules(derive=derive, reduce=reduce)
+        _require_functions(context=context, fake=fake, capture_stub=capture_stub)
         self.fn = fn
         self.name = getattr(fn, "__qualname__", repr(fn))
         self.kind = kind
-        self.host_args = tuple(host_args)
-        self.mutates = tuple(mutates)
+        self.host_args = _names("host_args", host_args)
+        self.mutates = _names("mutates", mutates)
         self.derive = dict(derive or {})
         self.reduce = dict(reduce or {})
         self.context = context
@@ -153,9 +160,7 @@ class Mark:
         Args:
             values: the plain value of every host argument of this mark, by name.
         """
-        out = {}
-        for name in self.host_args:
-            out[name] = values[name]
+        out = {name: values[name] for name in self.host_args}
         for name, rule in self.derive.items():
             out[name] = rule(*(values[source] for source in self._derive_inputs[name]))
         if self.context is not None:
@@ -303,14 +308,6 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
         ) from error
 
 
-def _require_callable(target: object, mark: str) -> None:
-    if not callable(target):
-        raise InputTypeError(
-            f"@dg.{mark} marks a function, got {brief(target)}. What the mark declares goes into "
-            f"keywords: @dg.{mark}(mutates=('out',))"
-        )
-
-
 def _names(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(name, str) for name in names):
@@ -318,19 +315,28 @@ def _names(what: str, value: str | Iterable[str]) -> tuple[str, ...]:
     return names
 
 
-def _require_rules(what: str, rules: object) -> None:
-    if rules is None:
-        return
-    if not isinstance(rules, Mapping) or not all(callable(rule) for rule in rules.values()):
-        raise InputTypeError(
-            f"{what} of a mark is a mapping of names to functions, got {brief(rules)}"
-        )
+def _require_rules(**given: object) -> None:
+    for what, rules in given.items():
+        fits = isinstance(rules, Mapping) and all(map(callable, rules.values()))
+        if rules is not None and not fits:
+            raise InputTypeError(
+                f"{what} of a mark is a mapping of names to functions, got {brief(rules)}"
+            )
 
 
 def _require_functions(**functions: object) -> None:
     for what, function in functions.items():
         if function is not None and not callable(function):
             raise InputTypeError(f"{what} of a mark must be a function, got {brief(function)}")
+
+
+def _marking(kind: str, fn: Callable[..., Any] | None, **declared: Any) -> Any:
+    """Return ``fn`` with its mark, or without a function what marks one."""
+
+    def mark(target: Callable[..., Any]) -> Callable[..., Any]:
+        return _wrap(Mark(target, kind=kind, **declared))
+
+    return mark if fn is None else mark(fn)
 
 
 @overload
@@ -382,27 +388,17 @@ def region(
         HostArgumentError: a name is no parameter of the function.
         InputTypeError: something else than names, or functions by name, was given.
     """
-
-    def mark(target: Callable[..., Any]) -> Callable[..., Any]:
-        _require_callable(target, "region")
-        _require_rules("derive", derive)
-        _require_rules("reduce", reduce)
-        _require_functions(context=context, fake=fake, capture_stub=capture_stub)
-        return _wrap(
-            Mark(
-                target,
-                kind="region",
-                host_args=_names("host_args", host_args),
-                mutates=_names("mutates", mutates),
-                derive=derive,
-                reduce=reduce,
-                context=context,
-                fake=fake,
-                capture_stub=capture_stub,
-            )
-        )
-
-    return mark if fn is None else mark(fn)
+    return _marking(
+        "region",
+        fn,
+        host_args=host_args,
+        mutates=mutates,
+        derive=derive,
+        reduce=reduce,
+        context=context,
+        fake=fake,
+        capture_stub=capture_stub,
+    )
 
 
 @overload
@@ -427,18 +423,4 @@ def no_graph(
     It always runs eagerly: between segments under ``breakable`` and ``piecewise``; under ``full``
     the capture raises ``NotCapturableError``. The arguments are those of ``region``.
     """
-
-    def mark(target: Callable[..., Any]) -> Callable[..., Any]:
-        _require_callable(target, "no_graph")
-        _require_functions(fake=fake, capture_stub=capture_stub)
-        return _wrap(
-            Mark(
-                target,
-                kind="no_graph",
-                mutates=_names("mutates", mutates),
-                fake=fake,
-                capture_stub=capture_stub,
-            )
-        )
-
-    return mark if fn is None else mark(fn)
+    return _marking("no_graph", fn, mutates=mutates, fake=fake, capture_stub=capture_stub)

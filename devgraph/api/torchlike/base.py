@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from devgraph.api.backend import Backend
+from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError, UnjoinedStreamError
 from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
@@ -25,6 +26,21 @@ from devgraph.api.pool import Pool
 from devgraph.api.torchlike.guards import RandomGuard
 
 logger = logging.getLogger(__name__)
+
+FULL_BUILD = Capabilities(
+    region_update=True,
+    shared_pool=True,
+    rng=True,
+    refuses_host_reads=True,
+    streams=True,
+    capture_error_modes=("thread_local", "global", "relaxed"),
+    concurrent_threads=True,
+    collectives=True,
+    piecewise=True,
+    compilers=("eager", "inductor"),
+    node_counts=True,
+)
+"""What a vendor declares whose captures are graphs of nodes and whose torch lacks nothing."""
 
 
 class TorchPool(Pool):
@@ -307,6 +323,8 @@ class TorchBackend(Backend):
     """Name of the native graph class in the namespace."""
     graph_type: type[TorchGraph] = TorchGraph
     pool_type: type[TorchPool] = TorchPool
+    sticky_errors: frozenset[int] = frozenset()
+    """The driver's error codes after which every later call of the process fails."""
     drops_references: bool | None = None
     """Whether torch's snapshots drop references to what they are given; None before the first."""
 
@@ -441,6 +459,10 @@ class TorchBackend(Backend):
     def _make_current_stream_id(self) -> Callable[[], int]:
         namespace, device = self.namespace, self._device
         return lambda: int(namespace.current_stream(device).stream_id)
+
+    def lost_reason(self, error: BaseException) -> str | None:
+        lost = getattr(error, "error_code", None) in self.sticky_errors
+        return str(error).partition("\n")[0] if lost else None
 
     def is_unjoined(self, error: BaseException) -> bool:
         """Whether ``error`` of an ended capture means that a forked stream was not joined."""

@@ -60,6 +60,12 @@ WAITING: Mapping[str, Arguments] = {
 }
 """Calls that take long or may wait for the device; other threads run meanwhile."""
 
+
+def structure(name: str, **fields: Any) -> Any:
+    """Return the ctypes structure that a driver's header calls ``name``."""
+    return type(name, (ctypes.Structure,), {"_fields_": tuple(fields.items())})
+
+
 KINDS = (
     *(KERNEL, MEMCPY, MEMSET, "host", "graph", "empty", "wait_event", "event_record"),
     *("ext_semas_signal", "ext_semas_wait", "mem_alloc", "mem_free"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import logging
 import operator
@@ -16,7 +17,6 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import CaptureError, UnjoinedStreamError, UpdateError, UpdateTopologyError
 from devgraph.api.executable import Call, Executable, Finding
 from devgraph.api.graph import GraphState
@@ -30,21 +30,6 @@ from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCall
 from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RegionUpdate, Scratch
 
 logger = logging.getLogger(__name__)
-
-FULL_BUILD = Capabilities(
-    region_update=True,
-    shared_pool=True,
-    rng=True,
-    refuses_host_reads=True,
-    streams=True,
-    capture_error_modes=("thread_local", "global", "relaxed"),
-    concurrent_threads=True,
-    collectives=True,
-    piecewise=True,
-    compilers=("eager", "inductor"),
-    node_counts=True,
-)
-"""What a vendor declares whose captures are graphs of nodes and whose torch lacks nothing."""
 
 _USES_WITH_ROOM = 2
 """A key gets an executable of its own at this use while the budget has room: a key that came back
@@ -582,6 +567,11 @@ class NodeBackend(TorchBackend):
                 with contextlib.suppress(RuntimeCallError):
                     runtime.destroy(runtime.end_capture(stream))
         return False
+
+
+def compilers() -> tuple[str, ...]:
+    """Return what may compile pieces for a device for which Inductor generates Triton code."""
+    return ("eager", "inductor") if importlib.util.find_spec("triton") else ("eager",)
 
 
 _mark_of = operator.attrgetter("mark")
