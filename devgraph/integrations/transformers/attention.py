@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from devgraph.api.marks.marks import region
@@ -32,9 +33,13 @@ _WINDOW_STEP = 64
 """The first row that a windowed layer reads is a multiple of this, so that its views repeat."""
 
 
+Scoring = tuple[float, float | None, int | None]
+"""How a layer scores: the scale, the softcap, and the window; None for none."""
+
+
 def decode_mask(
-    positions: torch.Tensor, rows: torch.Tensor, width: int, window: int | None, dtype: torch.dtype
-) -> torch.Tensor:
+    positions: Tensor, rows: Tensor, width: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
     """Return ``[requests, 1, width, rows]``: 0 where a token may read a row, -inf elsewhere.
 
     Args:
@@ -51,7 +56,7 @@ def decode_mask(
 
 def ramp_mask(
     max_len: int, window: int | None, *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """Return the mask that every causal block is a view of, ``[RAMP_ROWS, max_len + RAMP_ROWS]``.
 
     Element ``(i, j)`` is 0 where ``i + max_len - window < j <= i + max_len``, -inf elsewhere. A
@@ -67,16 +72,16 @@ def ramp_mask(
 
 
 def _score(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring,
     *,
     causal: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend ``[B, H, q, D]`` to ``[B, H, k, D]``; ``causal`` is for q and k of one length."""
+    scale, softcap, _ = scoring
     if softcap is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=causal, scale=scale
@@ -90,13 +95,12 @@ def _score(
 
 
 def _decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    out: Tensor,
+    scoring: Scoring,
     low: int,
     high: int,
 ) -> None:
@@ -110,23 +114,20 @@ def _decode(
     mask = mask[..., low:high]
     if width > 1:
         mask = mask.expand(-1, group, -1, -1).reshape(requests, 1, group * width, high - low)
-    result = _score(
-        rows, keys[:requests, :, low:high], values[:requests, :, low:high], mask, scale, softcap
-    )
+    shown = (slice(requests), slice(None), slice(low, high))
+    result = _score(rows, keys[shown], values[shown], mask, scoring)
     result = result.view(requests, kv_heads, group, width, value_dim)
     out.view(requests, width, kv_heads, group, value_dim).copy_(result.permute(0, 3, 1, 2, 4))
 
 
 @region(host_args=("kv_len", "kv_from"), mutates=("out",))
 def decode_bounded(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    out: Tensor,
+    scoring: Scoring,
     *,
     kv_len: int,
     kv_from: int,
@@ -136,41 +137,33 @@ def decode_bounded(
     Args:
         query: ``[1, heads, requests * width, head_dim]``.
         keys, values: ``[slots, kv_heads, max_len, dim]``; request ``i`` has slot ``i``.
-        mask: from ``decode_mask``, for ``window``.
+        mask: from ``decode_mask``, for the window of ``scoring``.
         out: written, ``[1, requests * width, heads, value_dim]``.
         kv_len: at least the longest length, the new tokens included.
         kv_from: at most the shortest position; windowed layers start near it.
     """
-    low = 0
+    low, window = 0, scoring[2]
     if window is not None:
         low = max(0, kv_from - window + 1) // _WINDOW_STEP * _WINDOW_STEP
-    _decode(query, keys, values, mask, out, scale, softcap, low, kv_len)
+    _decode(query, keys, values, mask, out, scoring, low, kv_len)
 
 
 @region(mutates=("out",))
 def decode_whole(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, out: Tensor, scoring: Scoring
 ) -> None:
     """``decode_bounded`` over whole slots, for a graph that cannot be updated."""
-    _decode(query, keys, values, mask, out, scale, softcap, 0, mask.shape[-1])
+    _decode(query, keys, values, mask, out, scoring, 0, mask.shape[-1])
 
 
 @region(host_args=("spans",), mutates=("out",))
 def packed_exact(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    ramp: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ramp: Tensor,
+    out: Tensor,
+    scoring: Scoring,
     *,
     spans: tuple[int, ...],
 ) -> None:
@@ -179,37 +172,29 @@ def packed_exact(
     Args:
         query: ``[1, heads, tokens, head_dim]``, requests one after another, padding behind them.
         keys, values: ``[slots, kv_heads, max_len, dim]``.
-        ramp: from ``ramp_mask``, for ``window``.
+        ramp: from ``ramp_mask``, for the window of ``scoring``.
         out: written for the tokens of the requests, ``[1, tokens, heads, value_dim]``.
         spans: three numbers a request: its slot, the tokens it has cached, its new tokens.
     """
     first = 0
     for slot, cached, new in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
+        own = slice(first, first + new)
         _attend_request(
-            query[0, :, first : first + new],
-            keys[slot],
-            values[slot],
-            ramp,
-            out[0, first : first + new],
-            scale,
-            softcap,
-            window,
-            cached,
+            query[0, :, own], keys[slot], values[slot], ramp, out[0, own], scoring, cached
         )
         first += new
 
 
 def _attend_request(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    ramp: torch.Tensor,
-    out: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ramp: Tensor,
+    out: Tensor,
+    scoring: Scoring,
     cached: int,
 ) -> None:
+    _, softcap, window = scoring
     new, kv_heads = query.shape[1], keys.shape[0]
     group = query.shape[0] // kv_heads
     grouped = query.view(kv_heads, group, new, query.shape[2])
@@ -229,14 +214,13 @@ def _attend_request(
             keys[:, None, low:high].expand(-1, group, -1, -1),
             values[:, None, low:high].expand(-1, group, -1, -1),
             _block_of(ramp, at, low, high, count) if masked else None,
-            scale,
-            softcap,
+            scoring,
             causal=plain and count > 1,
         )
         target[:, :, begin : begin + count].copy_(result)
 
 
-def _block_of(ramp: torch.Tensor, at: int, low: int, high: int, count: int) -> torch.Tensor:
+def _block_of(ramp: Tensor, at: int, low: int, high: int, count: int) -> Tensor:
     shift = ramp.shape[1] - RAMP_ROWS - at
     view = ramp[:count, shift + low : shift + high]
     # Fused kernels outside the CPU want aligned mask rows, which a shifted view is not.
@@ -245,86 +229,35 @@ def _block_of(ramp: torch.Tensor, at: int, low: int, high: int, count: int) -> t
 
 @region()
 def varlen_decode(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    query_starts: torch.Tensor,
-    row_starts: torch.Tensor,
-    lengths: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spans: tuple[Tensor, Tensor, Tensor],
     scale: float,
     window: int | None,
     width: int,
     max_len: int,
-) -> torch.Tensor:
+) -> Tensor:
     """``decode_bounded`` with lengths read on the device.
 
     Args:
         query: ``[1, heads, requests * width, head_dim]``.
         keys, values: ``[kv_heads, rows, dim]``, all slots one after another.
-        query_starts, row_starts: int32 ``[requests + 1]``: first token, first cache row.
-        lengths: int32 ``[requests]``: rows to read, the new tokens included.
+        spans: first token and first cache row of each request, int32 ``[requests + 1]``, and rows
+            to read, the new tokens included, int32 ``[requests]``.
 
     Returns:
         ``[1, requests * width, heads, value_dim]``.
     """
-    return _varlen(
-        query, keys, values, query_starts, row_starts, lengths, scale, window, width, max_len
-    )
-
-
-@region()
-def varlen_packed(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: Batch,
-    scale: float,
-    window: int | None,
-    max_len: int,
-) -> torch.Tensor:
-    """``packed_exact`` with lengths read on the device.
-
-    The request slots ``query_starts``, ``row_starts`` and ``lengths`` are read here, from the
-    batch: they belong to the run where the graph depends on tokens only. Tokens that belong to no
-    request have zeros.
-    """
-    result = _varlen(
-        query,
-        keys,
-        values,
-        batch.query_starts,
-        batch.row_starts,
-        batch.lengths,
-        scale,
-        window,
-        query.shape[2],
-        max_len,
-    )
-    tokens = torch.arange(query.shape[2], device=query.device)
-    # The kernel does not write them, and what memory held before may be anything.
-    return result.masked_fill_((tokens >= batch.query_starts[-1])[:, None, None], 0)
-
-
-def _varlen(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    query_starts: torch.Tensor,
-    row_starts: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    max_query: int,
-    max_len: int,
-) -> torch.Tensor:
-    causal = max_query > 1
+    starts, row_starts, lengths = spans
+    causal = width > 1
     result = torch.ops.aten._flash_attention_forward(
         query[0].transpose(0, 1),
         keys.transpose(0, 1),
         values.transpose(0, 1),
-        query_starts,
+        starts,
         row_starts,
-        max_query,
+        width,
         max_len,
         0.0,
         causal,
@@ -337,6 +270,29 @@ def _varlen(
     return result[0].unsqueeze(0)  # type: ignore[no-any-return]
 
 
+@region()
+def varlen_packed(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None,
+    max_len: int,
+) -> Tensor:
+    """``packed_exact`` with lengths read on the device.
+
+    The request slots ``query_starts``, ``row_starts`` and ``lengths`` are read here, from the
+    batch: they belong to the run where the graph depends on tokens only. Tokens that belong to no
+    request have zeros.
+    """
+    spans = (batch.query_starts, batch.row_starts, batch.lengths)
+    result = varlen_decode(query, keys, values, spans, scale, window, query.shape[2], max_len)
+    tokens = torch.arange(query.shape[2], device=query.device)
+    # The kernel does not write them, and what memory held before may be anything.
+    return result.masked_fill_((tokens >= batch.query_starts[-1])[:, None, None], 0)
+
+
 def has_varlen(head_dim: int, *, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this device's fused kernel gives right results for slots in any order.
 
@@ -346,7 +302,7 @@ def has_varlen(head_dim: int, *, dtype: torch.dtype, device: torch.device) -> bo
     slots, max_len, kv_heads, group = 2, 64, 2, 2
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
     keys = draw(kv_heads, slots * max_len, head_dim)
@@ -357,13 +313,12 @@ def has_varlen(head_dim: int, *, dtype: torch.dtype, device: torch.device) -> bo
         values[:, slot * max_len + length : (slot + 1) * max_len] = math.nan
     query = draw(1, kv_heads * group, 2, head_dim)
 
-    def int32(*values: int) -> torch.Tensor:
+    def int32(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    starts, rows, device_lengths = int32(0, 1, 2), int32(max_len, 0, 0), int32(*lengths)
-    scale = head_dim**-0.5
+    spans, scale = (int32(0, 1, 2), int32(max_len, 0, 0), int32(*lengths)), head_dim**-0.5
     try:
-        got = _varlen(query, keys, values, starts, rows, device_lengths, scale, None, 1, max_len)
+        got = varlen_decode(query, keys, values, spans, scale, None, 1, max_len)
     except (RuntimeError, NotImplementedError, TypeError):
         return False
     by_slot = (kv_heads, slots, max_len, head_dim)

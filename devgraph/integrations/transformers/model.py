@@ -447,13 +447,14 @@ class CausalModel:
         if step is None:
             raise StateError("this attention function serves the steps of a device-graph engine")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        window, host = layer.shape.window, step.batch.host
         if self.varlen:
             return self._attend_varlen(step, layer, query, scale), None
         shape = (1, query.shape[2], query.shape[1], layer.shape.value_dim)
         # Zeros: tokens that belong to no request must have results that do not change by chance.
         out = query.new_empty(shape) if step.decode else query.new_zeros(shape)
-        keys, values, window = layer.keys_by_slot, layer.values_by_slot, layer.shape.window
-        host = step.batch.host
+        scoring = (scale, softcap, window)
+        keys, values = layer.keys_by_slot, layer.values_by_slot
         if self.slotted:
             self.slotted.attend(
                 query[0].transpose(0, 1).contiguous(),
@@ -464,57 +465,27 @@ class CausalModel:
                 spans=host.spans,
             )
         elif not step.decode:
-            packed_exact(
-                query,
-                keys,
-                values,
-                self._ramps[window],
-                out,
-                scale,
-                softcap,
-                window,
-                spans=host.spans,
-            )
+            ramp = self._ramps[window]
+            packed_exact(query, keys, values, ramp, out, scoring, spans=host.spans)
         elif self.bounded:
-            decode_bounded(
-                query,
-                keys,
-                values,
-                step.masks[window],
-                out,
-                scale,
-                softcap,
-                window,
-                kv_len=host.kv_len,
-                kv_from=host.kv_from,
-            )
+            bounds = {"kv_len": host.kv_len, "kv_from": host.kv_from}
+            decode_bounded(query, keys, values, step.masks[window], out, scoring, **bounds)
         else:
-            decode_whole(query, keys, values, step.masks[window], out, scale, softcap)
+            decode_whole(query, keys, values, step.masks[window], out, scoring)
         return out, None
 
     def _attend_varlen(
         self, step: _Step, layer: CacheLayer, query: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        window, batch = layer.shape.window, step.batch
-        if not step.decode:
-            return varlen_packed(
-                query, layer.keys, layer.values, batch, scale, window, self.max_len
-            )
-        assert step.lengths is not None
+        window, keys, values = layer.shape.window, layer.keys, layer.values
+        if step.lengths is None:
+            return varlen_packed(query, keys, values, step.batch, scale, window, self.max_len)
         requests = step.lengths.shape[0]
-        width = query.shape[2] // requests
-        return varlen_decode(
-            query,
-            layer.keys,
-            layer.values,
-            self._starts[: requests + 1] * width if width > 1 else self._starts[: requests + 1],
-            self._row_starts[: requests + 1],
-            step.lengths,
-            scale,
-            window,
-            width,
-            self.max_len,
-        )
+        width, starts = query.shape[2] // requests, self._starts[: requests + 1]
+        if width > 1:
+            starts = starts * width
+        spans = (starts, self._row_starts[: requests + 1], step.lengths)
+        return varlen_decode(query, keys, values, spans, scale, window, width, self.max_len)
 
     def close(self) -> None:
         """Take what belongs to this adapter out of transformers and the model; idempotent."""
