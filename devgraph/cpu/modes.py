@@ -37,73 +37,68 @@ class Listener(Protocol):
         """An operation reached the dispatcher; return what it returns."""
 
 
-def _move(
-    mode: object,
-    stack: list[Any],
-    pop: Callable[[], Any],
-    push: Callable[[Any], None],
-    height: Callable[[], int],
-    *,
-    to_bottom: bool,
-) -> None:
-    """Move ``mode`` within a stack of modes: below all but the default device, or to the top."""
-    stack.remove(mode)
-    at = len(stack)
-    if to_bottom:
-        # torch insists that what set_default_device made is the lowest of all.
-        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-        at = 1 if stack and stack[0] is default else 0
-    stack.insert(at, mode)
-    try:
-        _rebuild(stack, pop, push, height)
-    except BaseException:  # An interrupt: half a stack is none.
-        _rebuild(stack, pop, push, height)
-        raise
+class _AtBottom:
+    """A mode that starts at the bottom of its stack of modes.
 
+    Subclasses are modes of torch and set the calls of their stack: ``stack`` returns the modes,
+    lowest first.
+    """
 
-def _rebuild(
-    stack: list[Any], pop: Callable[[], Any], push: Callable[[Any], None], height: Callable[[], int]
-) -> None:
-    while height():
-        pop()
-    for item in stack:
-        push(item)
-
-
-def _functions() -> list[Any]:
-    """Return the modes that see torch's functions, lowest first."""
-    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return stack
-
-
-class Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports every operation of the thread to ``listener``."""
+    stack: Callable[[], list[Any]]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+    height: Callable[[], int]
 
     def __init__(self, listener: Listener) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._listener = listener
 
     def install(self) -> None:
-        """Start, at the bottom of the stack."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-        self._move(to_bottom=True)
+        """Start, below all modes but a default device."""
+        mode: Any = super()
+        mode.__enter__()
+        stack = self.stack()
+        stack.remove(self)
+        # torch insists that what set_default_device made is the lowest of all.
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        stack.insert(1 if stack and stack[0] is default else 0, self)
+        self._arrange(stack)
 
     def remove(self) -> None:
         """Stop, wherever in the stack the mode is now. Idempotent."""
-        if self not in _get_current_dispatch_mode_stack():
+        mode: Any = super()
+        stack = self.stack()
+        if self not in stack:
             return
-        self._move(to_bottom=False)
+        stack.remove(self)
+        self._arrange([*stack, self])
         flags = {name: kept.copy() for name, kept in vars(self).items() if isinstance(kept, deque)}
         try:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            mode.__exit__(None, None, None)
         except BaseException:  # An interrupt: the next try needs what torch has taken out of them.
-            for name, kept in flags.items():
-                setattr(self, name, kept)
+            vars(self).update(flags)
             raise
 
-    def _move(self, *, to_bottom: bool) -> None:
-        stack, height = _get_current_dispatch_mode_stack(), torch._C._len_torch_dispatch_stack
-        _move(self, stack, _pop_dispatch_mode, _push_dispatch_mode, height, to_bottom=to_bottom)
+    def _arrange(self, stack: list[Any]) -> None:
+        try:
+            self._rebuild(stack)
+        except BaseException:  # An interrupt: half a stack is none.
+            self._rebuild(stack)
+            raise
+
+    def _rebuild(self, stack: list[Any]) -> None:
+        while self.height():
+            self.pop()
+        for item in stack:
+            self.push(item)
+
+
+class Dispatching(_AtBottom, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Reports every operation of the thread to ``listener``."""
+
+    stack = staticmethod(_get_current_dispatch_mode_stack)
+    pop, push = staticmethod(_pop_dispatch_mode), staticmethod(_push_dispatch_mode)
+    height = staticmethod(torch._C._len_torch_dispatch_stack)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -119,28 +114,12 @@ class Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._listener.call_operation(func, args, kwargs or {})
 
 
-class Functions(TorchFunctionMode):
+class Functions(_AtBottom, TorchFunctionMode):
     """Reports every call of a torch function by the thread to ``listener``."""
 
-    def __init__(self, listener: Listener) -> None:
-        super().__init__()
-        self._listener = listener
-
-    def install(self) -> None:
-        """Start, below all modes but a default device."""
-        self.__enter__()  # type: ignore[no-untyped-call]
-        self._move(to_bottom=True)
-
-    def remove(self) -> None:
-        """Stop, wherever in the stack the mode is now. Idempotent."""
-        if self not in _functions():
-            return
-        self._move(to_bottom=False)
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _move(self, *, to_bottom: bool) -> None:
-        stack, height = _functions(), torch._C._len_torch_function_stack
-        _move(self, stack, _pop_function_mode, _push_function_mode, height, to_bottom=to_bottom)
+    stack = staticmethod(_get_current_function_mode_stack)
+    pop, push = staticmethod(_pop_function_mode), staticmethod(_push_function_mode)
+    height = staticmethod(torch._C._len_torch_function_stack)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

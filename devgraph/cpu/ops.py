@@ -70,54 +70,27 @@ class OpPlan:
         return True
 
 
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
 # Functional in name, aliases in fact.
-_VIEWS = {"aten::_unsafe_view", "aten::lift", "aten::alias", "aten::detach"}
+_VIEWS = _aten("_unsafe_view lift alias detach")
 
-_RESIZES = {
-    "aten::resize_",
-    "aten::resize_as_",
-    "aten::_resize_output_",
-    "aten::resize_as_sparse_",
-}
+_RESIZES = _aten("resize_ resize_as_ _resize_output_ resize_as_sparse_")
 
-_ALLOCATIONS = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::empty_permuted",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
+_ALLOCATIONS = _aten("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
 
 # These return no tensor and read no tensor data.
-_METADATA = {
-    "aten::_fused_sdp_choice",
-    "aten::is_same_size",
-    "aten::is_pinned",
-    "aten::size",
-    "aten::stride",
-    "aten::numel",
-    "aten::sym_size",
-    "aten::sym_stride",
-    "aten::sym_numel",
-    "aten::sym_storage_offset",
-    "aten::_has_compatible_shallow_copy_type",
-    "aten::result_type",
-    "aten::is_complex",
-    "aten::is_floating_point",
-    "aten::is_signed",
-    "aten::is_inference",
-    "aten::_debug_has_internal_overlap",
-}
+_METADATA = _aten(
+    """
+    _fused_sdp_choice is_same_size is_pinned size stride numel sym_size sym_stride sym_numel
+    sym_storage_offset _has_compatible_shallow_copy_type result_type is_complex
+    is_floating_point is_signed is_inference _debug_has_internal_overlap
+    """
+)
 
-_INDEXING = {
-    "aten::index",
-    "aten::index_put",
-    "aten::index_put_",
-    "aten::_index_put_impl_",
-    "aten::_unsafe_index",
-    "aten::_unsafe_index_put",
-}
+_INDEXING = _aten("index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put")
 
 # Collectives of the host: they return handles, and finish on other threads.
 _HOST_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}

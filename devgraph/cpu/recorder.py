@@ -331,10 +331,7 @@ class Recorder(Draft):
             if not given:
                 return None
             return given[0] if len(given) == 1 else tuple(given)
-        outs = self._make(plan, layouts, op)
-        held = self._hold(outs)
-        self.append(self._binder.compute(plan, held_args, held_kwargs, held), op)
-        return outs
+        return self._made(plan, held_args, held_kwargs, layouts, op)
 
     def _compute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -348,12 +345,14 @@ class Recorder(Draft):
         if not plan.returns:
             self.append(self._binder.write(plan, held_args, held_kwargs), op)
             return None
-        outs = self._make(plan, layouts, op)
-        held = self._hold(outs)
-        self.append(self._binder.compute(plan, held_args, held_kwargs, held), op)
-        return outs
+        return self._made(plan, held_args, held_kwargs, layouts, op)
 
     # Helpers.
+
+    def _made(self, plan: OpPlan, args: Any, kwargs: Any, layouts: Any, op: Op) -> Any:
+        outs = self._make(plan, layouts, op)
+        self.append(self._binder.compute(plan, args, kwargs, self._hold(outs)), op)
+        return outs
 
     def _op(self, name: str) -> Op:
         return Op(name=name, line=user_line())

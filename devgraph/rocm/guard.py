@@ -13,21 +13,10 @@ from devgraph.api.buffers import tensors_in
 from devgraph.api.marks.host_reads import host_read_error
 
 _READS = frozenset(
-    {
-        "_linalg_check_errors",
-        "_local_scalar_dense",
-        "_to_sparse",
-        "_unique",
-        "_unique2",
-        "allclose",
-        "bincount",
-        "equal",
-        "masked_select",
-        "nonzero",
-        "unique_consecutive",
-        "unique_dim",
-        "unique_dim_consecutive",
-    }
+    """
+    _linalg_check_errors _local_scalar_dense _to_sparse _unique _unique2 allclose bincount equal
+    masked_select nonzero unique_consecutive unique_dim unique_dim_consecutive
+    """.split()
 )
 """Operations whose result, or the shape of it, comes from data on the device."""
 

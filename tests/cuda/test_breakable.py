@@ -10,7 +10,7 @@ import torch
 
 import devgraph as dg
 from devgraph.integrations.engine.ledger import ModeCount
-from devgraph.integrations.engine.steps import capture_whole
+from devgraph.integrations.engine.steps import recorded
 from tests.support.device_kit import check, graph_of, on
 
 backend, randn = on("cuda")
@@ -75,9 +75,11 @@ def test_unjoined_side_stream_in_a_step_of_an_engine_is_refused_and_the_next_one
         with torch.cuda.stream(side):
             return x * 2
 
-    with pytest.raises(dg.UnjoinedStreamError, match="was not joined"):
-        capture_whole(be, pool, ModeCount(), step, release=False)
-    graph, output = capture_whole(be, pool, ModeCount(), lambda: x * 5, release=False)
+    joined = pytest.raises(dg.UnjoinedStreamError, match="was not joined")
+    with joined, recorded(be, pool, ModeCount()):
+        step()
+    with recorded(be, pool, ModeCount()) as graph:
+        output = x * 5
     x.fill_(3.0)
     graph.replay()
     assert torch.equal(output, x * 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
@@ -52,8 +53,18 @@ class Changes:
                     f"over; it was tried with {self._engine}."
                 )
 
+    def wrap(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Put what ``wrap`` makes of an attribute of ``owner`` in its place; see ``change``."""
+        self.require(owner, name)
+        self.change(owner, name, wrap(getattr(owner, name)))
+
     def change(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of ``owner``."""
+        """Set an attribute of ``owner``.
+
+        Raises:
+            InstallError: it has no such attribute; names it.
+        """
+        self.require(owner, name)
         self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
         self.places.append(f"{getattr(owner, '__name__', owner)}.{name}")

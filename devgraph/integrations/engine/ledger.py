@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
+
+from devgraph.api.capture import Captured
+from devgraph.api.graph import DeviceGraph
 
 MODES = ("piecewise", "full", "breakable")
 
@@ -29,10 +31,6 @@ class EagerReason:
     """The engine has not captured yet."""
 
 
-class _Graph(Protocol):
-    def info(self) -> Any: ...
-
-
 class ModeCount:
     """Counters of one mode; plain attributes, because the hot path adds to them."""
 
@@ -45,7 +43,7 @@ class ModeCount:
         self.eager: Counter[str] = Counter()
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def captured(self, graph: _Graph, seconds: float) -> None:
+    def captured(self, graph: DeviceGraph | Captured, seconds: float) -> None:
         """Count one capture and follow its graph for as long as it lives."""
         self.captures += 1
         self.seconds += seconds
@@ -64,9 +62,7 @@ class ModeCount:
             "eager": dict(self.eager),
             "updates": dict(updates),
             "graphs": len(infos),
-            "segments": _total(info.segments for info in infos),
-            "regions": _total(info.regions for info in infos),
-            "bytes": _total(info.bytes for info in infos),
+            **{n: sum(getattr(i, n) for i in infos) for n in ("segments", "regions", "bytes")},
             "capture_seconds": self.seconds,
         }
 
@@ -84,7 +80,3 @@ class Ledger:
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return every mode's counters by name."""
         return {name: count.as_dict() for name, count in self._modes.items()}
-
-
-def _total(numbers: Iterable[int]) -> int:
-    return sum(numbers)

@@ -94,29 +94,6 @@ def recorded(
     count.captured(graph, time.perf_counter() - started)
 
 
-def capture_whole(
-    backend: Backend,
-    pool: Pool,
-    count: ModeCount,
-    body: Callable[[], Any],
-    *,
-    release: bool,
-    within: AbstractContextManager[Session] | None = None,
-) -> tuple[DeviceGraph, Any]:
-    """Capture ``body`` into one graph, as ``recorded`` does; return it and the body's result.
-
-    Args:
-        release: let the result's memory go before the capture ends, so that later captures take
-            it: for results that only the step's caller reads.
-        within: see ``recorded``.
-    """
-    with recorded(backend, pool, count, within=within) as graph:
-        output = body()
-        if release:
-            output = weak(pool, output)
-    return graph, output
-
-
 def capture_under(
     policy: str,
     backend: Backend,

@@ -22,7 +22,7 @@ from devgraph.integrations.engine.ledger import Ledger
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.outputs import SharedOutputs, copy_into
 from devgraph.integrations.engine.published import Publisher
-from devgraph.integrations.engine.steps import CapturedStep, capture_under, capture_whole
+from devgraph.integrations.engine.steps import CapturedStep, capture_under, recorded
 from devgraph.integrations.sglang.segments import segment_classes
 from devgraph.integrations.sglang.updated import WholeCapture, planned_on_host, require_updatable
 
@@ -210,7 +210,8 @@ def full_backend() -> Any:
                 return body()
 
             backend = shared().memory.backend
-            graph, output = capture_whole(backend, pool, self._count, carved, release=False)
+            with recorded(backend, pool, self._count) as graph:
+                output = carved()
             return CapturedStep(graph, self._count), output
 
     return DeviceGraphBackend

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
 
 from devgraph.api.backend import Backend
 from devgraph.integrations.transformers.model import CausalModel
-
-
-class Piece(Protocol):
-    """The next ``count`` tokens of what has a slot of the cache."""
-
-    @property
-    def slot(self) -> int: ...
-    @property
-    def cached(self) -> int:
-        """Tokens that the slot holds."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def ids(self) -> list[int]: ...
+from devgraph.integrations.transformers.scheduler import Piece
 
 
 @attrs.frozen(kw_only=True)

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import AttentionInterface
 
 from devgraph.api.backend import SlotAttention
 from devgraph.api.errors import InputError, StateError
@@ -43,7 +41,9 @@ from devgraph.integrations.transformers.probe import (
     parameters_of,
     probe,
     refusal,
+    register,
     replaced,
+    unregister,
 )
 from devgraph.runners.batch import Batch
 from devgraph.runners.loop import Loop
@@ -135,20 +135,27 @@ class CausalModel:
         self._rows = torch.arange(self.max_len, device=self.device)
         starts = torch.arange(max_requests + 1, dtype=torch.int32, device=self.device)
         self._starts, self._row_starts = starts, starts * self.max_len
-        self._ramps = {} if self.varlen or self.slotted or self.own else self._make_ramps()
+        self._ramps: dict[int | None, torch.Tensor] = {}
+        if not (self.varlen or self.slotted or self.own):
+            for window in self._windows:
+                ramp = ramp_mask(self.max_len, window, dtype=self.dtype, device=self.device)
+                self._ramps[window] = ramp
         self.fusion = Fusion(self.shape.seen) if fuse and self.own is None else None
         self._configs = configs_of(model)
         self._name = f"devgraph_{id(self):x}"
         # The registry must not keep the model alive, nor what its layers would call afterwards.
-        attend = _weakly(self._attend) if self.own is None else attends_itself(model)
-        AttentionInterface.register(self._name, attend)
-        self._placed: list[torch.nn.Module] = []
-        if self.own is not None:
-            AttentionMaskInterface.register(self._name, _weakly(self._mask))
-            if "position_ids" not in parameters_of(self.shape.body):
-                both = {"position_ids", "past_key_values_length"}
-                self._placed = [m for m in self.shape.body.modules() if both <= parameters_of(m)]
-        self._finalizer = weakref.finalize(self, _unregister, self._name)
+        if self.own is None:
+            register(self._name, _weakly(self._attend))
+        else:
+            register(self._name, attends_itself(model), _weakly(self._mask))
+        self._finalizer = weakref.finalize(self, unregister, self._name)
+        self._takes_positions = "position_ids" in parameters_of(self.shape.body)
+        both = {"position_ids", "past_key_values_length"}
+        self._placed = [
+            module
+            for module in self.shape.body.modules()
+            if not self._takes_positions and both <= parameters_of(module)
+        ]
         self._overrides = {"_attn_implementation": self._name, **self.shape.overrides}
         if self.own is not None:
             self._verify()
@@ -183,12 +190,6 @@ class CausalModel:
                 f"{self.dtype}, head sizes {sorted(dims)} and these layers; leave varlen out"
             )
         return able if wanted is None else wanted
-
-    def _make_ramps(self) -> dict[int | None, torch.Tensor]:
-        return {
-            window: ramp_mask(self.max_len, window, dtype=self.dtype, device=self.device)
-            for window in self._windows
-        }
 
     # -- what the runners are told ---------------------------------------------------------------
 
@@ -341,7 +342,7 @@ class CausalModel:
             "past_key_values": self.cache,
             "use_cache": True,
         }
-        if "position_ids" in parameters_of(self.shape.body):
+        if self._takes_positions:
             inputs["position_ids"] = step.batch.position_ids.view(shape)
         return inputs
 
@@ -504,11 +505,6 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return live(*args, **kwargs)
 
     return call
-
-
-def _unregister(name: str) -> None:
-    AttentionInterface._global_mapping.pop(name, None)
-    AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 def _at_positions(module: torch.nn.Module, step: _Step) -> Callable[..., torch.Tensor]:

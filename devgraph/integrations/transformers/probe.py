@@ -38,18 +38,10 @@ _OTHER_LENGTH = 5
 # Arguments of an attention call that change nothing here: dropout is off, the mask decides what is
 # causal and how wide the window is, positions were applied before.
 _HARMLESS = frozenset(
-    {
-        "cache_position",
-        "dropout",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "return_dict",
-        "sliding_window",
-        "use_cache",
-    }
+    """
+    cache_position dropout is_causal output_attentions output_hidden_states output_router_logits
+    position_ids return_dict sliding_window use_cache
+    """.split()
 )
 _HONOURED = frozenset({"scaling", "softcap"})
 
@@ -213,12 +205,16 @@ def _positions(
     Args:
         functions: the masks of a model that attends by itself: which layer has which is not seen.
     """
+    windows = set()
+    for function in functions:
+        with contextlib.suppress(Exception):  # One that reads more than positions is none.
+            windows.add(_window_of(function, model))
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     for layer, shape in zip(kept, shapes, strict=False):
         window = getattr(layer, "sliding_window", None) if layer.is_sliding else None
         if window is None or (shape.window is not None and shape.window <= window):
             continue
-        if not any(_is_window(function, window) for function in functions):
+        if window not in windows:
             limits.append(window)
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -293,9 +289,13 @@ class _Watcher(Cache):  # type: ignore[misc]
 
 
 class _Probe:
-    """The attention and mask functions of one probing run, and what they saw."""
+    """One run of a model: its attention and mask functions, and what they saw.
 
-    def __init__(self, model: PreTrainedModel, *, own: bool) -> None:
+    Args:
+        own: why the model attends by itself, if it does.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, own: str | None) -> None:
         self.model = model
         self.own = own
         self.cache = _Watcher()
@@ -303,13 +303,57 @@ class _Probe:
         self.windows: list[int | None] = []
         self.layers: dict[int, LayerShape] = {}
         self.attended: list[torch.Tensor] = []
+        self.output: Any = None
+
+    def run(self, body: torch.nn.Module, overrides: dict[str, Any], *, length: int = 0) -> _Probe:
+        """Run ``body`` of the model on three tokens, with a cache that says it holds ``length``
+        rows, while its configurations say ``overrides``; return this."""
+        model, own = self.model, self.own is not None
+        self.cache.length = length
+        ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
+        inputs = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
+        if "position_ids" in parameters_of(body):
+            inputs["position_ids"] = torch.arange(_TOKENS, device=model.device)[None]
+        name = f"devgraph_probe_{id(self)}"
+        register(name, attends_itself(model) if own else self.attention, self.mask)
+        try:
+            with (
+                overridden(configs_of(model), _attn_implementation=name, **overrides),
+                torch.no_grad(),
+                _NoLists(),
+                _NoHostReads(),  # type: ignore[no-untyped-call]
+            ):
+                self.output = body(**inputs)
+        except UnsupportedModelError:
+            raise
+        except _HostRead as error:
+            raise refusal(model, f"it reads device data on the host ({error})") from error
+        except Exception as error:
+            # Between writing to its cache and calling an attention function: it attends by itself,
+            # and stumbles over the mask that stands in.
+            alone = self.cache.written is not None and not own
+            failed = f"a first forward failed with {type(error).__name__}: {error}"
+            raise refusal(model, _OWN_ATTENTION if alone else failed) from error
+        finally:
+            unregister(name)
+        return self
+
+    def equals(self, other: _Probe) -> bool:
+        """Whether another run computed the same."""
+        pairs = zip(
+            [*self.attended, self.output.last_hidden_state],
+            [*other.attended, other.output.last_hidden_state],
+            strict=True,
+        )
+        return self.windows == other.windows and all(torch.equal(a, b) for a, b in pairs)
 
     def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Note the window of a mask and return a stand-in that attention can recognise."""
         function = kwargs.get("mask_function")
-        if function is None or not (self.own or kwargs.get("attention_mask") is None):
+        padded = kwargs.get("attention_mask") is not None
+        if function is None or (padded and self.own is None):
             raise refusal(self.model, "it builds its attention mask in a way unknown here")
-        if self.own:
+        if self.own is not None:
             self.functions.append(function)
             at = torch.arange(_TOKENS, device=self.model.device)
             return mask_of(function, at[None], at, self.model.dtype)
@@ -384,15 +428,6 @@ def mask_of(
     return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(~shown, hide)
 
 
-def _is_window(function: Callable[..., torch.Tensor], window: int) -> bool:
-    """Whether a token far on sees the last ``window`` rows by a mask function, and no more."""
-    zero, at = torch.zeros(2, dtype=torch.int64), torch.full((2,), 1 << 20)
-    with contextlib.suppress(Exception):  # One that reads more than positions is none.
-        shown = function(zero, zero, at, at - torch.tensor([window, window - 1]))
-        return bool(shown.tolist() == [False, True])
-    return False
-
-
 def _window_of(function: Callable[..., torch.Tensor], model: PreTrainedModel) -> int | None:
     """Return the sliding window of a causal mask function, None when it has none.
 
@@ -461,7 +496,7 @@ def _probe(
         raise refusal(model, "its base model takes no position_ids")
     seen = Seen(body)
     with seen.noting():
-        watch, output = _run(model, body, overrides, own=own is not None)
+        watch = _Probe(model, own=own).run(body, overrides)
     found = watch.layers if own is None else watch.cache.shapes
     if not found:
         raise refusal(model, _OWN_ATTENTION if own is None else "it keeps no keys and values")
@@ -470,21 +505,40 @@ def _probe(
     if own is None and watch.cache.written is not None:
         raise refusal(model, f"only layers {sorted(found)} attend through the registry")
     if own is None and watch.cache.asked:
-        _check_length(model, body, overrides, watch, output)
+        # A cache here holds requests of different lengths, and has none.
+        other = _Probe(model, own=own).run(body, overrides, length=_OTHER_LENGTH)
+        if not watch.equals(other):
+            raise refusal(model, "it computes with the length of its cache, not with position_ids")
     layers = tuple(found[i] for i in sorted(found))
     return ModelShape(
         body=body,
         layers=layers,
         positions=_positions(model, kept, layers, watch.functions),
         vocabulary=int(model.get_output_embeddings().weight.shape[0]),
-        dtype=output.last_hidden_state.dtype,
+        dtype=watch.output.last_hidden_state.dtype,
         device=model.device,
-        output_type=type(output),
+        output_type=type(watch.output),
         uses_length=watch.cache.asked or own is not None,
         own=own,
         overrides=overrides,
         seen=seen,
     )
+
+
+def register(
+    name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None = None
+) -> None:
+    """Make functions known to transformers as the attention implementation ``name``; without one
+    for masks it makes none."""
+    AttentionInterface.register(name, attention)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)
+
+
+def unregister(name: str) -> None:
+    """Undo ``register``. Idempotent."""
+    AttentionInterface._global_mapping.pop(name, None)
+    AttentionMaskInterface._global_mapping.pop(name, None)
 
 
 def attends_itself(model: PreTrainedModel) -> Callable[..., Any]:
@@ -530,66 +584,3 @@ class _HostRead(Exception):
 
 
 _READ = torch.ops.aten._local_scalar_dense.default
-
-
-def _run(
-    model: PreTrainedModel,
-    body: torch.nn.Module,
-    overrides: dict[str, Any],
-    *,
-    own: bool = False,
-    length: int = 0,
-) -> tuple[_Probe, Any]:
-    """Run ``body`` of ``model`` on three tokens with a cache that says it holds ``length``."""
-    watch = _Probe(model, own=own)
-    watch.cache.length = length
-    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
-    inputs = {"input_ids": ids, "past_key_values": watch.cache, "use_cache": True}
-    if "position_ids" in parameters_of(body):
-        inputs["position_ids"] = torch.arange(_TOKENS, device=model.device)[None]
-    name = f"devgraph_probe_{id(watch)}"
-    AttentionInterface.register(name, attends_itself(model) if own else watch.attention)
-    AttentionMaskInterface.register(name, watch.mask)
-    try:
-        with (
-            overridden(configs_of(model), _attn_implementation=name, **overrides),
-            torch.no_grad(),
-            _NoLists(),
-            _NoHostReads(),  # type: ignore[no-untyped-call]
-        ):
-            output = body(**inputs)
-    except UnsupportedModelError:
-        raise
-    except _HostRead as error:
-        raise refusal(model, f"it reads device data on the host ({error})") from error
-    except Exception as error:
-        # Between writing to its cache and calling an attention function: it attends by itself,
-        # and stumbles over the mask that stands in.
-        alone = watch.cache.written is not None and not own
-        failed = f"a first forward failed with {type(error).__name__}: {error}"
-        raise refusal(model, _OWN_ATTENTION if alone else failed) from error
-    finally:
-        AttentionInterface._global_mapping.pop(name, None)
-        AttentionMaskInterface._global_mapping.pop(name, None)
-    return watch, output
-
-
-def _check_length(
-    model: PreTrainedModel,
-    body: torch.nn.Module,
-    overrides: dict[str, Any],
-    watch: _Probe,
-    output: Any,
-) -> None:
-    """Refuse a model in which anything depends on the length that its cache says it has.
-
-    A cache here holds requests of different lengths, and has none.
-    """
-    again, other = _run(model, body, overrides, length=_OTHER_LENGTH)
-    pairs = zip(
-        [*watch.attended, output.last_hidden_state],
-        [*again.attended, other.last_hidden_state],
-        strict=True,
-    )
-    if again.windows != watch.windows or not all(torch.equal(a, b) for a, b in pairs):
-        raise refusal(model, "it computes with the length of its cache, not with position_ids")

@@ -81,6 +81,12 @@ class Request:
     def generated(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
+    def chunk(self, count: int) -> Chunk:
+        """Return the next ``count`` tokens; the request has a slot."""
+        assert self.slot is not None
+        ids = self.tokens[self.cached : self.cached + count]
+        return Chunk(self.slot, self.cached, ids, count == self.to_go, self)
+
     def accept(self, token: int) -> str:
         """Append a chosen token, note whether it ends the request, return its certain text."""
         self.tokens.append(token)
@@ -102,36 +108,32 @@ class Request:
 
 
 @attrs.frozen
-class Chunk:
-    """The next ``count`` tokens of ``request``, which has a slot."""
+class Piece:
+    """The next tokens of what has a slot of the cache."""
+
+    slot: int
+    cached: int
+    """Tokens that the slot holds."""
+    ids: list[int]
+    """The tokens to run."""
+    completes: bool
+    """Whether the step yields the token behind them."""
+
+    @property
+    def count(self) -> int:
+        return len(self.ids)
+
+
+@attrs.frozen
+class Chunk(Piece):
+    """The next tokens of a request."""
 
     request: Request
-    count: int
-
-    @property
-    def slot(self) -> int:
-        assert self.request.slot is not None
-        return self.request.slot
-
-    @property
-    def cached(self) -> int:
-        """Tokens of the request that the cache holds."""
-        return self.request.cached
-
-    @property
-    def ids(self) -> list[int]:
-        """The tokens to run."""
-        return self.request.tokens[self.cached : self.cached + self.count]
 
     @property
     def of_prompt(self) -> int:
         """How many of them are of the prompt."""
         return max(0, min(self.count, self.request.prompt_length - self.cached))
-
-    @property
-    def completes(self) -> bool:
-        """Whether the step yields the request's next token."""
-        return self.count == self.request.to_go
 
 
 @attrs.frozen
@@ -205,13 +207,13 @@ class Scheduler:
 
         It is a decode step if every chunk is the one token to go of its request.
         """
-        decoding = [Chunk(r, 1) for r in self.running if r.to_go == 1]
+        decoding = [r.chunk(1) for r in self.running if r.to_go == 1]
         budget = self.max_step_tokens - len(decoding)
         chunks = []
         for request in sorted(self.running, key=lambda r: r.id):
             count = min(request.to_go, budget)
             if request.to_go > 1 and count > 0:
-                chunks.append(Chunk(request, count))
+                chunks.append(request.chunk(count))
                 budget -= count
         return chunks[:1] if self._alone and chunks else decoding + chunks
 

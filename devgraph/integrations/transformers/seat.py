@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch.nn import functional as F
 from transformers.cache_utils import (
@@ -26,23 +25,10 @@ from transformers.cache_utils import (
 )
 
 from devgraph.integrations.transformers.engine import Engine
+from devgraph.integrations.transformers.scheduler import Piece
 from devgraph.runners.decode import DecodeRunner
 
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
-
-
-@attrs.frozen
-class _Piece:
-    """The next tokens of one row of the batch."""
-
-    slot: int
-    cached: int
-    ids: list[int]
-    completes: bool
-
-    @property
-    def count(self) -> int:
-        return len(self.ids)
 
 
 class Seat:
@@ -227,10 +213,10 @@ class Seat:
         self.length, self._next = self.length + ids.shape[1], None
         return logits[:, None]
 
-    def _steps(self, rows: list[list[int]]) -> list[list[_Piece]]:
+    def _steps(self, rows: list[list[int]]) -> list[list[Piece]]:
         """Cut the rows of a batch, without their padding, into steps of at most so many tokens."""
         budget, alone = self._engine.max_step_tokens, self._engine.model.own is not None
-        steps: list[list[_Piece]] = [[]]
+        steps: list[list[Piece]] = [[]]
         room = budget
         for slot, (row, pad) in enumerate(zip(rows, self.pads, strict=True)):
             cached = max(0, self.length - pad)
@@ -239,7 +225,7 @@ class Seat:
                 if not room or (alone and steps[-1]):
                     steps.append([])
                     room = budget
-                steps[-1].append(_Piece(slot, cached, ids[:room], len(ids) <= room))
+                steps[-1].append(Piece(slot, cached, ids[:room], len(ids) <= room))
                 taken = len(steps[-1][-1].ids)
                 ids, cached, room = ids[taken:], cached + taken, room - taken
         return steps

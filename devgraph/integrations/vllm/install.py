@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import importlib
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
@@ -77,26 +78,21 @@ class Installation(Changes):
         from devgraph.integrations.vllm.wrappers import graph_wrapper
 
         platform = type(importlib.import_module("vllm.platforms").current_platform)
-        self.require(platform, "get_static_graph_wrapper_cls", "get_global_graph_pool")
+        self.require(platform, "get_global_graph_pool")
         # PIECEWISE on both runners: vLLM resolves this name where it compiles pieces.
         self.change(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
         # FULL on V1, and microbatches, whose whole-batch steps use it.
         for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_ubatch_wrapper"):
-            module = importlib.import_module(name)
-            self.require(module, "CUDAGraphWrapper")
-            self.change(module, "CUDAGraphWrapper", graph_wrapper())
+            self.change(importlib.import_module(name), "CUDAGraphWrapper", graph_wrapper())
 
     def _put_managers(self) -> None:
         from devgraph.integrations.vllm import manager
 
         for name in GRAPH_MAKERS:
-            module = importlib.import_module(name)
-            self.require(module, "torch")
-            self.change(module, "torch", manager.graph_making_torch(module.torch))
+            self.wrap(importlib.import_module(name), "torch", manager.graph_making_torch)
         base = importlib.import_module(GRAPH_MAKERS[0]).CudaGraphManager
-        self.require(base, "capture", "dispatch")
-        self.change(base, "capture", manager.stepwise_capture(base.capture))
-        self.change(base, "dispatch", manager.counting_dispatch(base.dispatch))
+        self.wrap(base, "capture", manager.stepwise_capture)
+        self.wrap(base, "dispatch", manager.counting_dispatch)
 
     def _put_breaks(self) -> None:
         from devgraph.integrations.vllm.manager import breaking_manager
@@ -105,39 +101,28 @@ class Installation(Changes):
         wrapper = step_wrapper()
         # Models that are imported later, with managers of their own, take it from where it is made.
         for name in ("vllm.compilation.breakable_cudagraph", "vllm.v1.worker.gpu_model_runner"):
-            module = importlib.import_module(name)
-            self.require(module, "BreakableCUDAGraphWrapper")
-            self.change(module, "BreakableCUDAGraphWrapper", wrapper)
+            self.change(importlib.import_module(name), "BreakableCUDAGraphWrapper", wrapper)
         managers = importlib.import_module(GRAPH_MAKERS[0])
         if hasattr(managers, "BreakableCUDAGraphWrapper"):
             self.change(managers, "BreakableCUDAGraphWrapper", wrapper)
         elif self.mode is not None and self.mode.breakable:
             runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")
-            self.require(runner, "ModelCudaGraphManager")
             manager = breaking_manager(managers.ModelCudaGraphManager)
             self.change(runner, "ModelCudaGraphManager", manager)
 
     def _put_mode(self, mode: EngineMode) -> None:
         config = importlib.import_module("vllm.config")
-        self.require(config.VllmConfig, "__post_init__")
-        self.require(config.CompilationConfig, "resolve_cudagraph_mode_and_sizes")
-        self.change(
-            config.VllmConfig,
-            "__post_init__",
-            apply_to_config(mode, config.VllmConfig.__post_init__),
-        )
-        resolve = config.CompilationConfig.resolve_cudagraph_mode_and_sizes
 
-        def resolve_cudagraph_mode_and_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = resolve(self, *args, **kwargs)
-            check_resolved(mode, self, "the attention backend")
-            return result
+        def checked(resolve: Callable[..., Any]) -> Callable[..., Any]:
+            def resolve_cudagraph_mode_and_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
+                result = resolve(self, *args, **kwargs)
+                check_resolved(mode, self, "the attention backend")
+                return result
 
-        self.change(
-            config.CompilationConfig,
-            "resolve_cudagraph_mode_and_sizes",
-            resolve_cudagraph_mode_and_sizes,
-        )
+            return resolve_cudagraph_mode_and_sizes
+
+        self.wrap(config.VllmConfig, "__post_init__", functools.partial(apply_to_config, mode))
+        self.wrap(config.CompilationConfig, "resolve_cudagraph_mode_and_sizes", checked)
         if mode.breakable:
             # vLLM reads it when it makes a configuration, and lets PIECEWISE be uncompiled then.
             self._environment = os.environ.get(_BREAKABLE_VARIABLE)
@@ -146,8 +131,7 @@ class Installation(Changes):
 
 def _set_environment(name: str, value: str | None) -> None:
     if value is None:
-        with contextlib.suppress(KeyError):
-            del os.environ[name]
+        os.environ.pop(name, None)
     else:
         os.environ[name] = value
 

@@ -262,5 +262,5 @@ def test_overriding_passes_the_checks_of_a_configuration() -> None:
 
 def test_stand_in_for_a_mask_is_where_the_model_is() -> None:
     """Attention of a model's own fails alike, or not, on every device."""
-    watch = _Probe(make_model("llama").to("meta"), own=False)
+    watch = _Probe(make_model("llama").to("meta"), own=None)
     assert watch.mask(mask_function=causal_mask_function).device.type == "meta"
