@@ -53,37 +53,6 @@ def lengths_of(
     return (*ends, tokens), (*keys, 0)
 
 
-class _Fixed:
-    """What calls share: shapes, the block table, the mask. Compared by identity."""
-
-    def __init__(self, slots: int, rows: int, version: int, device: torch.device) -> None:
-        blocks = rows // BLOCK
-        self.slots, self.version = slots, version
-        # The padding's row is never read: it has no keys.
-        table = torch.arange(slots * blocks, dtype=torch.int32).view(slots, blocks)
-        self.table = torch.cat([table, table[:1]]).to(device)
-        self.mask = torch.ones(_MASK, _MASK, dtype=torch.bool).triu(1).to(device)
-        self.no_sums = torch.empty(1, dtype=torch.float32, device=device)
-
-    def arguments(
-        self, query: torch.Tensor, keys: torch.Tensor, scale: float, spans: Sequence[int]
-    ) -> dict[str, Any]:
-        ends, lengths = lengths_of(spans, self.slots, query.shape[0])
-        common = {
-            "block_table": self.table,
-            "atten_mask": self.mask,
-            "input_layout": "TND",
-            "block_size": BLOCK,
-            "sparse_mode": _CAUSAL,
-            "num_key_value_heads": keys.shape[1],
-        }
-        if self.version == 1:
-            own = {"actual_seq_lengths": list(ends), "actual_seq_lengths_kv": list(lengths)}
-            return {**common, **own, "num_heads": query.shape[1], "scale": scale}
-        own = {"actual_seq_qlen": list(ends), "actual_seq_kvlen": list(lengths)}
-        return {**common, **own, "num_query_heads": query.shape[1], "softmax_scale": scale}
-
-
 @region(host_args=("spans",), mutates=("out",))
 def fused_slot_attention(
     query: torch.Tensor,
@@ -91,7 +60,7 @@ def fused_slot_attention(
     values: torch.Tensor,
     out: torch.Tensor,
     scale: float,
-    fixed: _Fixed,
+    fixed: FusedSlotAttention,
     *,
     spans: tuple[int, ...],
 ) -> None:
@@ -112,7 +81,8 @@ trusted: frozenset[Mark] = frozenset({fused_slot_attention.__devgraph_mark__})  
 
 
 class FusedSlotAttention:
-    """``devgraph.api.attention.SlotAttention`` on Ascend.
+    """``devgraph.api.backend.SlotAttention`` on Ascend, and what its calls share: the block table
+    and the mask. Compared by identity.
 
     Args:
         slots: requests that the cache holds.
@@ -123,7 +93,32 @@ class FusedSlotAttention:
     row_multiple = BLOCK
 
     def __init__(self, slots: int, rows: int, *, version: int, device: torch.device) -> None:
-        self._fixed = _Fixed(slots, rows, version, device)
+        blocks = rows // BLOCK
+        self.slots, self.version = slots, version
+        # The padding's row is never read: it has no keys.
+        table = torch.arange(slots * blocks, dtype=torch.int32).view(slots, blocks)
+        self.table = torch.cat([table, table[:1]]).to(device)
+        self.mask = torch.ones(_MASK, _MASK, dtype=torch.bool).triu(1).to(device)
+        self.no_sums = torch.empty(1, dtype=torch.float32, device=device)
+
+    def arguments(
+        self, query: torch.Tensor, keys: torch.Tensor, scale: float, spans: Sequence[int]
+    ) -> dict[str, Any]:
+        """Return what the operator takes besides the tensors of a call."""
+        ends, lengths = lengths_of(spans, self.slots, query.shape[0])
+        common = {
+            "block_table": self.table,
+            "atten_mask": self.mask,
+            "input_layout": "TND",
+            "block_size": BLOCK,
+            "sparse_mode": _CAUSAL,
+            "num_key_value_heads": keys.shape[1],
+        }
+        if self.version == 1:
+            own = {"actual_seq_lengths": list(ends), "actual_seq_lengths_kv": list(lengths)}
+            return {**common, **own, "num_heads": query.shape[1], "scale": scale}
+        own = {"actual_seq_qlen": list(ends), "actual_seq_kvlen": list(lengths)}
+        return {**common, **own, "num_query_heads": query.shape[1], "softmax_scale": scale}
 
     def attend(
         self,
@@ -135,5 +130,5 @@ class FusedSlotAttention:
         scale: float,
         spans: tuple[int, ...],
     ) -> None:
-        """Attend; see ``devgraph.api.attention.SlotAttention.attend``."""
-        fused_slot_attention(query, keys, values, out, scale, self._fixed, spans=spans)
+        """Attend; see ``devgraph.api.backend.SlotAttention.attend``."""
+        fused_slot_attention(query, keys, values, out, scale, self, spans=spans)

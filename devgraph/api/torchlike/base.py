@@ -228,6 +228,7 @@ class TorchGraph(DeviceGraph):
         self._open = False
         self._ended = False
         self._uses = 0
+        self._may_be_empty = True
 
     def _begin(self, mode: str) -> None:
         self._uses = self.pool.uses
@@ -243,7 +244,7 @@ class TorchGraph(DeviceGraph):
     def _end(self) -> Executable:
         self._open = False  # Never end twice: a second end of a failed capture can crash.
         try:
-            self._end_native()
+            self._torch.end_native(self._native, may_be_empty=self._may_be_empty)
         except Exception as error:
             if self._torch.is_unjoined(error):
                 raise UnjoinedStreamError(
@@ -253,19 +254,11 @@ class TorchGraph(DeviceGraph):
                 ) from error
             raise
         self._ended = True
-        self._finish()
         return Call(self._native.replay)
-
-    def _end_native(self) -> None:
-        """End the capture; torch's warning of an empty graph is not shown."""
-        self._torch.end_native(self._native)
 
     def _make_native(self) -> Any:
         """Return a new, empty graph of the vendor, of the kind that this capture needs."""
         return self._torch.make_native_graph()
-
-    def _finish(self) -> None:
-        """Make the ended capture launchable; torch has done so unless the graph is kept."""
 
     def _abort(self) -> None:
         native, self._native = self._native, None
@@ -384,7 +377,7 @@ class TorchBackend(Backend):
         native.capture_begin(pool=pool.handle, capture_error_mode=mode)
 
     def end_native(self, native: Any, *, may_be_empty: bool = True) -> None:
-        """End the capture of ``native``."""
+        """End the capture of ``native``; torch's warning of an empty one is not shown."""
         if not may_be_empty:
             native.capture_end()  # torch warns of empty graphs only; a filter costs host time
             return

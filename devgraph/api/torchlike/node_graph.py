@@ -173,17 +173,10 @@ class NodeGraph(TorchGraph):
         self._updatable = spec is not None and (bool(spec.declared) or _some_context())
         super().begin(mode, spec=spec)
 
-    def _begin(self, mode: str) -> None:
-        if self._updatable:
-            self._stream = self._torch.namespace.current_stream(self._torch.device)
-        super()._begin(mode)
-
-    def _end_native(self) -> None:
-        self._torch.end_native(self._native, may_be_empty=not self._nodes)
-
     def _make_native(self) -> Any:
         if not self._updatable:
             return super()._make_native()
+        self._stream = self._torch.namespace.current_stream(self._torch.device)
         self.applying.prepare(self)
         return self._torch.make_kept_graph()
 
@@ -197,23 +190,22 @@ class NodeGraph(TorchGraph):
             self._nodes = runtime.count(capture[1])
             if self.names_side_streams:
                 unjoined = self._torch.side_streams.unjoined(stream, capture)
+        self._may_be_empty = not self._nodes
         try:
             super()._end()
         except UnjoinedStreamError as error:
             if not unjoined:
                 raise
             raise UnjoinedStreamError(name_streams(unjoined)) from error
-        self._own = _FirstLaunch(self)
-        return self._own
-
-    def _finish(self) -> None:
         if self._nodes and self._updatable:
             self._torch.instantiate(self._native)
         if self._nodes and self.hits:
             regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
             regions.append(("(behind the regions)", self._closing))
             graph = self._torch.raw_graph(self._native)
-            self._pattern = RegionPattern(self._runtime, graph, regions)
+            self._pattern = RegionPattern(runtime, graph, regions)
+        self._own = _FirstLaunch(self)
+        return self._own
 
     def _find_random(self) -> Executable:
         """Launch through torch, find out whether that drew random numbers, and return what launches

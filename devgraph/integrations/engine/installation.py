@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class Changes:
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo = contextlib.ExitStack()
         self.places: list[str] = []
 
     def module(self, name: str) -> Any:
@@ -65,19 +66,25 @@ class Changes:
             InstallError: it has no such attribute; names it.
         """
         self.require(owner, name)
-        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+        self.on_undo(_put_back, owner, name, vars(owner).get(name, _ABSENT))
         setattr(owner, name, value)
         self.places.append(f"{getattr(owner, '__name__', owner)}.{name}")
 
+    def on_undo(self, call: Callable[..., object], *args: Any) -> None:
+        """Let ``undo`` call ``call(*args)``."""
+        self._undo.callback(call, *args)
+
     def undo(self) -> None:
         """Give everything back, the newest first. Idempotent."""
-        while self._undo:
-            owner, name, value = self._undo.pop()
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        self._undo.close()
         self.places.clear()
+
+
+def _put_back(owner: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 def mode_text(mode: str | None) -> str | None:

@@ -17,7 +17,6 @@ from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import InputError, InputTypeError, StateError
 from devgraph.api.policy import breaks
 from devgraph.api.registry import get_backend
-from devgraph.integrations.transformers.batching import Batcher
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import eos_of
 from devgraph.integrations.transformers.sampling import (
@@ -164,6 +163,7 @@ class Engine:
             updatable=self.backend.capabilities.region_update,
             slot_attention=self.backend.slot_attention if single else None,
             fuse=fuse,
+            pin=self.backend.pin,
         )
         if self.model.device.type != self.backend.device.type:
             raise InputError(
@@ -173,7 +173,6 @@ class Engine:
         self._scheduler = Scheduler(
             max_requests, max_step_tokens=max_step_tokens, alone=self.model.own is not None
         )
-        self.batcher = Batcher(self.model, self.backend)
         self.tokenizer = tokenizer
         self._eos = frozenset(eos_of(model) if eos_token_ids is None else eos_token_ids)
         self._next_id = 0
@@ -357,7 +356,7 @@ class Engine:
         else:
             # In a decode step rows are slots, which the scheduler compacted.
             runner: Runner = self.decode if decode else self.prefill
-            data = self.batcher.decode(chunks) if decode else self.batcher.packed(chunks)
+            data = self.model.decode_data(chunks) if decode else self.model.packed_data(chunks)
             out = runner.run(data.inputs, host_args=data.host_args, longest=data.longest)
             steps = [self._chosen(chunks, out)]
         events = [event for tokens in steps for event in self._accept(tokens)]
@@ -374,7 +373,7 @@ class Engine:
         """Take several decode steps; return the tokens of each."""
         assert self.several is not None
         left = [chunk.request.wanted for chunk in chunks]
-        data = self.batcher.decode(chunks, left, steps=self.steps_per_launch)
+        data = self.model.decode_data(chunks, left, steps=self.steps_per_launch)
         out = self.several.run(data.inputs, host_args=data.host_args, longest=data.longest)
         *tokens, taken = torch.cat([out.outputs, out.taken[None]]).tolist()  # one transfer
         for chunk, count in zip(chunks, taken, strict=True):
@@ -395,7 +394,7 @@ class Engine:
         rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
         logits, best = out["logits"], out["tokens"]
         if len(rows) < len(chunks):
-            index = self.batcher.tensor(rows)
+            index = self.model.tensor(rows)
             logits, best = logits.index_select(0, index), best.index_select(0, index)
         tokens = draw_rows(logits, best, [chunks[i].request.sampler for i in rows]) if rows else []
         for chunk in chunks:

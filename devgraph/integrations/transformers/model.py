@@ -12,10 +12,12 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from devgraph.api.backend import SlotAttention
@@ -45,6 +47,7 @@ from devgraph.integrations.transformers.probe import (
     replaced,
     unregister,
 )
+from devgraph.integrations.transformers.scheduler import Piece
 from devgraph.runners.batch import Batch
 from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
@@ -53,6 +56,16 @@ logger = logging.getLogger(__name__)
 
 ROW_MULTIPLE = 64
 """Slots and ``kv_len`` are multiples of this many rows: a key of an update lasts that long."""
+
+
+@attrs.frozen(kw_only=True)
+class StepData:
+    """The arguments of one ``run`` of a runner."""
+
+    inputs: dict[str, torch.Tensor]
+    host_args: dict[str, Any]
+    longest: int
+    """Tokens of the longest sequence, the new ones included."""
 
 
 class _Step:
@@ -89,6 +102,7 @@ class CausalModel:
             (see ``fusion``); results then differ from the model's own by rounding.
         slot_attention: ``Backend.slot_attention``: the device's own attention is used where it
             has one for this model.
+        pin: ``Backend.pin``: host memory from which copies are asynchronous; None copies as it is.
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
@@ -106,8 +120,10 @@ class CausalModel:
         varlen: bool | None = None,
         fuse: bool = True,
         slot_attention: Callable[..., SlotAttention | None] | None = None,
+        pin: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.model = model
+        self._pin = pin
         self.shape = probe(model)
         self.positions = _positions(self.shape, max_len)
         if max_requests < 1:
@@ -274,6 +290,65 @@ class CausalModel:
         for slot, position in enumerate(positions):
             self.cache.prepare(slot, position + width, upto)
 
+    def decode_data(
+        self, pieces: Sequence[Piece], left: Sequence[int] | None = None, *, steps: int = 1
+    ) -> StepData:
+        """Return a decode step; piece ``i`` has one token and slot ``i``.
+
+        Args:
+            left: tokens that each may still generate, for a launch of ``steps`` steps.
+        """
+        inputs = self._tokens(pieces)
+        positions = [piece.cached for piece in pieces]
+        longest = max(positions) + 1
+        if left is not None:
+            inputs["left"] = self.tensor(list(left))
+            ends = zip(positions, left, strict=True)
+            longest = max(position + min(steps, count) for position, count in ends)
+        host_args = self.decode_host_values(positions, longest=longest)
+        return StepData(inputs=inputs, host_args=host_args, longest=longest)
+
+    def packed_data(self, pieces: Sequence[Piece]) -> StepData:
+        """Return a packed step over pieces of any length in any slots."""
+        inputs = self._tokens(pieces)
+        ends = list(itertools.accumulate(piece.count for piece in pieces))
+        lengths = [piece.cached + piece.count for piece in pieces]
+        inputs["last_tokens"] = self.tensor([end - 1 for end in ends])
+        host_args: dict[str, Any] = {}
+        if self.varlen:
+            rows = [piece.slot * self.max_len for piece in pieces]
+            inputs["query_starts"] = self.tensor([0, *ends], torch.int32)
+            inputs["row_starts"] = self.tensor([*rows, 0], torch.int32)
+            inputs["lengths"] = self.tensor(lengths, torch.int32)
+        elif self.own is not None:
+            for piece, length in zip(pieces, lengths, strict=True):
+                self.cache.prepare(piece.slot, length, self.max_len)
+        else:
+            spans = ((p.slot, p.cached, p.count) for p in pieces)
+            host_args["spans"] = tuple(itertools.chain.from_iterable(spans))
+        return StepData(inputs=inputs, host_args=host_args, longest=max(lengths))
+
+    def _tokens(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+        ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        for piece in pieces:
+            first, last = piece.cached, piece.cached + piece.count
+            start = piece.slot * self.max_len
+            ids += piece.ids
+            positions += range(first, last)
+            rows += range(start + first, start + last)
+        # One transfer for all three.
+        all_three = self.tensor([ids, positions, rows])
+        return dict(zip(("input_ids", "position_ids", "slot_mapping"), all_three, strict=True))
+
+    def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Return ``values`` as a tensor on the device."""
+        made = torch.tensor(values, dtype=dtype)
+        if self._pin is None or self.device.type == "cpu":
+            return made.to(self.device)
+        return self._pin(made).to(self.device, non_blocking=True)
+
     # -- steps -----------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -399,26 +474,24 @@ class CausalModel:
         """Return the logits of the last two tokens of ``texts``: all but one token in two packed
         steps, the last in a decode step of all."""
 
-        def batch(work: list[tuple[int, int, int]], padding: int, requests: int) -> Batch:
-            at = [(slot, p) for slot, first, end in work for p in range(first, end)]
-            values = {
-                "input_ids": [texts[slot][p] for slot, p in at] + [0] * padding,
-                "position_ids": [p for _, p in at] + [0] * padding,
-                "slot_mapping": [slot * self.max_len + p for slot, p in at]
-                + [self.cache.scratch_row] * padding,
-                "last_tokens": [len(at) - 1],
+        def batch(pieces: list[Piece], padding: int) -> Batch:
+            pads = {"slot_mapping": self.cache.scratch_row}
+            inputs = {
+                name: F.pad(tensor, (0, padding), value=pads.get(name, 0))
+                for name, tensor in self._tokens(pieces).items()
             }
-            tensors = {n: torch.tensor(v, device=self.device) for n, v in values.items()}
-            return Batch(tensors, Size(requests, len(at) + padding), host={}, variant={})
+            inputs["last_tokens"] = self.tensor([pieces[0].count - 1])
+            size = Size(len(pieces), len(inputs["input_ids"]))
+            return Batch(inputs, size, host={}, variant={})
 
         heads = []
         for slot, text in enumerate(texts):
             for first, end in ((0, 3), (3, len(text) - 1)):
-                made = batch([(slot, first, end)], 2, 1)
+                made = batch([Piece(slot, first, text[first:end], completes=False)], 2)
                 last = self.tail(self.packed(made), made)["logits"]
             heads.append(last)
-        ends = [(slot, len(text) - 1, len(text)) for slot, text in enumerate(texts)]
-        decoded = self.decode(batch(ends, 0, len(texts)))["logits"][:, None]
+        ends = [Piece(slot, len(t) - 1, t[-1:], completes=True) for slot, t in enumerate(texts)]
+        decoded = self.decode(batch(ends, 0))["logits"][:, None]
         for slot in range(len(texts)):
             self.cache.release(slot)
         return [t for pair in zip(heads, decoded, strict=True) for t in pair]

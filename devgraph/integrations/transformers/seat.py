@@ -179,7 +179,7 @@ class Seat:
             width = count
         if self._next is None:
             slots = [start + slot * model.max_len for slot, start in enumerate(starts)]
-            self._next = self._engine.batcher.tensor([starts, slots])
+            self._next = model.tensor([starts, slots])
         at = self._next
         if width > 1:
             at = (at[:, :, None] + torch.arange(width, device=at.device)).flatten(1)
@@ -201,7 +201,7 @@ class Seat:
         engine = self._engine
         logits: torch.Tensor | None = None
         for pieces in self._steps(ids.tolist()):
-            data = engine.batcher.packed(pieces)
+            data = engine.model.packed_data(pieces)
             out = engine.prefill.run(data.inputs, host_args=data.host_args, longest=data.longest)
             found = out["logits"]
             if logits is None:

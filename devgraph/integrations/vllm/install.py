@@ -45,8 +45,6 @@ class Installation(Changes):
     def __init__(self, mode: EngineMode | None) -> None:
         super().__init__(f"vLLM {TRIED}")
         self.mode = mode
-        self._before: Layer | None = None
-        self._environment: str | None = None
 
     def put(self, layer: Layer) -> None:
         """Change vLLM; all or nothing.
@@ -54,7 +52,7 @@ class Installation(Changes):
         Raises:
             InstallError: a place is missing; names it.
         """
-        self._before = reset_layer(layer)
+        self.on_undo(reset_layer, reset_layer(layer))
         try:
             self._put_wrappers()
             self._put_managers()
@@ -62,17 +60,10 @@ class Installation(Changes):
             if self.mode is not None:
                 self._put_mode(self.mode)
         except BaseException as error:
-            self.take_out()
+            self.undo()
             if isinstance(error, DeviceGraphError) or not isinstance(error, Exception):
                 raise
             raise InstallError(f"{type(error).__name__}: {error}") from error
-
-    def take_out(self) -> None:
-        """Give vLLM back everything that was its own. Wrappers that exist stay devgraph's."""
-        self.undo()
-        if self.mode is not None and self.mode.breakable:
-            _set_environment(_BREAKABLE_VARIABLE, self._environment)
-        reset_layer(self._before)
 
     def _put_wrappers(self) -> None:
         from devgraph.integrations.vllm.wrappers import graph_wrapper
@@ -125,7 +116,8 @@ class Installation(Changes):
         self.wrap(config.CompilationConfig, "resolve_cudagraph_mode_and_sizes", checked)
         if mode.breakable:
             # vLLM reads it when it makes a configuration, and lets PIECEWISE be uncompiled then.
-            self._environment = os.environ.get(_BREAKABLE_VARIABLE)
+            before = os.environ.get(_BREAKABLE_VARIABLE)
+            self.on_undo(_set_environment, _BREAKABLE_VARIABLE, before)
             os.environ[_BREAKABLE_VARIABLE] = "1"
 
 
@@ -196,10 +188,11 @@ def _platform_backend() -> str | None:
 
 
 def uninstall() -> None:
-    """Undo ``install``: engines made afterwards use vLLM's own layer. Idempotent."""
+    """Undo ``install``: engines made afterwards use vLLM's own layer, and wrappers that exist stay
+    devgraph's. Idempotent."""
     installation, _Holder.now = _Holder.now, None
     if installation is not None:
-        installation.take_out()
+        installation.undo()
 
 
 def installed() -> Installation | None:
