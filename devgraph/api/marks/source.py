@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import attrs
 
@@ -36,8 +37,17 @@ def is_machinery(frame: FrameType) -> bool:
     return _is_machinery(frame.f_globals.get("__name__", ""))
 
 
-def is_machinery_file(file: str) -> bool:
-    """The same of a frame of which no more is known than the file of its code."""
+def traced_line(error: BaseException) -> SourceLine | None:
+    """Return the innermost line of the user's code that a tracer was at, or None if it has none."""
+    for frame in reversed(getattr(error, "real_stack", None) or []):
+        if not _is_machinery_file(frame.filename):
+            text = _text(frame.filename, frame.lineno or 0)
+            return SourceLine(frame.filename, frame.lineno, frame.name, text)
+    return None
+
+
+def _is_machinery_file(file: str) -> bool:
+    """``is_machinery`` of a frame of which no more is known than the file of its code."""
     path, torch_folder = Path(file), Path(str(sys.modules["torch"].__file__)).parent
     for folder in (torch_folder.parent, Path(__file__).parents[3], Path(functools.__file__).parent):
         if path.is_relative_to(folder):
@@ -90,16 +100,16 @@ def _line(frame: FrameType, number: int) -> SourceLine:
 
 def _traced_line(module: object, text: str) -> SourceLine | None:
     """Return the user's line behind ``text``, a line that torch generated for a traced step."""
-    graph = getattr(module, "graph", None)
-    named = re.match(r"\w+", text)
-    if graph is None or named is None:
-        return None
+    nodes, named = getattr(getattr(module, "graph", None), "nodes", ()), re.match(r"\w+", text)
+    found = (node for node in nodes if named is not None and node.name == named.group())
+    return next(filter(None, map(node_line, found)), None)
+
+
+def node_line(node: Any) -> SourceLine | None:
+    """Return the user's line that a node of a trace stands for."""
     torch_folder = Path(str(sys.modules["torch"].__file__)).parent
-    for node in graph.nodes:
-        if node.name == named.group():
-            stack = re.findall(r'File "(.+)", line (\d+), in (.+)', node.stack_trace or "")
-            for file, line, function in reversed(stack):
-                if not Path(file).is_relative_to(torch_folder):
-                    source = linecache.getline(file, int(line)).strip()
-                    return SourceLine(file, int(line), function, source)
+    stack = re.findall(r'File "(.+)", line (\d+), in (.+)', node.stack_trace or "")
+    for file, line, function in reversed(stack):
+        if not Path(file).is_relative_to(torch_folder):
+            return SourceLine(file, int(line), function, _text(file, int(line)))
     return None

@@ -15,7 +15,6 @@ may take.
 from __future__ import annotations
 
 import contextlib
-import linecache
 import logging
 import time
 import weakref
@@ -44,7 +43,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks import marks
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark, entered
-from devgraph.api.marks.source import SourceLine, is_machinery_file
+from devgraph.api.marks.source import SourceLine, node_line, traced_line
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
 from devgraph.api.policy.job import Job, Outputs, Plan, Policy
@@ -143,13 +142,6 @@ def _is_cut(node: Node) -> bool:
     )
 
 
-def _where(node: Node) -> str:
-    """Return file, line and text of the user's code that ``node`` stands for."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    at = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=None)
-    return str(node) if at is None else ": ".join(lines[at : at + 2])
-
-
 class _Compiler:
     """The ``torch.compile`` backend of this policy: splits the traced step and compiles pieces.
 
@@ -191,10 +183,10 @@ def _bind_tokens(graph: GraphModule, values: Mapping[str, torch.Tensor]) -> None
     for token, name in tokens.items():
         for user in token.users:
             raise FrozenValueError(
-                f"host argument {name!r} was consumed outside a region, at {_where(user)}. The "
-                f"graph would keep the value of capture for ever. Move the line into a "
-                f"function marked @dg.region(host_args=({name!r},)), or declare "
-                f"derive={{'new_name': lambda {name}: ...}} on the mark."
+                f"host argument {name!r} was consumed outside a region, at "
+                f"{node_line(user) or user}. The graph would keep the value of capture for ever. "
+                f"Move the line into a function marked @dg.region(host_args=({name!r},)), or "
+                f"declare derive={{'new_name': lambda {name}: ...}} on the mark."
             )
 
 
@@ -209,8 +201,8 @@ def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node,
         given = f"the value of {found!r}" if found else f"a computed or plain value ({value})"
         raise FrozenValueError(
             f"region {mark.name} takes host argument {name!r} and was given {given}, at "
-            f"{_where(node)}. Pass the host argument on unchanged under its own name, or "
-            f"declare derive={{{name!r}: ...}} on the mark."
+            f"{node_line(node) or node}. Pass the host argument on unchanged under its own name, "
+            f"or declare derive={{{name!r}: ...}} on the mark."
         )
     node.args, node.kwargs = args, kwargs
 
@@ -694,7 +686,7 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
         if isinstance(inner, DeviceGraphError):
             raise inner  # Not from ``error``, which has it as its cause.
         inner = inner.__cause__ or inner.__context__
-    line = _user_line(error)
+    line = traced_line(error)
     if line is None:
         cure = "" if compiler == "eager" else "compiler='eager' if the pieces' one failed, or "
         raise CaptureError(
@@ -715,15 +707,6 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
         f"{line} ({reason}). Move the line into a function marked @dg.region, or @dg.no_graph if "
         f"it can never be captured, or use policy='breakable', which does not trace."
     ) from error
-
-
-def _user_line(error: Exception) -> str | None:
-    """Return the innermost traced line of the user's code, or None if the tracer has none."""
-    for frame in reversed(getattr(error, "real_stack", None) or []):
-        if not is_machinery_file(frame.filename):
-            text = linecache.getline(frame.filename, frame.lineno or 0).strip()
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {text}"
-    return None
 
 
 _allowed: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
