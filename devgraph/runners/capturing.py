@@ -31,6 +31,12 @@ from devgraph.runners.step import StaticBatch, Step
 
 logger = logging.getLogger(__name__)
 
+_SLOW = "slow"
+"""What a rank tells the others of a bucket that is fine but for its speed."""
+
+_TRIALS = 4
+"""Runs of which the fastest counts: a first replay may have to instantiate its graph."""
+
 _EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)
 
 
@@ -112,7 +118,8 @@ class Capturing:
                 if reason is not None:
                     self._drop(graphs[index:], reason, detail)
                     break
-                done.append(graph)
+                if graph.captured is not None:
+                    done.append(graph)
         self._share_growth(done[1:])
         self.pace = self._backend.replay_pace()
         if self.pace is not None and self.pace.slow:
@@ -178,15 +185,17 @@ class Capturing:
     def _turn(self, graph: BucketGraph, *, first: bool) -> tuple[Reason | None, str]:
         """Capture one graph on every rank; return why it and the rest are dropped, if they are."""
         ranks, tag = self._ranks, f"{self._name}/capture{self.rounds}/{graph.key}"
+        barrier = self._barrier(tag)
         spent = self._over_budget()
         begun = ranks.gather(f"{tag}/begin", spent.value if spent else "")
         if any(begun):
             return self._common(begun, spent)
         problem: Reason | None = None
-        detail = ""
+        detail, slow = "", False
         try:
-            self._capture(graph, self._barrier(tag), first=first)
+            self._capture(graph, barrier, first=first)
             problem = self._over_memory()
+            slow = self._loses(graph, barrier)
         except PeerFailed as error:
             problem, detail = Reason.RANKS_DROPPED, str(error)
         except _EXHAUSTED as error:
@@ -196,15 +205,46 @@ class Capturing:
             graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
             ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
             raise
-        mine = f"{problem.value}: {detail}" if problem else ""
+        mine = f"{problem.value}: {detail}" if problem else _SLOW if slow else ""
         outcomes = ranks.gather(f"{tag}/outcome", mine)
         for rank, text in enumerate(outcomes):
             if text.startswith("raised "):
                 graph.drop(Reason.RANKS_DROPPED, text)
                 raise AgreementError(f"rank {rank} could not capture {graph.key}: it {text}")
-        if any(outcomes):
-            return self._common(outcomes, problem, detail)
+        problems = ["" if text == _SLOW else text for text in outcomes]
+        if any(problems):
+            return self._common(problems, problem, detail)
+        if any(outcomes):  # and other buckets may be worth it
+            graph.drop(Reason.TOO_SLOW, f"min_speedup is {self._config.min_speedup}")
         return None, ""
+
+    def _loses(self, graph: BucketGraph, barrier: Callable[[], None]) -> bool:
+        """Time a graph that was just captured against eager; return whether it is to be dropped."""
+        least, captured, step = self._config.min_speedup, graph.captured, self._step
+        if least is None or not isinstance(captured, Captured):
+            return False
+        self._pool.order()
+        static = StaticBatch(step, graph)
+        values = static.prepared()
+        rng = self._backend.get_rng_state()
+        barrier()  # the step may wait for all ranks, of which one may have failed
+        eager = self._seconds(lambda: step.function(static.batch(values)))
+        graph.speedup = eager / self._seconds(lambda: captured.run(values))
+        self._backend.set_rng_state(rng)
+        if self._options.reset_state is not None:
+            self._options.reset_state()
+        return graph.speedup < least
+
+    def _seconds(self, run: Callable[[], Any]) -> float:
+        """Return the seconds of the fastest of some runs, as many on every rank."""
+        taken = []
+        for _ in range(_TRIALS):
+            self._backend.synchronize()
+            begin = time.perf_counter()
+            run()
+            self._backend.synchronize()
+            taken.append(time.perf_counter() - begin)
+        return min(taken)
 
     def _common(
         self, texts: Sequence[str], mine: Reason | None, detail: str = ""

@@ -64,6 +64,8 @@ class Reason(str, enum.Enum):
     """The memory budget for graphs was spent before this bucket."""
     TIME_BUDGET = "time_budget"
     """The time budget for captures was spent before this bucket."""
+    TOO_SLOW = "too_slow"
+    """The graph of this bucket was not ``min_speedup`` times as fast as eager."""
     RANKS_DROPPED = "ranks_dropped"
     """Another rank could not capture this bucket."""
     VOTED_EAGER = "voted_eager"
@@ -136,6 +138,7 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.OUT_OF_MEMORY: (ResourceError, "use fewer buckets or leave more memory for graphs"),
     Reason.MEMORY_BUDGET: (ResourceError, "raise memory_budget_bytes or use fewer buckets"),
     Reason.TIME_BUDGET: (ResourceError, "raise time_budget_s or use fewer buckets"),
+    Reason.TOO_SLOW: (StateError, "lower min_speedup, or leave the bucket out"),
     Reason.RANKS_DROPPED: (AgreementError, "see explain() for the rank that dropped it"),
     Reason.VOTED_EAGER: (AgreementError, "see the reason on the other ranks"),
     Reason.INVALIDATED: (StateError, "call capture() to capture again"),
@@ -235,6 +238,8 @@ class BucketGraph:
         self.real_rows = 0
         self.bytes = 0
         self.seconds = 0.0
+        self.speedup: float | None = None
+        """How many times as fast as eager it was when it was captured, where that is timed."""
         self.timing: Timing | None = None
         """Of its replays, from the first call of ``stats(timing=True)`` on."""
 
@@ -351,7 +356,8 @@ class Graphs:
         """Return the decision for a batch of a declared variant.
 
         A bucket that was dropped lets its batches use the next larger graph, within the padding
-        factor. One that is only not captured yet does not: its batches are what gets it captured.
+        factor, unless eager was faster. One that is only not captured yet does not: its batches are
+        what gets it captured.
         """
         rows = self.rows(size)
         exact = self.buckets.fitting(rows)
@@ -362,7 +368,7 @@ class Graphs:
             return Decision.eager(Reason.PADDING, wanted.key)
         if wanted.captured is not None:
             return Decision.graph(wanted.key)
-        if wanted.dropped:
+        if wanted.dropped and wanted.reason is not Reason.TOO_SLOW:
             for bucket in self.buckets.at_least(exact + 1):
                 if bucket > self._max_padding * rows:
                     break

@@ -48,6 +48,9 @@ class BucketStats:
     """Device memory that this capture added: measured for the first of a round and under a memory
     budget, else an equal share of what the round's others added."""
     capture_seconds: float
+    speedup: float | None
+    """How many times as fast as eager its graph was after the capture; None without
+    ``min_speedup``."""
     times: ReplayTimes | None
     """Of the replays since ``stats(timing=True)`` was called first."""
 
@@ -62,6 +65,7 @@ class BucketStats:
             padded_rows=graph.hits * graph.key.bucket - graph.real_rows,
             bytes=graph.bytes,
             capture_seconds=graph.seconds,
+            speedup=graph.speedup,
             times=graph.timing.times if graph.timing else None,
         )
 
@@ -340,7 +344,8 @@ def explained(
     lines += [f"  output {path}: {text}" for path, text in outputs.describe().items()]
     for graph in graphs:
         detail = f": {graph.detail}" if graph.detail else ""
-        lines.append(f"  bucket {graph.key}: {graph.state}{detail}")
+        faster = "" if graph.speedup is None else f", {graph.speedup:.2f} times as fast as eager"
+        lines.append(f"  bucket {graph.key}: {graph.state}{faster}{detail}")
         if graph.captured is not None:
             lines += [f"    {line}" for line in graph.captured.explain().splitlines()]
     lines.append(f"  {stats.summary()}")

@@ -223,6 +223,34 @@ def test_invalidate_gives_dropped_buckets_another_chance(monkeypatch):
     assert runner.can_run(1).ok
 
 
+def test_a_bucket_that_loses_against_eager_is_dropped_alone(monkeypatch):
+    # What eager and the graph take, of the largest bucket first.
+    taken = iter([4.0, 1.0, 1.0, 2.0, 3.0, 3.0, 1.0, 0.5])
+    monkeypatch.setattr(rounds_module.Capturing, "_seconds", lambda self, run: next(taken))
+    runner = double_runner(config={"min_speedup": 1.0, "max_padding": 3.0})
+    buckets = runner.stats().buckets
+    assert [b.state for b in buckets] == ["captured", "too_slow", "captured", "captured"]
+    assert [b.speedup for b in buckets] == [4.0, 0.5, 1.0, 2.0]
+    assert torch.equal(runner.run({"x": rows_of_x(3)}), rows_of_x(3) * 2)
+    assert runner.stats().eager == {"too_slow": 1}  # and the next larger graph is not asked
+    assert "bucket 4: too_slow, 0.50 times as fast as eager: min_speedup is 1.0" in runner.explain()
+
+
+def test_timing_a_graph_leaves_no_trace():
+    step = CacheStep()
+    resets = []
+    state = torch.random.get_rng_state()
+    runner = decode_of(
+        lambda batch: step(batch) + torch.rand(4),
+        config={"min_speedup": 1e-9, "buckets": [2, 8]},
+        reset_state=lambda: resets.append(None),
+    )
+    assert torch.equal(torch.random.get_rng_state(), state) and resets
+    assert not step.cache[:-1].any()
+    stats = runner.stats()
+    assert stats.graph_steps == 0 and all(bucket.speedup > 0 for bucket in stats.buckets)
+
+
 def test_a_spent_time_budget_drops_the_rest():
     runner = double_runner(config={"time_budget_s": 1e-9})
     assert [b.state for b in runner.plan().buckets] == ["captured"] + ["time_budget"] * 3

@@ -210,6 +210,24 @@ def test_a_spent_budget_on_one_rank_ends_the_capture_on_all():
     assert captured == [bucket for bucket, state in results[1].items() if state == "captured"]
 
 
+def test_a_bucket_that_loses_on_one_rank_is_dropped_on_all(monkeypatch):
+    own = threading.local()
+
+    def seconds(self, run):
+        run()
+        own.calls += 1
+        return 1.0 if (own.rank, own.calls) != (1, 3) else 0.5  # eager, of the second bucket
+
+    monkeypatch.setattr(rounds.Capturing, "_seconds", seconds)
+
+    def work(rank, group):
+        own.rank, own.calls = rank, 0
+        return states(ranked(group, config={"min_speedup": 1.0}))
+
+    kept = dict.fromkeys((8, 2, 1), "captured")
+    assert in_ranks(3, work) == [{**kept, 4: "too_slow"}] * 3
+
+
 def test_a_step_runs_in_a_graph_only_if_every_rank_can():
     def work(rank, group):
         runner = ranked(group)

@@ -283,6 +283,12 @@ class PhaseConfig:
         "`prepare`, tail and outputs. What still differs is not the graph's fault.",
         default=False,
     )
+    min_speedup: float | None = _key(
+        _optional(_number(float, 0, above=True)),
+        "Each graph is timed against its step run eagerly, and a bucket whose graph is not so many "
+        "times as fast is dropped: 1.0 drops those that lose. None: nothing is timed.",
+        default=None,
+    )
     memory_budget_bytes: int | None = _key(
         _optional(_COUNT),
         "Device memory for the graphs of this phase; buckets beyond it are dropped. None: no "

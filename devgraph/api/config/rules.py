@@ -463,6 +463,7 @@ UNUSED: tuple[Unused, ...] = (
         ("prefill",),
     ),
     Unused("lazy_hits", lambda phase, _: phase.capture != "lazy", "only capture='lazy' counts"),
+    Unused("min_speedup", lambda phase, _: phase.emulate, "an emulated graph is the step itself"),
     Unused(
         "miss_budget",
         lambda phase, _: breaks(phase.policy),
