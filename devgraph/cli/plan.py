@@ -180,14 +180,15 @@ def _estimates(
 
 
 def _print_phases(title: str, rows: list[_Row]) -> None:
-    where = any(row.title for row in rows)
+    numbers = ("graphs", "streams", "memory")
+    group = ("group",) if any(row.title for row in rows) else ()
     table = []
     for row in rows:
         for one in row.estimates:
             asked = row.resolution.requested.phase(one.phase)
             table.append(
                 (
-                    *((row.title,) if where else ()),
+                    *((row.title,) if group else ()),
                     one.phase,
                     asked.policy + ("" if "policy" in asked.explicit else " (default)"),
                     one.policy,
@@ -199,31 +200,18 @@ def _print_phases(title: str, rows: list[_Row]) -> None:
             )
     print_table(
         title,
-        (
-            *(("group",) if where else ()),
-            "phase",
-            "requested",
-            "effective",
-            "buckets",
-            "graphs",
-            "streams",
-            "memory",
-        ),
+        (*group, "phase", "requested", "effective", "buckets", *numbers),
         table,
-        numbers=("graphs", "streams", "memory"),
+        numbers=numbers,
     )
     settings = [
-        (*((row.title,) if where else ()), phase, key, asked, holds)
+        (*((row.title,) if group else ()), phase, key, asked, holds)
         for row in rows
         for phase, key, asked, holds in row.resolution.rows()
         if key != "policy"
     ]
     if settings:
-        print_table(
-            "other settings",
-            (*(("group",) if where else ()), "phase", "key", "requested", "effective"),
-            settings,
-        )
+        print_table("other settings", (*group, "phase", "key", "requested", "effective"), settings)
 
 
 def _print_rules(rows: list[_Row]) -> None:

@@ -11,7 +11,7 @@ import torch
 import devgraph as dg
 from devgraph.api.policy import _registered, full, get_policy, policies, register_policy
 from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, declares
-from devgraph.testing.conformance.test_marks import _chain, _with_breaks
+from devgraph.testing.conformance.test_marks import chain, with_breaks
 from tests.support.suite import printed_by
 
 
@@ -86,7 +86,7 @@ def test_registry_is_read_without_torch() -> None:
 
 def test_full_is_one_segment_whatever_is_marked(kit: Kit) -> None:
     x = kit.tensor(8)
-    for step in (_chain, _with_breaks):
+    for step in (chain, with_breaks):
         captured = kit.capture(step, x, policy="full")
         assert len(captured.segments) == 1
         assert captured.info().segments == 1
@@ -95,7 +95,7 @@ def test_full_is_one_segment_whatever_is_marked(kit: Kit) -> None:
 
 @pytest.mark.parametrize("policy", BREAKING)
 def test_breakable_alternates_graphs_and_eager_segments(kit: Kit, policy: str) -> None:
-    captured = kit.capture(_chain, kit.tensor(8), policy=policy)
+    captured = kit.capture(chain, kit.tensor(8), policy=policy)
     kinds = [isinstance(segment, dg.DeviceGraph) for segment in captured.segments]
     assert kinds == [True, False, True, False, True]
     assert captured.info().segments == 5
@@ -110,7 +110,7 @@ def test_breakable_alternates_graphs_and_eager_segments(kit: Kit, policy: str) -
 def test_hook_runs_before_each_break_of_a_breakable_capture(kit: Kit, policy: str) -> None:
     calls = []
     captured = kit.capture(
-        _chain, kit.tensor(4), policy=policy, before_break=lambda: calls.append(1)
+        chain, kit.tensor(4), policy=policy, before_break=lambda: calls.append(1)
     )
     assert len(calls) == 2
     captured.replay()

@@ -101,7 +101,7 @@ class Cluster:
     @classmethod
     def from_dict(cls, document: object, *, source: str = "cluster") -> Cluster:
         """Build a cluster from ``{"groups": [...]}``."""
-        top = _mapping(document, source, ("groups",), "key")
+        top = _mapping(document, source, ("groups",))
         entries = top.get("groups")
         if not isinstance(entries, list) or not entries:
             raise ConfigTypeError(f"{source}: groups: expected a list of groups, got {entries!r}")
@@ -232,7 +232,7 @@ def _warn(text: str) -> None:
 
 
 def _group(entry: object, path: str) -> Group:
-    values = _mapping(entry, path, _GROUP_KEYS, "key")
+    values = _mapping(entry, path, _GROUP_KEYS)
     name = values.get("name")
     if not isinstance(name, str) or not name:
         raise ConfigTypeError(f"{path}.name: expected the name of the group, got {name!r}")
@@ -254,7 +254,7 @@ def _group(entry: object, path: str) -> Group:
         if isinstance(given, Mapping) and key in given:
             raise ConfigError(f"{path}.facts.{key}: write {key} in the group itself")
     facts = EngineFacts.from_dict(
-        {**_mapping(given, f"{path}.facts", None, "fact"), "collectives": collectives},
+        {**_mapping(given, f"{path}.facts", None), "collectives": collectives},
         path=f"{path}.facts",
     )
     return Group(name=name, members=members, role=role, tensor_parallel=parallel, facts=facts)
@@ -273,7 +273,7 @@ def _members(values: Mapping[str, Any], path: str) -> tuple[Member, ...]:
 
 
 def _member(entry: object, path: str) -> Member:
-    values = _mapping(entry, path, _MEMBER_KEYS, "key")
+    values = _mapping(entry, path, _MEMBER_KEYS)
     names: dict[str, str] = {}
     for key in ("backend", "vendor"):
         name = values.get(key, names.get("backend"))
@@ -286,12 +286,10 @@ def _member(entry: object, path: str) -> Member:
     return Member(**names, count=count(values.get("count", 1), f"{path}.count"))
 
 
-def _mapping(
-    value: object, path: str, known: tuple[str, ...] | None, what: str
-) -> Mapping[str, Any]:
+def _mapping(value: object, path: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigTypeError(f"{path}: expected an object, got {value!r}")
     for key in value:
         if known is not None and key not in known:
-            raise unknown_name(path, key, known, what=what)
+            raise unknown_name(path, key, known, what="key")
     return value

@@ -25,13 +25,13 @@ def summed_on_host(x: torch.Tensor) -> torch.Tensor:
     return x + float(x.detach().cpu().sum())
 
 
-def _chain(x: torch.Tensor) -> torch.Tensor:
+def chain(x: torch.Tensor) -> torch.Tensor:
     h = doubled(x + 1)
     h = h * h
     return doubled(h) - 3
 
 
-def _with_breaks(x: torch.Tensor) -> torch.Tensor:
+def with_breaks(x: torch.Tensor) -> torch.Tensor:
     h = x + 1
     dg.graph_break()
     h = h * 2
@@ -40,7 +40,7 @@ def _with_breaks(x: torch.Tensor) -> torch.Tensor:
     return h - 1
 
 
-@pytest.mark.parametrize("step", [_chain, _with_breaks])
+@pytest.mark.parametrize("step", [chain, with_breaks])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replay_equals_eager_under_every_policy(
     kit: Kit, policy: str, step: Callable[..., Any]
@@ -53,7 +53,7 @@ def test_replay_equals_eager_under_every_policy(
 
 @pytest.mark.parametrize("policy", BREAKING)
 def test_graph_break_splits_and_empty_segments_are_dropped(kit: Kit, policy: str) -> None:
-    captured = kit.capture(_with_breaks, kit.tensor(8), policy=policy)
+    captured = kit.capture(with_breaks, kit.tensor(8), policy=policy)
     graphs = [s for s in captured.segments if s.info().nodes != 0]
     # Who cannot count nodes cannot tell that the fourth is empty either.
     assert len(graphs) == (3 if kit.backend.capabilities.node_counts else 4)
