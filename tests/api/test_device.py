@@ -355,3 +355,28 @@ def test_two_threads_capture_one_after_the_other(kit: Kit) -> None:
         list(threads.map(work, range(3)))
     assert len(most) == 15
     assert max(most) == 1
+
+
+def test_replay_of_another_thread_waits_unless_it_may_run_beside_a_capture(kit: Kit) -> None:
+    """FAULTS 16."""
+    waits = not kit.backend.capabilities.concurrent_threads
+    x, other = kit.tensor(64), kit.tensor(64, seed=1)
+    captured = kit.capture(lambda x: x * 3, other)
+    over, replayed = threading.Event(), []
+
+    def work() -> None:
+        captured.replay()
+        replayed.append(over.is_set())
+
+    graph = kit.backend.make_graph()
+    thread = threading.Thread(target=work)
+    with kit.backend.capture_context(graph):
+        y = x + 1
+        thread.start()
+        thread.join(0.2 if waits else PATIENCE)
+        assert thread.is_alive() == waits
+        over.set()
+    thread.join(PATIENCE)
+    assert replayed == [waits]
+    graph.replay()
+    kit.same((y, captured.outputs), (x + 1, other * 3))

@@ -16,7 +16,7 @@ import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.support import Kit
-from devgraph.testing.conformance.test_update import WIDTH, head
+from devgraph.testing.conformance.test_update import WIDTH, both, head
 
 
 def test_graph_is_made_captured_replayed_updated_and_closed():
@@ -203,3 +203,30 @@ def test_wrong_update_is_refused_and_changes_nothing(kit: Kit, wrong: dict[str, 
     assert graph.state == "ready"
     graph.replay()
     kit.same(y, head(x * 2, n=5))
+
+
+def test_info_counts_what_was_captured(kit: Kit) -> None:
+    x = kit.tensor(4)
+    graph, _ = kit.record(lambda: (x + 1) * 2)
+    info = graph.info()
+    assert info.state == "ready"
+    assert info.segments == 1
+    assert info.regions == 0
+    assert info.recordings == 0
+    assert info.bytes >= 0
+    assert info.capture_seconds > 0
+    assert info.nodes is None or info.nodes >= 2
+    graph.close()
+    assert graph.info().state == "closed"
+    assert "closed" in repr(graph)
+
+
+def test_update_keeps_arguments_that_it_does_not_name(kit: Kit) -> None:
+    x = kit.tensor(4, WIDTH)
+    graph, y = kit.record(lambda: both(x, n=3, m=4), host_args={"n": 3, "m": 4})
+    n, m = 3, 4
+    for change in ({"n": 5}, {"m": 9}, {"n": 2, "m": 1}, {}):
+        graph.update(**change)
+        n, m = change.get("n", n), change.get("m", m)
+        graph.replay()
+        kit.same(y, both(x, n=n, m=m), f"the replay after update({change})")

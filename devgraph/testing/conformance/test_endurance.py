@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def test_memory_is_flat_over_many_captures(
 
     def cycle() -> None:
         captured = kit.capture(step, x, policy=policy, pool=pool, warmup=1)
-        captured.replay()
+        kit.check(captured, step, x)
         if end == "close":
             captured.close()
 
@@ -186,18 +185,3 @@ def test_memory_is_flat_over_many_failures(kit: Kit, pool: dg.Pool, failing: str
     meter.check(device_slack=8 * 2**20)
     wrong.clear()
     kit.check(captured, broken, x)
-
-
-def _cases() -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    return [step, lambda x: x + 1, lambda x: x @ x.t()]
-
-
-def test_captures_after_many_closes_are_right(kit: Kit, pool: dg.Pool) -> None:
-    x = kit.tensor(32, 32)
-    for index in range(12):
-        fn = _cases()[index % 3]
-        captured = kit.capture(fn, x, pool=pool, policy=("full", "breakable")[index % 2])
-        kit.refill(x, index)
-        want = fn(x).clone()
-        kit.same(captured.replay(), want)
-        captured.close()

@@ -55,17 +55,6 @@ def test_update_is_seen_by_the_next_replay_and_by_later_ones(kit: Kit) -> None:
             kit.same(y, head(x * 2, n=n), f"the replay after update(n={n})")
 
 
-def test_update_keeps_arguments_that_it_does_not_name(kit: Kit) -> None:
-    x = kit.tensor(4, WIDTH)
-    graph, y = kit.record(lambda: both(x, n=3, m=4), host_args={"n": 3, "m": 4})
-    n, m = 3, 4
-    for change in ({"n": 5}, {"m": 9}, {"n": 2, "m": 1}, {}):
-        graph.update(**change)
-        n, m = change.get("n", n), change.get("m", m)
-        graph.replay()
-        kit.same(y, both(x, n=n, m=m), f"the replay after update({change})")
-
-
 def test_every_order_of_keys_gives_eager_results(kit: Kit) -> None:
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
