@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from devgraph.api.registry import register as register
     from devgraph.runners import Decision as Decision
     from devgraph.runners import DecodeRunner as DecodeRunner
+    from devgraph.runners import EncoderRunner as EncoderRunner
     from devgraph.runners import HostSlot as HostSlot
     from devgraph.runners import InputSlot as InputSlot
     from devgraph.runners import Loop as Loop
@@ -54,6 +55,7 @@ _HOMES = {
     "devgraph.runners": (
         "Decision",
         "DecodeRunner",
+        "EncoderRunner",
         "HostSlot",
         "InputSlot",
         "Loop",

@@ -30,6 +30,9 @@ KINDS = (
 )
 """Kinds of findings of ``check``."""
 
+ENCODERS = ("siglip-base", "tiny")
+"""Vision towers of ``bench --encoder``; devgraph/cli/encoding.py has their sizes."""
+
 SIZES = {
     "layers": (8, "decoder layers"),
     "hidden": (256, "width of the model"),
@@ -165,6 +168,8 @@ def _plan(add: _Options) -> None:
     add.value("--cluster", metavar="FILE", help="plan for every group of this cluster")
     add.number("--max-requests", "capacity", 256)
     add.number("--max-tokens", "tokens of a step", 8192)
+    text = "plan an encoder of these token budgets too, which is no phase of the mode"
+    add.value("--encoder-budgets", type=_count, nargs="+", metavar="N", help=text)
     text = "a fact about the engine, with a JSON value: --fact lora=true; may be repeated"
     add.repeated("--fact", text, default=[], metavar="NAME=VALUE")
     text = "estimate for this model; its configuration is read, its weights are not"
@@ -197,6 +202,9 @@ def _bench(add: _Options) -> None:
     add.value("--backend", default="auto", metavar="NAME", help="(default: auto)")
     for name, (size, meaning) in SIZES.items():
         add.number(f"--{name}", meaning, size)
+    text = f"instead, encode images of five sizes with a vision tower (default: {ENCODERS[0]})"
+    add.value("--encoder", nargs="?", const=ENCODERS[0], choices=ENCODERS, help=text)
+    add.number("--images", "of --encoder", 64)
     text = "of weights and caches (default: float32)"
     add.value("--dtype", choices=DTYPES, default="float32", help=text)
     add.number("--kv-len", "rows to attend over (default: half the window)")

@@ -16,8 +16,18 @@ from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES
-from devgraph.cli.contenders import Row, Shape, measure
-from devgraph.cli.tables import CommandError, print_json, print_table, ratio, say, time_text
+from devgraph.cli.contenders import Compared, Row, Shape, measure
+from devgraph.cli.encoding import ENCODERS, measure_encoder
+from devgraph.cli.tables import (
+    CommandError,
+    percent,
+    print_json,
+    print_table,
+    ratio,
+    say,
+    time_text,
+    working,
+)
 from devgraph.runners.report import format_bytes
 
 
@@ -32,16 +42,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.threads:
         torch.set_num_threads(args.threads)
-    shape = Shape(**{name: getattr(args, name) for name in SIZES}, dtype=getattr(torch, args.dtype))
-    kv_len = shape.window // 2 or 1 if args.kv_len is None else args.kv_len
-    if not 1 <= kv_len <= shape.window:
-        raise CommandError(f"--kv-len must be from 1 to the window of {shape.window}, got {kv_len}")
     backend = get_backend(args.backend)
     with torch.inference_mode():
-        compared = measure(backend, shape, kv_len, args)
+        what, compared = (_encoder if args.encoder else _decoder)(backend, args)
     rows = compared.rows
     report = {
-        **_report(backend, shape, kv_len, args, rows),
+        **_report(backend, what, args, rows),
         "absent": compared.absent,
         "failed": compared.failed,
     }
@@ -54,31 +60,43 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(row.equal for row in rows) and not compared.failed else 1
 
 
+def _decoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any], Compared]:
+    """Return what a step of a decoder was, and what it costs."""
+    shape = Shape(**{name: getattr(args, name) for name in SIZES}, dtype=getattr(torch, args.dtype))
+    kv_len = shape.window // 2 or 1 if args.kv_len is None else args.kv_len
+    if not 1 <= kv_len <= shape.window:
+        raise CommandError(f"--kv-len must be from 1 to the window of {shape.window}, got {kv_len}")
+    compared = measure(backend, shape, kv_len, args)
+    return {"work": "one decode step", "shape": shape.to_dict(), "kv_len": kv_len}, compared
+
+
+def _encoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any], Compared]:
+    """Return what an image of a vision tower was, and what it costs."""
+    shape = {**ENCODERS[args.encoder], "dtype": args.dtype}
+    with working("encoding"):
+        compared = measure_encoder(backend, args)
+    return {"work": f"one image of SigLIP ({args.encoder})", "shape": shape}, compared
+
+
 def _report(
-    backend: Backend,
-    shape: Shape,
-    kv_len: int,
-    args: argparse.Namespace,
-    rows: list[Row],
+    backend: Backend, what: dict[str, Any], args: argparse.Namespace, rows: list[Row]
 ) -> dict[str, Any]:
-    eager = rows[0]
     return {
-        "title": f"one decode step on {backend.device_name}",
+        "title": f"{what['work']} on {backend.device_name}",
         "devgraph": __version__,
         "torch": torch.__version__,
         "backend": backend.name,
         "device_type": backend.device.type,
         "device": backend.device_name,
         "threads": torch.get_num_threads(),
-        "shape": shape.to_dict(),
-        "kv_len": kv_len,
+        **what,
         "steps": args.steps,
         "repeats": args.repeats,
         "rows": [
             {
                 **attrs.asdict(row),
-                "host_ratio": eager.host / row.host,
-                "wall_ratio": eager.wall / row.wall,
+                "host_ratio": rows[row.against].host / row.host,
+                "wall_ratio": rows[row.against].wall / row.wall,
             }
             for row in rows
         ],
@@ -86,30 +104,31 @@ def _report(
 
 
 def _print(report: dict[str, Any], rows: list[Row]) -> None:
-    eager = rows[0]
-    shape = report["shape"]
-    columns = {
+    columns: dict[str, list[Any]] = {
         "": [row.name for row in rows],
         "host": [time_text(row.host) for row in rows],
         "wall": [time_text(row.wall) for row in rows],
-        "host vs eager": [ratio(eager.host / row.host) for row in rows],
-        "wall vs eager": [ratio(eager.wall / row.wall) for row in rows],
+        "host vs eager": [ratio(row["host_ratio"]) for row in report["rows"]],
+        "wall vs eager": [ratio(row["wall_ratio"]) for row in report["rows"]],
         "capture": [time_text(row.capture_seconds) for row in rows],
         "memory": [
             None if row.pool_bytes is None else format_bytes(row.pool_bytes) for row in rows
         ],
         "segments": [row.segments for row in rows],
         "nodes": [row.nodes for row in rows],
+        "padding": [None if row.padding is None else percent(row.padding) for row in rows],
+        "eager packs": [row.eager_packs for row in rows],
         "equals eager": [
             row.equal if row.equal == (row.difference == 0) else f"to {row.difference:.0e}"
             for row in rows
         ],
     }
+    columns = {k: v for k, v in columns.items() if any(cell is not None for cell in v)}
+    shape = {**report["shape"], **{k: report[k] for k in ("kv_len",) if k in report}}
     print_table(
-        f"one decode step on {report['backend']} ({report['device']}, {report['threads']} CPU "
+        f"{report['work']} on {report['backend']} ({report['device']}, {report['threads']} CPU "
         f"threads, torch {report['torch']}): "
-        + ", ".join(f"{name} {value}" for name, value in shape.items())
-        + f", kv_len {report['kv_len']}",
+        + ", ".join(f"{name} {value}" for name, value in shape.items()),
         list(columns),
         zip(*columns.values(), strict=True),
         numbers=list(columns)[1:-1],

@@ -42,10 +42,20 @@ class Row:
     pool_bytes: int | None = None
     segments: int | None = None
     nodes: int | None = None
+    padding: float | None = None
+    """Of rows computed in graphs, those without data."""
+    eager_packs: int | None = None
+    """Packs that ran outside a graph."""
+    against: int = 0
+    """The row of eager on the same work."""
 
 
-class _Contender:
-    """One way to run the step: a call per step with the host argument of that step."""
+class Contender:
+    """One way to run the step: a call per step with the host argument of that step.
+
+    Args:
+        parts: what a call does so many times; figures are of one.
+    """
 
     def __init__(
         self,
@@ -55,8 +65,10 @@ class _Contender:
         captured: Captured | None = None,
         *,
         exact: bool = True,
+        parts: int = 1,
     ) -> None:
         self.name = name
+        self._parts = parts
         self.exact = exact
         self.memory = None if captured is None else captured.pool.bytes
         self.takes_lengths = (
@@ -74,9 +86,8 @@ class _Contender:
     def time(self, backend: Backend, steps: int) -> None:
         """Time one repeat of ``steps`` steps."""
         lengths, call = self._lengths(), self.call
-        self.timings.append(
-            seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)
-        )
+        spent = seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)
+        self.timings.append(Timing(spent.host / self._parts, spent.wall / self._parts))
 
     def compare(self, expected: torch.Tensor, got: torch.Tensor) -> None:
         """Note how far one result is from eager's."""
@@ -106,21 +117,28 @@ class _Contender:
         )
 
 
-class Comparison:
-    """One model, its bound arguments, every way to run it, and what those that ran cost."""
+class Compared:
+    """What the ways that ran cost."""
 
-    def __init__(self, backend: Backend, shape: Shape, kv_len: int) -> None:
-        self.backend, self.shape, self.kv_len = backend, shape, kv_len
-        self.model = Decoder(shape, backend.device)
-        self.ids = torch.arange(shape.batch, device=backend.device) % shape.vocabulary
-        self.row = torch.zeros(1, dtype=torch.int64, device=backend.device)
+    def __init__(self) -> None:
         self.rows: list[Row] = []
         """Eager first."""
         self.absent: dict[str, str] = {}
         """Why ways have no row that this backend or machine does not offer."""
         self.failed: dict[str, str] = {}
         """The same of ways that should have worked."""
-        eager = _Contender("eager", self._eager, lambda: itertools.repeat(kv_len))
+
+
+class Comparison(Compared):
+    """One model, its bound arguments, every way to run it, and what those that ran cost."""
+
+    def __init__(self, backend: Backend, shape: Shape, kv_len: int) -> None:
+        super().__init__()
+        self.backend, self.shape, self.kv_len = backend, shape, kv_len
+        self.model = Decoder(shape, backend.device)
+        self.ids = torch.arange(shape.batch, device=backend.device) % shape.vocabulary
+        self.row = torch.zeros(1, dtype=torch.int64, device=backend.device)
+        eager = Contender("eager", self._eager, lambda: itertools.repeat(kv_len))
         self.contenders = [eager]
 
     def _eager(self, **host: Any) -> torch.Tensor:
@@ -156,7 +174,7 @@ class Comparison:
         kv_len, window = self.kv_len, self.shape.window
 
         def add(name: str, lengths: Callable[[], Iterator[int]]) -> None:
-            way = _Contender(name, captured.replay, lengths, captured, exact=exact)
+            way = Contender(name, captured.replay, lengths, captured, exact=exact)
             self.contenders.append(way)
 
         add(name, lambda: itertools.repeat(kv_len))
@@ -170,7 +188,7 @@ class Comparison:
         """Capture the step with the public package for breaks, where it is installed."""
         public = public_breakable(self.backend, self.model, self.ids, self.row, self.kv_len)
         if public is not None:
-            way = _Contender(_PUBLIC, public, lambda: itertools.repeat(self.kv_len))
+            way = Contender(_PUBLIC, public, lambda: itertools.repeat(self.kv_len))
             self.contenders.append(way)
 
     def check(self) -> None:
@@ -192,7 +210,7 @@ class Comparison:
                 contender.time(self.backend, steps)
         self.rows = [contender.row() for contender in running]
 
-    def _warm(self, steps: int) -> list[_Contender]:
+    def _warm(self, steps: int) -> list[Contender]:
         """Run every way a little, untimed; return those that can run."""
         running = []
         for contender in self.contenders:

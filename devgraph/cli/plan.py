@@ -15,7 +15,7 @@ from devgraph.api.capabilities import Capabilities
 from devgraph.api.config.cluster import Cluster, plan_cluster
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PhaseConfig
+from devgraph.api.config.phase import PHASES, PhaseConfig, phase_config
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.policy import WHOLE, registration
@@ -167,12 +167,16 @@ def _estimates(
     capabilities: Capabilities,
 ) -> list[Estimate]:
     capacities: dict[Phase, int] = {"decode": args.max_requests, "prefill": args.max_tokens}
+    configs = {phase: resolution.effective.phase(phase) for phase in capacities}
+    if args.encoder_budgets:
+        capacities["encoder"] = max(args.encoder_budgets)
+        configs["encoder"] = phase_config({"buckets": args.encoder_budgets}, "encoder")
     return [
         estimate(
             phase,
-            settings_of(resolution.effective.phase(phase), phase, capacity),
+            settings_of(configs[phase], phase, capacity),
             capacity=capacity,
-            sizes=sizes,
+            sizes=None if phase == "encoder" else sizes,  # those of the decoder
             capabilities=capabilities,
         )
         for phase, capacity in capacities.items()
@@ -185,7 +189,9 @@ def _print_phases(title: str, rows: list[_Row]) -> None:
     table = []
     for row in rows:
         for one in row.estimates:
-            asked = row.resolution.requested.phase(one.phase)
+            asked = phase_config(None, one.phase)
+            if one.phase in PHASES:
+                asked = row.resolution.requested.phase(one.phase)
             table.append(
                 (
                     *((row.title,) if group else ()),
@@ -326,9 +332,9 @@ def estimate(
     """Return what ``config`` will capture for a phase.
 
     Args:
-        phase: "decode" or "prefill".
+        phase: "decode", "prefill" or "encoder".
         config: what holds for it, after all rules.
-        capacity: most requests (decode) or tokens (prefill) of a step.
+        capacity: most requests (decode) or tokens of a step.
         sizes: the model; None leaves out what depends on it.
         capabilities: of the backend.
 

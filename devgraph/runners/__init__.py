@@ -5,6 +5,7 @@ from __future__ import annotations
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets, default_buckets
 from devgraph.runners.decode import DecodeRunner
+from devgraph.runners.encoder import EncoderRunner
 from devgraph.runners.graphs import Decision, GraphKey, Reason
 from devgraph.runners.loop import Loop, LoopResult
 from devgraph.runners.prefill import PrefillRunner
@@ -20,6 +21,7 @@ __all__ = [
     "Buckets",
     "Decision",
     "DecodeRunner",
+    "EncoderRunner",
     "GraphKey",
     "HostSlot",
     "InputSlot",

@@ -15,7 +15,8 @@ from typing import Literal, overload
 
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
-Phase = Literal["decode", "prefill"]
+Phase = Literal["decode", "prefill", "encoder"]
+"""What a runner runs. The mode configuration has the first two; an encoder lists its budgets."""
 
 # (first, last, step), last inclusive; None = without end. The steps are those that the serving
 # engines of this field converged on: dense where a step is cheap, sparse where padding is.
@@ -45,6 +46,8 @@ def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buck
     Raises:
         ConfigError: they would be more graphs than anybody captures, of a size mistyped.
     """
+    if phase not in _RANGES:
+        raise ConfigError(f"{phase} buckets have no defaults: list them, such as [2048, 4096]")
     maximum = _count("the maximum", maximum)
     multiple_of = _count("multiple_of", multiple_of)
     step = _RANGES[phase][-1][2]

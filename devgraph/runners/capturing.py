@@ -266,6 +266,7 @@ class Capturing:
             options.reset_state()
         graph.captured = captured
         graph.epoch = epoch
+        graph.used = self.clock.now
         graph.seconds = captured.capture_seconds
         graph.bytes = captured.info().bytes
         if first or self._config.memory_budget_bytes is not None:

@@ -100,6 +100,7 @@ class DecodeRunner(Runner):
             group=group,
             capacity=capacity,
             steps_per_launch=loop.steps if loop else 1,
+            max_requests=capacity,
         )
 
     def _padded(self, bucket: int, options: Mapping[str, Any]) -> Size:

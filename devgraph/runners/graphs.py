@@ -74,6 +74,8 @@ class Reason(str, enum.Enum):
     """``invalidate`` was called and the bucket has not been captured again."""
     WEIGHTS_CHANGED = "weights_changed"
     """The weights epoch is not that of the capture."""
+    EVICTED = "evicted"
+    """The graph made room for one that was used later; see ``max_graphs``."""
     SUSPENDED = "suspended"
     """``suspend`` was called."""
     UPDATE_UNSUPPORTED = "update_unsupported"
@@ -143,6 +145,7 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.VOTED_EAGER: (AgreementError, "see the reason on the other ranks"),
     Reason.INVALIDATED: (StateError, "call capture() to capture again"),
     Reason.WEIGHTS_CHANGED: (StateError, "call invalidate('weights') and then capture()"),
+    Reason.EVICTED: (StateError, "raise max_graphs or use fewer buckets"),
     Reason.SUSPENDED: (StateError, "call resume()"),
     Reason.UPDATE_UNSUPPORTED: (
         UpdateUnsupportedError,
@@ -234,6 +237,8 @@ class BucketGraph:
         """Warm-up runs that the first look at the outputs already was."""
         self.wants = 0
         """Steps that ran eagerly because the graph was not captured yet."""
+        self.used = 0
+        """When it was captured or ran last, by the runner's clock."""
         self.hits = 0
         self.real_rows = 0
         self.bytes = 0
@@ -431,8 +436,8 @@ def check_variants(
         _check_width(options, ConfigError)
         if "width" in options and not with_width:
             raise ConfigError(
-                f"variant {brief(dict(options))}: width is for decode; prefill requests "
-                f"differ in length"
+                f"variant {brief(dict(options))}: width is for decode; requests of other "
+                f"runners differ in length"
             )
         variant = canonical_variant(options)
         if variant in found:

@@ -4,7 +4,7 @@ host inputs to the device."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ class InputArena:
         Raises as ``admit``, for this one input.
         """
         slot = self.slots[name]
-        value = self._checked_mapping(inputs)[name]
+        value = self.checked(inputs)[name]
         if not isinstance(value, torch.Tensor):
             raise InputTypeError(f"input {name!r} must be a tensor, got {_kind(value)}")
         assert slot.axis is not None
@@ -177,8 +177,8 @@ class InputArena:
                 another shape, dtype, layout or device than declared for this batch; the message
                 names it. ``InputTypeError`` where it is no tensor.
         """
-        self._checked_mapping(inputs)
-        return [self._admit_one(slot, inputs[name], real) for name, slot in self.given.items()]
+        self.checked(inputs)
+        return [self.admit_one(slot, inputs[name], real) for name, slot in self.given.items()]
 
     def require_mapping(self, inputs: object) -> None:
         """Raise InputTypeError unless ``inputs`` is a mapping."""
@@ -187,16 +187,19 @@ class InputArena:
                 f"inputs must be a mapping of slot names to tensors, got {type(inputs).__name__}"
             )
 
-    def _checked_mapping(self, inputs: Any) -> Mapping[str, Any]:
+    def checked(self, inputs: Any, slots: Collection[str] | None = None) -> Mapping[str, Any]:
+        """Return ``inputs`` if they are for all slots, or exactly for those that are named."""
         self.require_mapping(inputs)
-        missing = [name for name in self.given if name not in inputs]
-        unknown = [name for name in inputs if name not in self.given]
+        slots = self.given if slots is None else slots
+        missing = [name for name in slots if name not in inputs]
+        unknown = [name for name in inputs if name not in slots]
         if missing or unknown:
-            raise InputError(_misfit(missing, unknown, self.given))
+            raise InputError(_misfit(missing, unknown, slots))
         checked: Mapping[str, Any] = inputs
         return checked
 
-    def _admit_one(self, slot: InputSlot, value: Any, real: Size) -> torch.Tensor:
+    def admit_one(self, slot: InputSlot, value: Any, real: Size) -> torch.Tensor:
+        """Return one input as ``admit`` does."""
         if not isinstance(value, torch.Tensor):
             raise InputTypeError(f"input {slot.name!r} must be a tensor, got {_kind(value)}")
         if isinstance(value, LeasedTensor):
@@ -258,7 +261,7 @@ def fill_with_pad(view: torch.Tensor, slot: InputSlot) -> None:
         view.copy_(ramp(pad, view.shape[axis], slot, view.device).expand(view.shape))
 
 
-def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Mapping[str, Any]) -> str:
+def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[str]) -> str:
     """Return what is wrong with the names of inputs: those without a slot, those without data."""
     said = []
     for what, names in (("missing", missing), ("unknown", unknown)):

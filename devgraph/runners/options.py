@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import attrs
 
-from devgraph.api.config.phase import DeviceGraphWarning, PhaseConfig, phase_config
+from devgraph.api.config.phase import DeviceGraphWarning, PhaseConfig, count, phase_config
 from devgraph.api.config.rules import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.runners.batch import Batch
@@ -29,7 +29,7 @@ def switched_on(variable: str) -> bool:
 
 
 class RunnerOptions(TypedDict, total=False):
-    """Options that both runners take as keywords; see ``Options`` for their meaning."""
+    """Options that all runners take as keywords; see ``Options`` for their meaning."""
 
     name: str
     strict: bool | None
@@ -41,6 +41,7 @@ class RunnerOptions(TypedDict, total=False):
     share: Any
     idle_dummy: bool
     ranges: bool
+    max_graphs: int | None
     progress: bool | None
 
 
@@ -91,6 +92,11 @@ class Options:
     """Surround each replay by a range of ``torch.profiler.record_function`` with the runner's name
     and the bucket, for profiles."""
 
+    max_graphs: int | None = None
+    """The most graphs that are captured at a time, with ``capture="lazy"``: one more closes the one
+    that ran longest ago, whose batches run eagerly until it is captured again. For steps with many
+    sizes, of which few are in use at a time."""
+
     progress: bool | None = None
     """Show a progress bar during capture; None: on a terminal."""
 
@@ -102,6 +108,8 @@ class Options:
                 raise ConfigTypeError(
                     f"{key}: expected true or false, got {brief(getattr(self, key))}"
                 )
+        if self.max_graphs is not None:
+            count(self.max_graphs, "max_graphs")
         if not isinstance(self.bound, Mapping):
             raise ConfigTypeError(
                 f"bound must be a mapping of names to tensors: {brief(self.bound)}"

@@ -42,9 +42,12 @@ class _Leaf:
         dim = self.slot.dim
         return (*self.shape[:dim], size.rows(self.slot.rows), *self.shape[dim + 1 :])
 
+    def nbytes_for(self, size: Size) -> int:
+        return math.prod(self.shape_for(size)) * self.dtype.itemsize
+
 
 @attrs.frozen
-class _Layout:
+class Layout:
     """The output tree of one variant; a leaf that is None is handed on as None."""
 
     spec: Any
@@ -77,7 +80,7 @@ class OutputStore:
         self._slots = slots
         self._share = share
         self.shares = False
-        self._layouts: dict[Variant, _Layout] = {}
+        self._layouts: dict[Variant, Layout] = {}
         self._buffers: StaticBuffers | None = None
 
     @property
@@ -100,6 +103,10 @@ class OutputStore:
         Raises:
             ConfigError: the result does not fit the declared output slots; names the output.
         """
+        self._layouts[variant] = self.layout_of(result, size)
+
+    def layout_of(self, result: Any, size: Size) -> Layout:
+        """Return the structure of a result of ``size``; raises as ``learn``."""
         paths, spec = pytree.tree_flatten_with_path(result)
         slots = slots_by_leaf(self._slots, result)
         leaves = [
@@ -108,7 +115,22 @@ class OutputStore:
         ]
         if not any(leaves):
             raise ConfigError(f"the step returned {brief(result)}; return at least one tensor")
-        self._layouts[variant] = _Layout(spec, tuple(leaves), size)
+        return Layout(spec, tuple(leaves), size)
+
+    def by_item(self, result: Any, lengths: Sequence[int]) -> list[Any]:
+        """Return what belongs to each item in a result of items with so many tokens, as views.
+
+        Raises as ``learn``.
+        """
+        layout = self.layout_of(result, Size(len(lengths), sum(lengths)))
+        parts: list[Sequence[Any]] = []
+        for value, leaf in zip(pytree.tree_leaves(result), layout.leaves, strict=True):
+            if leaf is None:
+                parts.append([None] * len(lengths))
+            else:
+                rows = lengths if leaf.slot.rows == "tokens" else [1] * len(lengths)
+                parts.append(value.split(list(rows), leaf.slot.dim))
+        return [pytree.tree_unflatten(part, layout.spec) for part in zip(*parts, strict=True)]
 
     def allocate(self, device: torch.device) -> None:
         """Make one buffer per output that is large enough for every variant. Idempotent."""
@@ -118,7 +140,7 @@ class OutputStore:
         for layout in self._layouts.values():
             for index, leaf in enumerate(layout.leaves):
                 if leaf is not None:
-                    size = math.prod(leaf.shape_for(layout.largest)) * leaf.dtype.itemsize
+                    size = leaf.nbytes_for(layout.largest)
                     needed[str(index)] = max(size, needed.get(str(index), 0))
         shared = {} if self._share is None else self._share.lent(self._kinds(), needed)
         self.shares = bool(shared)
@@ -165,10 +187,8 @@ class OutputStore:
             if leaf is None:
                 out.append(None)
                 continue
-            shape = leaf.shape_for(size)
-            flat = self._buffers[str(index)]
-            nbytes = math.prod(shape) * leaf.dtype.itemsize
-            out.append(flat[:nbytes].view(leaf.dtype).view(shape))
+            flat = self._buffers[str(index)][: leaf.nbytes_for(size)]
+            out.append(flat.view(leaf.dtype).view(leaf.shape_for(size)))
         return out
 
     def writer(self, variant: Variant, size: Size) -> Callable[[Any], Any]:

@@ -9,11 +9,11 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import ConfigError, InputError
+from devgraph.api.errors import ConfigError
 from devgraph.api.policy import breaks
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
-from devgraph.runners.graphs import Reason, Variant, canonical_variant, check_variants
+from devgraph.runners.graphs import check_variants
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import (
@@ -21,7 +21,6 @@ from devgraph.runners.slots import (
     ROW_PER_TOKEN,
     InputSlot,
     OutputSlot,
-    Size,
     check_slots,
     whole,
 )
@@ -97,7 +96,6 @@ class PrefillRunner(Runner):
         if whole_step and settings.max_requests is not None:
             requests = min(requests, settings.max_requests)
         eager = body if tail is None else _joined(body, tail)
-        self._max_requests = requests
         super().__init__(
             slots=slots,
             function=eager if whole_step else body,
@@ -112,28 +110,12 @@ class PrefillRunner(Runner):
             pool=pool,
             group=group,
             capacity=capacity,
+            max_requests=requests,
             request_limit=requests if whole_step else None,
             run_slots=frozenset(
                 () if whole_step else (s.name for s in slots.values() if s.by_requests)
             ),
         )
-
-    def _padded(self, bucket: int, options: Mapping[str, Any]) -> Size:
-        return Size(self._max_requests, bucket)
-
-    def _size_of(
-        self, requests: int | None, tokens: int | None, options: Mapping[str, Any]
-    ) -> Size:
-        if tokens is None:
-            raise InputError("prefill needs the number of tokens: can_run(requests, tokens)")
-        return Size((1 if tokens else 0) if requests is None else requests, tokens)
-
-    def _batch_of(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
-        return Size(1 + index % min(self._max_requests, rows), rows)
-
-    def _variant_of(self, size: Size, options: Mapping[str, Any]) -> Variant | Reason:
-        variant = canonical_variant(options)
-        return variant if variant in self.graphs.variants else Reason.UNKNOWN_VARIANT
 
 
 def _joined(

@@ -56,9 +56,10 @@ class _Proof:
         self._generator = torch.Generator().manual_seed(0)
         self.failures: list[str] = []
 
-    def case(self, graph: BucketGraph, real: Size) -> None:
+    def case(self, graph: BucketGraph, real: Size, implied: Mapping[str, torch.Tensor]) -> None:
         step, backend = self._step, self._step.backend
-        inputs = {n: self._data(slot, real) for n, slot in step.inputs.given.items()}
+        drawn = {n: self._data(slot, real) for n, slot in step.inputs.given.items()}
+        inputs = {**drawn, **implied}
         marks = {
             name: self._data(slot, real)
             for name, slot in step.inputs.slots.items()
@@ -173,21 +174,24 @@ def rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: 
 
 def prove_batches(
     step: Step,
-    batches: Sequence[tuple[BucketGraph, Size]],
+    batches: Sequence[tuple[BucketGraph, Size, Mapping[str, torch.Tensor]]],
     *,
     host_args: Mapping[str, Any] | None,
     reset_state: Callable[[], None] | None,
     rtol: float | None,
     atol: float | None,
 ) -> RunnerReport:
-    """Compare each graph with eager on a batch of that real size; see ``Runner.prove``."""
+    """Compare each graph with eager on a batch of that real size, with the inputs that belong
+    together with it and others that are drawn; see ``Runner.prove``."""
     proof = _Proof(step, host_args, reset_state, rtol, atol)
     rng = step.backend.get_rng_state()
     with torch.no_grad():
-        for graph, real in batches:
-            proof.case(graph, real)
+        for batch in batches:
+            proof.case(*batch)
     step.backend.set_rng_state(rng)
     if reset_state is not None:
         reset_state()
-    fixed = tuple(name for name, slot in step.inputs.slots.items() if slot.fixed_in_proofs)
+    varied = {name for *_, implied in batches for name in implied}
+    slots = step.inputs.slots.items()
+    fixed = tuple(n for n, slot in slots if slot.fixed_in_proofs and n not in varied)
     return RunnerReport(cases=len(batches), failures=tuple(proof.failures), fixed_slots=fixed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,9 +62,12 @@ logger = logging.getLogger(__name__)
 MAX_STEPS = 4096
 """Bound steps that are kept; a step is a few KiB and costs some 20 us to bind again."""
 
+_WANTED = frozenset({Reason.NOT_CAPTURED, Reason.INVALIDATED, Reason.EVICTED})
+"""Why a graph is missing that may be captured as soon as batches want it."""
 
-class Runner(abc.ABC):
-    """What decode and prefill have in common. Make a ``DecodeRunner`` or a ``PrefillRunner``.
+
+class Runner:
+    """What all runners have in common; make one of its kinds, a ``DecodeRunner`` for example.
 
     A runner belongs to one process. Its methods may be called from any thread; steps of runners
     that share a pool follow each other.
@@ -96,6 +98,7 @@ class Runner(abc.ABC):
         pool: Pool | None,
         group: Any,
         capacity: int,
+        max_requests: int,
         request_limit: int | None = None,
         run_slots: frozenset[str] = frozenset(),
         steps_per_launch: int = 1,
@@ -104,7 +107,7 @@ class Runner(abc.ABC):
             config = attrs.evolve(config, strict=options.strict)
         if switched_on(EMULATE_VARIABLE):
             config = attrs.evolve(config, emulate=True)
-        _check_config(config)
+        _check_config(config, options)
         for what, given in (("step", function), ("tail", tail)):
             if given is not None and not callable(given):
                 raise ConfigTypeError(f"the {what} of a runner must be callable: {brief(given)}")
@@ -115,6 +118,7 @@ class Runner(abc.ABC):
             multiple_of=config.align,
         )
         self._report_uncovered(buckets, capacity, config, options.name)
+        self._max_requests = max_requests
         self._request_limit = request_limit
         self._steps_per_launch = steps_per_launch
         largest = [self._padded(buckets.maximum, named) for named in variants.values()]
@@ -208,25 +212,33 @@ class Runner(abc.ABC):
                 config.max_padding,
             )
 
-    # What the phases differ in.
+    # What the phases differ in; as it is where requests differ in length and buckets count tokens.
 
-    @abc.abstractmethod
     def _padded(self, bucket: int, options: Mapping[str, Any]) -> Size:
         """Return the size of the graph of a bucket."""
+        return Size(self._max_requests, bucket)
 
-    @abc.abstractmethod
     def _size_of(
         self, requests: int | None, tokens: int | None, options: Mapping[str, Any]
     ) -> Size:
         """Return the size of a real batch, of which one number may be None: unknown."""
+        if tokens is None:
+            raise InputError(f"{self.phase} needs the number of tokens: can_run(requests, tokens)")
+        return Size((1 if tokens else 0) if requests is None else requests, tokens)
 
-    @abc.abstractmethod
     def _batch_of(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
         """Return the size of some batch with so many rows of a bucket; ``index`` varies it."""
+        return Size(1 + index % min(self._max_requests, rows), rows)
 
-    @abc.abstractmethod
     def _variant_of(self, size: Size, options: Mapping[str, Any]) -> Variant | Reason:
         """Return the declared variant of a batch, or why there is none."""
+        variant = canonical_variant(options)
+        return variant if variant in self.graphs.variants else Reason.UNKNOWN_VARIANT
+
+    def _implied(self, size: Size) -> Mapping[str, torch.Tensor]:
+        """Return the inputs that belong together with the size of a batch, which ``prove`` cannot
+        draw one by one."""
+        return {}
 
     # Decisions.
 
@@ -467,16 +479,30 @@ class Runner(abc.ABC):
     def _want(self, decision: Decision) -> None:
         """Capture a bucket that enough batches wanted; after the step, whose outputs are safe."""
         graph = self.graphs.get(decision.key)
-        if graph is None or decision.reason not in (Reason.NOT_CAPTURED, Reason.INVALIDATED):
+        if graph is None or decision.reason not in _WANTED:
             return
         graph.wants += 1
         config = self._config
         if config.capture == "lazy" and graph.wants >= config.lazy_hits and not graph.dropped:
+            self._make_room(graph)
             try:
                 self._capture([graph])
             except Exception:
                 # The step itself is done and right; its bucket stays eager, with this reason.
                 logger.exception("%s: capture of bucket %s failed", self._name, graph.key)
+
+    def _make_room(self, graph: BucketGraph) -> None:
+        """Close the graph that ran longest ago, where ``graph`` would be one too many."""
+        if self._pending:
+            return
+        oldest = min(self.graphs.captured, key=lambda other: other.used)
+        oldest.forget(Reason.EVICTED, f"made room for {graph.key}")
+
+    @property
+    def _pending(self) -> list[BucketGraph]:
+        """The graphs that may be captured beside those that are, largest first."""
+        pending, most = self.graphs.pending, self._options.max_graphs
+        return pending if most is None else pending[: most - len(self.graphs.captured)]
 
     def _handed(self, outputs: Any, clone: bool) -> Any:
         if clone:
@@ -580,7 +606,7 @@ class Runner(abc.ABC):
                 return
             self._ranks.handshake(f"{self._name}/{self._capturing.rounds}", self._facts())
             if everything or self.captures_first:
-                self._capture(self.graphs.pending, profile)
+                self._capture(self._pending, profile)
             else:
                 self._capturing.learn_outputs()
 
@@ -590,7 +616,7 @@ class Runner(abc.ABC):
         For ``capture="background"`` and ``"lazy"``. Outputs of earlier runs are overwritten.
         """
         with self._between_steps("capture"):
-            pending = [g for g in self.graphs.pending if g.reason is not Reason.CAPTURE_FAILED]
+            pending = [g for g in self._pending if g.reason is not Reason.CAPTURE_FAILED]
             if not pending or self._config.policy == "disabled" or self._suspended:
                 return False
             self._capturing.require_together("background")
@@ -791,12 +817,13 @@ class Runner(abc.ABC):
                 for graph in self.graphs.captured
                 for rows in rows_to_try(graph, self.buckets, self._config.max_padding, cases)
             ]
+            sizes = [
+                self._batch_of(rows, graph.options, index)
+                for index, (graph, rows) in enumerate(tried)
+            ]
             return prove_batches(
                 self._step,
-                [
-                    (graph, self._batch_of(rows, graph.options, index))
-                    for index, (graph, rows) in enumerate(tried)
-                ],
+                [(g, size, self._implied(size)) for (g, _), size in zip(tried, sizes, strict=True)],
                 host_args=host_args,
                 reset_state=self._options.reset_state,
                 rtol=rtol,
@@ -804,7 +831,7 @@ class Runner(abc.ABC):
             )
 
 
-def _check_config(config: PhaseConfig) -> None:
+def _check_config(config: PhaseConfig, options: Options) -> None:
     """Raise ConfigError or CapabilityError for what this version cannot do, before building."""
     if config.policy != "disabled":
         get_policy(config.policy)
@@ -812,6 +839,11 @@ def _check_config(config: PhaseConfig) -> None:
         raise ConfigError(
             f"strict with capture={config.capture!r} would refuse every batch whose bucket is not "
             f"captured yet; use capture='eager' or strict=False"
+        )
+    if options.max_graphs is not None and config.capture != "lazy":
+        raise ConfigError(
+            f"max_graphs={options.max_graphs} is for graphs that are captured when they are wanted "
+            f"(capture='lazy'), not with capture={config.capture!r}; list the buckets to have"
         )
 
 

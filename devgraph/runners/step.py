@@ -270,8 +270,10 @@ class GraphStep:
         except Exception as error:
             note(error, f"in {self._name}, bucket {self.graph.key}, {self.real}")
             raise
-        self.graph.hits += 1
-        self.graph.real_rows += self.rows
+        graph = self.graph
+        graph.used = self._clock.now
+        graph.hits += 1
+        graph.real_rows += self.rows
 
     def _planning(
         self, step: Step, replay: Callable[[Mapping[str, Any]], None]

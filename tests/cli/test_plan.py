@@ -218,6 +218,16 @@ def test_listed_sizes_are_planned_exactly_and_what_they_leave_out_is_said(
     assert "decode steps of 9 to 256 requests run eagerly" in run_cli(capsys, *argv).out
 
 
+def test_encoder_is_planned_beside_the_phases(capsys: pytest.CaptureFixture[str]):
+    asked = ("plan", "--backend", "cpu", "--encoder-budgets", "4096", "512")
+    data = run_json(capsys, *asked, "--fact", "multimodal=slot")
+    (encoder,) = (one for one in data["estimates"] if one["phase"] == "encoder")
+    assert (encoder["policy"], encoder["buckets"], encoder["graphs"]) == ("full", [512, 4096], 2)
+    assert encoder["uncovered"] == "1 to 255 and 513 to 2047 tokens"
+    assert "encoder" in {one["rule"] for one in data["rules"]}
+    assert "encoder" in run_cli(capsys, *asked).out
+
+
 def test_settings_without_effect_here_are_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

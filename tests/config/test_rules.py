@@ -73,6 +73,7 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("moe-host-counts", {"moe_all_to_all": "host"}, "decode", "full", "breakable"),
     ("moe-unproven", {"moe_all_to_all": "unproven"}, "prefill", "breakable", "disabled"),
     ("multimodal", {"multimodal": "outside"}, "prefill", "breakable", "disabled"),
+    ("encoder", {"multimodal": "slot"}, "prefill", "breakable", "noted"),
     ("encoder-decoder", {"encoder_decoder": True}, "prefill", "breakable", "disabled"),
     ("pooling-prefill", {"pooling": True}, "prefill", "full", "breakable"),
     ("lora", {"lora": True}, "decode", "full", "noted"),

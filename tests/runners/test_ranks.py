@@ -34,6 +34,9 @@ from tests.support.runner_steps import (
     cache_inputs,
     decode_of,
     double,
+    encode_alone,
+    encoder_items,
+    encoder_of,
     rows_of_x,
 )
 
@@ -93,6 +96,22 @@ def test_threads_that_are_alike_capture_and_run_the_same_graphs():
 
     results = in_ranks(4, work)
     assert results == [(4, True, dict.fromkeys((8, 4, 2, 1), "captured"))] * 4
+
+
+def test_ranks_that_run_each_pack_together_agree_on_it():
+    def work(rank, group):
+        epoch = [0]
+        runner = encoder_of(
+            group=group, backend=type(dg.get_backend("cpu"))(), weights_epoch=lambda: epoch[0]
+        )
+        items = encoder_items((16, 16, 9))
+        epoch[0] = int(rank == 1)
+        outputs = runner.run(items)
+        alone = [encode_alone(item) for item in items]
+        torch.testing.assert_close(outputs, alone, rtol=0, atol=0)
+        return runner.stats().eager
+
+    assert in_ranks(2, work) == [{"voted_eager": 2}, {"weights_changed": 2}]
 
 
 def test_a_rank_with_other_buckets_is_named_with_both_values_on_every_rank():
@@ -625,6 +644,15 @@ def test_a_device_that_waits_for_a_rank_that_left_is_noticed(prepared):
 def test_ranks_meet_in_a_collective_between_segments(prepared):
     found = prepared.run("meet_in_a_collective", size=2)
     assert [found[rank].get("value", found[rank]) for rank in (0, 1)] == [1.0, None]
+
+
+def test_ranks_share_the_items_of_an_encoder_out_by_tokens(prepared):
+    found = prepared.run("shared_items", size=2)
+    for rank in (0, 1):
+        assert "error" not in found[rank], found[rank]["error"]
+        value = found[rank]["value"]
+        assert value["right"] == [7, 1, 0]
+        assert value["rows"] == [38, 42, 42]  # of 76 rows half each, and then the one item twice
 
 
 def test_two_groups_of_one_world_agree_apart(prepared):

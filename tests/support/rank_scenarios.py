@@ -36,6 +36,9 @@ from tests.support.runner_steps import (
     cache_inputs,
     decode_of,
     double,
+    encode_alone,
+    encoder_items,
+    encoder_of,
     rows_of_x,
 )
 
@@ -136,6 +139,20 @@ def _gone_in_a_vote(how: Callable[[], None]) -> Scenario:
             runner.run({"x": rows_of_x(2)}, decision=decision)
 
     return scenario
+
+
+def shared_items(rank: int, group: RankGroup) -> Any:
+    """Items are shared out over the ranks, also fewer than ranks, and come back in order."""
+    runner = encoder_of(data_parallel=dist.group.WORLD)
+    right, steps = [], []
+    for lengths in ((9, 3, 20, 5, 8, 1, 30), (4,), ()):
+        items = encoder_items(lengths)
+        outputs = runner.run(items)
+        alone = [encode_alone(item) for item in items]
+        torch.testing.assert_close(outputs, alone, rtol=0, atol=0)
+        right.append(len(outputs))
+        steps.append(runner.stats().real_rows + runner.stats().eager_tokens)
+    return {"right": right, "rows": steps}
 
 
 def stuck_device(rank: int, group: RankGroup) -> Any:
@@ -240,6 +257,7 @@ SCENARIOS: dict[str, Scenario] = {
     "exit_before_vote": _gone_in_a_vote(lambda: os._exit(0)),
     "stuck_before_vote": _gone_in_a_vote(lambda: time.sleep(3600)),
     "stuck_device": stuck_device,
+    "shared_items": shared_items,
     "meet_in_a_collective": meet_in_a_collective,
     "pairs": pairs,
     "full_collective": full_collective,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,3 +84,42 @@ def double_runner(**options: Any) -> dg.DecodeRunner:
 
 def rows_of_x(count: int, start: float = 1.0) -> torch.Tensor:
     return torch.arange(count * 3, dtype=torch.float32).reshape(count, 3) + start
+
+
+def encode(batch: Batch) -> dict[str, torch.Tensor]:
+    """Sum over the rows of each item, in whole numbers, so that no order of summing matters."""
+    x = torch.where(batch.item_ids[:, None] >= 0, batch.x, 0)
+    same = batch.item_ids[:, None] == batch.item_ids[None]
+    lengths = batch.offsets[1:] - batch.offsets[:-1]
+    return {"attended": same.to(x.dtype) @ x + x, "pooled": lengths[:, None] * batch.scale[:, None]}
+
+
+ENCODED = {"attended": dg.OutputSlot(rows="tokens"), "pooled": dg.OutputSlot(rows="requests")}
+
+
+def encoder_of(forward: Any = encode, **options: Any) -> dg.EncoderRunner:
+    """A captured encoder on the CPU reference: items of whole numbers in budgets of 16 and 32."""
+    scale = dg.InputSlot("scale", ("requests",), torch.float32, pad=dg.Pad.fill(1))
+    x = dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())
+    options = {"budgets": [16, 32], "max_items": 4, "backend": "cpu", "outputs": ENCODED, **options}
+    runner = dg.EncoderRunner(forward, [x, scale], **options)
+    runner.capture()
+    return runner
+
+
+def encoder_items(lengths: Iterable[int], seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "x": torch.randint(-9, 10, (length, 4), generator=generator).float(),
+            "scale": torch.tensor([float(index + 1)]),
+        }
+        for index, length in enumerate(lengths)
+    ]
+
+
+def encode_alone(item: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the step returns for one item and nothing else."""
+    ids = torch.zeros(len(item["x"]), dtype=torch.int32)
+    offsets = torch.tensor([0, len(ids)], dtype=torch.int32)
+    return encode(SimpleNamespace(**item, item_ids=ids, offsets=offsets))

@@ -25,6 +25,9 @@ class DeviceGraphWarning(UserWarning):
 
 PHASES = ("decode", "prefill")
 DEFAULT_POLICY: Mapping[str, str] = {"decode": "full", "prefill": "breakable"}
+RUNNER_POLICY: Mapping[str, str] = {**DEFAULT_POLICY, "encoder": "full"}
+"""The default of each kind of runner. An encoder is no phase of a mode: the engine gives its runner
+a ``PhaseConfig`` of its own."""
 
 OLDER_POLICIES: Mapping[str, str] = {
     "tc_piecewise": "piecewise",
@@ -365,7 +368,7 @@ KEYS: Mapping[str, Key] = {
 
 _DEFAULTS = {
     phase: PhaseConfig(policy=policy, explicit=frozenset())
-    for phase, policy in DEFAULT_POLICY.items()
+    for phase, policy in RUNNER_POLICY.items()
 }
 
 
@@ -381,9 +384,9 @@ def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: st
         for key in config:
             if key not in KEYS:
                 raise unknown_name(phase, key, KEYS, what="key")
-        chosen = {"policy": DEFAULT_POLICY[phase], **config}
+        chosen = {"policy": RUNNER_POLICY[phase], **config}
         return PhaseConfig(**chosen, explicit=frozenset(config))
     raise ConfigTypeError(
-        f"config of {phase} is one phase, such as DeviceGraphConfig().{phase}, a policy name or a "
+        f"config of {phase} is one phase, such as DeviceGraphConfig().decode, a policy name or a "
         f"mapping; got {type(config).__name__}"
     )

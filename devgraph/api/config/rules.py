@@ -25,7 +25,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.phase import KEYS, PHASES, PhaseConfig, check
+from devgraph.api.config.phase import KEYS, PHASES, RUNNER_POLICY, PhaseConfig, check
 from devgraph.api.errors import ConfigError
 from devgraph.api.policy import BREAKS, UNTRACED, WHOLE, breaks, compiles, policies
 
@@ -325,6 +325,14 @@ RULES: tuple[Rule, ...] = (
         "them an input slot",
         source=f"{_SGLANG}/pull/30620",
     ),
+    _note(
+        "encoder",
+        "prefill",
+        when=lambda facts, _: facts.multimodal != "none",
+        explanation="what encodes images or audio has graphs of its own: an EncoderRunner, whose "
+        "policy is its config and no phase of a mode",
+        source="vLLM 0.33, CompilationConfig.cudagraph_mm_encoder",
+    ),
     _safety(
         "encoder-decoder",
         "prefill",
@@ -441,7 +449,7 @@ class Unused:
     when: Callable[[PhaseConfig, int | None], bool]
     """Takes the phase and, where it is known, the runner's capacity."""
     because: str
-    phases: tuple[str, ...] = PHASES
+    phases: tuple[str, ...] = tuple(RUNNER_POLICY)
 
 
 UNUSED: tuple[Unused, ...] = (

@@ -10,7 +10,7 @@ import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.steps import VOCAB, WIDTH, mixed, runner_of, slot
-from devgraph.testing.conformance.support import Kit, declares, same
+from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
 
 IDS = slot("ids", ("tokens",), torch.int64, dg.Pad.zero())
 SCRATCH, MOST = 64, 8
@@ -207,3 +207,54 @@ def test_replays_are_timed_from_when_somebody_asks(kit: Kit) -> None:
     assert times is not None and times.seconds >= 0
     assert times.count == sum(times.bins) == 3
     assert 'replay_seconds_count{runner="decode",' in stats.to_prometheus()
+
+
+PATCHES = slot("x", ("tokens", WIDTH), torch.float32, dg.Pad.zero())
+
+
+def encode(batch: Any) -> torch.Tensor:
+    """Sum the rows of each item; whole numbers, so that neighbours and padding change no bit."""
+    x = torch.where(batch.item_ids[:, None] >= 0, batch.x, 0)
+    same_item: torch.Tensor = batch.item_ids[:, None] == batch.item_ids[None]
+    return same_item.to(x.dtype) @ x
+
+
+def encoder_of(kit: Kit, **options: Any) -> dg.EncoderRunner:
+    options = {"budgets": [4, 8], "max_items": 3, "progress": False, **options}
+    runner = dg.EncoderRunner(encode, [PATCHES], backend=kit.backend, **options)
+    runner.capture()
+    return runner
+
+
+def check_items(kit: Kit, runner: dg.EncoderRunner, lengths: tuple[int, ...]) -> None:
+    """Run items of these lengths and fail unless each gets what it gets alone."""
+    items = [kit.tensor(n, WIDTH, seed=i).round() for i, n in enumerate(lengths)]
+    outputs = runner.run([{"x": item} for item in items])
+    for item, output in zip(items, outputs, strict=True):
+        same(output, item.sum(0).expand_as(item), f"an item of {len(item)} rows")
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "disabled"])
+def test_items_of_an_encoder_get_what_each_gets_alone(kit: Kit, policy: str) -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+    runner = encoder_of(
+        kit,
+        config=policy,
+        prepare=lambda batch: seen.append((batch.item_ids.tolist(), batch.offsets.tolist())),
+    )
+    for lengths in ((3, 2, 1), (1, 5, 2, 4, 3), (9, 8)):
+        check_items(kit, runner, lengths)
+    ids, starts = ([0, 0, 0, 1, 1, 2, -1, -1], [0, 3, 5, 6])
+    assert ((ids, starts) in seen) == (policy != "disabled")
+    if policy != "disabled":
+        assert runner.stats().eager == {"over_largest_bucket": 1}
+        assert runner.prove().ok
+
+
+def test_graph_that_ran_longest_ago_makes_room_for_one_that_is_wanted(kit: Kit) -> None:
+    config = {"capture": "lazy", "lazy_hits": 1}
+    runner = encoder_of(kit, budgets=[2, 4, 8], max_graphs=2, config=config)
+    for length in (2, 4, 2, 8, 8, 2, 4):  # 8 takes the place of 4, and 4 then that of 8
+        check_items(kit, runner, (length,))
+    assert [graph.key.bucket for graph in runner.graphs.captured] == [4, 2]
+    assert runner.stats().eager == {"not_captured": 3, "evicted": 1}

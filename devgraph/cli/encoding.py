@@ -1,0 +1,193 @@
+"""``devgraph bench --encoder``: images of several sizes, one by one and packed in graphs."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch.nn import functional as F
+
+from devgraph.api.backend import Backend
+from devgraph.api.config.phase import RUNNER_POLICY
+from devgraph.api.errors import CapabilityError
+from devgraph.cli.contenders import Compared, Contender, Row
+from devgraph.cli.models import require_transformers
+from devgraph.runners.encoder import EncoderRunner
+from devgraph.runners.slots import InputSlot, Pad
+
+ENCODERS: Mapping[str, Mapping[str, Any]] = {
+    "siglip-base": {
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+        "inner": 3072,
+        "patch": 16,
+        "grids": (7, 10, 14, 21, 28),
+        "budgets": (256, 512, 1024),
+    },
+    "tiny": {
+        "layers": 2,
+        "hidden": 32,
+        "heads": 2,
+        "inner": 64,
+        "patch": 4,
+        "grids": (2, 3, 4, 6, 8),
+        "budgets": (40, 64),
+    },
+}
+"""Towers by name: their sizes, the patches along each side of the images (positions are for the
+middle one), and token budgets."""
+
+MAX_ITEMS = 64
+"""Images of a pack at most."""
+
+
+class PackedVision:
+    """The SigLIP tower of transformers over packed images of any sizes: the step of an encoder.
+
+    An item has a row of pixels and a row of the interpolated positions for each patch.
+    Attention is kept within items by a mask; padded rows are zero, so that nothing of them counts.
+
+    Args:
+        model: a ``SiglipVisionModel``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._tower = getattr(model, "vision_model", model)
+        self._embed = self._tower.embeddings
+        self._positions: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def runner(self, budgets: Sequence[int], **options: Any) -> EncoderRunner:
+        """Return a captured runner of the tower."""
+        weight = self._embed.patch_embedding.weight
+        slots = [
+            InputSlot(name, ("tokens", width), weight.dtype, pad=Pad.zero())
+            for name, width in (("patches", weight[0].numel()), ("positions", len(weight)))
+        ]
+        runner = EncoderRunner(self, slots, budgets=budgets, max_items=MAX_ITEMS, **options)
+        runner.capture()
+        return runner
+
+    def item(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the item of an image ``[channels, height, width]``."""
+        size, height, width = self._embed.patch_size, *image.shape[1:]
+        patches = image.unfold(1, size, size).unfold(2, size, size).permute(1, 2, 0, 3, 4)
+        rows = patches.reshape(-1, self._embed.patch_embedding.weight[0].numel())
+        found = self._positions.get((height, width))
+        if found is None:
+            found = self._embed.interpolate_pos_encoding(
+                rows.new_empty(1, len(rows), self._embed.embed_dim), height, width
+            )[0].contiguous()
+            self._positions[height, width] = found
+        return {"patches": rows, "positions": found}
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Return the hidden states of all rows, ``[tokens, hidden]``."""
+        patch = self._embed.patch_embedding
+        x = F.linear(batch.patches, patch.weight.flatten(1), patch.bias) + batch.positions
+        x = torch.where(batch.item_ids[:, None] >= 0, x, 0)
+        apart = batch.item_ids[:, None] != batch.item_ids[None]
+        mask = torch.zeros_like(apart, dtype=x.dtype).masked_fill(apart, float("-inf"))
+        hidden = self._tower.encoder(inputs_embeds=x[None], attention_mask=mask[None, None])
+        out: torch.Tensor = self._tower.post_layernorm(hidden.last_hidden_state)[0]
+        return out
+
+
+def siglip(shape: Mapping[str, Any]) -> Any:
+    """Return a ``SiglipVisionModel`` of ``shape`` with random weights, on the host."""
+    require_transformers()
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    torch.manual_seed(0)
+    config = SiglipVisionConfig(
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["inner"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        patch_size=shape["patch"],
+        image_size=shape["patch"] * shape["grids"][len(shape["grids"]) // 2],
+        vision_use_head=False,
+    )
+    return SiglipVisionModel(config).eval().requires_grad_(False)
+
+
+def measure_encoder(backend: Backend, args: argparse.Namespace) -> Compared:
+    """Return what all images cost in every way, and those of each size alone."""
+    shape, dtype = ENCODERS[args.encoder], getattr(torch, args.dtype)
+    model = siglip(shape).to(device=backend.device, dtype=dtype)
+    vision = PackedVision(model)
+    compared = Compared()
+    runners: dict[str, EncoderRunner] = {}
+    for policy in args.policy or (RUNNER_POLICY["encoder"],):
+        try:
+            runners[policy] = vision.runner(
+                shape["budgets"], config=policy, backend=backend, progress=False
+            )
+        except CapabilityError as error:
+            compared.absent[policy] = str(error)
+    sides = [shape["patch"] * shape["grids"][i % len(shape["grids"])] for i in range(args.images)]
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randn(3, side, side, generator=generator) for side in sides]
+    images = [image.to(backend.device, dtype) for image in images]
+    for side in (None, *dict.fromkeys(sides)):
+        chosen = [one for one in images if side in (None, one.shape[1])]
+        work = f"{len(chosen)} images" + (f", {side}x{side}" if side else "")
+        rows = _rows(backend, work, chosen, model, vision, runners, args)
+        eager = len(compared.rows)
+        compared.rows.extend(attrs.evolve(row, against=eager) for row in rows)
+    for runner in runners.values():
+        runner.close()
+    return compared
+
+
+def _rows(
+    backend: Backend,
+    work: str,
+    images: Sequence[torch.Tensor],
+    model: Any,
+    vision: PackedVision,
+    runners: Mapping[str, EncoderRunner],
+    args: argparse.Namespace,
+) -> list[Row]:
+    """Return what an image of ``images`` costs in every way, eager first."""
+
+    def alone(**_: int) -> torch.Tensor:
+        batches = (image[None] for image in images)
+        states = (model(one, interpolate_pos_encoding=True).last_hidden_state for one in batches)
+        return torch.cat([one[0] for one in states])
+
+    def packing(runner: EncoderRunner) -> Callable[..., torch.Tensor]:
+        return lambda **_: torch.cat(runner.run([vision.item(image) for image in images]))
+
+    calls = {"eager": alone, **{name: packing(runner) for name, runner in runners.items()}}
+    ways = [
+        Contender(name, call, lambda: itertools.repeat(0), exact=False, parts=len(images))
+        for name, call in calls.items()
+    ]
+    before = {name: runner.stats() for name, runner in runners.items()}
+    expected = alone()
+    for way in ways:
+        way.compare(expected, way.call())
+    after = {name: runner.stats() for name, runner in runners.items()}
+    for _ in range(args.repeats):
+        for way in ways:
+            way.time(backend, args.steps)
+    rows = [attrs.evolve(ways[0].row(), name=f"{work}: eager")]
+    for way in ways[1:]:
+        then, now = before[way.name], after[way.name]
+        padded = now.padded_rows - then.padded_rows
+        rows.append(
+            attrs.evolve(
+                way.row(),
+                name=f"{work}: {way.name}",
+                capture_seconds=now.capture_seconds,
+                pool_bytes=runners[way.name].pool.bytes,
+                padding=padded / max(1, padded + now.real_rows - then.real_rows),
+                eager_packs=now.eager_steps - then.eager_steps,
+            )
+        )
+    return rows

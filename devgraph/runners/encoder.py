@@ -1,0 +1,406 @@
+"""EncoderRunner: items of different lengths (images, audio) packed into token budgets."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from devgraph.api.backend import Backend
+from devgraph.api.config.phase import PhaseConfig, count
+from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, note
+from devgraph.api.pool import Pool
+from devgraph.runners.batch import Batch
+from devgraph.runners.buckets import Buckets
+from devgraph.runners.graphs import canonical_variant, check_variants
+from devgraph.runners.options import Options, RunnerOptions, settings_of
+from devgraph.runners.outputs import OutputStore
+from devgraph.runners.runner import Runner
+from devgraph.runners.slots import (
+    ROW_PER_TOKEN,
+    InputSlot,
+    OutputSlot,
+    Pad,
+    Size,
+    check_slots,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from typing_extensions import Unpack
+
+_TRIED = 4
+"""Budgets that packing is tried with, the largest."""
+
+_ITEM_IDS = InputSlot("item_ids", ("tokens",), torch.int32, pad=Pad.fill(-1))
+_OFFSETS = InputSlot("offsets", ("requests+1",), torch.int32, pad=Pad.last())
+_BY_ITEM = ("tokens", "requests")
+
+
+class EncoderRunner(Runner):
+    """Runs an encoder over items of different lengths, packed into a graph per token budget.
+
+    Items stand one after the other in the rows of a pack, and attention must not look from one to
+    another: ``batch.item_ids`` (int32) has the number of each row's item, -1 in padding, and
+    ``batch.offsets`` (int32) where each item begins and the last one ends. A graph has
+    ``max_items + 1`` offsets, of which the rest repeat the last. For everything else an item is
+    what a request is to the other runners: ``batch.requests`` are the items that a pack can hold.
+
+    ``run`` packs by first fit, longest item first, into the budget that leaves the fewest padded
+    rows. Every item is whole in one pack; one over the largest budget runs alone and eagerly,
+    counted as all steps are. With a budget for each size, ``max_padding`` 1, ``max_items=1`` and
+    ``capture="lazy"``, graphs have the exact shapes of items; ``max_graphs`` bounds how many.
+
+    Args:
+        forward: receives a ``Batch`` of packed rows and returns tensors with a row per token or
+            per item. Padded rows must not reach others.
+        inputs: the slots of an item's data: with a dim ``"tokens"``, or ``"requests"`` for one row
+            an item. What all items share is bound.
+        budgets: the rows of the graphs; ``buckets`` of the configuration takes their place, and
+            ``max_bs`` bounds them.
+        max_items: the most items of a pack; ``max_requests`` of the configuration bounds it.
+        outputs: an ``OutputSlot`` for all returned tensors, or a tree of them as returned.
+        data_parallel: a ``torch.distributed`` group whose ranks share the items out by tokens, each
+            with all weights. Every rank calls ``run`` with the same items and gets every output.
+            The group moves tensors of the runner's device.
+        variants, host_args, config, backend, pool, group: as for ``DecodeRunner``; the ranks of
+            ``group`` run every pack together.
+        **options: see ``Options``.
+
+    Raises:
+        ConfigError: something in the declaration cannot work.
+        CapabilityError: the policy is not available.
+
+    Example::
+
+        encoder = EncoderRunner(
+            lambda batch: vision(batch.patches, batch.item_ids),
+            [InputSlot("patches", ("tokens", 588), torch.float16, pad=Pad.zero())],
+            budgets=[1024, 4096],
+            max_items=16,
+        )
+        encoder.capture()
+        features = encoder.run([{"patches": patches} for patches in images])
+    """
+
+    phase = "encoder"
+    _counts = "tokens"
+
+    def __init__(
+        self,
+        forward: Callable[[Batch], Any],
+        inputs: Sequence[InputSlot],
+        *,
+        budgets: Sequence[int],
+        max_items: int,
+        outputs: Any = ROW_PER_TOKEN,
+        data_parallel: ProcessGroup | None = None,
+        variants: Sequence[Mapping[str, Any]] = ({},),
+        host_args: Mapping[str, Any] | None = None,
+        config: PhaseConfig | str | Mapping[str, Any] | None = None,
+        backend: str | Backend = "auto",
+        pool: Pool | None = None,
+        group: Any = None,
+        **options: Unpack[RunnerOptions],
+    ) -> None:
+        sizes = Buckets.of(budgets, phase="encoder", maximum=2**63)
+        capacity = sizes.maximum
+        settings = settings_of(config, "encoder", capacity)
+        most = count(max_items, "max_items")
+        most = min(most, settings.max_requests or most)
+        if settings.buckets is None:
+            top = settings.max_bs or capacity
+            bounded = tuple(sorted({min(size, top) for size in sizes}))
+            settings = attrs.evolve(settings, buckets=bounded, explicit=settings.explicit)
+        slots = check_slots([*inputs, _ITEM_IDS, _OFFSETS])
+        own = (_ITEM_IDS, _OFFSETS)
+        self._item_slots = [n for n, s in slots.items() if s.real is None and s not in own]
+        _check_by_item([slots[name] for name in self._item_slots], outputs)
+        self._shares = None if data_parallel is None else _Shares(data_parallel)
+        super().__init__(
+            slots=slots,
+            function=forward,
+            whole_step=forward,
+            tail=None,
+            outputs=outputs,
+            variants=check_variants(variants, with_width=False),
+            host_args=host_args,
+            config=settings,
+            options=Options.of("encoder", options),
+            backend=backend,
+            pool=pool,
+            group=group,
+            capacity=capacity,
+            max_requests=most,
+            request_limit=most,
+        )
+
+    def run(  # type: ignore[override]  # items are packed first; a pack is what other runners run
+        self,
+        items: Sequence[Mapping[str, Any]],
+        *,
+        host_args: Mapping[str, Any] | None = None,
+        variant: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Encode ``items`` and return the output of each, in their order.
+
+        Outputs are the caller's: every pack is copied out before the next one runs. Those of one
+        pack are views of one copy, which lives as long as one of them.
+
+        Args:
+            items: for each a tensor for every slot, with the rows of the item, on the device or on
+                the host.
+            host_args: a value for every declared host argument, the same for every pack; what
+                depends on the pack is ``prepare``'s to return.
+            variant: as for ``can_run``.
+
+        Returns:
+            for each item what the step returns, with the item's rows only.
+
+        Raises:
+            InputError, InputTypeError, HostArgumentError: bad data; a note names the item.
+            StateError, DeviceGraphError, DeviceLost: as from any runner's ``run``.
+        """
+        data = self._admitted(items)
+        lengths = [length for length, _ in data]
+        options = self.graphs.asked(variant)
+        mine: Sequence[int] = range(len(data))
+        if self._shares is not None:
+            shares = self._shares.of(lengths)
+            mine = shares[self._shares.rank]
+        results: dict[int, Any] = {}
+        if not data:  # counted, and for an idle dummy all the same a step
+            self._run_pack((), data, host_args, options)
+        for pack in self._packs(mine, lengths, options):
+            out = self._run_pack(pack, data, host_args, options)
+            parts = self._step.outputs.by_item(out, [lengths[item] for item in pack])
+            results.update(zip(pack, parts, strict=True))
+        if self._shares is not None and data:
+            return self._shares.gathered(results, shares, lengths, self._step.outputs)
+        return [results[item] for item in range(len(data))]
+
+    def _admitted(
+        self, items: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        """Return the rows and the checked data of each item."""
+        if isinstance(items, Mapping | torch.Tensor):
+            raise InputTypeError(
+                f"run of an encoder takes a list of items, each a mapping of slot names to "
+                f"tensors, got {brief(items)}"
+            )
+        self._require_open("run")
+        assert self._token_lead is not None
+        arena, slots, (lead, _, _) = self._step.inputs, self._item_slots, self._token_lead
+        found = []
+        for index, item in enumerate(items):
+            try:
+                given = arena.checked(item, slots)
+                rows = next(iter(getattr(given[lead], "shape", ())), 0)
+                size = Size(1, rows)
+                data = {n: arena.admit_one(arena.slots[n], given[n], size) for n in slots}
+                if not rows:
+                    raise InputError(f"input {lead!r} of an item has no rows")
+            except (InputError, InputTypeError) as error:
+                note(error, f"in item {index} of {self._name}")
+                raise
+            found.append((rows, data))
+        return found
+
+    def _packs(
+        self, mine: Sequence[int], lengths: Sequence[int], options: Mapping[str, Any]
+    ) -> list[list[int]]:
+        """Return the items of each pack, in the order of the packs."""
+        variant = canonical_variant(options)
+        lost = {g.key.bucket for g in self.graphs if g.dropped and g.key.variant == variant}
+        kept = [size for size in self.buckets if size not in lost] or self.buckets
+        return packed(
+            mine,
+            lengths,
+            kept,
+            self._max_requests,
+            max_padding=self._config.max_padding,
+            longest=self._config.max_seq_len,
+        )
+
+    def _run_pack(
+        self,
+        pack: Sequence[int],
+        data: Sequence[tuple[int, Mapping[str, torch.Tensor]]],
+        host_args: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> Any:
+        lengths = [data[item][0] for item in pack]
+        inputs: Mapping[str, torch.Tensor] = self._step.inputs.views(Size(0, 0))
+        if pack:
+            rows = {n: self._joined([data[i][1][n] for i in pack]) for n in self._item_slots}
+            inputs = {**rows, **_layout(lengths)}
+        longest, decision = max(lengths, default=0), None
+        if self._ranks.size > 1:
+            decision = self.agree(self.can_run(len(pack), sum(lengths), options, longest=longest))
+        return super().run(
+            inputs,
+            host_args=host_args,
+            variant=options,
+            decision=decision,
+            longest=longest,
+            clone=True,
+        )
+
+    def _joined(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        if len(rows) == 1:
+            return rows[0]
+        if len({one.device for one in rows}) > 1:
+            rows = [one.to(self.backend.device, non_blocking=True) for one in rows]
+        return torch.cat(rows)
+
+    def _implied(self, size: Size) -> Mapping[str, torch.Tensor]:
+        each, more = divmod(size.tokens, size.requests)
+        return _layout([each + (item < more) for item in range(size.requests)])
+
+
+def _layout(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return what tells the items of a pack apart, on the host."""
+    counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    ids = torch.arange(len(lengths), dtype=torch.int32, device="cpu").repeat_interleave(counts)
+    offsets = [0, *itertools.accumulate(lengths)]
+    return {
+        _ITEM_IDS.name: ids,
+        _OFFSETS.name: torch.tensor(offsets, dtype=torch.int32, device="cpu"),
+    }
+
+
+def _check_by_item(slots: Sequence[InputSlot], outputs: Any) -> None:
+    """Raise ConfigError for data or results that are no item's."""
+    dims = [slot.dims[0] if slot.axis == 0 else None for slot in slots]
+    for slot, dim in zip(slots, dims, strict=True):
+        if dim not in _BY_ITEM:
+            raise ConfigError(
+                f"input slot {slot.name!r} of an encoder has dims {slot.dims}; the first must be "
+                f"'tokens', or 'requests' for one row an item. Bind what all items share (bound=)"
+            )
+    if "tokens" not in dims:
+        raise ConfigError("an encoder runner needs an input slot with a dim 'tokens'")
+    for slot in pytree.tree_leaves(outputs):
+        if isinstance(slot, OutputSlot) and slot.rows not in _BY_ITEM:
+            raise ConfigError(f"an encoder's output with rows={slot.rows!r} belongs to no item")
+
+
+def packed(
+    items: Sequence[int],
+    lengths: Sequence[int],
+    budgets: Sequence[int],
+    max_items: int,
+    *,
+    max_padding: float,
+    longest: int | None = None,
+) -> list[list[int]]:
+    """Return ``items`` in packs of at most ``max_items`` that fit into a budget each.
+
+    First fit, longest first, is tried with packs of each of the largest budgets. The one with the
+    fewest packs that would be padded to more than ``max_padding`` times their rows is chosen, then
+    the one whose packs take the fewest rows. Where first fit leaves such a pack over, as many packs
+    of even size are tried too. An item over the largest budget, or longer than ``longest``, is
+    alone. The packs, and the items of each, are in the order of the items.
+
+    Args:
+        lengths: rows of each item, by number.
+        budgets: ascending.
+    """
+    most = budgets[-1] if longest is None else min(budgets[-1], longest)
+    order = sorted(items, key=lambda item: -lengths[item])
+    alone = list(itertools.takewhile(lambda item: lengths[item] > most, order))
+    rest = order[len(alone) :]
+
+    def cost(packs: list[list[int]]) -> tuple[int, int, int]:
+        rows = [sum(lengths[item] for item in pack) for pack in packs]
+        sizes = [budgets[bisect.bisect_left(budgets, count)] for count in rows]
+        eager = sum(size > max_padding * count for size, count in zip(sizes, rows, strict=True))
+        return eager, sum(sizes), len(packs)
+
+    def fitted(budget: int, even: int = 0) -> list[list[int]]:
+        packs: list[list[int]] = [[] for _ in range(even)]
+        room = [budget] * even
+        for item in rest:
+            fits = (i for i in range(len(packs)) if room[i] >= lengths[item])
+            free = (i for i in fits if len(packs[i]) < max_items)
+            index = max(free, key=room.__getitem__, default=None) if even else next(free, None)
+            if index is None:
+                index = len(packs)
+                packs.append([])
+                room.append(budget)
+            packs[index].append(item)
+            room[index] -= lengths[item]
+        return packs
+
+    usable = [budget for budget in budgets[-_TRIED:] if rest and lengths[rest[0]] <= budget]
+    tried = {budget: fitted(budget) for budget in usable}
+    best = min(tried.values(), key=cost, default=[])
+    if cost(best)[0]:
+        evenly = (fitted(budget, len(packs)) for budget, packs in tried.items())
+        best = min([best, *evenly], key=cost)
+    return sorted([*([item] for item in alone), *map(sorted, filter(None, best))])
+
+
+class _Shares:
+    """The ranks over which items are shared out, each of which has all weights.
+
+    Args:
+        group: a ``torch.distributed`` process group.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._group = group
+        self.rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+
+    def of(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the items of each rank: longest first, each to the rank with the fewest tokens.
+
+        With fewer items than ranks the rest encode the shortest one too, which takes no longer than
+        the others do, and know from it what an output looks like.
+        """
+        shares: list[list[int]] = [[] for _ in range(self._size)]
+        tokens = [0] * self._size
+        order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+        for item in order:
+            rank = tokens.index(min(tokens))
+            shares[rank].append(item)
+            tokens[rank] += lengths[item]
+        return [share or order[-1:] for share in shares]
+
+    def gathered(
+        self,
+        own: Mapping[int, Any],
+        shares: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        outputs: OutputStore,
+    ) -> list[Any]:
+        """Return the output of every item from those of this rank's: an all-gather per tensor."""
+        mine = shares[self.rank]
+        sizes = [Size(1, length) for length in lengths]
+        layout = outputs.layout_of(own[mine[0]], sizes[mine[0]])
+        flat = {item: pytree.tree_leaves(own[item]) for item in mine}
+        found: list[list[Any]] = [[None] * len(layout.leaves) for _ in lengths]
+        for index, leaf in enumerate(layout.leaves):
+            if leaf is None:
+                continue
+            counts = [leaf.nbytes_for(size) for size in sizes]
+            most = max(sum(counts[item] for item in share) for share in shares)
+            data = torch.cat([flat[item][index].reshape(-1) for item in mine]).view(torch.uint8)
+            sent = F.pad(data, (0, most - len(data)))  # bytes: not every transport has every dtype
+            received = [torch.empty_like(sent) for _ in shares]
+            self._dist.all_gather(received, sent, group=self._group)
+            for share, block in zip(shares, received, strict=True):
+                at = 0
+                for item in share:
+                    part, at = block[at : at + counts[item]], at + counts[item]
+                    found[item][index] = part.view(leaf.dtype).view(leaf.shape_for(sizes[item]))
+        return [pytree.tree_unflatten(parts, layout.spec) for parts in found]
