@@ -149,6 +149,7 @@ class _OnDevgraph:
         places = self._places(self._warm_up(forward_fn, post_warmup_hook))
 
         def body() -> Any:
+            self._carve()
             output = forward_fn()
             return output if places is None else copy_into(places, output)
 
@@ -205,13 +206,9 @@ def full_backend() -> Any:
             return self._shared_outputs.places(warm, rows=None, capacity=None)
 
         def _capture(self, pool: Pool, body: Callable[[], Any]) -> tuple[Any, Any]:
-            def carved() -> Any:
-                self._carve()
-                return body()
-
             backend = shared().memory.backend
             with recorded(backend, pool, self._count) as graph:
-                output = carved()
+                output = body()
             return CapturedStep(graph, self._count), output
 
     return DeviceGraphBackend
@@ -229,6 +226,14 @@ def breakable_backend() -> Any:
 
         _devgraph_mode = "breakable"
 
+        def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
+            super().__init__(cuda_graph_runner, **options)
+            if self._debug_eager and hasattr(cuda_graph_runner, "layer_model"):
+                raise CapabilityError(
+                    "--debug-cuda-graph cannot run a prefill: SGLang puts the replay where the "
+                    "layers were that the eager step calls. Add --disable-prefill-cuda-graph."
+                )
+
         def _places(self, warm: Any) -> list[torch.Tensor] | None:
             return self._shared_outputs.places(
                 warm,
@@ -244,7 +249,6 @@ def breakable_backend() -> Any:
                     session(pool) as held,
                     capture_class(segments, held, self._tp_group.barrier) as capture,
                 ):
-                    self._carve()
                     output = capture.run_eagerly(body) if self._debug_eager else body()
             except BaseException:
                 segments.reset()

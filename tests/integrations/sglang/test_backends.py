@@ -259,6 +259,21 @@ def test_weights_that_moved_are_read_after_a_recapture(engine: Any, kind: str) -
     assert torch.equal(backend.replay(engine.ShapeKey(4), None), case.expected(4))
 
 
+def test_inputs_that_a_capture_owns_are_kept_until_clean_up(engine: Any) -> None:
+    for backend in (sglang.full_backend()(runner()), sglang.breakable_backend()(runner())):
+        captured(engine, backend, Case(), 4)
+        assert backend._capture_inputs == {engine.ShapeKey(4): "owners"}
+        backend.cleanup()
+        assert not backend._capture_inputs
+
+
+def test_debug_mode_of_prefill_is_refused_for_it_would_replay_itself(engine: Any) -> None:
+    prefill = runner()
+    prefill.layer_model = None  # SGLang's runner of prefill has one, and of decode has not
+    with pytest.raises(dg.CapabilityError, match="Add --disable-prefill-cuda-graph"):
+        sglang.breakable_backend()(prefill, debug_eager=True)
+
+
 def test_debug_mode_fills_the_outputs_of_objects(engine: Any) -> None:
     backend, case = sglang.breakable_backend()(runner(), debug_eager=True), Case()
     with backend.capture_session(None):

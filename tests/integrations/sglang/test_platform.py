@@ -68,6 +68,7 @@ def test_engine_of_a_platform_writes_the_text_of_the_model_with_graphs(
     sglang_platform.make_plugins(tmp_path)
     # SGLang asks for its option of torch.compile before it captures on a CPU.
     options: dict[str, Any] = {"enable_torch_compile": True, "wait_s": PERIOD_S + 1}
+    options["enable_mixed_chunk"] = prefill == "full"
     environment = {"DEVGRAPH_SGLANG": "strict", "DEVGRAPH_MODE": MODE}
     if prefill == "breakable":
         options["cuda_graph_config"], environment = GRAPHS, {}
