@@ -17,19 +17,6 @@ from devgraph.api.capabilities import Capabilities
 from devgraph.api.torchlike.base import TorchBackend
 
 
-class _Namespace:
-    """A torch device namespace that need not tell which stream is the default one."""
-
-    def __init__(self, namespace: Any) -> None:
-        self._namespace = namespace
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._namespace, name)
-
-    def default_stream(self, device: Any = None) -> Any:
-        return None  # torch.xpu cannot say, so a stream that a user passes is taken as it is
-
-
 class _Graph:
     """A native graph whose capture has one error mode, so that the argument is not passed on."""
 
@@ -46,10 +33,6 @@ class XpuBackend(TorchBackend):
     device_type = "xpu"
     graph_class_name = "XPUGraph"
     capabilities = Capabilities(capture_error_modes=("global",))
-
-    def check_available(self) -> None:
-        super().check_available()
-        self.namespace = _Namespace(self.namespace)
 
     def make_native_graph(self) -> Any:
         return _Graph(super().make_native_graph())

@@ -38,7 +38,8 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.dtype, tensor.shape, effective_strides(tensor), tensor.device)
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return where the memory of ``tensor`` begins, which views of it share."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -252,7 +253,7 @@ class MarkedCall:
             strided = [leaf for leaf in self.tensors if leaf.layout is torch.strided]
             self._places = {id(leaf): place_of(leaf) for leaf in strided}
             """Where the arguments lie at the call, until the first later run."""
-            self._owned = frozenset(map(_memory_of, strided))
+            self._owned = frozenset(map(memory_of, strided))
         self._known: list[Any] = []
         """What stands for each result: a ``_Bridge``, a ``_Passed``, or the value itself."""
         self._sharing: list[tuple[int, int, int]] = []
@@ -306,8 +307,8 @@ class MarkedCall:
         firsts: dict[int, tuple[int, int]] = {}
         shared = []
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and _memory_of(leaf) not in self._owned:
-                first, at = firsts.setdefault(_memory_of(leaf), (index, leaf.data_ptr()))
+            if isinstance(leaf, torch.Tensor) and memory_of(leaf) not in self._owned:
+                first, at = firsts.setdefault(memory_of(leaf), (index, leaf.data_ptr()))
                 shared.append((index, first, leaf.data_ptr() - at))
         return shared
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from devgraph.api.buffers import effective_strides, fits, rewrite
 from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError, brief
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks.calls import describe
+from devgraph.api.marks.calls import describe, memory_of
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.scopes import GraphScope
@@ -235,8 +235,8 @@ class UpdatablePlan:
                 f"capture; outputs have fixed addresses, so their layout cannot depend on host "
                 f"arguments"
             )
-        way = _memory_of(source), source.data_ptr() - target.data_ptr()
-        shared = ways.setdefault(_memory_of(target), way) != way
+        way = memory_of(source), source.data_ptr() - target.data_ptr()
+        shared = ways.setdefault(memory_of(target), way) != way
         if not way[1] and effective_strides(source) == effective_strides(target):
             return
         if shared or not self._job.outputs.own(target):
@@ -247,10 +247,6 @@ class UpdatablePlan:
             )
         with torch.inference_mode(target.is_inference()):
             rewrite(target, source)
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class _Full(Policy):

@@ -18,21 +18,6 @@ from devgraph.api.torchlike.base import TorchBackend
 __all__ = ["AcceleratorBackend"]
 
 
-class _Namespace:
-    """A device namespace of torch that need not tell which stream is the default one."""
-
-    def __init__(self, namespace: Any) -> None:
-        self._namespace = namespace
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._namespace, name)
-
-    def default_stream(self, device: Any = None) -> Any:
-        """Return None where the device cannot say: a stream that is passed is taken as it is."""
-        ask = getattr(self._namespace, "default_stream", None)
-        return None if ask is None else ask(device)
-
-
 class _Graph:
     """The accelerator's graph with the calls of a vendor's own; the device chooses its mode."""
 
@@ -75,7 +60,6 @@ class AcceleratorBackend(TorchBackend):
                 f"({type(error).__name__}: {error}): it takes torch 2.12 and a device that "
                 f"registers its graph there (this is {torch.__version__})."
             ) from error
-        self.namespace = _Namespace(self.namespace)
 
     def make_native_graph(self) -> Any:
         return _Graph()

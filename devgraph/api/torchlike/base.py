@@ -492,7 +492,9 @@ class TorchBackend(Backend):
 
     def captures_on(self, stream: Any) -> bool:
         """Whether captures may be made on ``stream``, a caller's, instead of the pool's own."""
-        return stream is not None and bool(stream != self.namespace.default_stream(self._device))
+        # A device need not tell which stream is the default one: what is passed is taken then.
+        default = getattr(self.namespace, "default_stream", lambda device: None)
+        return stream is not None and bool(stream != default(self._device))
 
     def guard(self) -> contextlib.AbstractContextManager[Any]:
         """Return what looks at the operations of a session, and refuses those that no graph of

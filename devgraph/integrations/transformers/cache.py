@@ -10,6 +10,7 @@ stride over all slots, which is what kernels with device lengths address by.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -142,18 +143,10 @@ class KVCache(Cache):  # type: ignore[misc]
         self.slots = slots
         self._answers = answers
         self.max_len = max_len
-        layers = [
-            CacheLayer(
-                shape,
-                slots,
-                max_len=max_len,
-                rows_first=rows_first,
-                dtype=dtype,
-                device=device,
-            )
-            for shape in shapes
-        ]
-        super().__init__(layers=layers)
+        layer = functools.partial(
+            CacheLayer, max_len=max_len, rows_first=rows_first, dtype=dtype, device=device
+        )
+        super().__init__(layers=[layer(shape, slots) for shape in shapes])
         self._clean = [0] * slots
         self._target: torch.Tensor | None = None
         self._shown: int | torch.Tensor | None = None

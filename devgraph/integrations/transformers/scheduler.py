@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import enum
-from collections.abc import Sequence
 
 import attrs
 
@@ -35,37 +34,27 @@ class FinishReason(str, enum.Enum):
         return self.value
 
 
+@attrs.define(eq=False)
 class Request:
-    """One prompt and its continuation.
+    """One prompt and its continuation."""
 
-    Attributes:
-        tokens: prompt and generated tokens.
-        cached: how many of ``tokens`` have keys and values in the cache.
-        slot: slot of the cache, None while waiting.
-    """
+    id: int
+    tokens: list[int]
+    """Those of the prompt, and then the generated ones too."""
+    max_new_tokens: int
+    eos: frozenset[int]
+    stop: frozenset[int]
+    sampler: Sampler | None
+    stream: TextStream | None
+    cached: int = 0
+    """How many of ``tokens`` have keys and values in the cache."""
+    slot: int | None = None
+    """Slot of the cache, None while waiting."""
+    finish_reason: FinishReason | None = None
+    prompt_length: int = attrs.field(init=False)
 
-    def __init__(
-        self,
-        request_id: int,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int,
-        eos: frozenset[int],
-        stop: frozenset[int],
-        sampler: Sampler | None,
-        stream: TextStream | None,
-    ) -> None:
-        self.id = request_id
-        self.tokens = list(prompt)
+    def __attrs_post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
-        self.max_new_tokens = max_new_tokens
-        self.eos = eos
-        self.stop = stop
-        self.sampler = sampler
-        self.stream = stream
-        self.cached = 0
-        self.slot: int | None = None
-        self.finish_reason: FinishReason | None = None
 
     @property
     def to_go(self) -> int:
