@@ -124,7 +124,7 @@ class CopyPlan:
             if part is None:
                 continue
             template = self._arena.template(slot, value)
-            if template is None:
+            if template is None or template.numel() < part.numel():
                 self._fills.append((part, value))
             else:
                 self._late[0].append(part)

@@ -101,6 +101,8 @@ class Loop:
         if not callable(forward):
             raise ConfigTypeError(f"the step of a runner must be callable: {brief(forward)}")
 
+        given = [slot for slot in slots.values() if slot.real is None]
+
         def looped(batch: Batch) -> LoopResult:
             if batch.width is None:
                 raise InputError(
@@ -117,9 +119,9 @@ class Loop:
                 if self.done is not None:
                     batch.running.logical_and_(self._done(batch, result).logical_not())
                 moving = batch.running.logical_and(batch.held.logical_not())
-                for name, slot in slots.items():
+                for slot in given:
                     going = moving if slot.fixed_in_proofs else batch.running
-                    pad_rows(getattr(batch, name), slot, going, batch.width)
+                    pad_rows(getattr(batch, slot.name), slot, going, batch.width)
             went = torch.stack(alive)
             return LoopResult(pytree.tree_map(_stacked, *found), went.any(1).sum(), went.sum(0))
 

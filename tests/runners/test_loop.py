@@ -9,7 +9,7 @@ import torch
 
 import devgraph as dg
 from devgraph.runners.loop import pad_rows
-from tests.support.runner_steps import IDS, ROWS, X, decode_of
+from tests.support.runner_steps import IDS, OFFSETS, ROWS, X, decode_of
 
 
 def _stay(batch: Any, outputs: Any) -> None:
@@ -118,6 +118,26 @@ def test_a_slot_with_a_real_value_tells_real_rows(policy: str) -> None:
         assert torch.equal(runner.run({"x": x}), 5 * x[:, :2] + 0.5)
     if policy != "disabled":
         assert runner.prove().ok
+
+
+def test_more_requests_than_buffers_hold_are_told_from_padding_too() -> None:
+    live = dg.InputSlot("live", ("requests",), torch.int64, pad=dg.Pad.zero(), real=1)
+    runner = dg.PrefillRunner(
+        lambda batch: batch.x * 2,
+        [X, OFFSETS, live],
+        tail=lambda hidden, batch: batch.live.cumsum(0),
+        config={"policy": "breakable", "buckets": [8]},
+        backend="cpu",
+        max_tokens=8,
+        max_requests=2,
+    )
+    runner.capture()
+    for requests in (1, 2, 5):
+        starts = torch.arange(requests + 1)
+        starts[-1] = 6
+        out = runner.run({"x": torch.ones(6, 3), "offsets": starts})
+        assert out.tolist() == list(range(1, requests + 1))
+    assert runner.stats().graph_steps == 3
 
 
 def test_reports_say_how_many_steps_a_launch_takes() -> None:
