@@ -371,9 +371,7 @@ def _contents_kept(
                     f"view = tensor[...]."
                 )
 
-    try:
-        yield same
-    finally:
+    def restore() -> None:
         backend.set_rng_state(rng)
         for tensor, place in zip(tensors, places, strict=True):
             if not _is_at(tensor, place):
@@ -382,6 +380,16 @@ def _contents_kept(
         with torch.inference_mode():  # inference tensors may only be written in this mode
             for tensor, content in saved:
                 tensor.copy_(content)
+
+    try:
+        yield same
+    except BaseException as error:
+        try:
+            restore()
+        except Exception as lost:
+            note(error, f"and the arguments could not be given their contents back: {lost}")
+        raise
+    restore()
 
 
 def _is_at(tensor: torch.Tensor, place: Place) -> bool:

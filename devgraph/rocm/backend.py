@@ -157,11 +157,9 @@ class RocmBackend(NodeBackend):
             "new process, and make regions join the streams that they fork."
         )
 
-    def retire_if_capturing(self, stream: Any) -> None:
-        handle = stream.cuda_stream
-        if self.runtime.capturing([handle]):
-            self.retired.add(handle)
-            super().retire_if_capturing(stream)
+    def retire_stream(self, stream: Any) -> None:
+        self.retired.add(stream.cuda_stream)
+        super().retire_stream(stream)
 
     def reopen_capture(self) -> None:
         stream = self.current_stream_id()

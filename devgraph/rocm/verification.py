@@ -131,11 +131,12 @@ class Verification:
             nodes = runtime.nodes(first)
             pattern = RegionPattern(runtime, first, [("probe", nodes)])
             (updates,) = pattern.match([0], second, [len(nodes)])
-            runtime.write(updates, executable)
+            try:
+                runtime.write(updates, executable)
+            except RuntimeCallError:
+                return False
             runtime.bound(executable, self._current_stream())()
             return int(words[0].item()) == 2
-        except RuntimeCallError:
-            return False
         finally:
             runtime.destroy_executable(executable)
             runtime.destroy(second)

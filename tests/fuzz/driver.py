@@ -253,24 +253,28 @@ def every_fault(case: Callable[[int], Counter[str]]) -> Counter[str]:
 def _fault_case(
     at: int, backend: Any, *, order: Callable[[int], None], left: Callable[[], int]
 ) -> Counter[str]:
-    """Capture, replay and update with a fault at call number ``at``, and then once more without."""
-    counts = Counter[str]()
-    program = _FaultProgram(backend, backend.make_pool(), torch.ones(4, 8, device=backend.device))
-    order(at)
-    for _ in range(2):
-        with _refusals(counts):
-            program.open()
-        for n in (2, 3, 2, 5, 3):
+    """Capture, replay and update with a fault at call number ``at``, and then once more without.
+
+    On a stream of the caller's own, as engines do: the default stream joins no capture.
+    """
+    counts, x = Counter[str](), torch.ones(4, 8, device=backend.device)
+    with backend.namespace.stream(backend.namespace.Stream()):
+        program = _FaultProgram(backend, backend.make_pool(), x)
+        order(at)
+        for _ in range(2):
             with _refusals(counts):
-                program.check(n)
-    counts["faults"] += left() == 0
-    order(0)
-    program.close()
-    program.open()
-    for n in (2, 3, 2):
-        program.check(n)
-    program.close()
-    backend.synchronize()
+                program.open()
+            for n in (2, 3, 2, 5, 3):
+                with _refusals(counts):
+                    program.check(n)
+        counts["faults"] += left() == 0
+        order(0)
+        program.close()
+        program.open()
+        for n in (2, 3, 2):
+            program.check(n)
+        program.close()
+        backend.synchronize()
     return counts
 
 

@@ -91,6 +91,58 @@ def test_region_that_forgets_to_join_for_a_new_value_is_refused_and_its_stream_r
         assert_usable(be)
 
 
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_error_of_a_step_stays_the_one_that_is_raised_whatever_fails_behind_it(policy: str):
+    """FAULTS 1: a fault at the first call behind it, at the second and so on."""
+    calls = 0
+    while True:
+        with on_fake() as be:
+            calls += 1
+            x, pool = noise(), be.make_pool()
+
+            def failing(x: torch.Tensor, *, n: int, be: Any = be, at: int = calls) -> torch.Tensor:
+                x = step(x, n=n)
+                if dg.is_capturing():
+                    be.fake.set(fail_call_in=at)
+                    raise ZeroDivisionError
+                return x
+
+            with pytest.raises(ZeroDivisionError):
+                captured(be, failing, x, policy=policy, pool=pool)
+            left = be.fake.get("fail_call_in")
+            be.fake.set(fail_call_in=0)
+            with captured(be, step, x, policy=policy, pool=pool) as cap:
+                check(cap, step, x, n=3)
+            if left:
+                break
+    assert calls > 5
+
+
+def test_stream_that_is_stuck_takes_no_other_along(monkeypatch: pytest.MonkeyPatch):
+    """What finds out whether a graph draws random numbers captures on a stream that the replay's
+    own waits for: work of a stream that joined a dead capture would never run."""
+    with on_fake() as be:
+        x, pool = noise(), be.make_pool()
+        user = be.namespace.Stream()
+        call = be.runtime.call
+
+        def refusing(name: str, *args: Any) -> None:
+            if name == "StreamEndCapture":
+                monkeypatch.undo()
+                be.fake.set(fail_call_in=1)
+            call(name, *args)
+
+        with be.namespace.stream(user), captured(be, step, x, pool=pool) as cap:
+            monkeypatch.setattr(be.runtime, "call", refusing)
+            with be.namespace.stream(pool.stream):
+                check(cap, step, x, n=2)
+            for n in (2, 3, 2):
+                check(cap, step, x, n=n)
+            assert not be.runtime.capturing([user.cuda_stream])
+            with captured(be, step, x, pool=pool) as other:
+                check(other, step, x, n=3)
+
+
 def test_process_whose_streams_are_all_stuck_says_so():
     with on_fake() as be:
         be.retired.update(stream.cuda_stream for stream in be.namespace._streams)

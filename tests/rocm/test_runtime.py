@@ -6,6 +6,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from ctypes import addressof, c_uint64
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from devgraph.api.torchlike.nodes import RuntimeCallError
 from devgraph.rocm import backend as rocm
 from devgraph.rocm import runtime as rocm_runtime
 from devgraph.rocm.runtime import Runtime, mapped_library
-from tests.sim.hip import build, unavailable_reason
+from tests.sim.hip import Fake, build, unavailable_reason
 
 ROOT = Path(__file__).parents[2]
 needs_fake = pytest.mark.skipif(
@@ -51,6 +53,26 @@ def test_process_without_the_library_is_told_to_reinstall_torch(monkeypatch: pyt
     monkeypatch.setattr(rocm_runtime, "mapped_library", lambda: None)
     with pytest.raises(dg.BackendUnavailableError, match="Reinstall the ROCm build of torch"):
         Runtime.find()
+
+
+@needs_fake
+@pytest.mark.parametrize("what", ["copy", "fill", "wait"])
+def test_fault_that_was_ordered_from_the_fake_is_told_by_the_call_that_it_hits(what: str):
+    """A call that made others in turn swallowed theirs, and then did nothing."""
+    fake = Fake()
+    stream, other = fake.stream(), fake.stream()
+    source, to = (c_uint64 * 2)(1, 2), (c_uint64 * 2)()
+    calls: dict[str, Callable[[], None]] = {
+        "copy": lambda: fake.copy(stream, addressof(to), addressof(source), 16),
+        "fill": lambda: fake.fill(stream, addressof(to), 0, 16),
+        "wait": lambda: fake.wait(stream, other),
+    }
+    with fake.with_settings(fail_call_in=2):
+        calls[what]()
+        assert fake.get("fail_call_in") == 1
+        with pytest.raises(RuntimeError, match="hipErrorOutOfMemory"):
+            calls[what]()
+    assert list(to) == ([1, 2] if what == "copy" else [0, 0])
 
 
 @needs_fake

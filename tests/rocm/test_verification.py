@@ -302,6 +302,20 @@ def test_write_that_is_refused_raises_its_error_and_makes_the_graph_dirty(at: in
         assert_usable(be)
 
 
+def test_probe_that_a_passing_fault_stopped_is_made_again(monkeypatch: pytest.MonkeyPatch):
+    """One refusal that has nothing to do with updates must not cost the process its updates."""
+    with on_fake() as be:
+
+        def refuse(executable: int, stream: int) -> Any:
+            raise RuntimeCallError("no memory for a launch", 2)
+
+        with monkeypatch.context() as patched, pytest.raises(RuntimeCallError, match="no memory"):
+            patched.setattr(be.runtime, "bound", refuse)
+            captured(be, step, noise())
+        assert_usable(be)
+        assert be.verification.updates
+
+
 def test_executable_that_is_refused_is_done_without():
     with on_fake() as be:
         x = noise()

@@ -44,6 +44,7 @@ def on_fake(variant: str = "fake", **settings: int) -> Iterator[Any]:
         assert not dg.is_capturing()
         again = fake.get("second_ends") + fake.get("second_begins")
         assert again == 0, "a stuck stream was used again, which crashes on 7.2"
+    fake.close()
 
 
 @dg.region(host_args=("n",))

@@ -132,6 +132,24 @@ def test_capture_on_the_default_stream_moves_to_one_that_is_joined(
     assert space.current is space.default
 
 
+def test_stream_that_cannot_be_joined_to_the_callers_is_an_error_and_hides_none(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+):
+    """Unordered behind the capture, the caller's stream would read what is not written yet."""
+
+    def refuse(current: Any, side: Any) -> None:
+        raise RuntimeError("no event is left")
+
+    _works(backend, pool := backend.make_pool())
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "join", refuse)
+        with pytest.raises(RuntimeError, match="no event is left"):
+            _capture(backend, backend.make_graph(pool))
+        with pytest.raises(ZeroDivisionError):
+            _capture(backend, backend.make_graph(pool), lambda: 1 // 0)
+    _works(backend, pool)
+
+
 def test_replay_on_another_stream_waits_for_the_last_one(backend: FakeBackend):
     """FAULTS 18."""
     space, pool = backend.namespace, backend.make_pool()

@@ -143,7 +143,7 @@ class TorchPool(Pool):
         # Recorded only when the stream changes: it covers more than the last replay, never less.
         stream = self._torch.namespace.current_stream(self._torch.device)
         if self._last_stream is not None:
-            stream.wait_stream(self._last_stream)
+            self._torch.join(stream, self._last_stream)
         self._last_stream, self._last_id = stream, current
 
     @property
@@ -462,10 +462,15 @@ class TorchBackend(Backend):
         return "unjoined" in str(error).lower()
 
     def retire_if_capturing(self, stream: Any) -> None:
-        """After a failed capture: never capture on ``stream`` again if it is stuck in that."""
+        """After a failed capture: never capture on ``stream`` again if it is stuck in that, or
+        cannot be asked."""
         with contextlib.suppress(Exception), self.namespace.stream(stream):
             if not self.namespace.is_current_stream_capturing():
                 return
+        self.retire_stream(stream)
+
+    def retire_stream(self, stream: Any) -> None:
+        """Never capture on ``stream`` again."""
         logger.warning("%s: retired a stream that a failed capture left capturing", self.name)
         if stream == self._capture_stream:
             self._capture_stream = None
@@ -476,8 +481,8 @@ class TorchBackend(Backend):
         current = self.namespace.current_stream(self._device)
         side = stream if self.captures_on(stream) else pool.stream
         pool.forget_addresses()
-        side.wait_stream(current)
         try:
+            side.wait_stream(current)
             with self.namespace.stream(side):
                 self.prepare_stream()
                 pool.keep_alive()
@@ -485,10 +490,10 @@ class TorchBackend(Backend):
                     yield
         except BaseException:
             self.retire_if_capturing(side)
-            raise
-        finally:
             with contextlib.suppress(Exception):
                 self.join(current, side)
+            raise
+        self.join(current, side)
 
     def captures_on(self, stream: Any) -> bool:
         """Whether captures may be made on ``stream``, a caller's, instead of the pool's own."""
@@ -508,7 +513,7 @@ class TorchBackend(Backend):
         )
 
     def join(self, current: Any, side: Any) -> None:
-        """Make ``current`` wait for ``side``, on which captures were made."""
+        """Make ``current`` wait for ``side``, on which captures or replays were made."""
         current.wait_stream(side)
 
     def bind_worker(self, index: int) -> None:

@@ -324,7 +324,7 @@ class NodeGraph(TorchGraph):
         except RuntimeCallError as error:
             if not recording.exact:
                 raise
-            recording.uses = 0  # an update serves as well; the next try comes later
+            recording.shrink()  # an update serves as well; the next try comes later
             logger.info("no executable for recording %d: %s", recording.number, error)
         else:
             self.pool.recordings.recharge(recording)
@@ -556,8 +556,10 @@ class NodeBackend(TorchBackend):
             except RuntimeError:
                 return True
             finally:
-                with contextlib.suppress(RuntimeCallError):
+                try:
                     runtime.destroy(runtime.end_capture(stream))
+                except RuntimeCallError:
+                    self.retire_if_capturing(pool.stream)
         return False
 
 

@@ -153,6 +153,10 @@ class _Graph:
             _MemPool.users[self._pool] -= 1
             self._pool = None
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # as torch's, which warns
+            self.reset()
+
 
 class Device:
     """Stands for the module ``torch.cuda`` of a ROCm build."""

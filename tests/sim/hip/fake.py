@@ -31,11 +31,13 @@ class Fake:
         self.path = str(build(variant))
         self.library = ctypes.CDLL(self.path)
         self._bodies: list[Any] = []
+        self._streams: list[int] = []
         declare: dict[str, tuple[Any, tuple[Any, ...]]] = {
             "fakehip_set": (None, (c_char_p, c_longlong)),
             "fakehip_get": (c_longlong, (c_char_p,)),
             "fakehip_kernel": (c_void_p, (_BODY, ctypes.POINTER(c_size_t), c_size_t)),
             "fakehip_stream": (c_void_p, ()),
+            "fakehip_forget_stream": (None, (c_void_p,)),
             "fakehip_launch": (c_int, (c_void_p, c_void_p, ctypes.POINTER(c_void_p), c_int)),
             "fakehip_wait": (c_int, (c_void_p, c_void_p)),
             "fakehip_unsafe": (c_int, (c_void_p,)),
@@ -70,7 +72,13 @@ class Fake:
 
     def stream(self) -> int:
         """Return a new stream."""
-        return int(self.library.fakehip_stream())
+        self._streams.append(int(self.library.fakehip_stream()))
+        return self._streams[-1]
+
+    def close(self) -> None:
+        """Free the streams, which nothing may use any more."""
+        while self._streams:
+            self.library.fakehip_forget_stream(self._streams.pop())
 
     def kernel(self, body: Callable[..., None], kinds: Sequence[Any]) -> int:
         """Return a kernel that calls ``body`` with arguments of the ctypes types ``kinds``."""

@@ -2,8 +2,8 @@
  *
  * Kernels are callbacks that a test registers. Everything runs when it is launched, on the calling
  * thread. What real runtimes do wrong is switched on by fakehip_set (see `settings`). Graph and
- * node memory is poisoned when it is destroyed and never given back, so that a use after that is
- * a wrong number instead of a crash.
+ * node memory is poisoned when it is destroyed and given back much later, so that a use after that
+ * is a wrong number instead of a crash.
  *
  * Compile with -DFAKEHIP_RELEASE_52 for the symbols of release 5.2, and with -DFAKEHIP_ANCIENT for
  * a runtime that lacks what devgraph cannot do without.
@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <set>
@@ -64,12 +65,14 @@ struct Node {
 struct Graph {
   std::vector<Node*> nodes;
   bool destroyed = false;
+
+  ~Graph() {
+    for (auto* node : nodes) delete node;
+  }
 };
 
-struct Exec {
-  std::vector<Node*> packets;
+struct Exec : Graph {
   std::map<Node*, Node*> by_node;
-  bool destroyed = false;
 };
 
 struct Stream {
@@ -80,6 +83,8 @@ struct Stream {
   std::vector<Node*> last;
   bool stuck = false; /* an end of its capture failed and left it active */
 };
+
+constexpr size_t kGraves = 300;
 
 std::recursive_mutex lock;
 std::map<std::string, long long> settings = {
@@ -143,10 +148,13 @@ int enqueue(Stream* stream, Node* node) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (!stream || stream->status == hipStreamCaptureStatusNone) {
     run(node);
+    delete node;
     return hipSuccess;
   }
-  if (stream->status == hipStreamCaptureStatusInvalidated)
+  if (stream->status == hipStreamCaptureStatusInvalidated) {
+    delete node;
     return fail(hipErrorStreamCaptureInvalidated);
+  }
   node->after = stream->last;
   stream->graph->nodes.push_back(node);
   stream->last = {node};
@@ -163,11 +171,22 @@ void leave(Stream* origin) {
   }
 }
 
+/* A graph or an executable ends: its memory is kept while the next kGraves are destroyed. */
+template <class Ended>
+void bury(Ended* ended) {
+  static std::deque<Ended*> graves;
+  ended->destroyed = true;
+  for (auto* node : ended->nodes) node->poison();
+  graves.push_back(ended);
+  if (graves.size() <= kGraves) return;
+  delete graves.front();
+  graves.pop_front();
+}
+
 void destroy(Graph* graph) {
   if (graph->destroyed) return;
-  graph->destroyed = true;
   settings["live_graphs"]--;
-  for (auto* node : graph->nodes) node->poison();
+  bury(graph);
 }
 
 int write_kernel(Node* node, const hipKernelNodeParams* params) {
@@ -175,6 +194,14 @@ int write_kernel(Node* node, const hipKernelNodeParams* params) {
   node->kernel = *params;
   if (fault("borrow")) return hipSuccess;
   node->own_arguments(values);
+  return hipSuccess;
+}
+
+int write_copy(Node* node, void* to, const void* from, size_t size, int kind) {
+  node->to = to;
+  node->from = const_cast<void*>(from);
+  node->size = size;
+  node->direction = kind;
   return hipSuccess;
 }
 
@@ -213,6 +240,11 @@ HIP_EXPORT void* fakehip_stream() {
   return made;
 }
 
+HIP_EXPORT void fakehip_forget_stream(Stream* stream) {
+  streams.erase(stream);
+  delete stream;
+}
+
 HIP_EXPORT int fakehip_launch(Stream* stream, void* kernel, void** values, unsigned grid) {
   auto* node = new Node;
   node->type = kKernel;
@@ -231,6 +263,7 @@ HIP_EXPORT int fakehip_host_function(Stream* stream) {
 
 /* `waiter` waits for `other` through an event: it joins the capture that `other` is part of. */
 HIP_EXPORT int fakehip_wait(Stream* waiter, Stream* other) {
+  REFUSABLE;
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (!other || other->status == hipStreamCaptureStatusNone || !waiter) return hipSuccess;
   if (waiter->status == hipStreamCaptureStatusNone) {
@@ -413,7 +446,7 @@ HIP_EXPORT int hipGraphInstantiateWithFlags(Exec** exec, Graph* graph, unsigned 
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (flags != 1 || once("refuse_instantiate")) return fail(hipErrorOutOfMemory);
   auto* made = new Exec;
-  for (auto* node : graph->nodes) made->packets.push_back(made->by_node[node] = copied(node));
+  for (auto* node : graph->nodes) made->nodes.push_back(made->by_node[node] = copied(node));
   settings["instantiated"]++;
   settings["live_execs"]++;
   settings["leaked_slots"] = 0;
@@ -427,7 +460,7 @@ HIP_EXPORT int hipGraphLaunch(Exec* exec, Stream* stream) {
   settings["launches"]++;
   if (stream && stream->status != hipStreamCaptureStatusNone)
     return fail(hipErrorStreamCaptureUnsupported);
-  for (auto* node : exec->packets) run(node);
+  for (auto* node : exec->nodes) run(node);
   return hipSuccess;
 }
 
@@ -435,10 +468,9 @@ HIP_EXPORT int hipGraphExecDestroy(Exec* exec) {
   REFUSABLE;
   std::lock_guard<std::recursive_mutex> guard(lock);
   if (exec->destroyed) return fail(hipErrorInvalidValue);
-  exec->destroyed = true;
   settings["live_execs"]--;
   settings["destroyed_execs"]++;
-  for (auto* node : exec->packets) node->poison();
+  bury(exec);
   return hipSuccess;
 }
 
@@ -478,19 +510,14 @@ HIP_EXPORT int hipGraphMemcpyNodeSetParams1D(Node* node, void* to, const void* f
                                              int kind) {
   REFUSABLE;
   if (node->type != kMemcpy) return fail(hipErrorInvalidValue);
-  node->to = to;
-  node->from = const_cast<void*>(from);
-  node->size = size;
-  node->direction = kind;
-  return hipSuccess;
+  return write_copy(node, to, from, size, kind);
 }
 
 HIP_EXPORT int hipGraphExecMemcpyNodeSetParams1D(Exec* exec, Node* node, void* to,
                                                  const void* from, size_t size, int kind) {
   REFUSABLE;
-  return update(exec, node, [&](Node* packet) {
-    hipGraphMemcpyNodeSetParams1D(packet, to, from, size, kind);
-  });
+  if (node->type != kMemcpy) return fail(hipErrorInvalidValue);
+  return update(exec, node, [&](Node* packet) { write_copy(packet, to, from, size, kind); });
 }
 
 HIP_EXPORT int hipGraphMemsetNodeGetParams(Node* node, hipMemsetParams* params) {
@@ -510,17 +537,20 @@ HIP_EXPORT int hipGraphMemsetNodeSetParams(Node* node, const hipMemsetParams* pa
 HIP_EXPORT int hipGraphExecMemsetNodeSetParams(Exec* exec, Node* node,
                                                const hipMemsetParams* params) {
   REFUSABLE;
+  if (node->type != kMemset) return fail(hipErrorInvalidValue);
   return update(exec, node, [&](Node* packet) { packet->fill = *params; });
 }
 
 HIP_EXPORT int hipMemcpyAsync(void* to, const void* from, size_t size, int kind, Stream* stream) {
+  REFUSABLE;
   auto* node = new Node;
   node->type = kMemcpy;
-  hipGraphMemcpyNodeSetParams1D(node, to, from, size, kind);
+  write_copy(node, to, from, size, kind);
   return enqueue(stream, node);
 }
 
 HIP_EXPORT int hipMemsetAsync(void* to, int value, size_t size, Stream* stream) {
+  REFUSABLE;
   auto* node = new Node;
   node->type = kMemset;
   node->fill = {to, 1, 1, size, unsigned(value), size};
