@@ -125,8 +125,10 @@ def _replay_as_eager(
     for tensor in memory:
         tensor.copy_(torch.randn(tensor.shape))
     start = _copies(memory)
+    # New data for an argument is what is there before the step.
+    given = {"x0": torch.randn(memory[0].shape)} if torch.rand(()) < 0.3 else {}
     try:
-        outputs = captured.replay(**host)
+        outputs = captured.replay(**given, **host)
     except dg.UpdateTopologyError:
         counts["refused: replay"] += 1
         _require_equal(memory, start, "after a refused replay, input")
@@ -135,6 +137,8 @@ def _replay_as_eager(
     sharing, values, written = _sharing([*memory, *got]), _copies(got), _copies(memory)
     for tensor, content in zip(memory, start, strict=True):
         tensor.copy_(content)
+    for data in given.values():
+        memory[0].copy_(data)
     wanted = program.step(*program.inputs, **host)
     want = _tensors(wanted)
     where = f"{captured.policy} with {host}"
@@ -151,13 +155,21 @@ def _replay_as_eager(
 
 
 def runner_case(seed: int) -> Counter[str]:
-    """Two random runners in one pool, used in turns, against their steps on the real batch."""
+    """Two random runners in one pool, used in turns, against their steps on the real batch.
+
+    They may share what they are given and return.
+    """
     rng, counts = _seeded(seed), Counter[str]()
     backend = dg.get_backend("cpu")
     pool = backend.make_pool()
-    runners = [
-        RandomRunner(rng, backend, pool, rng.choice(["full", "breakable"])) for _ in range(2)
-    ]
+    runners: list[RandomRunner] = []
+    while len(runners) < 2:
+        share = runners[0].runner if runners and rng.random() < 0.5 else None
+        try:
+            policy = rng.choice(["full", "breakable"])
+            runners.append(RandomRunner(rng, backend, pool, policy, share))
+        except dg.ConfigError:  # the larger one has to come first
+            counts["refused: share"] += 1
     for each in runners:
         each.runner.capture()
     for _ in range(rng.randint(8, 16)):

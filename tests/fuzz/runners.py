@@ -29,7 +29,9 @@ class RandomRunner:
     padding must not show.
     """
 
-    def __init__(self, rng: random.Random, backend: Any, pool: dg.Pool, policy: str) -> None:
+    def __init__(
+        self, rng: random.Random, backend: Any, pool: dg.Pool, policy: str, share: Any = None
+    ) -> None:
         self._rng = rng
         self.cache = torch.randn(SCRATCH + 1, WIDTH)
         self._table = torch.randn(VOCAB, WIDTH)
@@ -59,6 +61,7 @@ class RandomRunner:
             "pool": pool,
             "progress": False,
             "bound": {"cache": self.cache},
+            "share": share,
         }
         if self._prefill:
             # Graphs of this phase that are not whole depend on the number of tokens only.
