@@ -17,7 +17,7 @@ import torch
 from devgraph.api.backend import ReplayPace
 from devgraph.api.capture import Captured, capture
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import AgreementError, InputError, ResourceError
+from devgraph.api.errors import AgreementError, ResourceError
 from devgraph.api.policy import compiles
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
@@ -38,6 +38,8 @@ _TRIALS = 4
 """Runs of which the fastest counts: a first replay may have to instantiate its graph."""
 
 _EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)
+_RAISED = (Reason.CAPTURE_FAILED, Reason.RANKS_DROPPED)
+"""Why a graph waits for the next ``capture``, and is not tried again between steps."""
 
 
 class Capturing:
@@ -83,13 +85,34 @@ class Capturing:
         """What counts the runs that overwrite the outputs."""
         return self._step.clock
 
-    def require_together(self, capture_mode: str) -> None:
-        """Raise InputError where a rank would capture alone."""
-        if self._ranks.size > 1 and capture_mode != "eager":
-            raise InputError(
-                f"capture={capture_mode!r} lets a rank capture alone, and this runner has a group "
-                f"of {self._ranks.size} ranks; use capture='eager'"
-            )
+    def elect(self, *, ready: bool, room: bool) -> BucketGraph | None:
+        """Return the graph that all ranks capture between two steps, if there is one now.
+
+        With ``capture="lazy"`` those that enough batches of a rank wanted come first.
+
+        Args:
+            ready: whether this rank has time for it.
+            room: whether there may be one more graph; else only one that batches want is elected.
+
+        Raises:
+            AgreementError: ranks differ in what is left, or one did not come.
+        """
+        everything = list(self._graphs)
+        left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
+        numbers = [
+            everything.index(graph) + (0 if self.deserves(graph) else len(everything))
+            for graph in left
+            if room or self.deserves(graph)
+        ]
+        wanted = min(numbers, default=None)
+        state = f"{self.rounds}: {', '.join(str(graph.key) for graph in left)}"
+        elected = self._ranks.elect(wanted, self._name, ready=ready, state=state)
+        return None if elected is None else everything[elected % len(everything)]
+
+    def deserves(self, graph: BucketGraph) -> bool:
+        """Whether enough batches wanted ``graph`` for ``capture="lazy"``."""
+        config = self._config
+        return config.capture == "lazy" and graph.wants >= config.lazy_hits
 
     def round(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
         """Capture ``graphs``, which are ordered largest first; ``profile`` is a folder for traces.
@@ -141,8 +164,26 @@ class Capturing:
             self._backend.device,
         )
 
-    def learn_outputs(self, barrier: Callable[[], None] | None = None) -> None:
-        """Run every variant once at its largest size, to see what it returns. Idempotent."""
+    def learn_together(self) -> None:
+        """``learn_outputs`` with the other ranks, as a round without captures.
+
+        Raises:
+            AgreementError: another rank failed, is late, or is gone.
+        """
+        self.rounds += 1
+        tag = f"{self._name}/outputs{self.rounds}"
+        try:
+            self.learn_outputs(self._barrier(tag))
+        except BaseException as error:
+            self._ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
+            raise
+
+    def learn_outputs(self, barrier: Callable[[], None]) -> None:
+        """Run every variant once at its largest size, to see what it returns. Idempotent.
+
+        Args:
+            barrier: called after each run.
+        """
         step = self._step
         if step.outputs.ready:
             return
@@ -156,7 +197,7 @@ class Capturing:
                 batch = static.batch(static.prepared())
                 step.outputs.learn(variant, step.function(batch), graph.size)
                 graph.warm = 1
-                (barrier or self._backend.synchronize)()
+                barrier()
         self._backend.set_rng_state(rng)
         step.outputs.allocate(self._backend.device)
         if self._share is not None and step.outputs.shares:
@@ -173,7 +214,7 @@ class Capturing:
         with torch.no_grad():
             try:
                 for graph in list(self._graphs)[:2]:
-                    self.learn_outputs()
+                    self.learn_outputs(self._backend.synchronize)
                     before = pool.bytes
                     kept.append(self._captured(graph, self._backend.synchronize, pool))
                     added.append(max(0, pool.bytes - before) + kept[-1].info().bytes)
@@ -209,7 +250,7 @@ class Capturing:
         outcomes = ranks.gather(f"{tag}/outcome", mine)
         for rank, text in enumerate(outcomes):
             if text.startswith("raised "):
-                graph.drop(Reason.RANKS_DROPPED, text)
+                graph.forget(Reason.RANKS_DROPPED, text)
                 raise AgreementError(f"rank {rank} could not capture {graph.key}: it {text}")
         problems = ["" if text == _SLOW else text for text in outcomes]
         if any(problems):

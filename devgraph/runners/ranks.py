@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -79,6 +80,19 @@ class Solo:
             variants: those that the runner declares, in the same order on every rank.
         """
         return decision if decision is not None else Decision.eager(Reason.EMPTY_BATCH)
+
+    def elect(self, wanted: int | None, name: str, *, ready: bool, state: str) -> int | None:
+        """Return which graph of runner ``name`` all ranks capture now, by its number.
+
+        Args:
+            wanted: the one that this rank would capture.
+            ready: whether this rank has time for it.
+            state: what numbers mean, which must be the same on all ranks.
+
+        Returns:
+            the lowest number that a rank wants; None where none does or one is not ready.
+        """
+        return wanted if ready else None
 
     def wait(self, done: Callable[[], bool], what: str, *, escape: str | None = None) -> None:
         """Return once ``done()`` says so; it is asked again and again."""
@@ -226,14 +240,22 @@ class RankGroup(Solo):
         """Return the element-wise minimum over ranks, through the engine's vote if it gave one.
 
         Raises:
-            AgreementError: a rank did not vote; names it if it is gone or stuck.
+            AgreementError: a rank did not vote, which is named if it is gone or stuck, or it voted
+                on something else.
         """
+        code = _code(tag)
         try:
-            return self._vote(tag, list(values))
+            low, high, *found = self._vote(tag, [code, -code, *values])
         except AgreementError:
             raise
         except Exception as error:
             self._roll_call(tag, f"the vote {tag!r} failed on rank {self.rank} ({error})", error)
+        if low != -high:
+            raise AgreementError(
+                f"rank {self.rank} votes on {tag!r} and another rank on something else: all ranks "
+                f"make the same calls of agree and idle, in the same order"
+            )
+        return found
 
     def agree(self, decision: Decision | None, variants: Sequence[Variant], name: str) -> Decision:
         """Return what all ranks of runner ``name`` do in this step, by one vote of minima.
@@ -263,6 +285,22 @@ class RankGroup(Solo):
                 f"and {dict(variants[-high])}; give all ranks of a step the same variant"
             )
         return Decision.graph(key)
+
+    def elect(self, wanted: int | None, name: str, *, ready: bool, state: str) -> int | None:
+        """Return which graph of runner ``name`` all ranks capture now, by one vote of minima.
+
+        Raises:
+            AgreementError: ranks differ in ``state``, or one did not vote.
+        """
+        code, mine = _code(state), _NEUTRAL if wanted is None else wanted
+        # As many numbers as in ``agree``: a rank that is there by mistake must not break the vote.
+        able, number, low, high = self.minimum(f"{name}/idle", (int(ready), mine, code, -code))
+        if low != -high:
+            raise AgreementError(
+                f"the ranks of {name} have different buckets left to capture: call capture and "
+                f"invalidate at the same point on all of them"
+            )
+        return None if not able or number == _NEUTRAL else number
 
     def wait(self, done: Callable[[], bool], what: str, *, escape: str | None = None) -> None:
         """Return once ``done()`` says so: for work that ends only if the other ranks take part.
@@ -402,6 +440,11 @@ def _pauses() -> Iterator[float]:
     for pause in (2e-5, 1e-4, 5e-4, 2e-3):
         yield from itertools.repeat(pause, 20)
     yield from itertools.repeat(1e-2)
+
+
+def _code(text: str) -> int:
+    """Return a number that stands for ``text`` in a vote of minima."""
+    return zlib.crc32(text.encode())
 
 
 def _roll(what: str) -> str:

@@ -178,7 +178,6 @@ class Runner:
             options=options,
             share=share and share._capturing,
         )
-        self._capturing.require_together(config.capture)
         self._lock = pool.lock
         self._process = process.identity.token
         self._inside = False
@@ -482,8 +481,8 @@ class Runner:
         if graph is None or decision.reason not in _WANTED:
             return
         graph.wants += 1
-        config = self._config
-        if config.capture == "lazy" and graph.wants >= config.lazy_hits and not graph.dropped:
+        # A rank alone never captures: several of them do so in ``idle``.
+        if self._ranks.size == 1 and self._capturing.deserves(graph) and not graph.dropped:
             self._make_room(graph)
             try:
                 self._capture([graph])
@@ -589,9 +588,9 @@ class Runner:
         """Capture the buckets that are not captured yet, largest first; failed ones again.
 
         With ``capture="lazy"`` or ``"background"`` in the configuration it only finds out what the
-        step returns; buckets follow after enough batches wanted one, or one per ``idle`` call.
-        ``everything`` captures them now. ``profile`` names a folder that gets a Chrome trace of
-        each capture, warm-up included.
+        step returns; buckets follow after enough batches wanted one, or one per ``idle`` call (with
+        several ranks both in ``idle``). ``everything`` captures them now. ``profile`` names a folder
+        that gets a Chrome trace of each capture, warm-up included.
 
         Every capture starts from pad values in all slots; memory of buckets is shared. When memory
         runs out, the rest is dropped: the steps that wanted it run eagerly, counted.
@@ -608,19 +607,33 @@ class Runner:
             if everything or self.captures_first:
                 self._capture(self._pending, profile)
             else:
-                self._capturing.learn_outputs()
+                self._capturing.learn_together()
 
-    def idle(self) -> bool:
-        """Capture one bucket while the engine has nothing else to do; False when none is left.
+    def idle(self, *, ready: bool = True) -> bool:
+        """Capture one bucket while the engine has nothing else to do; return whether it did.
 
         For ``capture="background"`` and ``"lazy"``. Outputs of earlier runs are overwritten.
+
+        With several ranks every rank calls it at the same point, as it does ``agree``, and all of
+        them capture the same bucket or none does. That one capture is the longest pause.
+
+        Args:
+            ready: False for a rank that has requests to serve: then no rank captures.
+
+        Raises:
+            AgreementError: a rank did not come, failed, or has other buckets left.
+            Exception: what the step raised; the bucket waits for ``capture``.
         """
         with self._between_steps("capture"):
-            pending = [g for g in self._pending if g.reason is not Reason.CAPTURE_FAILED]
-            if not pending or self._config.policy == "disabled" or self._suspended:
+            if self._config.policy == "disabled":
                 return False
-            self._capturing.require_together("background")
-            self._capture(pending[:1])
+            able = ready and not self._suspended
+            graph = self._capturing.elect(ready=able, room=bool(self._pending))
+            if graph is None:
+                return False
+            self._make_room(graph)
+            self._ranks.handshake(f"{self._name}/{self._capturing.rounds}", self._facts())
+            self._capture([graph])
             return True
 
     def _capture(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:

@@ -61,6 +61,14 @@ def test_speculation_leaves_full_decode_on() -> None:
     assert found.effective.decode.policy == "full"
 
 
+def test_captures_while_serving_are_noted_where_there_are_several_ranks() -> None:
+    config = DeviceGraphConfig.from_json('{"decode": {"capture": "background"}}')
+    for facts, phases in (({}, []), ({"collectives": True}, ["decode"])):
+        found = resolve_quietly(config, EngineFacts(**facts))
+        assert [one.phase for one in found.fired if one.rule == "voted-captures"] == phases
+        assert found.effective == config
+
+
 def test_alignment_of_the_expert_exchange_reaches_align_and_buckets() -> None:
     facts = EngineFacts(moe_all_to_all="device", moe_all_to_all_align=8)
     found = resolve_quietly(DeviceGraphConfig(), facts)

@@ -94,7 +94,8 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("piecewise-deterministic", {"deterministic": True}, "prefill", "piecewise", "breakable"),
     ("piecewise-symmetric-memory", {"symmetric_memory": True}, "prefill", "piecewise", "breakable"),
 ]
-OTHER_KEYS = {"moe-align", "moe-align-buckets", "piecewise-compiler"}  # tested on their own
+OTHER_KEYS = {"moe-align", "moe-align-buckets", "piecewise-compiler", "voted-captures"}
+"""Tested on their own."""
 KINDS = {rule.name: rule.kind for rule in RULES}
 
 

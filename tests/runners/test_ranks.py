@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -359,14 +360,144 @@ def test_many_votes_leave_no_keys_behind():
     assert store.num_keys() <= 5
 
 
-def test_lazy_and_background_captures_need_a_single_rank():
-    group = RankGroup(dist.HashStore(), 0, size=2)
-    for mode in ("lazy", "background"):
-        with pytest.raises(dg.InputError, match="lets a rank capture alone"):
-            ranked(group, config={"capture": mode}, captured=False)
-    runner = ranked(group, captured=False)
-    with pytest.raises(dg.InputError, match="lets a rank capture alone"):
+def left(runner):
+    return [b.bucket for b in runner.plan().buckets if b.state == "pending"]
+
+
+def test_background_captures_are_steps_of_all_ranks():
+    def work(rank, group):
+        runner = ranked(group, config={"capture": "background"})
+        busy = [runner.idle(ready=rank != turn) for turn in range(3)]
+        seen = []
+        while runner.idle():
+            seen.append(left(runner))
+            decision = runner.agree(runner.can_run(8))
+            out = runner.run({"x": rows_of_x(8)}, decision=decision)
+            assert decision.ok and torch.equal(out, rows_of_x(8) * 2)
+        return busy, seen, states(runner)
+
+    expected = [False] * 3, [[4, 2, 1], [2, 1], [1], []], dict.fromkeys((8, 4, 2, 1), "captured")
+    assert in_ranks(3, work) == [expected] * 3
+
+
+def test_a_bucket_that_one_rank_wanted_is_captured_lazily_on_all():
+    def work(rank, group):
+        runner = ranked(group, config={"capture": "lazy", "lazy_hits": 2})
+        for _ in range(3):
+            mine = runner.can_run(2) if rank == 1 else None
+            decision = runner.agree(mine)
+            runner.run({"x": rows_of_x(2)} if rank == 1 else None, decision=decision)
+        assert runner.stats().captures == 0, "a rank captured alone"
+        assert runner.idle()
+        return left(runner), runner.agree(runner.can_run(2)).ok
+
+    assert in_ranks(3, work) == [([8, 4, 1], True)] * 3
+
+
+@pytest.mark.parametrize("budget", ["memory", "time"])
+def test_a_capture_between_steps_keeps_the_budgets_on_all_ranks(budget):
+    def work(rank, group):
+        key = {"memory": "memory_budget_bytes", "time": "time_budget_s"}[budget]
+        runner = ranked(group, config={"capture": "background"})
+        assert runner.idle()
+        if rank == 1:  # is over its budget from here on
+            tight = {key: 1 if budget == "memory" else 1e-9}
+            runner._capturing._config = attrs.evolve(runner._config, **tight)
+        assert runner.idle()
+        return states(runner)
+
+    first, second = in_ranks(2, work)
+    assert first[4] == "ranks_dropped" and second[4] == f"{budget}_budget"
+    assert first[8] == second[8] == "captured" and first[2] == second[2] == "pending"
+
+
+def test_a_bucket_that_raised_in_one_rank_between_steps_waits_for_the_next_capture():
+    def work(rank, group):
+        broken = [rank == 1]
+
+        def step(batch):
+            if broken[0] and batch.tokens == 4 and dg.is_capturing():
+                raise KeyError("layer 7")
+            return batch.x * 2
+
+        runner = ranked(group, step, config={"capture": "background"})
+        seen = []
+        for _ in range(5):
+            try:
+                seen.append(runner.idle())
+            except (KeyError, dg.AgreementError) as error:
+                seen.append(str(error))
+        reason = runner.can_run(4).reason
+        broken[0] = False
+        runner.capture(everything=True)
+        return seen, reason, states(runner)
+
+    results = in_ranks(2, work)
+    text = "rank 1 could not capture 4: it raised KeyError: 'layer 7'"
+    assert results[0][:2] == ([True, text, True, True, False], Reason.RANKS_DROPPED)
+    assert results[1][:2] == ([True, "'layer 7'", True, True, False], Reason.CAPTURE_FAILED)
+    assert [result[2] for result in results] == [dict.fromkeys((8, 4, 2, 1), "captured")] * 2
+
+
+def test_a_rank_that_does_not_come_to_a_capture_is_named():
+    def work(rank, group):
+        runner = ranked(group, config={"capture": "background"})
+        if rank != 2:
+            runner.idle()
+
+    results = in_ranks(3, work, timeout_s=0.5)
+    for error in results[:2]:
+        assert isinstance(error, dg.AgreementError)
+        assert "for rank 2, which did not come" in str(error)
+
+
+def test_ranks_with_different_buckets_left_are_refused():
+    def work(rank, group):
+        runner = ranked(group, config={"capture": "background"})
         runner.idle()
+        if rank == 1:
+            runner.invalidate("weights")
+        runner.idle()
+
+    for error in in_ranks(2, work):
+        assert isinstance(error, dg.AgreementError)
+        assert "different buckets left to capture" in str(error)
+
+
+def test_a_rank_at_another_vote_is_told():
+    """Where the vote is the engine's, or an all-reduce, values of any two calls would mix."""
+    meet, cast = threading.Barrier(2, timeout=10), [[], []]
+
+    def work(rank, group):
+        def vote(values):
+            cast[rank] = values
+            meet.wait()
+            lowest = [min(column) for column in zip(*cast, strict=True)]
+            meet.wait()
+            return lowest
+
+        runner = ranked(group, config={"capture": "background"})
+        group._vote = lambda tag, values: vote(values)
+        runner.agree(None) if rank else runner.idle()
+
+    for error in in_ranks(2, work):
+        assert isinstance(error, dg.AgreementError)
+        assert "another rank on something else" in str(error)
+
+
+def test_a_first_look_at_the_outputs_that_fails_is_heard_by_all_ranks():
+    def work(rank, group):
+        def step(batch):
+            if rank == 1:
+                raise KeyError("layer 7")
+            return batch.x * 2
+
+        runner = ranked(group, step, config={"capture": "lazy"}, captured=False)
+        runner.capture()
+
+    results = in_ranks(2, work)
+    assert isinstance(results[1], KeyError)
+    assert "rank 1: raised KeyError: 'layer 7'" in str(results[0])
 
 
 def test_a_group_of_one_needs_nobody():
@@ -653,6 +784,26 @@ def test_ranks_share_the_items_of_an_encoder_out_by_tokens(prepared):
         value = found[rank]["value"]
         assert value["right"] == [7, 1, 0]
         assert value["rows"] == [38, 42, 42]  # of 76 rows half each, and then the one item twice
+
+
+def test_ranks_capture_while_serving_together(prepared):
+    """An all-reduce between segments: a rank that captured or replayed alone would wait."""
+    found = prepared.run("capture_while_serving", size=3)
+    for result in found.values():
+        assert "error" not in result, result
+        value = result["value"]
+        assert value["captured"] == [False, True, True, False]
+        assert value["sums"] == [6.0] * 4
+        assert value["eager"] == {"not_captured": 3}
+
+
+def test_a_rank_that_is_killed_before_a_capture_while_serving_is_named(prepared):
+    """FAULTS 30."""
+    found = prepared.run("killed_while_serving", size=3, timeout_s=TIMEOUT_S)
+    assert found.pop(2)["end"] == "exit -9"
+    for error in survivors(found):
+        assert error.startswith("AgreementError")
+        assert "rank 2" in error
 
 
 def test_two_groups_of_one_world_agree_apart(prepared):

@@ -162,20 +162,41 @@ def stuck_device(rank: int, group: RankGroup) -> Any:
     group.wait(lambda: False, "step")
 
 
+@dg.no_graph(mutates=("out",))
+def _total(x: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x)
+    dist.all_reduce(out)
+
+
+def _summing(batch: Any) -> torch.Tensor:
+    out = torch.empty_like(batch.x)
+    _total(batch.x, out)
+    return out + 0
+
+
+def capture_while_serving(rank: int, group: RankGroup) -> Any:
+    """Captures between steps that hold a collective; rank 1 is busy at first."""
+    config = {"policy": "breakable", "buckets": [1, 2], "capture": "background"}
+    runner = ranked(group, _summing, config=config, max_requests=2)
+    captured, sums, x = [], [], torch.full((1, 3), rank + 1.0)
+    for turn in range(4):
+        out = runner.run({"x": x}, decision=runner.agree(runner.can_run(1)))
+        sums.append(out[0, 0].item())
+        captured.append(runner.idle(ready=(rank, turn) != (1, 0)))
+    return {"captured": captured, "sums": sums, "eager": runner.stats().eager}
+
+
+def killed_while_serving(rank: int, group: RankGroup) -> Any:
+    runner = ranked(group, config={"buckets": BUCKETS, "capture": "background"})
+    runner.idle()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    runner.idle()
+
+
 def meet_in_a_collective(rank: int, group: RankGroup) -> Any:
     """An all-reduce of the host between segments; rank 1 has no requests and takes part."""
-
-    @dg.no_graph(mutates=("out",))
-    def total(x: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(x)
-        dist.all_reduce(out)
-
-    def step(batch: Any) -> torch.Tensor:
-        out = torch.empty_like(batch.x)
-        total(batch.x, out)
-        return out + 0
-
-    runner = ranked(group, step, config={"policy": "breakable", "buckets": [2]}, max_requests=2)
+    runner = ranked(group, _summing, config={"policy": "breakable", "buckets": [2]}, max_requests=2)
     busy = rank != 1
     decision = runner.agree(runner.can_run(1) if busy else None)
     out = runner.run({"x": torch.full((1, 3), rank + 1.0)} if busy else None, decision=decision)
@@ -258,6 +279,8 @@ SCENARIOS: dict[str, Scenario] = {
     "stuck_before_vote": _gone_in_a_vote(lambda: time.sleep(3600)),
     "stuck_device": stuck_device,
     "shared_items": shared_items,
+    "capture_while_serving": capture_while_serving,
+    "killed_while_serving": killed_while_serving,
     "meet_in_a_collective": meet_in_a_collective,
     "pairs": pairs,
     "full_collective": full_collective,

@@ -281,6 +281,15 @@ RULES: tuple[Rule, ...] = (
         "decision and run idle ranks with it",
         source=f"{_SGLANG}/issues/19252",
     ),
+    _note(
+        "voted-captures",
+        when=lambda facts, phase: (
+            phase.capture != "eager" and (facts.collectives or facts.data_parallel_attention)
+        ),
+        explanation="a bucket is captured on all ranks or on none: every rank calls idle() at the "
+        "same point between steps, and one that has requests passes ready=False",
+        source="devgraph: docs/distributed.md",
+    ),
     _safety(
         "moe-host-counts",
         **_INSIDE,
