@@ -56,6 +56,10 @@ class Capabilities:
     node_counts: bool = _may("DeviceGraph._size")
     """``DeviceGraph.info()`` reports the number of nodes; else it reports None."""
 
+    remakes_executables: bool = _may("DeviceGraph._end")
+    """What a graph launches can be dropped for the budget of its pool, and made again from the
+    graph; elsewhere it stays as long as the graph, and counts."""
+
     max_streams: int | None = None
     """Streams that captured graphs may take in all, or None where it is not a scarce resource."""
 

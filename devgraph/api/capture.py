@@ -201,6 +201,12 @@ class Captured:
             phases=dict(self.phases),
         )
 
+    def pin(self, pinned: bool = True) -> None:
+        """Keep the executables of all segments, whatever the budget of the pool is, or no more."""
+        for segment in self.segments:
+            if isinstance(segment, DeviceGraph):
+                segment.pinned = pinned
+
     def explain(self) -> str:
         """Return segments, regions and nodes as text."""
         size = _counted(len(self.segments), "segment")

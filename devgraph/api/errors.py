@@ -27,6 +27,7 @@
     │   ├── BackendUnavailableError   known, but unusable on this machine
     │   └── CapabilityError           the backend does not declare what was asked
     ├── ResourceError                 memory, streams or another budget is exhausted
+    │   └── ExecutableError           no memory to make an executable again that was dropped
     ├── AgreementError                ranks differ, are late or are gone
     └── DeviceLost                    the device is in a sticky error state
 """
@@ -50,6 +51,7 @@ __all__ = [
     "DeviceGraphError",
     "DeviceLost",
     "EmptyCaptureError",
+    "ExecutableError",
     "FrozenValueError",
     "HostArgumentError",
     "HostReadError",
@@ -176,6 +178,16 @@ class CapabilityError(BackendError):
 
 class ResourceError(DeviceGraphError):
     """Memory, streams or another budget is exhausted."""
+
+
+class ExecutableError(ResourceError):
+    """There is no memory to make the executable of a graph again, which was dropped.
+
+    The graph stays ready: launch it again when there is memory.
+    """
+
+    partly = False
+    """Whether a part of the step ran before."""
 
 
 class AgreementError(DeviceGraphError):

@@ -24,7 +24,7 @@ import numbers
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -45,9 +45,7 @@ from devgraph.api.executable import Call, Executable, LaunchSlot, weakly
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
-
-if TYPE_CHECKING:
-    from devgraph.api.pool import Pool, Recording
+from devgraph.api.pool import Pool, Recording, Remade, Resident
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +140,8 @@ class DeviceGraph(abc.ABC):
         """Tensors of the caller, besides those that the capture touched, that regions may touch."""
         self.spoiled: CaptureError | None = None
         """Why the capture under way cannot become a graph, though its body goes on."""
+        self.pinned = False
+        """Whether the executable stays, whatever the budget of the pool is."""
         self.names_side_streams = True
         """Whether the error for side streams that a capture left unjoined names them: the driver
         must be asked of every stream before it ends the capture (30 us on one H200)."""
@@ -352,6 +352,8 @@ class DeviceGraph(abc.ABC):
                     f"({self.backend.device}) and inside the with block."
                 )
             executable = _NOTHING
+        elif not isinstance(executable, Remade):
+            self.pool.recordings.put_own(self, Resident(self._size()[1]))
         self._remember_capture()
         self._capture_seconds += time.perf_counter()
         self._state = GraphState.READY

@@ -1,12 +1,18 @@
-"""Pool: the memory that graphs share, kept alive as long as any of them uses it."""
+"""Pool: the memory that graphs share, kept alive as long as any of them uses it.
+
+What graphs launch is kept here too: recordings, and the executables of the graphs themselves, under
+one byte budget.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
@@ -14,14 +20,30 @@ import torch
 
 from devgraph.api import process
 from devgraph.api.device import Device
-from devgraph.api.errors import InputError, InputTypeError, StateError, brief
+from devgraph.api.errors import (
+    ExecutableError,
+    InputError,
+    InputTypeError,
+    ResourceError,
+    StateError,
+    brief,
+)
+from devgraph.api.executable import Executable
 
 if TYPE_CHECKING:
     from devgraph.api.buffers import StaticBuffers
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
-"""Recordings of a pool may take this much by default: about 160 executables of a 36-layer decode
-step at 1.6 MiB each (measured on one H200, see docs/benchmarks.md)."""
+"""Recordings of a pool may take this much where nobody gave a budget: about 160 executables of a
+36-layer decode step at 1.6 MiB each (measured on one H200, see docs/benchmarks.md)."""
+
+logger = logging.getLogger(__name__)
+
+EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)
+"""What is raised where memory or another resource of the device runs out."""
+
+_OWN = object()
+"""In the place of a key: the executable of the graph itself."""
 
 
 class Recording(Protocol):
@@ -36,7 +58,7 @@ class Recording(Protocol):
 
 
 @runtime_checkable
-class Shrinkable(Protocol):
+class Shrinkable(Recording, Protocol):
     """A recording that can give up memory and still be used."""
 
     def shrink(self) -> None:
@@ -46,6 +68,9 @@ class Shrinkable(Protocol):
 class Owner(Protocol):
     """What recordings belong to: a graph."""
 
+    pinned: bool
+    """Whether its own executable stays."""
+
     @property
     def key(self) -> Hashable:
         """The key of the host values that the next launch uses."""
@@ -54,32 +79,93 @@ class Owner(Protocol):
 @attrs.define
 class _Kept:
     owner: weakref.ref[Owner]
-    recording: Recording
-    charged: int
+    recording: Any
+    charged: int = 0
+
+
+@attrs.frozen
+class Resident:
+    """An executable that stays as long as its graph: it is counted, and nothing else."""
+
+    bytes: int
+
+    def close(self) -> None:
+        """Nothing to free: its graph does."""
+
+
+@attrs.frozen(kw_only=True)
+class Residency:
+    """What the graphs of a pool keep to launch, and what keeping it within the budget has cost."""
+
+    bytes: int
+    """Taken now by executables and recordings."""
+    budget_bytes: int | None
+    made: int
+    """Executables made so far, again and for the first time."""
+    evicted: int
+    """Executables and recordings that gave up their memory for others."""
+    seconds: float
+    """Time that making executables took; where torch makes one in a capture, that time is the
+    capture's."""
 
 
 class Recordings:
-    """Recordings by (graph, key) under one byte budget, least recently used first out.
+    """What graphs launch, under one byte budget: least recently used first out.
 
-    When the budget is exceeded, recordings first shrink and only then go, oldest first. The newest
-    one and those that a graph's next launch uses stay as they are.
+    Recordings are kept by graph and key, a graph's own executable by graph. When the budget is
+    exceeded, what can be made again without running a region goes first, executables that is, and
+    then recordings, oldest first. The newest and what a graph's next launch uses stay, and so do
+    pinned executables and those that a vendor cannot make again, which count all the same.
+
+    Without a budget graphs keep their executables, and recordings may take what is the default.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
         self.bytes = 0
         self.hits = 0
         self.misses = 0
         self.evictions = 0
+        """Recordings that went."""
+        self._own_bytes = 0
+        self._made = 0
+        self._dropped = 0
+        self._seconds = 0.0
         self._items: OrderedDict[tuple[int, Hashable], _Kept] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.kept())
+
+    def kept(self) -> list[Any]:
+        """Return the recordings, least recently used first."""
+        return [kept.recording for (_, key), kept in self._items.items() if key is not _OWN]
 
     @property
     def room(self) -> int:
         """Bytes that are left in the budget."""
-        return max(self.budget_bytes - self.bytes, 0)
+        return max(-self._excess, 0)
+
+    @property
+    def _excess(self) -> int:
+        if self.budget_bytes is None:
+            return self.bytes - self._own_bytes - DEFAULT_BUDGET_BYTES
+        return self.bytes - self.budget_bytes
+
+    def limit(self, budget_bytes: int) -> None:
+        """Lower the budget to ``budget_bytes``, unless it is lower already."""
+        if self.budget_bytes is None or budget_bytes < self.budget_bytes:
+            self.budget_bytes = budget_bytes
+            self.trim()
+
+    def residency(self) -> Residency:
+        """Return what is kept now, and the counters."""
+        return Residency(
+            bytes=self.bytes,
+            budget_bytes=self.budget_bytes,
+            made=self._made,
+            evicted=self.evictions + self._dropped,
+            seconds=self._seconds,
+        )
 
     def holds(self, owner: object, key: Hashable) -> bool:
         """Whether there is a recording for ``key``; counts nothing."""
@@ -99,63 +185,194 @@ class Recordings:
         """Keep ``recording`` and bring the rest under the budget."""
         if (id(owner), key) in self._items:
             self._remove((id(owner), key))
-        size = recording.bytes
-        self._items[id(owner), key] = _Kept(weakref.ref(owner), recording, size)
-        self.bytes += size
+        self._items[id(owner), key] = kept = _Kept(weakref.ref(owner), recording)
+        self._charge(kept, recording.bytes, own=key is _OWN)
         self.trim()
+
+    def put_own(self, owner: Owner, executable: Resident | Remade) -> None:
+        """Count the executable of ``owner`` itself."""
+        self._made += isinstance(executable, Resident)
+        self.put(owner, _OWN, executable)
+
+    def touch_own(self, owner: int) -> bool:
+        """Note a launch of the own executable of the graph with this ``id``; False if it is not
+        counted."""
+        try:
+            self._items.move_to_end((owner, _OWN))
+        except KeyError:
+            return False
+        return True
+
+    def settle_own(self, owner: int) -> None:
+        """Drop the own executable of a graph, which was launched, if nothing else could go."""
+        if self._excess > 0 and not self._in_use((owner, _OWN)):
+            self._remove((owner, _OWN))
+            self._dropped += 1
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Count the executable that the block makes."""
+        started = time.perf_counter()
+        yield
+        self._made += 1
+        self._seconds += time.perf_counter() - started
+
+    def made(self, make: Callable[[], Executable]) -> Executable:
+        """Return ``make()``, an executable; where there is no memory for it, others go.
+
+        Raises:
+            ExecutableError: there is no memory even so.
+        """
+        with self.making():
+            try:
+                return make()
+            except EXHAUSTED as error:
+                logger.info("no memory for an executable, so that others go: %s", error)
+            for item in self._spare():
+                self._shrink(item)
+            try:
+                return make()
+            except EXHAUSTED as error:
+                raise ExecutableError(
+                    f"there is no memory for the executable of a graph, which the pool's budget "
+                    f"had dropped: {error}. The graph is ready as before; launch it again when "
+                    f"there is memory, or raise the budget."
+                ) from error
 
     def recharge(self, recording: Recording) -> None:
         """Count anew what ``recording`` takes, and bring the rest under the budget."""
         for kept in self._items.values():
             if kept.recording is recording:
-                self._charge(kept)
+                self._charge(kept, recording.bytes)
                 self.trim()
                 return
 
     def trim(self) -> None:
         """Shrink, then evict, the least recently used until the budget holds."""
-        if self.bytes <= self.budget_bytes:
+        if self._excess <= 0:
             return
-        spare = [item for item in list(self._items)[:-1] if not self._in_use(item)]
+        newest = next(reversed(self._items))
+        spare = [item for item in self._spare() if item != newest]
         for item in spare:
-            kept = self._items[item]
-            if isinstance(kept.recording, Shrinkable):
-                kept.recording.shrink()
-                self._charge(kept)
-            if self.bytes <= self.budget_bytes:
+            self._shrink(item)
+            if self._excess <= 0:
                 return
         for item in spare:
-            self._remove(item)
-            self.evictions += 1
-            if self.bytes <= self.budget_bytes:
+            if item in self._items:
+                self._remove(item)
+                self.evictions += 1
+            if self._excess <= 0:
                 return
 
     def count(self, owner: object) -> int:
         """Number of recordings of ``owner``."""
-        return sum(1 for known, _ in self._items if known == id(owner))
+        return sum(1 for known, key in self._items if known == id(owner) and key is not _OWN)
 
     def bytes_of(self, owner: object) -> int:
         """Bytes that recordings of ``owner`` take."""
-        return sum(k.charged for (known, _), k in self._items.items() if known == id(owner))
+        items = self._items.items()
+        return sum(k.charged for (o, key), k in items if o == id(owner) and key is not _OWN)
 
     def drop(self, owner: object) -> None:
-        """Free every recording of ``owner``."""
+        """Free every recording of ``owner``, and its own executable."""
         for item in [item for item in self._items if item[0] == id(owner)]:
             self._remove(item)
 
-    def _in_use(self, item: tuple[int, Hashable]) -> bool:
-        graph = self._items[item].owner()
-        return graph is not None and graph.key == item[1]
+    def _spare(self) -> list[tuple[int, Hashable]]:
+        return [item for item in list(self._items) if not self._in_use(item)]
 
-    def _charge(self, kept: _Kept) -> None:
-        size = kept.recording.bytes
-        self.bytes += size - kept.charged
+    def _in_use(self, item: tuple[int, Hashable]) -> bool:
+        kept = self._items[item]
+        graph = kept.owner()
+        if item[1] is not _OWN:
+            return graph is not None and graph.key == item[1]
+        stays = isinstance(kept.recording, Resident) or self.budget_bytes is None
+        return stays or (graph is not None and graph.pinned)
+
+    def _shrink(self, item: tuple[int, Hashable]) -> None:
+        kept = self._items[item]
+        if item[1] is _OWN:
+            self._remove(item)
+            self._dropped += 1
+        elif isinstance(kept.recording, Shrinkable):
+            before, thin = kept.charged, kept.recording
+            thin.shrink()
+            self._charge(kept, thin.bytes)
+            self._dropped += kept.charged < before
+
+    def _charge(self, kept: _Kept, size: int, *, own: bool = False) -> None:
+        more = size - kept.charged
+        self.bytes += more
+        if own:
+            self._own_bytes += more
         kept.charged = size
 
     def _remove(self, item: tuple[int, Hashable]) -> None:
         kept = self._items.pop(item)
-        self.bytes -= kept.charged
+        self._charge(kept, 0, own=item[1] is _OWN)
         kept.recording.close()
+
+
+class Remade:
+    """The own executable of a graph where it can be dropped while the graph stays: it is made when
+    it is launched.
+
+    What was bound to it stays valid, for that is this object: a step in whose middle it is dropped
+    makes it again.
+
+    Args:
+        graph: launches it.
+        recordings: the budget.
+        make: makes what is launched.
+        drop: frees that; safe while a launch of it is in flight.
+        nbytes: what it takes.
+    """
+
+    def __init__(
+        self,
+        graph: Owner,
+        recordings: Recordings,
+        *,
+        make: Callable[[], Executable],
+        drop: Callable[[], None],
+        nbytes: int,
+    ) -> None:
+        self._graph = weakref.ref(graph)
+        self._owner = id(graph)
+        self._recordings = recordings
+        self._make, self._drop = make, drop
+        self._made: Executable | None = None
+        self.bytes = nbytes
+
+    def launch(self) -> None:
+        """Launch once, made before if need be.
+
+        Raises:
+            ExecutableError: there is no memory to make it; nothing was launched.
+        """
+        if self._made is not None and self._recordings.touch_own(self._owner):
+            self._made.launch()
+        else:
+            self._launch_anew()
+
+    def bound(self, stream: int | None) -> Callable[[], None]:
+        """Return ``launch``."""
+        return self.launch
+
+    def close(self) -> None:
+        """Give up the memory until the next launch. Idempotent."""
+        if self._made is not None:
+            self._made = None
+            self._drop()
+
+    def _launch_anew(self) -> None:
+        recordings, graph = self._recordings, self._graph()
+        self.close()
+        self._made = made = recordings.made(self._make)
+        if graph is not None:
+            recordings.put_own(graph, self)
+        made.launch()
+        recordings.settle_own(self._owner)
 
 
 class Pool:
@@ -166,7 +383,8 @@ class Pool:
 
     Args:
         backend: the backend that made it (``backend.make_pool()``).
-        budget_bytes: the most that recordings of this pool's graphs may take.
+        budget_bytes: the most that executables and recordings of this pool's graphs may take; see
+            ``Recordings``.
     """
 
     def __init__(self, backend: Device, budget_bytes: int | None = None) -> None:
@@ -178,7 +396,7 @@ class Pool:
             if budget_bytes < 0:
                 raise InputError(f"budget_bytes must be at least 0, got {budget_bytes}")
         self.backend = backend
-        self.recordings = Recordings(DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes)
+        self.recordings = Recordings(budget_bytes)
         self._lock = backend.new_replay_lock()
         self._process = process.identity.token
         self.occupied = False

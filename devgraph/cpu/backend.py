@@ -19,7 +19,7 @@ from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Absorbed, Mark, entered
-from devgraph.api.pool import Pool, Recording
+from devgraph.api.pool import Pool, Recording, Remade
 from devgraph.cpu.check import check
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Knowledge, Recorder
@@ -96,7 +96,15 @@ class CpuGraph(DeviceGraph):
         assert recorder is not None
         self._tape = tape = recorder.tape()
         self._touched = recorder.touched if self.hits else {}
-        return Call(tape.replay)
+        tape.drop()
+
+        def make() -> Executable:
+            tape.make()
+            return Call(tape.replay)
+
+        return Remade(
+            self, self.pool.recordings, make=make, drop=tape.drop, nbytes=len(tape) * ENTRY_BYTES
+        )
 
     def _abort(self) -> None:
         self._leave()
@@ -176,6 +184,7 @@ class CpuBackend(Backend):
         capture_error_modes=("thread_local",),
         concurrent_threads=True,
         node_counts=True,
+        remakes_executables=True,
         piecewise=True,
         compilers=("eager", "inductor"),
     )

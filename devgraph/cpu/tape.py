@@ -119,7 +119,8 @@ class Tape:
         self._parts = tuple(parts)
         self._holds = tuple(holds)
         self._entries = tuple(_flat(self._parts, {}))
-        self._calls: list[Callable[[], object]] = [entry.run for entry in self._entries]
+        self._calls: list[Callable[[], object]] | None = None
+        self.make()
 
     @property
     def ops(self) -> list[Op]:
@@ -134,12 +135,22 @@ class Tape:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def make(self) -> None:
+        """Make what ``replay`` runs. Idempotent."""
+        self._calls = [entry.run for entry in self._entries]
+
+    def drop(self) -> None:
+        """Drop what ``replay`` runs, until ``make``; the entries stay."""
+        self._calls = None
+
     def replay(self) -> None:
         """Run every entry once, in order, in the memory of the capture.
 
         Modes of the calling thread (autocast, gradient recording, dispatch modes) play no part.
         An operation that raises, for example for an index out of range, stops the replay.
         """
+        if self._calls is None:
+            raise StateError("what this tape replays was dropped")
         calls = iter(self._calls)
         with (
             torch._C._InferenceMode(True),
@@ -151,7 +162,7 @@ class Tape:
                 for call in calls:
                     call()
             except Exception as error:
-                self._name_operation(error, len(self._calls) - operator.length_hint(calls) - 1)
+                self._name_operation(error, len(self._entries) - operator.length_hint(calls) - 1)
                 raise
 
     def replace(self, changes: Mapping[Span, Sequence[Entry]]) -> None:
@@ -161,7 +172,7 @@ class Tape:
             raise KeyError(f"{unknown[0]!r} is not a span of this tape")
         new = {span: tuple(entries) for span, entries in changes.items()}
         flat = tuple(_flat(self._parts, new))
-        calls = [entry.run for entry in flat]
+        calls = None if self._calls is None else [entry.run for entry in flat]
         for span, entries in new.items():
             span.entries = entries
         self._entries, self._calls = flat, calls  # Last and at once, whenever an interrupt comes.

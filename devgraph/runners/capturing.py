@@ -20,7 +20,7 @@ from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import AgreementError, ResourceError
 from devgraph.api.policy import compiles
 from devgraph.api.policy.budget import UpdateBudget
-from devgraph.api.pool import Pool
+from devgraph.api.pool import EXHAUSTED, Pool
 from devgraph.api.session import session
 from devgraph.runners.graphs import BucketGraph, Emulated, Graphs, Reason
 from devgraph.runners.lease import LeaseClock
@@ -37,7 +37,6 @@ _SLOW = "slow"
 _TRIALS = 4
 """Runs of which the fastest counts: a first replay may have to instantiate its graph."""
 
-_EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)
 _RAISED = (Reason.CAPTURE_FAILED, Reason.RANKS_DROPPED)
 """Why a graph waits for the next ``capture``, and is not tried again between steps."""
 
@@ -239,7 +238,7 @@ class Capturing:
             slow = self._loses(graph, barrier)
         except PeerFailed as error:
             problem, detail = Reason.RANKS_DROPPED, str(error)
-        except _EXHAUSTED as error:
+        except EXHAUSTED as error:
             problem, detail = Reason.OUT_OF_MEMORY, self._shortage(graph, error)
             error.__traceback__ = None  # It holds the frames, and so the memory, of the capture.
         except BaseException as error:
@@ -305,6 +304,7 @@ class Capturing:
         captured = self._captured(graph, barrier, self._pool)
         if options.reset_state is not None:
             options.reset_state()
+        captured.pin(graph.pinned)
         graph.captured = captured
         graph.epoch = epoch
         graph.used = self.clock.now

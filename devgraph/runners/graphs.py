@@ -78,6 +78,8 @@ class Reason(str, enum.Enum):
     """The graph made room for one that was used later; see ``max_graphs``."""
     SUSPENDED = "suspended"
     """``suspend`` was called."""
+    EXECUTABLE_MEMORY = "executable_memory"
+    """The executable was dropped for the budget, and there was no memory to make it again."""
     UPDATE_UNSUPPORTED = "update_unsupported"
     """The backend cannot apply new host arguments to this graph."""
     UPDATE_TOPOLOGY = "update_topology"
@@ -147,6 +149,7 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.WEIGHTS_CHANGED: (StateError, "call invalidate('weights') and then capture()"),
     Reason.EVICTED: (StateError, "raise max_graphs or use fewer buckets"),
     Reason.SUSPENDED: (StateError, "call resume()"),
+    Reason.EXECUTABLE_MEMORY: (ResourceError, "leave more memory for graphs"),
     Reason.UPDATE_UNSUPPORTED: (
         UpdateUnsupportedError,
         "choose the policy 'breakable', or hand the value over in a device tensor",
@@ -207,6 +210,9 @@ class Emulated:
         """Return no counters."""
         return {}
 
+    def pin(self, pinned: bool) -> None:
+        """Do nothing: there is no executable."""
+
     def explain(self) -> str:
         """Return one line."""
         return "emulated: the step runs eagerly, over the static buffers"
@@ -233,6 +239,8 @@ class BucketGraph:
         self.reason = Reason.NOT_CAPTURED
         self.detail = ""
         self.dropped = False
+        self.pinned = False
+        """Whether its executables stay, whatever the budget of the pool is."""
         self.warm = 0
         """Warm-up runs that the first look at the outputs already was."""
         self.wants = 0

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.backend import ReplayPace
+from devgraph.api.pool import Residency
 from devgraph.runners.graphs import BucketGraph, Graphs, Reason
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.observe import BOUNDS, ReplayTimes
@@ -108,6 +109,8 @@ class RunnerStats:
     graph_bytes: int
     input_bytes: int
     output_bytes: int
+    executables: Residency
+    """Of the pool, which other runners may share."""
     replay_pace: ReplayPace | None
     """How fast graphs went after the last captures; None where a device has but one pace."""
     buckets: tuple[BucketStats, ...]
@@ -190,6 +193,15 @@ class RunnerStats:
             ("capture_seconds_total", "counter", "Time spent capturing.", self.capture_seconds),
             ("graph_bytes", "gauge", "Device memory of the graphs.", self.graph_bytes),
             ("static_bytes", "gauge", "Static buffers.", self.input_bytes + self.output_bytes),
+            ("executable_bytes", "gauge", "Executables of the pool.", self.executables.bytes),
+            ("executables_made_total", "counter", "Executables made.", self.executables.made),
+            (
+                "executables_evicted_total",
+                "counter",
+                "Executables dropped.",
+                self.executables.evicted,
+            ),
+            ("executable_seconds_total", "counter", "Time to make them.", self.executables.seconds),
         ):
             page.metric(name, kind, text)
             page.sample(name, value)
@@ -222,7 +234,8 @@ class RunnerStats:
                 f"{len(captured)} of {len(self.buckets)} graphs captured in "
                 f"{self.capture_seconds:.2f} s",
                 f"  memory: graphs {format_bytes(self.graph_bytes)}, inputs "
-                f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}",
+                f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}, "
+                f"{_residency_text(self.executables)}",
                 f"  busiest buckets: {used or 'none'}",
             ]
         )
@@ -271,6 +284,8 @@ class RunnerPlan:
     """Largest first, which is the order of capture."""
     input_bytes: int
     output_bytes: int
+    executables: Residency
+    """Of the pool, which other runners may share."""
     graph_bytes: int | None
     """All graphs together: measured, or estimated after sampling; None when neither is known."""
     estimated: bool
@@ -327,7 +342,8 @@ class RunnerPlan:
                 f"  buckets: {', '.join(map(str, sizes)) or 'none'}",
                 f"  memory: inputs {format_bytes(self.input_bytes)}, outputs "
                 f"{format_bytes(self.output_bytes)}, graphs {memory}"
-                + (" (estimated)" if self.estimated else ""),
+                + (" (estimated)" if self.estimated else "")
+                + f", {_residency_text(self.executables)}",
             ]
         )
 
@@ -350,6 +366,16 @@ def explained(
             lines += [f"    {line}" for line in graph.captured.explain().splitlines()]
     lines.append(f"  {stats.summary()}")
     return "\n".join(lines)
+
+
+def _residency_text(found: Residency) -> str:
+    text = f"executables {format_bytes(found.bytes)}"
+    if found.budget_bytes is None:
+        return text
+    return (
+        f"{text} of {format_bytes(found.budget_bytes)} (made {found.made} in {found.seconds:.2f} s,"
+        f" evicted {found.evicted})"
+    )
 
 
 def _pad_text(pad: Pad) -> str:

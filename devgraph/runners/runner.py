@@ -19,6 +19,7 @@ from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import (
     ConfigError,
     ConfigTypeError,
+    ExecutableError,
     InputError,
     InputTypeError,
     NestedCaptureError,
@@ -137,6 +138,9 @@ class Runner:
         for name, tree in options.bound.items():
             arena.buffers.bind(name, tree)
         pool.register(arena.buffers)
+        if config.memory is not None:
+            with pool.lock:
+                pool.recordings.limit(_bytes_of(config.memory, backend))
         self.backend: Backend = backend
         self.pool: Pool = pool
         self._config = config
@@ -457,6 +461,13 @@ class Runner:
             graph = step.graph
             decision = Decision.eager(update_reason(error), graph.key)
             return self._run_eager(inputs, host_args, step.real, graph.options, decision, clone)
+        except ExecutableError as error:
+            if self._config.strict or error.partly:
+                raise
+            logger.warning("%s: %s", self._name, error)
+            decision = Decision.eager(Reason.EXECUTABLE_MEMORY, step.graph.key)
+            options = step.graph.options
+            return self._run_eager(inputs, host_args, step.real, options, decision, clone)
         outputs = step.result(host_args)
         return self._handed(outputs, clone) if clone or self._debug else outputs
 
@@ -674,6 +685,25 @@ class Runner:
                 graph.forget(Reason.INVALIDATED, reason)
             self.buffers.rebind()
 
+    def pin(self, *buckets: int, pinned: bool = True) -> None:
+        """Keep the executables of ``buckets``, all if none is named, whatever ``memory`` says.
+
+        Args:
+            pinned: False to let them go with the others again.
+
+        Raises:
+            InputError: there is no such bucket.
+        """
+        with self._between_steps("pin"):
+            for bucket in buckets:
+                if bucket not in self.buckets:
+                    raise InputError(f"there is no bucket {bucket!r}; {list(self.buckets)} exist")
+            for graph in self.graphs:
+                if not buckets or graph.key.bucket in buckets:
+                    graph.pinned = pinned
+                    if graph.captured is not None:
+                        graph.captured.pin(pinned)
+
     def suspend(self) -> None:
         """Run eagerly until ``resume``; graphs are kept. Idempotent."""
         with self._between_steps("suspend"):
@@ -800,6 +830,7 @@ class Runner:
             "steps_per_launch": self._steps_per_launch,
             "input_bytes": self.buffers.nbytes,
             "output_bytes": self._step.outputs.nbytes,
+            "executables": self.pool.recordings.residency(),
         }
 
     def prove(
@@ -858,6 +889,23 @@ def _check_config(config: PhaseConfig, options: Options) -> None:
             f"max_graphs={options.max_graphs} is for graphs that are captured when they are wanted "
             f"(capture='lazy'), not with capture={config.capture!r}; list the buckets to have"
         )
+
+
+def _bytes_of(memory: float, backend: Backend) -> int:
+    """Return ``memory`` of a configuration in bytes.
+
+    Raises:
+        ConfigError: it is a share, and the backend does not know its memory.
+    """
+    if isinstance(memory, int):
+        return memory
+    info = backend.memory_info()
+    if info is None:
+        raise ConfigError(
+            f"memory={memory!r} is a share, and backend {backend.name!r} cannot tell the memory of "
+            f"its device; give a number of bytes"
+        )
+    return int(memory * info[1])
 
 
 def _pool_with(share: object, pool: Pool | None) -> Pool:

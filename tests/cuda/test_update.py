@@ -154,7 +154,7 @@ def test_key_gets_its_own_executable_at_the_second_use_and_loses_it_last(be: Any
     graph = graph_of(cap)
 
     def executables() -> int:
-        return sum(bool(k.recording.executable) for k in pool.recordings._items.values())
+        return sum(bool(kept.executable) for kept in pool.recordings.kept())
 
     for n in (128, 192, 256):
         check(cap, step, x, cache, n=n)
@@ -183,7 +183,7 @@ def test_full_budget_gives_an_executable_to_a_key_that_is_used_often(be: Any) ->
     check(cap, step, x, cache, n=64)
     cap.replay(n=128)
     pool.recordings.budget_bytes = pool.recordings.bytes  # no room
-    often = next(reversed(pool.recordings._items.values())).recording
+    often = pool.recordings.kept()[-1]
     for _ in range(nodegraph._USES_WHEN_FULL - 2):
         check(cap, step, x, cache, n=64)
         check(cap, step, x, cache, n=128)
@@ -226,8 +226,8 @@ def test_temporaries_of_recordings_stay_out_of_the_graphs_memory(be: Any) -> Non
 
 
 def test_random_numbers_outside_the_region_go_on_under_updates(be: Any) -> None:
-    kept = draws_outside_the_region(be, randn).pool.recordings._items.values()
-    assert not any(k.recording.executable for k in kept), "only torch's executable draws numbers"
+    kept = draws_outside_the_region(be, randn).pool.recordings.kept()
+    assert not any(recording.executable for recording in kept), "only torch's draws numbers"
 
 
 @pytest.mark.parametrize("what", ["random", "pinned", "unjoined"])
@@ -432,7 +432,7 @@ def test_ten_thousand_replays_over_two_hundred_keys_are_right_and_flat(be: Any) 
     cap.replay(n=256)
     cap.replay(n=257)  # with an executable of its own
     recordings = graph_pool.recordings
-    each = next(reversed(recordings._items.values())).charged
+    each = recordings.kept()[-1].bytes
     recordings.budget_bytes = 16 * each
     order = torch.randint(len(keys), (10_000,), generator=torch.Generator().manual_seed(3)).tolist()
     bad = torch.zeros((), device="cuda", dtype=torch.int64)

@@ -161,7 +161,7 @@ def test_executables_of_their_own_are_given_back(be: Any):
     cap = dg.capture(step, x, cache, backend=be, host_args={"n": 0}, pool=pool, budget=KEEP_ALL)
     for n in (0, 1, 2, 3, 4, 5) * 3:
         check(cap, step, x, cache, n=n)
-    assert sum(bool(k.recording.executable) for k in pool.recordings._items.values()) >= 5
+    assert sum(bool(kept.executable) for kept in pool.recordings.kept()) >= 5
     cap.close()
     assert len(pool.recordings) == 0
     assert pool.recordings.bytes == 0

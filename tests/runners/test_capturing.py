@@ -14,6 +14,7 @@ import torch
 
 import devgraph as dg
 from devgraph import Reason
+from devgraph.cpu.tape import Tape
 from devgraph.runners import capturing as rounds_module
 from tests.support.runner_steps import (
     IDS,
@@ -576,3 +577,109 @@ def test_capture_draws_no_random_numbers_of_the_program():
 def test_one_step_serves_slots_of_two_dtypes_in_one_capture():
     runner = decode_of(lambda b: b.ids + b.rows, (IDS, ROWS))
     assert runner.run(cache_inputs(2)).dtype is torch.int64
+
+
+# What graphs launch, under one budget.
+
+
+def _no_memory_for_executables(monkeypatch, after=0):
+    """Let all executables but the first ``after`` that are made from here on find no memory."""
+    made, make = [], Tape.make
+
+    def exhausted(tape):
+        made.append(tape)
+        if len(made) > after:
+            raise MemoryError("no memory")
+        make(tape)
+
+    monkeypatch.setattr(Tape, "make", exhausted)
+
+
+def test_executables_of_two_runners_of_a_pool_share_the_lowest_budget():
+    pool = dg.get_backend("cpu").make_pool()
+    first = double_runner(pool=pool, config={"memory": 10**6})
+    second = double_runner(pool=pool, config={"memory": 0})
+    for count in (1, 8, 1, 3):
+        for runner in (first, second):
+            assert torch.equal(runner.run({"x": rows_of_x(count)}), rows_of_x(count) * 2)
+    found = first.stats().executables
+    assert found == second.plan().executables
+    assert (found.made, found.evicted, found.bytes, found.budget_bytes) == (8, 8, 0, 0)
+    assert "executables 0 B of 0 B (made 8" in str(first.stats())
+    assert "evicted 8" in str(first.plan())
+    assert "devgraph_executables_made_total" in first.stats().to_prometheus()
+
+
+def test_a_share_of_the_memory_is_a_budget_in_bytes(monkeypatch):
+    backend = dg.get_backend("cpu")
+    monkeypatch.setattr(backend, "memory_info", lambda: (1, 1000))
+    assert double_runner(config={"memory": 0.25}).stats().executables.budget_bytes == 250
+    monkeypatch.setattr(backend, "memory_info", lambda: None)
+    with pytest.raises(dg.ConfigError, match="give a number of bytes"):
+        double_runner(config={"memory": 0.25})
+
+
+def test_pinned_buckets_keep_their_executables_over_a_recapture():
+    runner = double_runner(config={"memory": 0})
+    runner.pin(8)
+    with pytest.raises(dg.InputError, match="no bucket 3"):
+        runner.pin(3)
+    runner.invalidate("weights")
+    runner.capture()
+    before = runner.stats().executables.made
+    for count in (8, 1, 8, 1):
+        runner.run({"x": rows_of_x(count)})
+    assert runner.stats().executables.made == before + 3
+    runner.pin(pinned=False)
+    for _ in range(3):
+        runner.run({"x": rows_of_x(1)})
+    assert runner.stats().executables.bytes == 0
+
+
+def test_a_step_whose_executable_finds_no_memory_runs_eagerly(monkeypatch):
+    """FAULTS 44."""
+    runner = double_runner(config={"memory": 0})
+    with monkeypatch.context() as patched:
+        _no_memory_for_executables(patched)
+        assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+    stats = runner.stats()
+    assert (stats.eager, stats.graph_steps) == ({"executable_memory": 1}, 1)
+
+
+def test_strict_raises_where_an_executable_finds_no_memory(monkeypatch):
+    """FAULTS 44."""
+    runner = double_runner(config={"memory": 0, "strict": True})
+    with monkeypatch.context() as patched:
+        _no_memory_for_executables(patched)
+        with pytest.raises(dg.ResourceError, match="when there is memory"):
+            runner.run({"x": rows_of_x(2)})
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+
+
+def test_a_step_that_ran_in_part_is_not_run_again_where_an_executable_finds_no_memory(monkeypatch):
+    """FAULTS 44: it may have changed what an eager run would change once more."""
+    total = torch.zeros(3)
+
+    def step(batch):
+        total.add_(1)
+        dg.graph_break()
+        return batch.x * 2
+
+    runner = decode_of(step, (X,), config={"policy": "breakable", "memory": 0, "buckets": [2]})
+    before = total.clone()
+    with monkeypatch.context() as patched:
+        _no_memory_for_executables(patched, after=1)
+        with pytest.raises(dg.ResourceError, match="when there is memory"):
+            runner.run({"x": rows_of_x(2)})
+    assert torch.equal(total, before + 1)
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+    assert torch.equal(total, before + 2)
+
+
+def test_a_lease_outlives_the_executable_that_wrote_it():
+    """FAULTS 43."""
+    runner = double_runner(config={"memory": 0}, debug=True)
+    out = runner.run({"x": rows_of_x(2)})
+    assert runner.stats().executables.bytes == 0
+    assert torch.equal(out.clone(), rows_of_x(2) * 2)

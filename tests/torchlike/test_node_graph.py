@@ -126,8 +126,24 @@ def test_every_key_is_right_written_or_with_an_executable_of_its_own(be: AcmeBac
         assert cap.stats()["copies"] == 0
         graph = cap.segments[0]
         assert graph.info().nodes == 12 and graph.info().recordings == 4
-        kept = [k.recording for k in cap.pool.recordings._items.values()]
+        kept = cap.pool.recordings.kept()
         assert sum(bool(recording.executable) for recording in kept) == 2
+
+
+def test_executables_of_torch_stay_and_count_and_those_of_recordings_go(be: AcmeBackend) -> None:
+    x, pool = noise(), be.make_pool()
+    with dg.capture(step, x, backend=be, host_args={"n": 2}, budget=KEEP_ALL, pool=pool) as cap:
+        for n in (2, 3, 5, 3, 5):
+            check(cap, step, x, n=n)
+        own = cap.segments[0].info().bytes
+        before = pool.recordings.residency()
+        assert before.made == 3 and before.bytes > 3 * own > 0
+        pool.recordings.limit(own)
+        found = pool.recordings.residency()
+        assert own < found.bytes < 3 * own and found.evicted >= 1
+        for n in (2, 3, 5, 3, 5):
+            check(cap, step, x, n=n)
+    assert pool.recordings.bytes == 0
 
 
 def test_fork_that_is_not_joined_is_named_by_its_handle(be: AcmeBackend) -> None:

@@ -179,6 +179,19 @@ def _optional(declared: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _memory(value: object, path: str) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigTypeError(f"{path}: expected a number, got {shown(value)}")
+    if isinstance(value, float) and not 0 < value < 1:
+        raise ConfigError(
+            f"{path}: expected a whole number of bytes, or a share of more than 0 and less than 1, "
+            f"got {value!r}"
+        )
+    if value < 0:
+        raise ConfigError(f"{path}: expected at least 0, got {value!r}")
+    return value
+
+
 def _flag(value: object, path: str) -> bool:
     if isinstance(value, bool):
         return value
@@ -290,6 +303,19 @@ class PhaseConfig:
         _optional(_number(float, 0, above=True)),
         "Each graph is timed against its step run eagerly, and a bucket whose graph is not so many "
         "times as fast is dropped: 1.0 drops those that lose. None: nothing is timed.",
+        default=None,
+    )
+    memory: int | float | None = _key(
+        _optional(
+            {
+                "kind": "bytes, an integer of at least 0, or a share of the device's memory, a "
+                "number of less than 1",
+                "read": _memory,
+            }
+        ),
+        "What executables and recordings of the pool may take; the least recently used go, and are "
+        "made again at their next launch. Of phases that share a pool the lowest holds. None: "
+        "executables stay.",
         default=None,
     )
     memory_budget_bytes: int | None = _key(

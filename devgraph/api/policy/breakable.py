@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from devgraph.api.errors import CaptureError, EmptyCaptureError, StateError, note
+from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError, StateError, note
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import BoundCall, MarkedCall
 from devgraph.api.marks.marks import Mark, entered
@@ -112,6 +112,8 @@ class BreakablePlan:
         except Exception as error:
             index = self._position(steps, call, args)
             count = len(self.segments)
+            if isinstance(error, ExecutableError):
+                error.partly = index > 0
             note(error, f"in segment {index} of {count}, {self.segments[index]!r}")
             self._backend.raise_if_lost(error)
             raise

@@ -330,7 +330,8 @@ class NodeGraph(TorchGraph):
             self.pool.recordings.recharge(recording)
 
     def _build(self, recording: NodeRecording) -> None:
-        recording.build(self._torch.raw_graph(self._native))
+        with self.pool.recordings.making():
+            recording.build(self._torch.raw_graph(self._native))
         recording.direct = _Direct(self._torch, recording.executable)
 
     def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:

@@ -281,3 +281,19 @@ def test_memory_that_dies_in_a_segment_is_whole_for_the_work_before_it_dies(
     for shift in (0, 3):
         rows.copy_(torch.arange(4, device=kit.device) + shift)
         same(captured.replay(), step(table, rows))
+
+
+@declares("remakes_executables")
+@pytest.mark.parametrize(("policy", "step"), [("full", deep), ("breakable", broken)])
+def test_executables_that_went_for_the_budget_are_made_again(
+    kit: Kit, policy: str, step: Callable[..., Any]
+) -> None:
+    """FAULTS 43."""
+    pool = kit.backend.make_pool(budget_bytes=0)
+    buckets = Buckets(kit, pool, step, (1, 3, 8), policy)
+    for seed, size in enumerate((8, 1, 3, 3, 8, 1)):
+        buckets.check(size, seed)
+    found = pool.recordings.residency()
+    assert found.evicted >= 6 and found.made >= 6
+    buckets.close()
+    assert pool.recordings.bytes == 0
