@@ -228,15 +228,14 @@ class Recordings:
                 return make()
             except EXHAUSTED as error:
                 logger.info("no memory for an executable, so that others go: %s", error)
-            for item in self._spare():
-                self._shrink(item)
             try:
+                for item in self._spare():
+                    self._shrink(item)
                 return make()
             except EXHAUSTED as error:
                 raise ExecutableError(
-                    f"there is no memory for the executable of a graph, which the pool's budget "
-                    f"had dropped: {error}. The graph is ready as before; launch it again when "
-                    f"there is memory, or raise the budget."
+                    f"there is no memory to make the executable of a graph: {error}. The graph is "
+                    f"ready as before; launch it again when there is memory."
                 ) from error
 
     def recharge(self, recording: Recording) -> None:
@@ -251,7 +250,7 @@ class Recordings:
         """Shrink, then evict, the least recently used until the budget holds."""
         if self._excess <= 0:
             return
-        newest = next(reversed(self._items))
+        newest = next(reversed(self._items), None)
         spare = [item for item in self._spare() if item != newest]
         for item in spare:
             self._shrink(item)

@@ -23,6 +23,7 @@ from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import EXHAUSTED, Pool
 from devgraph.api.session import session
 from devgraph.runners.graphs import BucketGraph, Emulated, Graphs, Reason
+from devgraph.runners.learned import Learned
 from devgraph.runners.lease import LeaseClock
 from devgraph.runners.options import Options
 from devgraph.runners.ranks import PeerFailed, Solo
@@ -48,6 +49,7 @@ class Capturing:
         step: what is captured.
         graphs: what it is captured into.
         counters: the runner's.
+        learned: what earlier processes learnt.
         share: that of the runner whose buffers this one uses.
 
     Attributes:
@@ -63,6 +65,7 @@ class Capturing:
         ranks: Solo,
         config: PhaseConfig,
         options: Options,
+        learned: Learned,
         share: Capturing | None,
     ) -> None:
         self._share = share
@@ -72,6 +75,7 @@ class Capturing:
         self._ranks = ranks
         self._config = config
         self._options = options
+        self._learned = learned
         self._name = options.name
         self._backend, self._pool = step.backend, step.pool
         self._held = 0
@@ -87,7 +91,8 @@ class Capturing:
     def elect(self, *, ready: bool, room: bool) -> BucketGraph | None:
         """Return the graph that all ranks capture between two steps, if there is one now.
 
-        With ``capture="lazy"`` those that enough batches of a rank wanted come first.
+        It is the most used in earlier processes, or the largest where nothing was learnt. With
+        ``capture="lazy"`` those that enough batches of a rank wanted come first.
 
         Args:
             ready: whether this rank has time for it.
@@ -99,7 +104,7 @@ class Capturing:
         everything = list(self._graphs)
         left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
         numbers = [
-            everything.index(graph) + (0 if self.deserves(graph) else len(everything))
+            everything.index(graph) + len(everything) * self._place(graph)
             for graph in left
             if room or self.deserves(graph)
         ]
@@ -107,6 +112,9 @@ class Capturing:
         state = f"{self.rounds}: {', '.join(str(graph.key) for graph in left)}"
         elected = self._ranks.elect(wanted, self._name, ready=ready, state=state)
         return None if elected is None else everything[elected % len(everything)]
+
+    def _place(self, graph: BucketGraph) -> int:
+        return 0 if self.deserves(graph) else 1 + self._learned.place(graph)
 
     def deserves(self, graph: BucketGraph) -> bool:
         """Whether enough batches wanted ``graph`` for ``capture="lazy"``."""

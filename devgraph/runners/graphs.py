@@ -14,6 +14,7 @@ from devgraph.api.errors import (
     ConfigError,
     ConfigTypeError,
     DeviceGraphError,
+    ExecutableError,
     InputError,
     InputTypeError,
     ResourceError,
@@ -169,8 +170,10 @@ def refusal(decision: Decision, what: str, detail: Any = None) -> DeviceGraphErr
     return kind(f"{what} cannot run in a graph: {why}{more}; {way_out}")
 
 
-def update_reason(error: UpdateError) -> Reason:
-    """Return the reason under which a step that failed to update its graph runs eagerly."""
+def reason_of(error: UpdateError | ExecutableError) -> Reason:
+    """Return the reason under which a step that could not launch its graph runs eagerly."""
+    if isinstance(error, ExecutableError):
+        return Reason.EXECUTABLE_MEMORY
     if isinstance(error, UpdateTopologyError):
         return Reason.UPDATE_TOPOLOGY
     return Reason.UPDATE_UNSUPPORTED

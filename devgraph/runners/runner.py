@@ -44,10 +44,11 @@ from devgraph.runners.graphs import (
     Reason,
     Variant,
     canonical_variant,
+    reason_of,
     refusal,
-    update_reason,
 )
 from devgraph.runners.inputs import InputArena
+from devgraph.runners.learned import Learned
 from devgraph.runners.lease import LeaseClock, lease
 from devgraph.runners.observe import Timing
 from devgraph.runners.options import EMULATE_VARIABLE, Options, switched_on
@@ -173,6 +174,7 @@ class Runner:
         )
         self._counters = Counters()
         self._ranks = ranks_of(group)
+        self._learned = Learned(config.learned, self._identity_of_use() if config.learned else {})
         self._capturing = Capturing(
             self._step,
             self.graphs,
@@ -180,6 +182,7 @@ class Runner:
             ranks=self._ranks,
             config=config,
             options=options,
+            learned=self._learned,
             share=share and share._capturing,
         )
         self._lock = pool.lock
@@ -454,20 +457,14 @@ class Runner:
     ) -> Any:
         try:
             step.run(inputs, host_args)
-        except (UpdateUnsupportedError, UpdateTopologyError) as error:
-            if self._config.strict:
+        except (UpdateUnsupportedError, UpdateTopologyError, ExecutableError) as error:
+            partly = isinstance(error, ExecutableError) and error.partly
+            if self._config.strict or partly:
                 raise
             logger.debug("%s: %s", self._name, error)
             graph = step.graph
-            decision = Decision.eager(update_reason(error), graph.key)
+            decision = Decision.eager(reason_of(error), graph.key)
             return self._run_eager(inputs, host_args, step.real, graph.options, decision, clone)
-        except ExecutableError as error:
-            if self._config.strict or error.partly:
-                raise
-            logger.warning("%s: %s", self._name, error)
-            decision = Decision.eager(Reason.EXECUTABLE_MEMORY, step.graph.key)
-            options = step.graph.options
-            return self._run_eager(inputs, host_args, step.real, options, decision, clone)
         outputs = step.result(host_args)
         return self._handed(outputs, clone) if clone or self._debug else outputs
 
@@ -600,8 +597,8 @@ class Runner:
 
         With ``capture="lazy"`` or ``"background"`` in the configuration it only finds out what the
         step returns; buckets follow after enough batches wanted one, or one per ``idle`` call (with
-        several ranks both in ``idle``). ``everything`` captures them now. ``profile`` names a folder
-        that gets a Chrome trace of each capture, warm-up included.
+        several ranks both in ``idle``). ``everything`` captures them now. ``profile`` names a
+        folder that gets a Chrome trace of each capture, warm-up included.
 
         Every capture starts from pad values in all slots; memory of buckets is shared. When memory
         runs out, the rest is dropped: the steps that wanted it run eagerly, counted.
@@ -670,6 +667,11 @@ class Runner:
             "devgraph": __version__,
         }
 
+    def _identity_of_use(self) -> dict[str, Any]:
+        """Return what must be the same for hits of buckets to say something of another process."""
+        facts = {**self._facts(), "name": self._name, "device": self.backend.device_name}
+        return {name: fact for name, fact in facts.items() if name not in ("mode", "buckets")}
+
     # Life.
 
     def invalidate(self, reason: str = "") -> None:
@@ -722,6 +724,8 @@ class Runner:
             if self._closed:
                 return
             self._closed = True
+            if self._ranks.rank == 0:
+                self._learned.write(self.graphs)
             self._steps.clear()
             self._step.clock.tick()
             for graph in reversed(list(self.graphs)):
@@ -897,8 +901,8 @@ def _bytes_of(memory: float, backend: Backend) -> int:
     Raises:
         ConfigError: it is a share, and the backend does not know its memory.
     """
-    if isinstance(memory, int):
-        return memory
+    if not 0 < memory < 1:
+        return int(memory)
     info = backend.memory_info()
     if info is None:
         raise ConfigError(

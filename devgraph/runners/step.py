@@ -95,6 +95,7 @@ class Step:
         values = StaticBatch(self, graph).prepared()
         self.clock.now += 1
         graph.captured.run(values)
+        graph.used = self.clock.now  # as on the ranks that have requests
         graph.hits += 1
 
     def host_of(

@@ -179,17 +179,10 @@ def _optional(declared: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _memory(value: object, path: str) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigTypeError(f"{path}: expected a number, got {shown(value)}")
-    if isinstance(value, float) and not 0 < value < 1:
-        raise ConfigError(
-            f"{path}: expected a whole number of bytes, or a share of more than 0 and less than 1, "
-            f"got {value!r}"
-        )
-    if value < 0:
-        raise ConfigError(f"{path}: expected at least 0, got {value!r}")
-    return value
+def _path(value: object, path: str) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise ConfigTypeError(f"{path}: expected the path of a file, got {shown(value)}")
 
 
 def _flag(value: object, path: str) -> bool:
@@ -287,6 +280,12 @@ class PhaseConfig:
     lazy_hits: int = _key(
         _COUNT, "Batches that want a bucket before `lazy` captures it.", default=2
     )
+    learned: str | None = _key(
+        _optional({"kind": "the path of a file", "read": _path}),
+        "File that keeps how often buckets were hit and which failed, by runner, versions and "
+        "device: `background` captures in the order of use at the next start. None: no file.",
+        default=None,
+    )
     warmup: int = _key(_number(int, 0), "Eager runs before each capture.", default=2)
     strict: bool = _key(
         {"kind": "`true` or `false`", "read": _flag},
@@ -305,17 +304,11 @@ class PhaseConfig:
         "times as fast is dropped: 1.0 drops those that lose. None: nothing is timed.",
         default=None,
     )
-    memory: int | float | None = _key(
-        _optional(
-            {
-                "kind": "bytes, an integer of at least 0, or a share of the device's memory, a "
-                "number of less than 1",
-                "read": _memory,
-            }
-        ),
-        "What executables and recordings of the pool may take; the least recently used go, and are "
-        "made again at their next launch. Of phases that share a pool the lowest holds. None: "
-        "executables stay.",
+    memory: float | None = _key(
+        _optional(_number(float, 0)),
+        "Bytes that executables and recordings of the pool may take, or below 1 a share of the "
+        "device's memory; the least recently used go, and are made again at their next launch. Of "
+        "phases that share a pool the lowest holds. None: executables stay.",
         default=None,
     )
     memory_budget_bytes: int | None = _key(

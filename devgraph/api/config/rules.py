@@ -481,6 +481,7 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused("lazy_hits", lambda phase, _: phase.capture != "lazy", "only capture='lazy' counts"),
     Unused("min_speedup", lambda phase, _: phase.emulate, "an emulated graph is the step itself"),
+    Unused("learned", lambda phase, _: phase.capture == "eager", "all buckets come at start"),
     Unused(
         "miss_budget",
         lambda phase, _: breaks(phase.policy),
