@@ -81,7 +81,7 @@ class DecodeRunner(Runner):
         capacity = whole("max_requests", max_requests)
         if not capacity:
             raise ConfigError("max_requests must be at least 1")
-        slots = check_slots([*inputs, *(SLOTS if loop else ())])
+        slots = check_slots(inputs, SLOTS if loop else ())
         step = forward
         if loop is not None:
             step, outputs = loop.unrolled(forward, slots, outputs), looped_outputs(outputs)

@@ -22,14 +22,7 @@ from devgraph.runners.graphs import canonical_variant, check_variants
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.runner import Runner
-from devgraph.runners.slots import (
-    ROW_PER_TOKEN,
-    InputSlot,
-    OutputSlot,
-    Pad,
-    Size,
-    check_slots,
-)
+from devgraph.runners.slots import ROW_PER_TOKEN, InputSlot, OutputSlot, Pad, Size, check_slots
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -118,8 +111,8 @@ class EncoderRunner(Runner):
             top = settings.max_bs or capacity
             bounded = tuple(sorted({min(size, top) for size in sizes}))
             settings = attrs.evolve(settings, buckets=bounded, explicit=settings.explicit)
-        slots = check_slots([*inputs, _ITEM_IDS, _OFFSETS])
         own = (_ITEM_IDS, _OFFSETS)
+        slots = check_slots(inputs, own)
         self._item_slots = [n for n, s in slots.items() if s.real is None and s not in own]
         _check_by_item([slots[name] for name in self._item_slots], outputs)
         self._shares = None if data_parallel is None else _Shares(data_parallel)

@@ -295,12 +295,13 @@ ROW_PER_REQUEST = OutputSlot(rows="requests")
 ROW_PER_TOKEN = OutputSlot(rows="tokens")
 
 
-def check_slots(slots: Sequence[InputSlot]) -> dict[str, InputSlot]:
-    """Return the slots by name; duplicates, non-slots and an empty list raise ``ConfigError``."""
+def check_slots(slots: Sequence[InputSlot], own: Sequence[InputSlot] = ()) -> dict[str, InputSlot]:
+    """Return the slots by name, and then the runner's ``own``; duplicates, non-slots and an empty
+    list raise ``ConfigError``."""
     by_name: dict[str, InputSlot] = {}
     if isinstance(slots, InputSlot) or not isinstance(slots, Iterable):
         raise ConfigTypeError(f"inputs must be a list of InputSlot objects, got {brief(slots)}")
-    for slot in slots:
+    for slot in (*slots, *own):
         if not isinstance(slot, InputSlot):
             raise ConfigTypeError(f"inputs must be InputSlot objects, got {brief(slot)}")
         if slot.name in by_name:

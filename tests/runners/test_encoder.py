@@ -252,6 +252,7 @@ X = dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"inputs": None}, "list of InputSlot objects, got None"),
         ({"budgets": []}, "an empty list"),
         ({"budgets": [0]}, "at least 1, got 0"),
         ({"budgets": None}, "have no defaults: list them"),
