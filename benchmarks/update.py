@@ -336,7 +336,7 @@ class FirstUses:
         """Time updates and executables too, close the graphs and return all. ``new_ms`` is the
         median of the part in which the host was quickest, by its eager steps."""
         recordings, lengths = self._captured.pool.recordings, self._lengths
-        recording_bytes = recordings.bytes / len(recordings)
+        recording_bytes = sum(each.bytes for each in recordings.kept()) / len(recordings)
         budget = recordings.budget_bytes
         recordings.budget_bytes = recordings.bytes  # no room for executables
         update = host_seconds(self._call, itertools.cycle(lengths[4:8]), 40)

@@ -220,8 +220,9 @@ class Captured:
                 lines.append(f"  {index}: {segment!r}")
         recordings = self.pool.recordings
         lines.append(
-            f"  recordings: {len(recordings)} in the pool, {recordings.bytes} bytes, "
-            f"{recordings.hits} hits, {recordings.misses} misses, {recordings.evictions} evictions"
+            f"  recordings: {len(recordings)} in the pool, {recordings.bytes} bytes with "
+            f"executables, {recordings.hits} hits, {recordings.misses} misses, "
+            f"{recordings.evictions} evictions"
         )
         spent = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         lines.append(f"  phases: {spent}")

@@ -133,7 +133,7 @@ def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) 
         f"{info.segments} segment{'s' * (info.segments != 1)}, {nodes} nodes, "
         f"captured in {time_text(info.capture_seconds)}, "
         f"pool {format_bytes(captured.pool.bytes)}, {info.recordings} recordings "
-        f"({format_bytes(captured.pool.recordings.bytes)})"
+        f"({format_bytes(captured.pool.recordings.bytes)} with executables)"
     )
     if report is not None:
         say(f"proof: {report}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -442,13 +443,13 @@ def test_a_bucket_that_raised_in_one_rank_between_steps_waits_for_the_next_captu
 def test_a_rank_that_does_not_come_to_a_capture_is_named():
     def work(rank, group):
         runner = ranked(group, config={"capture": "background"})
+        group.timeout_s = 0.5  # what came before may be slow
         if rank != 2:
             runner.idle()
 
-    results = in_ranks(3, work, timeout_s=0.5)
-    for error in results[:2]:
+    for error in in_ranks(3, work)[:2]:
         assert isinstance(error, dg.AgreementError)
-        assert "for rank 2, which did not come" in str(error)
+        assert re.search("for rank.* 2, which did not come", str(error))
 
 
 def test_ranks_with_different_buckets_left_are_refused():
@@ -466,7 +467,7 @@ def test_ranks_with_different_buckets_left_are_refused():
 
 def test_a_rank_at_another_vote_is_told():
     """Where the vote is the engine's, or an all-reduce, values of any two calls would mix."""
-    meet, cast = threading.Barrier(2, timeout=10), [[], []]
+    meet, cast = threading.Barrier(2, timeout=60), [[], []]
 
     def work(rank, group):
         def vote(values):
