@@ -14,6 +14,9 @@ NPU := .cache/torch-npu
 PYTEST_ARGS ?=
 JOBS ?= auto
 export TOKENIZERS_PARALLELISM = false
+# Bytecode is kept, whatever the environment says: the tests start dozens of processes that import
+# torch, and each would compile it for seven seconds.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help demo test fuzz test-all test-npu test-newest test-oldest lint docs bench format clean
 
