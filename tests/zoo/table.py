@@ -30,7 +30,7 @@ Every other model attends by itself: its own code runs on whole slots of the cac
 mask for the positions of the step, one prompt at a time, unfused. Such a model is taken when it is
 seen to give the logits that it gives alone. It costs more the longer `max_len` is.
 
-Written by `python -m tests.zoo > docs/models.md`; `make test` compares twelve families with it,
+Written by `python -m tests.zoo`; `make test` compares twelve families with it,
 `make test-all` all of them.
 """
 _SECTIONS = {
