@@ -1,4 +1,4 @@
-"""Write docs/models.md: ``python -m tests.zoo`` (a quarter of an hour)."""
+"""Write docs/models.md: ``python -m tests.zoo`` (five minutes)."""
 
 from __future__ import annotations
 
