@@ -77,6 +77,28 @@ def test_outputs_in_a_shared_pool_are_those_of_copies_and_of_the_broken_form(
         assert torch.equal(later.outputs, uneven_step(x, n=n))
 
 
+@pytest.mark.parametrize("second", ["full", "breakable"])
+def test_output_of_one_row_has_memory_that_no_other_capture_writes(second: str) -> None:
+    """A capture may give dimensions of size one other strides than a warm-up run does."""
+
+    def one_row(x: torch.Tensor) -> torch.Tensor:
+        return torch.sort(x[::2], -1)[0]
+
+    def with_temporaries(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2 + 1).tanh() * (x - 3)
+
+    backend, x = dg.get_backend("cpu"), torch.randn(2, 8)
+    pool = backend.make_pool()
+    earlier = dg.capture(with_temporaries, x, backend=backend, pool=pool)
+    later = dg.capture(one_row, x, policy=second, backend=backend, pool=pool)
+    out = later.replay()
+    want = one_row(x)
+    for _ in range(2):
+        x.normal_()
+        assert torch.equal(earlier.replay(), with_temporaries(x))
+        assert torch.equal(out, want)
+
+
 def test_outputs_of_a_capture_keep_nothing_of_its_warm_up() -> None:
     backend, weight = dg.get_backend("cpu"), torch.randn(16, 16, requires_grad=True)
     pool = backend.make_pool()

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import rewrite, tensors_in
+from devgraph.api.buffers import effective_strides, rewrite, tensors_in
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark
 from devgraph.api.policy.budget import UpdateBudget
@@ -75,8 +75,8 @@ class Outputs:
             isinstance(source, torch.Tensor)
             and isinstance(target, torch.Tensor)
             and source.layout is target.layout is torch.strided
-            and (source.dtype, source.shape, source.stride())
-            == (target.dtype, target.shape, target.stride())
+            and (source.dtype, source.shape) == (target.dtype, target.shape)
+            and effective_strides(source) == effective_strides(target)
             and self.own(source)
         ):
             return source
