@@ -45,7 +45,7 @@ from devgraph.api.executable import Call, Executable, LaunchSlot, weakly
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
-from devgraph.api.pool import Pool, Recording, Remade, Resident
+from devgraph.api.pool import Pool, Recording, Remade
 
 logger = logging.getLogger(__name__)
 
@@ -353,7 +353,7 @@ class DeviceGraph(abc.ABC):
                 )
             executable = _NOTHING
         elif not isinstance(executable, Remade):
-            self.pool.recordings.put_own(self, Resident(self._size()[1]))
+            self.pool.recordings.count_resident(self, self._size()[1])
         self._remember_capture()
         self._capture_seconds += time.perf_counter()
         self._state = GraphState.READY

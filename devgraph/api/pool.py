@@ -83,16 +83,6 @@ class _Kept:
     charged: int = 0
 
 
-@attrs.frozen
-class Resident:
-    """An executable that stays as long as its graph: it is counted, and nothing else."""
-
-    bytes: int
-
-    def close(self) -> None:
-        """Nothing to free: its graph does."""
-
-
 @attrs.frozen(kw_only=True)
 class Residency:
     """What the graphs of a pool keep to launch, and what keeping it within the budget has cost."""
@@ -132,6 +122,9 @@ class Recordings:
         self._dropped = 0
         self._seconds = 0.0
         self._items: OrderedDict[tuple[int, Hashable], _Kept] = OrderedDict()
+        # Bytes of executables that stay as long as their graphs, by the graph's id: a pool has
+        # thousands, which no search for what may go should pass.
+        self._resident: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self.kept())
@@ -189,9 +182,16 @@ class Recordings:
         self._charge(kept, recording.bytes, own=key is _OWN)
         self.trim()
 
-    def put_own(self, owner: Owner, executable: Resident | Remade) -> None:
-        """Count the executable of ``owner`` itself."""
-        self._made += isinstance(executable, Resident)
+    def count_resident(self, owner: Owner, nbytes: int) -> None:
+        """Count the executable of ``owner`` itself, which stays as long as ``owner`` has it, and
+        bring the rest under the budget."""
+        self._made += 1
+        self._resident[id(owner)] = nbytes
+        self._add(nbytes, own=True)
+        self._trim(None)
+
+    def put_own(self, owner: Owner, executable: Remade) -> None:
+        """Keep the executable of ``owner`` itself and bring the rest under the budget."""
         self.put(owner, _OWN, executable)
 
     def touch_own(self, owner: int) -> bool:
@@ -248,9 +248,11 @@ class Recordings:
 
     def trim(self) -> None:
         """Shrink, then evict, the least recently used until the budget holds."""
+        self._trim(next(reversed(self._items), None))
+
+    def _trim(self, newest: tuple[int, Hashable] | None) -> None:
         if self._excess <= 0:
             return
-        newest = next(reversed(self._items), None)
         spare = [item for item in self._spare() if item != newest]
         for item in spare:
             self._shrink(item)
@@ -276,6 +278,7 @@ class Recordings:
         """Free every recording of ``owner``, and its own executable."""
         for item in [item for item in self._items if item[0] == id(owner)]:
             self._remove(item)
+        self._add(-self._resident.pop(id(owner), 0), own=True)
 
     def _spare(self) -> list[tuple[int, Hashable]]:
         return [item for item in list(self._items) if not self._in_use(item)]
@@ -285,8 +288,7 @@ class Recordings:
         graph = kept.owner()
         if item[1] is not _OWN:
             return graph is not None and graph.key == item[1]
-        stays = isinstance(kept.recording, Resident) or self.budget_bytes is None
-        return stays or (graph is not None and graph.pinned)
+        return self.budget_bytes is None or (graph is not None and graph.pinned)
 
     def _shrink(self, item: tuple[int, Hashable]) -> None:
         kept = self._items[item]
@@ -300,11 +302,13 @@ class Recordings:
             self._dropped += kept.charged < before
 
     def _charge(self, kept: _Kept, size: int, *, own: bool = False) -> None:
-        more = size - kept.charged
+        self._add(size - kept.charged, own=own)
+        kept.charged = size
+
+    def _add(self, more: int, *, own: bool) -> None:
         self.bytes += more
         if own:
             self._own_bytes += more
-        kept.charged = size
 
     def _remove(self, item: tuple[int, Hashable]) -> None:
         kept = self._items.pop(item)

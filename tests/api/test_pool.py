@@ -86,6 +86,22 @@ def test_recharge_counts_what_a_recording_takes_now() -> None:
     assert kept.room == 0
 
 
+def test_executables_that_stay_count_and_make_recordings_go() -> None:
+    graph: Any = _Owner()
+    owner: Any = _Owner()
+    kept = Recordings(10)
+    old = _Item(6)
+    kept.put(owner, "old", old)
+    kept.count_resident(graph, 8)
+    assert old.closed
+    assert (kept.bytes, kept.residency().made, len(kept), kept.room) == (8, 1, 0, 2)
+    assert (kept.count(graph), kept.bytes_of(graph)) == (0, 0)
+    kept.put(owner, "new", _Item(9))
+    assert kept.bytes == 17
+    kept.drop(graph)
+    assert kept.bytes == 9
+
+
 USES: dict[str, Callable[[Kit, dg.Captured, dg.Captured, dg.DeviceGraph, torch.Tensor], Any]] = {
     "replay of another capture": lambda kit, own, other, graph, x: other.replay(),
     "replay of itself": lambda kit, own, other, graph, x: own.replay(),
