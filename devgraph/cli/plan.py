@@ -145,9 +145,9 @@ def _facts(given: list[str]) -> EngineFacts:
 def _sizes(args: argparse.Namespace) -> ModelSizes | None:
     if args.model is None:
         return None
-    from devgraph.cli.models import read_config
+    from devgraph.integrations.transformers.loading import read_config
 
-    config = read_config(args.model, args.gguf_file)
+    config = read_config(args.model, gguf_file=args.gguf_file)
     return ModelSizes.from_config(config, getattr(torch, args.dtype).itemsize)
 
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the transformers integration")
 tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer for the small model")
 
-from devgraph.cli import demo, generating
+from devgraph.cli import demo, generate
 from devgraph.cli.generate import OrderedText
 from tests.support.cli_programs import run_cli, run_json
 from tests.support.transformers_models import make_model, reference
@@ -200,7 +200,7 @@ def test_sampling_with_a_seed_repeats_and_compares_equal(
 def test_different_tokens_exit_with_1_and_name_the_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    real = generating.run_engine
+    real = generate.run_engine
     calls = []
 
     def wrong_the_second_time(engine: Any, task: Any, on_event: Any = None) -> Any:
@@ -212,7 +212,7 @@ def test_different_tokens_exit_with_1_and_name_the_place(
             done[1] = attrs.evolve(done[1], token_ids=tuple(tokens))
         return done, stats
 
-    monkeypatch.setattr(generating, "run_engine", wrong_the_second_time)
+    monkeypatch.setattr(generate, "run_engine", wrong_the_second_time)
     result = run_cli(capsys, *_argv(folder, "--max-new-tokens", "4"))
     assert result.code == 1
     assert "graphs and eager DIFFER, first in prompt 2 at its token 3" in result.out

@@ -16,7 +16,10 @@ from __future__ import annotations
 import importlib.util
 
 if importlib.util.find_spec("transformers") is None:
-    raise ImportError("this integration needs transformers: pip install transformers sentencepiece")
+    raise ImportError(
+        "this needs transformers, which is not installed: pip install transformers accelerate gguf "
+        "sentencepiece"
+    )
 
 from devgraph.integrations.transformers.accelerate import (
     Fallback,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
 import shutil
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from devgraph.api.errors import InputError
+from devgraph.api.errors import DeviceGraphError, InputError
 
 logger = logging.getLogger(__name__)
 
@@ -43,22 +45,46 @@ def load(
         device: where the weights go.
 
     Raises:
-        InputError: a GGUF file that does not exist.
+        InputError: there is no such model or GGUF file.
         ImportError: a package that GGUF files need is missing.
     """
     device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with _reading(source, gguf_file) as (place, extra):
+        tokenizer = AutoTokenizer.from_pretrained(place, **extra)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **extra)
+    return model.to(device).eval(), tokenizer
+
+
+def read_config(source: str | os.PathLike[str], *, gguf_file: str | None = None) -> Any:
+    """Return the configuration of what ``load`` would load, without reading its weights."""
+    with _reading(source, gguf_file) as (place, extra):
+        return AutoConfig.from_pretrained(place, **extra)
+
+
+@contextlib.contextmanager
+def _reading(
+    source: str | os.PathLike[str], gguf_file: str | None
+) -> Iterator[tuple[str | os.PathLike[str], dict[str, str]]]:
+    """Give what transformers reads a model by; its errors become InputError."""
     path = Path(source)
     if gguf_file is None and path.suffix == ".gguf":
         source, gguf_file = path.parent, path.name
-    extra: dict[str, Any] = {}
+    extra = {} if gguf_file is None else {"gguf_file": gguf_file}
     if gguf_file is not None:
         _check_gguf(Path(source), gguf_file)
-        extra["gguf_file"] = gguf_file
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(source, **extra)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **extra)
-    return model.to(device).eval(), tokenizer
+    try:
+        yield source, extra
+    except DeviceGraphError:
+        raise
+    except (OSError, ValueError) as error:
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(
+            f"cannot read a model from {os.fspath(path)!r}: {text[0].rstrip(' .:')}. Give a folder "
+            f"with config.json, the path of a .gguf file, or the name of a model that transformers "
+            f"can find."
+        ) from error
 
 
 def _check_gguf(folder: Path, name: str) -> None:
