@@ -5,12 +5,11 @@ Names are bound on first use: importing devgraph imports no vendor package, not 
 
 from __future__ import annotations
 
-import importlib
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from devgraph.api import HOMES as _API_HOMES
 from devgraph.api import __version__ as __version__
+from devgraph.api import bound_on_use as _bound_on_use
 
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend as Backend
@@ -71,16 +70,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = sorted([*_HOME_OF, "__version__"])
 
-
-def __getattr__(name: str) -> Any:
-    module = _HOME_OF.get(name)
-    if module is None:
-        # Given the module, a traceback suggests the nearest name.
-        text = f"module 'devgraph' has no attribute {name!r}"
-        raise AttributeError(text, name=name, obj=sys.modules[__name__])
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
+__getattr__ = _bound_on_use(__name__, _HOME_OF)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,8 @@ not: the module of that name has its place.
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from devgraph.api.errors import __all__ as _errors
@@ -31,19 +33,28 @@ HOMES = {
 }
 """Module to the public names that it defines."""
 
+
+def bound_on_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a package whose names live in the modules of ``home_of``."""
+
+    def bind(name: str) -> Any:
+        here = sys.modules[package]
+        if name not in home_of:
+            # Given the module, a traceback suggests the nearest name.
+            text = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=here)
+        value = getattr(importlib.import_module(home_of[name]), name)
+        setattr(here, name, value)
+        return value
+
+    return bind
+
+
 _HOME_OF = {name: module for module, names in HOMES.items() for name in names}
 del _HOME_OF["capture"]
 
 __all__ = sorted(_HOME_OF)
-
-
-def __getattr__(name: str) -> Any:
-    module = _HOME_OF.get(name)
-    if module is None:
-        raise AttributeError(f"module 'devgraph.api' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
+__getattr__ = bound_on_use(__name__, _HOME_OF)
 
 
 def __dir__() -> list[str]:

@@ -39,37 +39,6 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = [
-    "AgreementError",
-    "BackendError",
-    "BackendUnavailableError",
-    "CapabilityError",
-    "CaptureBusyError",
-    "CaptureError",
-    "ConfigError",
-    "ConfigTypeError",
-    "DeviceGraphError",
-    "DeviceLost",
-    "EmptyCaptureError",
-    "ExecutableError",
-    "FrozenValueError",
-    "HostArgumentError",
-    "HostReadError",
-    "InputError",
-    "InputTypeError",
-    "NestedCaptureError",
-    "NotCapturableError",
-    "RegionError",
-    "ResourceError",
-    "StaleOutputError",
-    "StateError",
-    "UnjoinedStreamError",
-    "UnknownBackendError",
-    "UpdateError",
-    "UpdateTopologyError",
-    "UpdateUnsupportedError",
-]
-
 
 class DeviceGraphError(Exception):
     """Base of every error that devgraph raises.
@@ -196,6 +165,13 @@ class AgreementError(DeviceGraphError):
 
 class DeviceLost(DeviceGraphError):
     """The device is in an error state that only a new process leaves."""
+
+
+__all__ = sorted(
+    name
+    for name, kind in vars().items()
+    if isinstance(kind, type) and issubclass(kind, DeviceGraphError)
+)
 
 
 def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | None = None) -> str:
