@@ -21,8 +21,6 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.api.errors import ResourceError
-
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
@@ -30,11 +28,6 @@ ALIGNMENT = 64
 
 SLAB_BYTES = 2 * 2**20
 """Smallest reservation; the size that device caching allocators use for small blocks."""
-
-_FLOAT_POISON = 0xFF
-_INT_POISON = 0x7F
-_BOOL_POISON = 0x01
-_FNUZ_POISON = 0x80
 
 _FNUZ = {
     getattr(torch, name) for name in ("float8_e4m3fnuz", "float8_e5m2fnuz") if hasattr(torch, name)
@@ -44,10 +37,10 @@ _FNUZ = {
 def _poison_byte(dtype: torch.dtype) -> int:
     """Return the byte that, repeated, is NaN, a huge integer or True in ``dtype``."""
     if dtype in _FNUZ:
-        return _FNUZ_POISON
+        return 0x80
     if dtype.is_floating_point or dtype.is_complex:
-        return _FLOAT_POISON
-    return _BOOL_POISON if dtype is torch.bool else _INT_POISON
+        return 0xFF
+    return 0x01 if dtype is torch.bool else 0x7F
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -76,6 +69,35 @@ class _Owner(weakref.ref[memoryview]):
     address: int
 
 
+_first, _second, _base = itemgetter(0), itemgetter(1), attrgetter("base")
+
+
+class _Ranges:
+    """Disjoint ranges of addresses, in their order."""
+
+    def __init__(self, *ranges: tuple[int, int]) -> None:
+        self.all = list(ranges)
+
+    def add(self, start: int, end: int) -> None:
+        """Add a range; it joins those that it touches."""
+        first = bisect.bisect_left(self.all, start, key=_second)
+        last = bisect.bisect_right(self.all, end, key=_first)
+        if first < last:
+            start, end = min(start, self.all[first][0]), max(end, self.all[last - 1][1])
+        self.all[first:last] = [(start, end)]
+
+    def remove(self, start: int, end: int) -> None:
+        """Remove a part of one of the ranges."""
+        at = bisect.bisect_right(self.all, start, key=_first) - 1
+        rest = (self.all[at][0], start), (end, self.all[at][1])
+        self.all[at : at + 1] = [(first, last) for first, last in rest if first < last]
+
+    def meet(self, start: int, end: int) -> bool:
+        """Whether some address from ``start`` to before ``end`` lies in a range."""
+        at = bisect.bisect_right(self.all, start, key=_second)
+        return at < len(self.all) and self.all[at][0] < end
+
+
 class _Slab:
     """A contiguous reservation; alive as long as anything points into it."""
 
@@ -83,35 +105,12 @@ class _Slab:
         self.bytes = torch.empty(size, dtype=torch.uint8)
         self.base = self.bytes.data_ptr()
         self.end = self.base + size
+        self.free = _Ranges((self.base, self.end))
         kind: Any = type("SlabBytes", (ctypes.c_char * size,), {})  # takes attributes
         array = kind.from_address(self.base)
         array.slab = self.bytes
         self.window = memoryview(array)
         """The bytes; a slice of it keeps the slab, and nothing else, alive."""
-
-
-_first, _second, _base = itemgetter(0), itemgetter(1), attrgetter("base")
-
-
-class _Ranges:
-    """Disjoint ranges of addresses."""
-
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
-
-    def add(self, start: int, end: int) -> None:
-        """Add a range; it joins those that it touches."""
-        ranges = self._ranges
-        first = bisect.bisect_left(ranges, start, key=_second)
-        last = bisect.bisect_right(ranges, end, key=_first)
-        if first < last:
-            start, end = min(start, ranges[first][0]), max(end, ranges[last - 1][1])
-        ranges[first:last] = [(start, end)]
-
-    def meet(self, start: int, end: int) -> bool:
-        """Whether some address from ``start`` to before ``end`` lies in a range."""
-        at = bisect.bisect_right(self._ranges, start, key=_second)
-        return at < len(self._ranges) and self._ranges[at][0] < end
 
 
 class Hold:
@@ -136,13 +135,9 @@ class BlockPool:
     Every block is handed out poisoned: NaN, huge integers, True. Only memory that held results
     before the recording under way keeps them: operations that read them are recorded and have not
     run.
-
-    Args:
-        limit_bytes: the most that the pool may reserve, or None.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         # An interrupt may stop a change of the pool anywhere. So slabs by address and live blocks,
         # each changed in one step, are the truth; what is free is made anew after such a change.
@@ -152,10 +147,6 @@ class BlockPool:
         """Whether the last change came to its end."""
         # What died; filled without the lock, from any thread and from inside any call.
         self._dead: deque[_Owner] = deque()
-        # Free blocks by (size, address) for best fit, and both their ends for joining neighbours.
-        self._free: list[tuple[int, int]] = []
-        self._free_size: dict[int, int] = {}
-        self._free_end: dict[int, int] = {}
         self._holds: set[weakref.ref[Hold]] = set()
         self._recording = 0
         self._unread = _Ranges()
@@ -173,12 +164,7 @@ class BlockPool:
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds, used or free."""
         self._tidy()
-        return self._reserved()
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes that live tensors own."""
-        return sum(block.bytes for block in self.live())
+        return sum(slab.end - slab.base for slab in self._slabs)
 
     def live(self) -> list[Block]:
         """Return the blocks that live tensors own, oldest first."""
@@ -197,9 +183,6 @@ class BlockPool:
 
         Args:
             origin: kept with the block for ``live``.
-
-        Raises:
-            ResourceError: the pool's limit would be exceeded.
         """
         extent = 1
         for length, step in zip(size, stride, strict=True):
@@ -209,8 +192,7 @@ class BlockPool:
         nbytes = -(-extent * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._collect()
-            address = self._take(nbytes)
-            slab = self._slab_of(address)
+            slab, address = self._take(nbytes)
             start = address - slab.base
             owner, other = slab.window[start : start + nbytes], slab.window[start : start + nbytes]
             storage = torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
@@ -272,14 +254,10 @@ class BlockPool:
                 self._whole = True
 
     def _find_free(self) -> None:
-        self._free, self._free_size, self._free_end = [], {}, {}
-        live = sorted(self._live)
         for slab in self._slabs:
-            first, last = (bisect.bisect_left(live, at) for at in (slab.base, slab.end))
-            ends = [slab.base, *(at + self._live[at].bytes for at in live[first:last])]
-            for start, end in zip(ends, [*live[first:last], slab.end], strict=True):
-                if start < end:
-                    self._remember(end - start, start)
+            slab.free = _Ranges((slab.base, slab.end))
+        for block in self._live.values():
+            self._slab_of(block.address).free.remove(block.address, block.address + block.bytes)
 
     def _collect(self) -> None:
         """Begin a change: make free what died. Whoever asks says when the change is ``_whole``."""
@@ -291,74 +269,34 @@ class BlockPool:
             block = self._live.get(owner.address)
             # Another one's: what made the owner was interrupted.
             if block is not None and block.owner is owner:
+                start, end = block.address, block.address + block.bytes
                 if block.recording != self._recording:
-                    self._unread.add(block.address, block.address + block.bytes)
-                del self._live[block.address]
-                self._give(block.address, block.bytes)
+                    self._unread.add(start, end)
+                del self._live[start]
+                self._slab_of(start).free.add(start, end)
             self._dead.popleft()
         if not self._holds:
-            self._trim()
+            for slab in list(self._slabs):
+                if slab.free.all == [(slab.base, slab.end)]:
+                    self._slabs.remove(slab)
 
-    def _take(self, nbytes: int) -> int:
-        at = bisect.bisect_left(self._free, (nbytes, 0))
-        if at == len(self._free):
-            self._reserve(nbytes)
-            at = bisect.bisect_left(self._free, (nbytes, 0))
-        size, address = self._free[at]
-        self._forget(size, address)
-        if size > nbytes:
-            self._remember(size - nbytes, address + nbytes)
-        return address
-
-    def _give(self, address: int, size: int) -> None:
-        slab = self._slab_of(address)
-        before = self._free_end.get(address)
-        if before is not None and before >= slab.base:
-            joined = self._free_size[before]
-            self._forget(joined, before)
-            address, size = before, size + joined
-        after = self._free_size.get(address + size)
-        if after is not None and address + size < slab.end:
-            self._forget(after, address + size)
-            size += after
-        self._remember(size, address)
-
-    def _remember(self, size: int, address: int) -> None:
-        self._free_size[address] = size
-        self._free_end[address + size] = address
-        bisect.insort(self._free, (size, address))
-
-    def _forget(self, size: int, address: int) -> None:
-        at = bisect.bisect_left(self._free, (size, address))
-        del self._free[at]
-        del self._free_size[address]
-        del self._free_end[address + size]
+    def _take(self, nbytes: int) -> tuple[_Slab, int]:
+        """Return the slab and the address of the smallest free range that is large enough."""
+        found = [
+            (end - start, start, slab)
+            for slab in self._slabs
+            for start, end in slab.free.all
+            if end - start >= nbytes
+        ]
+        if found:
+            _, address, slab = min(found, key=itemgetter(0, 1))
+        else:
+            slab = _Slab(-(-nbytes // SLAB_BYTES) * SLAB_BYTES)
+            address = slab.base
+            bisect.insort(self._slabs, slab, key=_base)
+            logger.debug("reserved %d bytes for captures", slab.end - slab.base)
+        slab.free.remove(address, address + nbytes)
+        return slab, address
 
     def _slab_of(self, address: int) -> _Slab:
         return self._slabs[bisect.bisect_right(self._slabs, address, key=_base) - 1]
-
-    def _reserve(self, nbytes: int) -> None:
-        size = -(-nbytes // SLAB_BYTES) * SLAB_BYTES
-        reserved = self._reserved()
-        if self.limit_bytes is not None and reserved + size > self.limit_bytes:
-            if reserved + nbytes > self.limit_bytes:
-                raise ResourceError(
-                    f"the pool would need {nbytes} more bytes; it holds {reserved} and may hold "
-                    f"{self.limit_bytes}. Capture fewer or smaller buckets, or make the pool with "
-                    f"a larger limit."
-                )
-            size = nbytes
-        slab = _Slab(size)
-        bisect.insort(self._slabs, slab, key=_base)
-        self._remember(size, slab.base)
-        logger.debug("reserved %d bytes for captures", size)
-
-    def _reserved(self) -> int:
-        return sum(slab.end - slab.base for slab in self._slabs)
-
-    def _trim(self) -> None:
-        for slab in list(self._slabs):
-            size = slab.end - slab.base
-            if self._free_size.get(slab.base) == size:
-                self._forget(size, slab.base)
-                self._slabs.remove(slab)
