@@ -41,16 +41,6 @@ class Binder:
     def __init__(self) -> None:
         self._chosen: dict[Any, Callable[..., Any]] = {}
 
-    def copy(self, out: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-        """Return a call that copies ``source`` into ``out``."""
-        return functools.partial(torch.Tensor.copy_, out, source)
-
-    def write(
-        self, plan: OpPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Callable[[], object]:
-        """Return a call that runs an operation for what it does to its arguments."""
-        return self._bind(plan.func, args, kwargs)
-
     def compute(
         self, plan: OpPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any
     ) -> Callable[[], object]:
@@ -61,24 +51,24 @@ class Binder:
         """
         func = plan.func
         if plan.name in _COPIES:
-            return self.copy(outputs, args[0])
+            return functools.partial(torch.Tensor.copy_, outputs, args[0])
         if plan.name in _FILLS:
             value = _FILLS[plan.name](*args, **kwargs)
             return functools.partial(torch.Tensor.fill_, outputs, value)
         if func is _aten.embedding.default and args[1].is_contiguous():
             # What embedding itself does, without a temporary.
             rows = outputs.view(-1, args[0].shape[1])
-            return self._bind(_aten.index_select.out, (args[0], 0, args[1].view(-1)), {"out": rows})
+            return self.bind(_aten.index_select.out, (args[0], 0, args[1].view(-1)), {"out": rows})
         single = isinstance(outputs, torch.Tensor)
         targets = (outputs,) if single or not isinstance(outputs, tuple) else outputs
         variant = plan.out
         if variant is not None and (single or all(isinstance(t, torch.Tensor) for t in targets)):
             kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
             named = dict(zip(variant.outputs, targets, strict=True))
-            return self._bind(variant.func, args, {**kept, **named})
-        return _Copied(plan, self._bind(func, args, kwargs), outputs)
+            return self.bind(variant.func, args, {**kept, **named})
+        return _Copied(plan, self.bind(func, args, kwargs), outputs)
 
-    def _bind(
+    def bind(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> functools.partial[Any]:
         """Return a call of ``func``, through torch's typed function where that is the same.

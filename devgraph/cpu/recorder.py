@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Collection, Sequence
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -280,7 +280,7 @@ class Recorder(Draft):
         data = args[0].clone()  # frozen: what the host does with its own copy is not replayed
         op = self._op(plan.name)
         out = self._make(plan, Layout.of(data), op)
-        self.append(self._binder.copy(self._hold(out), data), op)
+        self.append(functools.partial(torch.Tensor.copy_, self._hold(out), data), op)
         if self._function != "__setitem__":
             self._refusal.note(
                 "host_value",
@@ -310,28 +310,13 @@ class Recorder(Draft):
         if masks and not (plan.writes and self._function == "__setitem__" and args[2].numel() == 1):
             self._refusal.shape(f"indexing with a boolean mask ({plan.name})", known=True)
             args = (args[0], [self._as_if_all(i) for i in args[1]], *args[2:])
-        return (
-            self._mutate(plan, args, kwargs) if plan.writes else self._compute(plan, args, kwargs)
-        )
+        return self._compute(plan, args, kwargs)
 
     @staticmethod
     def _as_if_all(index: torch.Tensor | None) -> torch.Tensor | None:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return index
         return torch.zeros(index.numel(), dtype=torch.int64)
-
-    def _mutate(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layouts = self._metadata.infer(plan, args, kwargs)
-        op = self._op(plan.name)
-        self._note_random(plan, args, kwargs)
-        held_args, held_kwargs = self._hold(args), self._hold(kwargs)
-        if not plan.returns or all(position is not None for position in plan.returns):
-            self.append(self._binder.write(plan, held_args, held_kwargs), op)
-            given = [plan.argument(p, args, kwargs) for p in plan.returns if p is not None]
-            if not given:
-                return None
-            return given[0] if len(given) == 1 else tuple(given)
-        return self._made(plan, held_args, held_kwargs, layouts, op)
 
     def _compute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -342,17 +327,15 @@ class Recorder(Draft):
         op = self._op(plan.name)
         self._note_random(plan, args, kwargs)
         held_args, held_kwargs = self._hold(args), self._hold(kwargs)
-        if not plan.returns:
-            self.append(self._binder.write(plan, held_args, held_kwargs), op)
-            return None
-        return self._made(plan, held_args, held_kwargs, layouts, op)
+        if plan.returns and not (plan.writes and None not in plan.returns):
+            outs = self._make(plan, layouts, op)
+            self.append(self._binder.compute(plan, held_args, held_kwargs, self._hold(outs)), op)
+            return outs
+        self.append(self._binder.bind(plan.func, held_args, held_kwargs), op)
+        given = [plan.argument(p, args, kwargs) for p in plan.returns if p is not None]
+        return tuple(given) if len(given) > 1 else next(iter(given), None)
 
     # Helpers.
-
-    def _made(self, plan: OpPlan, args: Any, kwargs: Any, layouts: Any, op: Op) -> Any:
-        outs = self._make(plan, layouts, op)
-        self.append(self._binder.compute(plan, args, kwargs, self._hold(outs)), op)
-        return outs
 
     def _op(self, name: str) -> Op:
         return Op(name=name, line=user_line())
@@ -405,7 +388,7 @@ class Recorder(Draft):
     def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not plan.seeded or not plan.draws(args, kwargs):
             return
-        if self.open_span is not None and not self.open_span.random:
+        if self.open_span is not None:
             raise UnrecordableError(
                 f"{plan.name} draws random numbers inside the updatable region "
                 f"{self.open_span.label}, and a recording made later could not continue the "
@@ -444,15 +427,12 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return out.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
-class _Origin:
+class _Origin(NamedTuple):
     """Which recording made a block, and for what. Names the recording by a mark: a block that
     lives on must not keep a whole recording."""
 
-    __slots__ = ("mark", "op")
-
-    def __init__(self, mark: object, op: Op) -> None:
-        self.mark = mark
-        self.op = op
+    mark: object
+    op: Op
 
 
 _HANDLERS: dict[Kind, Callable[[Recorder, OpPlan, tuple[Any, ...], dict[str, Any]], Any]] = {
@@ -464,6 +444,6 @@ _HANDLERS: dict[Kind, Callable[[Recorder, OpPlan, tuple[Any, ...], dict[str, Any
     Kind.CONSTANT: Recorder._constant,
     Kind.HOST: Recorder._host,
     Kind.BOOLEAN_INDEX: Recorder._index,
-    Kind.MUTATE: Recorder._mutate,
+    Kind.MUTATE: Recorder._compute,
     Kind.COMPUTE: Recorder._compute,
 }

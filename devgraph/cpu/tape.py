@@ -39,11 +39,10 @@ class Entry:
 class Span:
     """The part of a tape that one region recorded; its entries can be replaced."""
 
-    __slots__ = ("entries", "label", "random")
+    __slots__ = ("entries", "label")
 
-    def __init__(self, label: str, *, random: bool) -> None:
+    def __init__(self, label: str) -> None:
         self.label = label
-        self.random = random
         self.entries: tuple[Entry, ...] = ()
 
     def __repr__(self) -> str:
@@ -58,25 +57,15 @@ class Draft:
         self.open_span: Span | None = None
         self._inside: list[Entry] = []
 
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Everything recorded so far, in order, without an open span."""
-        return tuple(_flat(self.parts, {}))
-
     def append(self, run: Callable[[], object], op: Op) -> None:
         """Add one step."""
         (self.parts if self.open_span is None else self._inside).append(Entry(run, op))
 
-    def begin_span(self, label: str, *, random: bool = False) -> Span:
-        """Start the part of one region; ``end_span`` ends it. Spans do not nest.
-
-        Args:
-            random: whether the region may draw random numbers. Recording it again could not
-                continue a device's random sequence, so an updatable region may not.
-        """
+    def begin_span(self, label: str) -> Span:
+        """Start the part of one region; ``end_span`` ends it. Spans do not nest."""
         if self.open_span is not None:
             raise StateError(f"a span inside the span of {self.open_span.label}")
-        self.open_span, self._inside = Span(label, random=random), []
+        self.open_span, self._inside = Span(label), []
         return self.open_span
 
     def end_span(self, span: Span) -> None:
@@ -88,9 +77,9 @@ class Draft:
         self.open_span = None
 
     @contextlib.contextmanager
-    def span(self, label: str, *, random: bool = False) -> Iterator[Span]:
+    def span(self, label: str) -> Iterator[Span]:
         """Record the block as one span."""
-        span = self.begin_span(label, random=random)
+        span = self.begin_span(label)
         try:
             yield span
         finally:
@@ -126,11 +115,6 @@ class Tape:
     def ops(self) -> list[Op]:
         """The operations of one replay, in order."""
         return [entry.op for entry in self._entries]
-
-    @property
-    def spans(self) -> list[Span]:
-        """The spans in order."""
-        return [part for part in self._parts if isinstance(part, Span)]
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -386,7 +386,6 @@ def test_span_is_replaced_and_writes_the_same_output() -> None:
     tape.replace({span: own})
     tape.replay()
     assert same(after, x[:2].sum(0) * 2 + x[0])
-    assert tape.spans == [span]
 
 
 def test_recording_a_span_again_changes_nothing_before_it_is_applied() -> None:
@@ -442,8 +441,6 @@ def test_random_numbers_in_an_updatable_span_are_refused() -> None:
         )
         with pytest.raises(CaptureError, match=r"rand.* region f"):
             x + torch.rand(3)
-    with recorder, recorder.span("static", random=True):
-        torch.rand(3)
 
 
 def test_spans_do_not_nest_and_end_in_order() -> None:
