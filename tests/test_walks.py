@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.sim.hip import unavailable_reason
+
 
 @pytest.fixture(scope="module")
 def walks() -> ModuleType:
@@ -32,15 +34,23 @@ def test_frames_are_those_of_the_walk_and_its_callees(walks: ModuleType) -> None
     assert sys.getprofile() is None
 
 
-@pytest.mark.parametrize("name", ["mode", "capture_region", "replay", "known_key", "decode"])
-def test_walk_is_counted_the_same_each_time(walks: ModuleType, name: str) -> None:
-    state, frames = walks.measure(name)
-    again, others = walks.measure(name)
-    assert state == again
-    assert frames == others
+MOST = {
+    "mode": 300,
+    "capture_region": 1000,
+    "replay": 14,
+    "known_key": 40,
+    "repeated_key": 18,
+    "new_node_key": 170,
+    "decode": 22,
+}
 
 
-@pytest.mark.parametrize(("name", "most"), [("mode", 300), ("capture_region", 1000)])
-def test_walk_stays_short(walks: ModuleType, name: str, most: int) -> None:
-    _, frames = walks.measure(name)
-    assert frames.total() <= most
+@pytest.mark.parametrize("name", MOST)
+def test_walk_is_short_and_counted_the_same_each_time(walks: ModuleType, name: str) -> None:
+    if name == "new_node_key" and unavailable_reason() is not None:
+        pytest.skip(f"no fake library: {unavailable_reason()}")
+    (state, frames), (again, others) = walks.measure(name), walks.measure(name)
+    if name == "new_node_key":  # the rest is the library's
+        frames, others = walks.own(frames), walks.own(others)
+    assert (state, frames) == (again, others)
+    assert frames.total() <= MOST[name]

@@ -155,7 +155,8 @@ class Captured:
             raise NestedCaptureError("cannot replay a capture inside a capture")
         for bound in self._bound:
             bound.check()
-        require_entries(self._held)
+        if self._held:
+            require_entries(self._held)
 
     @property
     def exact(self) -> bool:

@@ -66,7 +66,7 @@ class NpuPool(TorchPool):
                 # The last is freed first: the allocator empties a pool's memory with the pool's
                 # object only if nothing else uses it. In a list, because a caller's frame may keep
                 # what it passes until the call is over, as under Dynamo.
-                keys = ("_stuck", "_memory", "_region_memory", "_keeper")
+                keys = ("_stuck", "_memory", "_region_memory", "keeper")
                 self._torch.bury_memory([take(key, None) for key in keys])
         except Exception:  # at the interpreter's end modules are gone
             pass

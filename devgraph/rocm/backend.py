@@ -38,7 +38,7 @@ class RocmPool(TorchPool):
         # Destroying a graph object of torch synchronises the device, which the stream that is
         # stuck in capture mode refuses: the process would end. It lives as long as the process,
         # and so does the memory that it counts as a user of.
-        keep_for_ever(stuck, self._memory, self._keeper)
+        keep_for_ever(stuck, self._memory, self.keeper)
         super().renew(stuck)
 
 

@@ -148,17 +148,13 @@ class Verifying(Applying):
 
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
-        self._written = 0
+        self.leaked_bytes = 0
+        """What updates of torch's executable may have leaked since it was made."""
         self._as_captured = True
         self._verified: weakref.WeakSet[object] = weakref.WeakSet()
         """Executables of their own, and recordings that torch's executable was seen to run."""
         self._own_verified = False
         """Whether torch's executable, since it was made last, was seen to use what was written."""
-
-    @property
-    def leaked_bytes(self) -> int:
-        """What updates of torch's executable may have leaked since it was made."""
-        return self._written * LEAKED_BYTES_PER_NODE
 
     def prepare(self, graph: NodeGraph) -> None:
         self._verification.find_out(graph.backend.device)
@@ -183,14 +179,14 @@ class Verifying(Applying):
 
     def write(self, graph: NodeGraph, recording: NodeRecording) -> None:
         more = len(recording.updates) * LEAKED_BYTES_PER_NODE
-        if self._written and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
+        if self.leaked_bytes and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
             logger.debug("rocm: %d bytes leaked, making the executable anew", self.leaked_bytes)
             self._own_verified = False
             graph.renew_executable()
-            self._written = 0
+            self.leaked_bytes = 0
         self._as_captured = False
-        graph.write(recording)
-        self._written += len(recording.updates)
+        super().write(graph, recording)
+        self.leaked_bytes += more
 
     def launches(
         self, graph: NodeGraph, recording: NodeRecording, executable: Executable

@@ -67,7 +67,7 @@ def test_verification_that_was_interrupted_is_made_by_the_next_replay(
 def test_first_launch_that_was_interrupted_leaves_its_verification_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    find = nodegraph.NodeGraph._find_random
+    find = nodegraph._FirstLaunch.find
 
     def interrupted(self: Any) -> None:
         find(self)
@@ -78,7 +78,7 @@ def test_first_launch_that_was_interrupted_leaves_its_verification_to_the_next(
         with be.fake.with_settings(stale=-1):
             graph.update(n=3)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(nodegraph.NodeGraph, "_find_random", interrupted)
+            patch.setattr(nodegraph._FirstLaunch, "find", interrupted)
             graph.replay()
         with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
             graph.replay()

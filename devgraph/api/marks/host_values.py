@@ -196,7 +196,9 @@ class HostSpec:
                 raise HostArgumentError(
                     f"unknown host argument {name!r}. {did_you_mean(name, self.declared)}"
                 )
-            out[name] = _same_kind(name, self.declared[name], value)
+            captured = self.declared[name]
+            same = type(value) is type(captured)
+            out[name] = value if same else _same_kind(name, captured, value)
         return out
 
 
@@ -254,8 +256,6 @@ def _signature_defaults(fn: Callable[..., Any], names: Iterable[str]) -> dict[st
 
 def _same_kind(name: str, captured: Any, value: Any) -> Any:
     kind = type(captured)
-    if kind is type(value):
-        return value
     if kind is int and not isinstance(value, bool):
         try:
             return operator.index(value)

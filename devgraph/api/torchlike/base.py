@@ -65,11 +65,12 @@ class TorchPool(Pool):
         self._sizes: list[int] = []
         self._foreign: set[int] = set()
         self._stuck: list[Any] = []
-        self._keeper: Any = None
+        self.keeper: Any = None
+        """The one-node graph that owns the handle; None before the first capture."""
 
     def keep_alive(self) -> None:
-        """Capture the one-node graph that owns the handle; called on the capture stream."""
-        if self._keeper is not None:
+        """Capture the ``keeper``; called on the capture stream."""
+        if self.keeper is not None:
             return
         keeper = self._torch.make_native_graph()
         word = torch.empty(1, device=self._torch.device)
@@ -82,12 +83,7 @@ class TorchPool(Pool):
         except BaseException:
             self.renew(keeper)
             raise
-        self._keeper = keeper
-
-    @property
-    def keeper(self) -> Any:
-        """The one-node graph that owns the handle; None before the first capture."""
-        return self._keeper
+        self.keeper = keeper
 
     @property
     def stream(self) -> Any:
@@ -125,9 +121,9 @@ class TorchPool(Pool):
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
-            self._torch.bury(self._memory, self._region_memory, self._keeper, self._stuck)
+            self._torch.bury(self._memory, self._region_memory, self.keeper, self._stuck)
             # A memory pool gives its memory back only as the last of its owners.
-            self._keeper = None
+            self.keeper = None
             self._stuck.clear()
 
     def order(self) -> None:
@@ -156,10 +152,10 @@ class TorchPool(Pool):
 
         The next capture makes its keeper: the stream may be stuck as well, and is retired only now.
         """
-        self._stuck.append((stuck, self._memory, self._keeper))
+        self._stuck.append((stuck, self._memory, self.keeper))
         self._memory = self._torch.namespace.MemPool()
         self.handle = self._memory.id
-        self._keeper = None
+        self.keeper = None
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.bare(tensor) if self.owns(tensor.untyped_storage().data_ptr()) else tensor
@@ -257,7 +253,7 @@ class TorchGraph(DeviceGraph):
         return Call(self._native.replay)
 
     def _make_native(self) -> Any:
-        """Return a new, empty graph of the vendor, of the kind that this capture needs."""
+        """Return a new, empty graph, of the kind that this capture needs."""
         return self._torch.make_native_graph()
 
     def _abort(self) -> None:

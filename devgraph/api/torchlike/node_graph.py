@@ -88,7 +88,10 @@ class _FirstLaunch(Finding["NodeGraph"]):
     """Launches through torch, and finds out whether the graph draws random numbers."""
 
     def find(self) -> Executable:
-        return self.graph._find_random()
+        graph = self.graph
+        graph.random = graph._torch.draws_random(graph._native, graph.pool)
+        graph._own = graph._own_executable()
+        return graph._own
 
     def bound(self, stream: int | None) -> Callable[[], None]:
         """Return torch's launch, which needs to know nothing, or for a stream this one."""
@@ -126,8 +129,9 @@ class Applying:
         return recording.uses >= _USES_WHEN_FULL
 
     def write(self, graph: NodeGraph, recording: NodeRecording) -> None:
-        """Write ``recording`` into the graph's own executable."""
-        graph.write(recording)
+        """Write ``recording`` into the graph's own executable, which is torch's."""
+        backend = graph.backend
+        backend.driver.write(recording.updates, backend.raw_executable(graph._native))
 
     def launches(
         self, graph: NodeGraph, recording: NodeRecording, executable: Executable
@@ -205,13 +209,6 @@ class NodeGraph(TorchGraph):
             graph = self._torch.raw_graph(self._native)
             self._pattern = RegionPattern(runtime, graph, regions)
         self._own = _FirstLaunch(self)
-        return self._own
-
-    def _find_random(self) -> Executable:
-        """Launch through torch, find out whether that drew random numbers, and return what launches
-        torch's executable from now on."""
-        self.random = self._torch.draws_random(self._native, self.pool)
-        self._own = self._own_executable()
         return self._own
 
     def _own_executable(self) -> Executable:
@@ -426,10 +423,6 @@ class NodeGraph(TorchGraph):
         self._current = recording
 
     # What ``Applying`` calls.
-
-    def write(self, recording: NodeRecording) -> None:
-        """Write ``recording`` into the graph's own executable, which is torch's."""
-        self._runtime.write(recording.updates, self._torch.raw_executable(self._native))
 
     def renew_executable(self) -> None:
         """Make the graph's own executable anew, which holds what was captured."""
