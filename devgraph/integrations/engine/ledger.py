@@ -8,8 +8,7 @@ from typing import Any
 
 from devgraph.api.capture import Captured
 from devgraph.api.graph import DeviceGraph
-
-MODES = ("piecewise", "full", "breakable")
+from devgraph.integrations.engine.memory import GraphMemory
 
 
 class EagerReason:
@@ -68,15 +67,26 @@ class ModeCount:
 
 
 class Ledger:
-    """The counters of all modes."""
+    """What the graph layer of an engine did: its memory, and the counters of the engine's modes.
 
-    def __init__(self) -> None:
-        self._modes = {name: ModeCount() for name in MODES}
+    Args:
+        memory: the layer's graph memory.
+        modes: names of the modes that the engine has.
+    """
+
+    def __init__(self, memory: GraphMemory, *modes: str) -> None:
+        self._memory = memory
+        self._modes = {name: ModeCount() for name in modes}
 
     def of(self, mode: str) -> ModeCount:
-        """Return the counters of ``mode``: "piecewise", "full" or "breakable"."""
+        """Return the counters of ``mode``."""
         return self._modes[mode]
 
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Return every mode's counters by name."""
-        return {name: count.as_dict() for name, count in self._modes.items()}
+    def as_dict(self) -> dict[str, Any]:
+        """Return backend, counters by mode and the bytes of graph memory."""
+        backend = self._memory.made
+        return {
+            "backend": None if backend is None else backend.name,
+            "modes": {name: count.as_dict() for name, count in self._modes.items()},
+            "pool_bytes": self._memory.bytes,
+        }

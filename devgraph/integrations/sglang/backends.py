@@ -37,18 +37,8 @@ class Shared:
 
     def __init__(self) -> None:
         self.memory = GraphMemory(lambda: "")
-        self.ledger = Ledger()
-        self.publisher = Publisher("sglang", self.as_dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what ``stats()`` does."""
-        backend = self.memory.made
-        modes = self.ledger.as_dict()
-        return {
-            "backend": None if backend is None else backend.name,
-            "modes": {name: modes[name] for name in ("full", "breakable")},
-            "pool_bytes": self.memory.bytes,
-        }
+        self.ledger = Ledger(self.memory, "full", "breakable")
+        self.publisher = Publisher("sglang", self.ledger.as_dict)
 
 
 @functools.cache

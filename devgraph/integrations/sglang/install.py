@@ -6,7 +6,7 @@ import functools
 import logging
 from typing import Any
 
-from devgraph.api.errors import ConfigError, DeviceGraphError
+from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
 from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend
 from devgraph.integrations.sglang.modes import EngineMode, engine_mode
@@ -133,5 +133,5 @@ def plugin() -> None:
                 error,
                 SWITCH,
             )
-    except (ConfigError, DeviceGraphError) as error:
+    except DeviceGraphError as error:
         raise SystemExit(f"devgraph: {error}") from error

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from devgraph.api.errors import InputError, StateError
 
@@ -35,8 +35,8 @@ class LayerShape:
     """Scores are squashed into ``(-softcap, softcap)`` by a tanh; None for no such thing."""
 
 
-class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """The rows of one layer.
+class CacheLayer:
+    """The rows of one layer, which are written and found through ``KVCache``.
 
     Attributes:
         shape: geometry and window of the layer.
@@ -45,7 +45,9 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         keys_by_row, values_by_row: views ``[slots * max_len, kv_heads, dim]``.
     """
 
-    is_sliding = False
+    # What a ``Cache`` of transformers asks its layers.
+    is_sliding = is_compileable = is_croppable = False
+    is_initialized = supports_early_init = True
 
     def __init__(
         self,
@@ -53,11 +55,10 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         slots: int,
         *,
         max_len: int,
-        rows_first: bool = False,
+        rows_first: bool,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
         self.shape = shape
 
         def rows(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,46 +75,12 @@ class CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.values, self.values_by_slot = rows(shape.value_dim)
         self.keys_by_row = self.keys[:, :-1].transpose(0, 1)
         self.values_by_row = self.values[:, :-1].transpose(0, 1)
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the rows exist from the start."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        raise StateError("write through KVCache.update, which knows where the tokens go")
-
-    def write(self, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write ``[requests, kv_heads, width, dim]`` to ``rows``, an int64 tensor with a row for
-        each token."""
-        for kept, new in ((self.keys, key), (self.values, value)):
-            kept.index_copy_(1, rows, new.transpose(0, 1).flatten(1, 2))
 
     def read(self, slots: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of whole slots: of the first so many, or of those in a tensor."""
         if isinstance(slots, int):
             return self.keys_by_slot[:slots], self.values_by_slot[:slots]
         return self.keys_by_slot.index_select(0, slots), self.values_by_slot.index_select(0, slots)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        raise StateError(_NO_LENGTH)
-
-    def get_max_length(self) -> int:
-        """Return the rows of a slot."""
-        return int(self.keys_by_slot.shape[2])
-
-    # The name of get_max_length before transformers 5.18.
-    get_max_cache_shape = get_max_length
-
-
-_NO_LENGTH = (
-    "this cache holds requests of different lengths, so it has no length; a model must take its "
-    "positions from position_ids"
-)
 
 
 class KVCache(Cache):  # type: ignore[misc]
@@ -194,11 +161,11 @@ class KVCache(Cache):  # type: ignore[misc]
         """Write the new tokens of a layer; attention then finds the layer through ``take``."""
         if self._target is None:
             raise StateError("this cache belongs to an engine and is written in its steps only")
-        layer = self.layers[layer_idx]
-        layer.write(self._target, key_states, value_states)
+        layer: CacheLayer = self.layers[layer_idx]
+        for kept, new in ((layer.keys, key_states), (layer.values, value_states)):
+            kept.index_copy_(1, self._target, new.transpose(0, 1).flatten(1, 2))
         if self._shown is not None:
-            keys, values = layer.read(self._shown)
-            return keys, values
+            return layer.read(self._shown)
         self._written = layer
         return key_states, value_states
 
@@ -212,10 +179,20 @@ class KVCache(Cache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if self._answers:
             return self._length
-        raise StateError(_NO_LENGTH)
+        raise StateError(
+            "this cache holds requests of different lengths, so it has no length; a model must "
+            "take its positions from position_ids"
+        )
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self._length + query_length, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return the rows of a slot."""
+        return self.max_len
+
+    # The name of get_max_length before transformers 5.18.
+    get_max_cache_shape = get_max_length
 
     def prepare(self, slot: int, length: int, upto: int) -> None:
         """Clear the rows of ``slot`` from ``length`` to ``upto`` that no one cleared yet.

@@ -20,9 +20,12 @@ often and why. Outside a step the model runs its own code.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -63,12 +66,13 @@ class Seen:
                 originals[home] = getattr(home, _ROTARY)
             if "RMSNorm" in type(parent).__name__ and "forward" not in parent.__dict__:
                 hooks.append(parent.register_forward_pre_hook(self._note_norm, with_kwargs=True))
+            note = functools.partial(self._note_linear, parent)
             for child in parent.children():
                 if type(child) is nn.Linear:
-                    hooks.append(child.register_forward_pre_hook(self._linear_hook(parent)))
+                    hooks.append(child.register_forward_pre_hook(note))
         try:
             for home, original in originals.items():
-                setattr(home, _ROTARY, self._rotary_hook(home, original))
+                setattr(home, _ROTARY, functools.partial(self._note_rotary, home, original))
             yield
         finally:
             for hook in hooks:
@@ -82,41 +86,26 @@ class Seen:
         if not plain or known != args[0].shape:
             self.norms[norm] = None
 
-    def _linear_hook(self, parent: nn.Module) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def note(child: nn.Module, args: tuple[Any, ...]) -> None:
-            assert isinstance(child, nn.Linear)
-            # The tensor is kept: an address that is free again must not pass for the same input.
-            self._calls.append((parent, child, args[0]))
+    def _note_linear(self, parent: nn.Module, child: nn.Linear, args: tuple[Any, ...]) -> None:
+        # The tensor is kept: an address that is free again must not pass for the same input.
+        self._calls.append((parent, child, args[0]))
 
-        return note
+    def _note_rotary(
+        self, home: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        call = _Call(original, args, kwargs)
+        self.rotary.setdefault(home, {}).setdefault(_form(args, kwargs), call)
+        return original(*args, **kwargs)
 
-    def _rotary_hook(self, home: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*args: Any, **kwargs: Any) -> Any:
-            call = _Call(original, args, kwargs)
-            self.rotary.setdefault(home, {}).setdefault(_form(args, kwargs), call)
-            return original(*args, **kwargs)
-
-        return note
-
-    def groups(self) -> list[tuple[list[nn.Linear], torch.Size]]:
+    def groups(self) -> Iterator[tuple[list[nn.Linear], torch.Size]]:
         """Return runs of two or more siblings with one input, each layer called once, and the shape
         of that input."""
-        counts: dict[int, int] = {}
-        for _, child, _ in self._calls:
-            counts[id(child)] = counts.get(id(child), 0) + 1
-        groups: list[tuple[list[nn.Linear], torch.Size]] = []
-        before: tuple[nn.Module, torch.Tensor] | None = None
-        for parent, child, given in self._calls:
-            if before is not None and before[0] is parent and before[1] is given:
-                groups[-1][0].append(child)
-            else:
-                groups.append(([child], given.shape))
-            before = (parent, given)
-        return [
-            (group, shape)
-            for group, shape in groups
-            if len(group) > 1 and all(counts[id(c)] == 1 for c in group)
-        ]
+        counts = Counter(child for _, child, _ in self._calls)
+        for _, calls in itertools.groupby(self._calls, lambda call: (id(call[0]), id(call[2]))):
+            run = list(calls)
+            group = [child for _, child, _ in run]
+            if len(group) > 1 and all(counts[child] == 1 for child in group):
+                yield group, run[0][2].shape
 
 
 _Form = tuple[Any, ...]
@@ -139,13 +128,6 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    def with_noise(self) -> tuple[Any, ...]:
-        """Return arguments of the same form with random numbers in them."""
-        return tuple(
-            _noise(*arg.shape, like=arg) if isinstance(arg, torch.Tensor) else arg
-            for arg in self.args
-        )
 
 
 def _alike(group: list[nn.Linear]) -> bool:
@@ -242,7 +224,7 @@ class Fusion:
     """
 
     def __init__(self, seen: Seen) -> None:
-        self.unfused: dict[str, int] = {}
+        self.unfused: Counter[str] = Counter()
         """How many of what run as the model wrote them, by the reason."""
         self._turned: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._projections = list(self._join(seen))
@@ -253,18 +235,14 @@ class Fusion:
         ]
         self._forwards += list(self._norms(seen))
         self._rotary = dict(self._rotary_functions(seen))
-        logger.info("fused %s; not fused: %s", self.counts, self.unfused or "nothing")
-
-    def _keep(self, what: str, why: str) -> None:
-        reason = f"{what}: {why}"
-        self.unfused[reason] = self.unfused.get(reason, 0) + 1
+        logger.info("fused %s; not fused: %s", self.counts, dict(self.unfused) or "nothing")
 
     def _join(self, seen: Seen) -> Iterator[_Projections]:
         for layers, shape in seen.groups():
             if not _alike(layers):
-                self._keep("projections", "the layers differ in dtype, bias or hooks")
+                self.unfused["projections: the layers differ in dtype, bias or hooks"] += 1
                 continue
-            given = _noise(*shape, like=layers[0].weight)
+            given = _noise(shape, layers[0].weight)
             with torch.no_grad():
                 want = [layer(given) for layer in layers]
                 group = _Projections(layers)
@@ -272,7 +250,7 @@ class Fusion:
             if all(_near(w, g) for w, g in zip(want, got, strict=True)):
                 yield group
             else:
-                self._keep("projections", "one product gives other results")
+                self.unfused["projections: one product gives other results"] += 1
 
     def _norms(self, seen: Seen) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
         for norm, shape in seen.norms.items():
@@ -280,7 +258,7 @@ class Fusion:
             if why is None:
                 yield norm.__dict__, _rms_norm_of(norm)
             else:
-                self._keep(type(norm).__name__, why)
+                self.unfused[f"{type(norm).__name__}: {why}"] += 1
 
     def _rotary_functions(
         self, seen: Seen
@@ -292,7 +270,7 @@ class Fusion:
                 if why is None:
                     same[form] = self._turn
                 else:
-                    self._keep(f"{home.__name__.rpartition('.')[2]}.{_ROTARY}", why)
+                    self.unfused[f"{home.__name__.rpartition('.')[2]}.{_ROTARY}: {why}"] += 1
             if same:
                 yield home, same
 
@@ -300,7 +278,10 @@ class Fusion:
         """Return why ``_turn`` cannot replace the function of ``call``, or None if it can."""
         try:
             with torch.no_grad():
-                for args in (call.args, call.with_noise()):
+                noisy = [
+                    _noise(a.shape, a) if isinstance(a, torch.Tensor) else a for a in call.args
+                ]
+                for args in (call.args, noisy):
                     want = call.function(*args, **call.kwargs)
                     got = self._turn(*args, **call.kwargs)
                     if not isinstance(want, tuple) or len(want) != 2:
@@ -391,7 +372,7 @@ def _no_rms_norm(module: nn.Module, shape: torch.Size | None) -> str | None:
         return "it is given several tensors, or several shapes"
     if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
         return "it has no weight of one dimension, or no epsilon"
-    given = _noise(*shape, like=weight)
+    given = _noise(shape, weight)
     with torch.no_grad():
         if shape[-1] == weight.shape[0] and _close(
             module(given), F.rms_norm(given, weight.shape, weight, eps)
@@ -452,7 +433,7 @@ def _joined_heads(q: torch.Tensor, k: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat((q, k), dim)
 
 
-def _noise(*shape: int, like: torch.Tensor) -> torch.Tensor:
+def _noise(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator).to(dtype=like.dtype, device=like.device)
 

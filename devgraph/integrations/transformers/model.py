@@ -97,7 +97,6 @@ class CausalModel:
             has this many rows, rounded up to a multiple of 64.
         updatable: whether graphs of this backend take new host arguments
             (``capabilities.region_update``). If not, decode attends over whole slots.
-        varlen: force the kernel with device lengths on or off; None tries it.
         fuse: compute norms, rotary embeddings and neighbouring projections with fewer kernels
             (see ``fusion``); results then differ from the model's own by rounding.
         slot_attention: ``Backend.slot_attention``: the device's own attention is used where it
@@ -117,7 +116,6 @@ class CausalModel:
         max_requests: int = 8,
         max_len: int | None = None,
         updatable: bool = True,
-        varlen: bool | None = None,
         fuse: bool = True,
         slot_attention: Callable[..., SlotAttention | None] | None = None,
         pin: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -132,7 +130,7 @@ class CausalModel:
         self.device, self.dtype = self.shape.device, self.shape.dtype
         self.own = self.shape.own
         self.bounded = updatable and self.own is None
-        offered = slot_attention if self.bounded and not varlen else None
+        offered = slot_attention if self.bounded else None
         self.slotted = offered and self._choose_slotted(offered)
         multiple = self.slotted.row_multiple if self.slotted else ROW_MULTIPLE
         self.max_len = _round_up(self.positions, multiple)
@@ -145,7 +143,7 @@ class CausalModel:
             device=self.device,
             answers=self.shape.uses_length,
         )
-        self.varlen = self.slotted is None and self._choose_varlen(varlen)
+        self.varlen = self.slotted is None and self.own is None and self._has_varlen()
         self._step: _Step | None = None
         self._windows = sorted({layer.window for layer in self.shape.layers}, key=str)
         self._rows = torch.arange(self.max_len, device=self.device)
@@ -192,20 +190,14 @@ class CausalModel:
             dtype=self.dtype,
         )
 
-    def _choose_varlen(self, wanted: bool | None) -> bool:
-        dims = {(s.key_dim, s.value_dim) for s in self.shape.layers}
-        able = (
-            self.own is None
-            and all(k == v for k, v in dims)
-            and all(s.softcap is None for s in self.shape.layers)
-            and all(has_varlen(k, dtype=self.dtype, device=self.device) for k, _ in dims)
+    def _has_varlen(self) -> bool:
+        kinds = {(layer.key_dim, layer.value_dim, layer.softcap) for layer in self.shape.layers}
+        return all(
+            key_dim == value_dim
+            and softcap is None
+            and has_varlen(key_dim, dtype=self.dtype, device=self.device)
+            for key_dim, value_dim, softcap in kinds
         )
-        if wanted and not able:
-            raise InputError(
-                f"varlen=True, but {self.device.type} has no kernel with device lengths for "
-                f"{self.dtype}, head sizes {sorted(dims)} and these layers; leave varlen out"
-            )
-        return able if wanted is None else wanted
 
     # -- what the runners are told ---------------------------------------------------------------
 

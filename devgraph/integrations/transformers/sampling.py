@@ -7,6 +7,12 @@ from collections.abc import Sequence
 
 import attrs
 import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from devgraph.api.errors import InputError
 
@@ -53,7 +59,11 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
-        self.params = params
+        self._filters = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
+        if params.top_k:
+            self._filters.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            self._filters.append(TopPLogitsWarper(params.top_p))
         self._generator = torch.Generator(device)
         if params.seed is None:
             self._generator.seed()
@@ -62,25 +72,15 @@ class Sampler:
 
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """Return one token, a scalar int64 tensor on the device, from logits ``[vocabulary]``."""
-        kept = filtered(logits, self.params)
+        kept = self.kept(logits)
         # The largest of log p + Gumbel noise is a sample of p; exponential noise says the same.
         noise = torch.empty_like(kept).exponential_(generator=self._generator)
         return (torch.softmax(kept, -1) / noise).argmax(-1)
 
-
-def filtered(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Return float32 ``logits`` over the temperature, -inf for tokens that may not be drawn."""
-    scores = logits.float() / params.temperature
-    if params.top_k and params.top_k < scores.shape[-1]:
-        least = torch.topk(scores, params.top_k).values[..., -1:]
-        scores = scores.masked_fill(scores < least, -math.inf)
-    if params.top_p < 1:
-        ordered, index = torch.sort(scores, descending=True)
-        weights = torch.softmax(ordered, -1)
-        # A token goes when those before it already reach top_p; so the best one always stays.
-        surplus = weights.cumsum(-1) - weights >= params.top_p
-        scores = scores.masked_fill(surplus.scatter(-1, index, surplus), -math.inf)
-    return scores
+    def kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return float32 ``logits`` over the temperature, -inf for tokens that may not be drawn."""
+        scores: torch.Tensor = self._filters(None, logits.float()[None])
+        return scores[0]
 
 
 def draw_rows(

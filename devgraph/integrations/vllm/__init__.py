@@ -31,7 +31,7 @@ def stats() -> dict[str, Any]:
     return {
         "installed": [] if now is None else list(now.places),
         "mode": None if mode is None else mode.name,
-        **current_layer().as_dict(),
+        **current_layer().ledger.as_dict(),
     }
 
 

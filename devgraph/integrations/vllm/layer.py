@@ -14,7 +14,7 @@ from devgraph.api.marks.marks import is_capturing
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import Ledger
-from devgraph.integrations.engine.memory import GraphMemory, weak
+from devgraph.integrations.engine.memory import GraphMemory
 
 
 @attrs.define
@@ -34,12 +34,10 @@ class Layer:
         strict: raise where a step could not use its graph.
     """
 
-    weak = staticmethod(weak)
-
     def __init__(self, *, backend: str | None = None, strict: bool = False) -> None:
         self.strict = strict
-        self.ledger = Ledger()
         self.memory = GraphMemory(_device_type, backend)
+        self.ledger = Ledger(self.memory, "piecewise", "full", "breakable")
         self._step: _Step | None = None
 
     def default_handle(self) -> Hashable:
@@ -103,15 +101,6 @@ class Layer:
         offloader = get_offloader()
         offloader.sync_prev_onload()
         yield offloader.join_after_forward
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return backend, counters by mode and the bytes of graph memory."""
-        backend = self.memory.made
-        return {
-            "backend": None if backend is None else backend.name,
-            "modes": self.ledger.as_dict(),
-            "pool_bytes": self.memory.bytes,
-        }
 
 
 def _is_current(stream: Any) -> bool:

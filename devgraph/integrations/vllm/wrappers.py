@@ -13,12 +13,8 @@ from typing import Any
 
 from devgraph.api.errors import StateError
 from devgraph.integrations.engine.ledger import EagerReason, ModeCount
-from devgraph.integrations.engine.steps import (
-    CapturedStep,
-    addresses,
-    capture_under,
-    recorded,
-)
+from devgraph.integrations.engine.memory import weak
+from devgraph.integrations.engine.steps import CapturedStep, addresses, capture_under, recorded
 from devgraph.integrations.vllm.breaks import AttentionBreaks, attention_ops
 from devgraph.integrations.vllm.layer import Layer, current_layer
 
@@ -170,8 +166,8 @@ class _Graphs:
             output = self.runnable(*args, **kwargs)
             join()
             if release:
-                output = self._layer.weak(pool, output)
-        return CapturedStep(graph, count, self._layer.weak(pool, output)), output
+                output = weak(pool, output)
+        return CapturedStep(graph, count, weak(pool, output)), output
 
     def _count_moved(self, count: ModeCount, descriptor: Any) -> None:
         """Count a step whose input lies elsewhere than at capture; raise under strict."""

@@ -209,7 +209,6 @@ def test_pad_token_of_the_configuration_causes_no_look_at_the_ids() -> None:
         ({"max_requests": 0}, "max_requests"),
         ({"max_len": 0}, "max_len"),
         ({"max_len": 300}, "256 positions"),
-        ({"varlen": True}, "device lengths"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:

@@ -16,7 +16,6 @@ from devgraph.integrations.transformers.sampling import (
     Sampler,
     SamplingParams,
     draw_rows,
-    filtered,
 )
 
 CPU = torch.device("cpu")
@@ -34,7 +33,7 @@ def test_filters_keep_what_transformers_keeps(temperature: float, top_k: int, to
         want = transformers.TopKLogitsWarper(top_k)(None, want)
     if top_p < 1:
         want = transformers.TopPLogitsWarper(top_p)(None, want)
-    got = filtered(logits, params)
+    got = Sampler(params, CPU).kept(logits)
     assert torch.equal(got.isinf(), want[0].isinf())
     assert not got.isinf().all()
     torch.testing.assert_close(got, want[0])
@@ -42,7 +41,7 @@ def test_filters_keep_what_transformers_keeps(temperature: float, top_k: int, to
 
 def test_best_token_stays_when_it_alone_passes_top_p() -> None:
     logits = torch.tensor([0.0, 9.0, 1.0])
-    kept = filtered(logits, SamplingParams(temperature=1.0, top_p=0.01))
+    kept = Sampler(SamplingParams(temperature=1.0, top_p=0.01), CPU).kept(logits)
     assert kept.isinf().tolist() == [True, False, True]
 
 
