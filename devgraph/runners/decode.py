@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import ConfigError, InputError
+from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.graphs import Reason, Variant, canonical_variant, check_variants
@@ -81,6 +81,8 @@ class DecodeRunner(Runner):
         capacity = whole("max_requests", max_requests)
         if not capacity:
             raise ConfigError("max_requests must be at least 1")
+        if loop is not None and not isinstance(loop, Loop):
+            raise ConfigTypeError(f"loop of a decode runner must be a dg.Loop, got {brief(loop)}")
         slots = check_slots(inputs, SLOTS if loop else ())
         step = forward
         if loop is not None:

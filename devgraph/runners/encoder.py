@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,7 +14,14 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.phase import PhaseConfig, count
-from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, note
+from devgraph.api.errors import (
+    ConfigError,
+    ConfigTypeError,
+    InputError,
+    InputTypeError,
+    brief,
+    note,
+)
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets
@@ -182,7 +189,7 @@ class EncoderRunner(Runner):
         self, items: Sequence[Mapping[str, Any]]
     ) -> list[tuple[int, dict[str, torch.Tensor]]]:
         """Return the rows and the checked data of each item."""
-        if isinstance(items, Mapping | torch.Tensor):
+        if isinstance(items, Mapping | torch.Tensor) or not isinstance(items, Iterable):
             raise InputTypeError(
                 f"run of an encoder takes a list of items, each a mapping of slot names to "
                 f"tensors, got {brief(items)}"
@@ -350,6 +357,10 @@ class _Shares:
     def __init__(self, group: ProcessGroup) -> None:
         import torch.distributed as dist
 
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigTypeError(
+                f"data_parallel must be a process group of torch.distributed, got {brief(group)}"
+            )
         self._dist = dist
         self._group = group
         self.rank, self._size = dist.get_rank(group), dist.get_world_size(group)

@@ -110,6 +110,7 @@ class Loop:
                     "batch; split the batch by width"
                 )
             found, alive = [], []
+            tensors = {name: getattr(batch, name) for name in slots}
             for _ in range(self.steps):
                 running = batch.running.clone()
                 alive.append(running)
@@ -118,6 +119,12 @@ class Loop:
                 self.advance(batch, result)
                 if self.done is not None:
                     batch.running.logical_and_(self._done(batch, result).logical_not())
+                for name, tensor in tensors.items():
+                    if getattr(batch, name) is not tensor:
+                        raise InputError(
+                            f"advance of a loop writes into the tensors of the batch, and "
+                            f"batch.{name} is another tensor now: use batch.{name}.copy_(...)"
+                        )
                 moving = batch.running.logical_and(batch.held.logical_not())
                 for slot in given:
                     going = moving if slot.fixed_in_proofs else batch.running

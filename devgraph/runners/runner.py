@@ -111,7 +111,7 @@ class Runner:
             config = attrs.evolve(config, emulate=True)
         _check_config(config, options)
         for what, given in (("step", function), ("tail", tail)):
-            if given is not None and not callable(given):
+            if not callable(given) and (given is not None or what == "step"):
                 raise ConfigTypeError(f"the {what} of a runner must be callable: {brief(given)}")
         buckets = Buckets.of(
             config.buckets,

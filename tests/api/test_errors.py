@@ -66,6 +66,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "region": (lambda: dg.region("n"), "keywords: @dg.region"),
     "no_graph": (lambda: dg.no_graph("n"), "keywords: @dg.no_graph"),
     "forward": (lambda: _decode(3), "step of a runner must be callable: 3"),
+    "no forward": (lambda: _decode(None), "step of a runner must be callable: None"),
     "inputs": (lambda: _decode(inputs=None), "list of InputSlot objects, got None"),
     "one input": (lambda: _decode(inputs=SLOT), "list of InputSlot objects"),
     "variant": (lambda: _decode().run({"x": X[:2]}, variant="lora"), "variant is a mapping"),

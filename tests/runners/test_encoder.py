@@ -225,6 +225,7 @@ def test_host_arguments_and_variants_hold_for_every_pack():
     ("items", "text", "noted"),
     [
         ({"x": 1}, "takes a list of items, each a mapping of slot names to tensors", None),
+        (None, "takes a list of items, each a mapping of slot names to tensors", None),
         ([{"x": torch.ones(2, 4)}], "missing input scale; the runner has the slots x, scale", 0),
         (
             [*encoder_items((3,)), {"x": torch.ones(2, 5), "scale": torch.ones(1)}],
@@ -268,6 +269,7 @@ X = dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero())
             "'offsets' is declared twice",
         ),
         ({"variants": [{"width": 2}]}, "width is for decode"),
+        ({"data_parallel": "dp"}, "must be a process group of torch.distributed, got 'dp'"),
     ],
 )
 def test_a_declaration_that_cannot_work_is_refused(options, text):

@@ -86,6 +86,21 @@ def test_a_batch_of_several_widths_cannot_loop() -> None:
         runner.run({"x": torch.ones(5, 3), "n": torch.ones(2, dtype=torch.int64)})
 
 
+@pytest.mark.parametrize("loop", [3, dg.Loop])
+def test_a_loop_is_a_loop(loop: Any) -> None:
+    with pytest.raises(dg.ConfigError, match="loop of a decode runner must be a dg.Loop"):
+        decode_of(lambda batch: batch.x * 2, [X], loop=loop)
+
+
+@pytest.mark.parametrize("name", ["x", "running"])
+def test_another_tensor_in_the_place_of_a_slot_is_refused(name: str) -> None:
+    def advance(batch: Any, outputs: Any) -> None:
+        setattr(batch, name, getattr(batch, name).clone())
+
+    with pytest.raises(dg.InputError, match=rf"use batch.{name}.copy_"):
+        decode_of(lambda b: b.x * 2, [X], loop=dg.Loop(steps=2, advance=advance))
+
+
 def test_the_slots_of_a_loop_are_its_own() -> None:
     running = dg.InputSlot("running", ("requests",), torch.bool, pad=dg.Pad.zero())
     loop = dg.Loop(steps=2, advance=_stay)
