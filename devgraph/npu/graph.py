@@ -46,12 +46,10 @@ class NpuPool(TorchPool):
 
     _torch: NpuDevice
 
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.owns(tensor.untyped_storage().data_ptr()):
-            return tensor
+    def bare(self, tensor: torch.Tensor) -> torch.Tensor:
         # A bare torch storage has no place for the memory format that torch_npu's operators read.
-        alias: torch.Tensor = self._torch.native_module._weak_ref_tensor(tensor)
-        return alias
+        bare: torch.Tensor = self._torch.native_module._weak_ref_tensor(tensor)
+        return bare
 
     def fence(self) -> Callable[[], bool]:
         """Return what tells, without waiting, whether every replay so far is over."""

@@ -170,7 +170,7 @@ class InputArena:
         """Return the inputs by slot as plain tensors on the device or the host, checked.
 
         Tensors that lie in the static buffers are copied first, and autograd history is left
-        behind.
+        behind; all others are returned as they are.
 
         Raises:
             InputError: the inputs are no mapping of exactly the declared slots, or one has
@@ -218,9 +218,9 @@ class InputArena:
                 f"input {slot.name!r} has {problem}; expected {slot.dtype} {slot.shape(real)} on "
                 f"{self.device} (dims {slot.dims}, {real.requests} requests, {real.tokens} tokens)"
             )
-        plain: torch.Tensor = value.detach()
-        if type(plain) is not torch.Tensor:
-            plain = plain.as_subclass(torch.Tensor)
+        if value.requires_grad:
+            value = value.detach()
+        plain = value if type(value) is torch.Tensor else value.as_subclass(torch.Tensor)
         return plain.clone() if self.buffers.overlaps(plain) else plain
 
     def eager_views(self, inputs: Mapping[str, Any], real: Size) -> dict[str, torch.Tensor]:

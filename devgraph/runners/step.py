@@ -244,7 +244,7 @@ class GraphStep:
         self._name = step.name
         self._clock, self._live, self._tail = step.clock, step.live, step.tail
         self._run_tensors = inputs.run_views(real)
-        self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors).load
+        self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors, bare=step.pool.bare).load
         self.replay: Callable[[Mapping[str, Any]], None] = graph.captured.run
         """Replays the graph on what was loaded."""
         if step.ranges:

@@ -11,7 +11,7 @@ import devgraph as dg
 from devgraph.runners import InputSlot, Pad, Size
 from devgraph.runners import inputs as inputs_module
 from devgraph.runners.inputs import InputArena
-from devgraph.runners.load import CopyPlan
+from devgraph.runners.load import MOST_PLACES, CopyPlan
 from tests.support.runner_steps import (
     IDS,
     OFFSETS,
@@ -136,9 +136,86 @@ def test_mixed_slots_of_any_layout_arrive_whole(join, data):
         given_inputs[slot.name] = values
         arena.buffers[slot.name].fill_(99)
         expected[slot.name] = slow_pad(slot, values, padded)
-    CopyPlan(arena, real, padded, {}, join=join).load(given_inputs)
-    for name, view in arena.views(padded).items():
-        assert torch.equal(view, expected[name]), name
+    plan = CopyPlan(arena, real, padded, {}, join=join, bare=bare)
+    for _ in range(3):  # looked at, seen at their places, known there
+        for name in given_inputs:
+            arena.buffers[name].fill_(99)
+        plan.load(given_inputs)
+        for name, view in arena.views(padded).items():
+            assert torch.equal(view, expected[name]), name
+
+
+def bare(tensor):
+    """A tensor at the same place that does not own it."""
+    storage = tensor.untyped_storage()
+    place = storage.data_ptr(), tensor.device, storage.nbytes()
+    there = torch._C._construct_storage_from_data_pointer(*place)
+    empty = torch.empty(0, dtype=tensor.dtype)
+    return empty.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def joined_plan():
+    """A plan for three rows of two dtypes, which are copied together, and the static views."""
+    ids = InputSlot("ids", ("tokens",), torch.int64, pad=Pad.fill(-1))
+    scale = InputSlot("scale", ("tokens",), torch.float32, pad=Pad.zero())
+    arena = arena_of(ids, scale)
+    plan = CopyPlan(arena, Size(3, 3, 1), Size(4, 4, 1), {}, join=True, bare=bare)
+    return plan, arena.views(Size(4, 4, 1))
+
+
+def test_inputs_that_come_back_to_their_places_are_read_there_and_not_kept():
+    plan, views = joined_plan()
+    ids, scale = tokens(1, 2, 3), torch.ones(3)
+    owners = torch._C._storage_Use_Count(ids.untyped_storage()._cdata)
+    for step in range(5):
+        ids.add_(1)
+        plan.load({"ids": ids, "scale": scale})
+        assert views["ids"].tolist() == [2 + step, 3 + step, 4 + step, -1]
+    assert len(plan._known) == 1
+    assert torch._C._storage_Use_Count(ids.untyped_storage()._cdata) == owners
+    plan.load({"ids": tokens(7, 8, 9), "scale": scale})
+    assert views["ids"].tolist() == [7, 8, 9, -1]
+
+
+def test_another_layout_at_a_known_place_is_read_as_it_is():
+    plan, views = joined_plan()
+    memory, scale = torch.arange(6), torch.ones(3)
+    for step in (1, 1, 1, 2, 1, 2, 2, 2, 0):
+        plan.load({"ids": memory.as_strided((3,), (step,)), "scale": scale})
+        assert views["ids"].tolist() == [0, step, 2 * step, -1]
+
+
+def test_what_is_refused_at_a_known_place_changes_nothing():
+    """FAULTS 7."""
+    plan, views = joined_plan()
+    ids, scale = tokens(1, 2, 3), torch.ones(3)
+    for _ in range(3):
+        plan.load({"ids": ids, "scale": scale})
+    for bad in ({"ids": ids}, {"ids": ids, "scale": scale, "x": scale}, {"ids": ids, "scale": ids}):
+        ids.fill_(5)
+        with pytest.raises(dg.InputError):
+            plan.load(bad)
+        assert views["ids"].tolist() == [1, 2, 3, -1]
+
+
+def test_places_that_change_all_the_time_are_forgotten():
+    plan, views = joined_plan()
+    kept = [{"ids": tokens(i, i, i), "scale": torch.ones(3)} for i in range(2 * MOST_PLACES)]
+    for inputs in kept + kept[::-1] + kept:
+        plan.load(inputs)
+        assert torch.equal(views["ids"][:3], inputs["ids"])
+    assert len(plan._known) <= MOST_PLACES
+
+
+def test_a_static_buffer_among_inputs_at_known_places_is_copied_first():
+    """FAULTS 8."""
+    plan, views = joined_plan()
+    ids, scale = tokens(1, 2, 3), torch.ones(3)
+    for _ in range(3):
+        plan.load({"ids": ids, "scale": scale})
+    for _ in range(3):
+        plan.load({"ids": views["ids"][1:4], "scale": scale})
+    assert views["ids"].tolist() == [-1, -1, -1, -1]
 
 
 def test_slots_of_several_dtypes_share_one_copy_where_launches_cost(monkeypatch):
