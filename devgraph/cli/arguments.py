@@ -63,44 +63,51 @@ class _Options:
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
-        self.value = parser.add_argument
+
+    def value(self, flag: str, text: str, **more: Any) -> None:
+        """One that takes a value."""
+        self.parser.add_argument(flag, help=text, **more)
 
     def switch(self, flag: str, text: str) -> None:
         """One that takes no value."""
-        self.value(flag, action="store_true", help=text)
+        self.value(flag, text, action="store_true")
 
     def on_or_off(self, flag: str, text: str) -> None:
         """One that is on and has a ``--no-`` form."""
-        text = f"{text} (default: on)"
-        self.value(flag, action=argparse.BooleanOptionalAction, default=True, help=text)
+        on = {"action": argparse.BooleanOptionalAction, "default": True}
+        self.value(flag, f"{text} (default: on)", **on)
 
     def number(self, flag: str, text: str, default: int | None = None) -> None:
         """One that takes a whole number of at least 1; without a default, ``text`` tells it."""
         text = text if default is None else f"{text} (default: {default})"
-        self.value(flag, type=_count, default=default, metavar="N", help=text)
+        self.value(flag, text, type=_count, default=default, metavar="N")
 
     def repeated(self, flag: str, text: str, **more: Any) -> None:
         """One that may be given several times."""
-        self.value(flag, action="append", help=text, **more)
+        self.value(flag, text, action="append", **more)
+
+    def backend(self) -> None:
+        """The backend's name."""
+        self.value("--backend", "(default: auto)", default="auto", metavar="NAME")
 
     def model(self, text: str, *, required: bool) -> None:
         """What names a model on the disk."""
-        self.value("--model", required=required, metavar="PATH", help=text)
-        self.value("--gguf-file", metavar="NAME", help="GGUF file inside the folder --model")
+        self.value("--model", text, required=required, metavar="PATH")
+        self.value("--gguf-file", "GGUF file inside the folder --model", metavar="NAME")
 
     def target(self) -> None:
         """What names a function, its arguments and its host arguments."""
         self.value(
             "target",
+            "the function; MODULE is importable from here, or the path of a .py file",
             metavar="MODULE:FUNCTION",
-            help="the function; MODULE is importable from here, or the path of a .py file",
         )
         self.value(
             "--inputs",
-            metavar="MODULE:FUNCTION",
-            help="a function without arguments that returns the target's arguments: a tuple, a "
+            "a function without arguments that returns the target's arguments: a tuple, a "
             "dictionary of keywords, or a pair of both (default: the target takes none). MODULE "
             "may be left out when it is the target's.",
+            metavar="MODULE:FUNCTION",
         )
         text = "a host argument and its value at capture (a Python literal); may be repeated"
         self.repeated("--host-arg", text, default=[], metavar="NAME=VALUE")
@@ -108,44 +115,31 @@ class _Options:
     def engine(self) -> None:
         """What ``generate`` and ``demo`` take besides model and prompts."""
         self.number("--max-new-tokens", "a prompt", 64)
-        self.value("--backend", default="auto", help="(default: auto)")
-        text = "(default: float32 on the CPU, bfloat16 elsewhere)"
-        self.value("--dtype", choices=DTYPES, help=text)
-        self.number(
-            "--max-requests",
-            "requests that run at once (default: as many as there are prompts, at most "
-            f"{MOST_REQUESTS})",
-        )
-        self.number(
-            "--max-len", "positions of a request (default: what prompts and new tokens need)"
-        )
-        self.number(
-            "--max-step-tokens",
-            "tokens of a prefill step (default: what the prompts need, at most "
-            f"{MOST_STEP_TOKENS})",
-        )
-        text = "0 is greedy (default)"
-        self.value("--temperature", type=float, default=0.0, metavar="T", help=text)
-        text = "draw from the K best tokens"
-        self.value("--top-k", type=int, default=0, metavar="K", help=text)
+        self.backend()
+        self.value("--dtype", "(default: float32 on the CPU, bfloat16 elsewhere)", choices=DTYPES)
+        most = f"(default: as many as there are prompts, at most {MOST_REQUESTS})"
+        self.number("--max-requests", f"requests that run at once {most}")
+        text = "positions of a request (default: what prompts and new tokens need)"
+        self.number("--max-len", text)
+        most = f"(default: what the prompts need, at most {MOST_STEP_TOKENS})"
+        self.number("--max-step-tokens", f"tokens of a prefill step {most}")
+        self.value("--temperature", "0 is greedy (default)", type=float, default=0.0, metavar="T")
+        self.value("--top-k", "draw from the K best tokens", type=int, default=0, metavar="K")
         text = "draw from the best tokens that together have probability P"
-        self.value("--top-p", type=float, default=1.0, metavar="P", help=text)
-        text = "of the draws (default: chosen and printed)"
-        self.value("--seed", type=int, metavar="N", help=text)
+        self.value("--top-p", text, type=float, default=1.0, metavar="P")
+        self.value("--seed", "of the draws (default: chosen and printed)", type=int, metavar="N")
         self.repeated("--stop", "text that ends a request", default=[], metavar="TEXT")
         self.switch("--chat", "put each prompt into the model's chat template")
         self.on_or_off("--compare", "also run the same engine eagerly and compare tokens and speed")
         text = "take K decode steps in one launch, while all requests are greedy (default: 1)"
-        self.value("--steps-per-launch", type=_count, default=1, metavar="K", help=text)
+        self.value("--steps-per-launch", text, type=_count, default=1, metavar="K")
         self.on_or_off(
             "--fuse",
             "compute norms, rotary embeddings and neighbouring projections with fewer kernels "
             "where that was seen to give the same",
         )
-        self.switch(
-            "--with-transformers",
-            "also time the model's own generate, greedily, one prompt after the other",
-        )
+        text = "also time the model's own generate, greedily, one prompt after the other"
+        self.switch("--with-transformers", text)
         self.number("--repeats", "runs, of which the median time counts", 1)
         self.number("--threads", "CPU threads of torch")
         self.switch("--json", "print JSON instead of text and tables")
@@ -155,27 +149,25 @@ class _Options:
 def _doctor(add: _Options) -> None:
     text = "probe this backend only (may be repeated; default: every available one)"
     add.repeated("--backend", text, metavar="NAME")
-    add.switch(
-        "--capabilities",
-        "print what backends declare, installed here or not, as a table in Markdown",
-    )
+    text = "print what backends declare, installed here or not, as a table in Markdown"
+    add.switch("--capabilities", text)
     add.switch("--no-probe", "list only; capture nothing")
     add.switch("--json", "print JSON")
 
 
 def _plan(add: _Options) -> None:
-    add.value("--backend", default="auto", help="plan for this backend (default: auto)")
-    add.value("--cluster", metavar="FILE", help="plan for every group of this cluster")
+    add.backend()
+    add.value("--cluster", "plan for every group of this cluster", metavar="FILE")
     add.number("--max-requests", "capacity", 256)
     add.number("--max-tokens", "tokens of a step", 8192)
     text = "plan an encoder of these token budgets too, which is no phase of the mode"
-    add.value("--encoder-budgets", type=_count, nargs="+", metavar="N", help=text)
+    add.value("--encoder-budgets", text, type=_count, nargs="+", metavar="N")
     text = "a fact about the engine, with a JSON value: --fact lora=true; may be repeated"
     add.repeated("--fact", text, default=[], metavar="NAME=VALUE")
     text = "estimate for this model; its configuration is read, its weights are not"
     add.model(text, required=False)
     text = "of the model (default: bfloat16)"
-    add.value("--dtype", choices=DTYPES, default="bfloat16", help=text)
+    add.value("--dtype", text, choices=DTYPES, default="bfloat16")
     add.switch("--json", "print JSON")
     add_cli_args(add.parser)
 
@@ -193,20 +185,20 @@ def _generate(add: _Options) -> None:
 def _demo(add: _Options) -> None:
     add.repeated("--prompt", "instead of the demo's", metavar="TEXT")
     text = f"where the model is kept (default: {CACHE})"
-    add.value("--cache", type=Path, default=CACHE, metavar="FOLDER", help=text)
+    add.value("--cache", text, type=Path, default=CACHE, metavar="FOLDER")
     add.engine()
     add.parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
 
 
 def _bench(add: _Options) -> None:
-    add.value("--backend", default="auto", metavar="NAME", help="(default: auto)")
+    add.backend()
     for name, (size, meaning) in SIZES.items():
         add.number(f"--{name}", meaning, size)
     text = f"instead, encode images of five sizes with a vision tower (default: {ENCODERS[0]})"
-    add.value("--encoder", nargs="?", const=ENCODERS[0], choices=ENCODERS, help=text)
+    add.value("--encoder", text, nargs="?", const=ENCODERS[0], choices=ENCODERS)
     add.number("--images", "of --encoder", 64)
     text = "of weights and caches (default: float32)"
-    add.value("--dtype", choices=DTYPES, default="float32", help=text)
+    add.value("--dtype", text, choices=DTYPES, default="float32")
     add.number("--kv-len", "rows to attend over (default: half the window)")
     add.number("--steps", "steps a repeat", 50)
     add.number("--repeats", "repeats, of which the median counts", 5)
@@ -216,9 +208,9 @@ def _bench(add: _Options) -> None:
     add.repeated("--compiler", text, choices=COMPILERS)
     add.number("--threads", "CPU threads of torch")
     add.switch("--json", "print JSON")
-    add.value("--plot", metavar="FILE.svg", help="write a chart")
+    add.value("--plot", "write a chart", metavar="FILE.svg")
     text = "measure nothing: draw the chart of what an earlier --json printed"
-    add.value("--results", metavar="FILE", help=text)
+    add.value("--results", text, metavar="FILE")
 
 
 def _check(add: _Options) -> None:
@@ -231,13 +223,13 @@ def _check(add: _Options) -> None:
 
 def _explain(add: _Options) -> None:
     add.target()
-    add.value("--policy", default="full", choices=policies(), help="(default: full)")
-    add.value("--backend", default="auto", metavar="NAME", help="(default: auto)")
-    add.value("--compiler", help="compiler of the pieces under policy piecewise")
+    add.value("--policy", "(default: full)", choices=policies(), default="full")
+    add.backend()
+    add.value("--compiler", "compiler of the pieces under policy piecewise")
     add.switch("--grad", "capture with autograd on")
-    add.value("--dot", metavar="FILE", help="write the segments as a Graphviz graph")
+    add.value("--dot", "write the segments as a Graphviz graph", metavar="FILE")
     text = "write one timed replay for chrome://tracing or ui.perfetto.dev"
-    add.value("--chrome-trace", metavar="FILE", help=text)
+    add.value("--chrome-trace", text, metavar="FILE")
     add.switch("--prove", "also replay against eager")
     add.switch("--json", "print JSON")
 

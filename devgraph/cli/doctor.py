@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -50,38 +51,6 @@ _PACKAGES = (
 )
 
 
-@attrs.frozen(kw_only=True)
-class _Checked:
-    """One backend and what its small captures gave."""
-
-    info: BackendInfo
-    memory: tuple[int, int] | None = None
-    """Free and total bytes."""
-    device: str = ""
-    probes: tuple[Probe, ...] = ()
-    capabilities: dict[str, Any] = attrs.field(factory=dict)
-    lacks: dict[str, str] = attrs.field(factory=dict)
-    """Capabilities that the backend has elsewhere, by name, and what they need."""
-    details: dict[str, str] = attrs.field(factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        kind = declaration(self.info.name)
-        memory = None if self.memory is None else {"free": self.memory[0], "total": self.memory[1]}
-        return {
-            **attrs.asdict(self.info),
-            "torch_device": self.device,
-            "memory": memory,
-            "capabilities": self.capabilities,
-            "lacks": self.lacks,
-            "declared": None if kind is None else attrs.asdict(kind.capabilities),
-            "details": self.details,
-            "probes": [
-                {**attrs.asdict(probe), "ok": probe.ok, "verdict": probe.verdict}
-                for probe in self.probes
-            ],
-        }
-
-
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 when something that a backend declares does not work."""
     found = backends()
@@ -95,12 +64,16 @@ def run(args: argparse.Namespace) -> int:
         say(capability_table([info.name for info in wanted]))
         return 0
     checked = [_check(info, probe=not args.no_probe) for info in wanted]
-    asked_and_missing = [c for c in checked if args.backend and not c.info.available]
-    failed = [probe for one in checked for probe in one.probes if not probe.ok]
+    asked_and_missing = [one for one in checked if args.backend and not one["available"]]
+    failed = [probe for one in checked for probe in one["probes"] if not probe["ok"]]
+    report = _report(checked)
     if args.json:
-        print_json(_report(checked))
+        for one in checked:
+            kind = declaration(one["name"])
+            one["declared"] = None if kind is None else attrs.asdict(kind.capabilities)
+        print_json(report)
     else:
-        _print(checked, probed=not args.no_probe)
+        _print(report, probed=not args.no_probe)
     return 1 if failed or asked_and_missing else 0
 
 
@@ -145,26 +118,37 @@ def _hooks(name: str) -> str:
     return ", ".join(f"`{hook}`" for hook in hooks(name))
 
 
-def _check(info: BackendInfo, *, probe: bool) -> _Checked:
+def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
+    """Return one backend and what its small captures gave, as JSON has it."""
+    found = {
+        **attrs.asdict(info),
+        "torch_device": "",
+        "memory": None,
+        "capabilities": {},
+        "lacks": {},
+        "details": {},
+        "probes": [],
+    }
     if not info.available:
-        return _Checked(info=info)
+        return found
     backend = get_backend(info.name)
     here, everywhere = backend.capabilities, type(backend).capabilities
+    memory = backend.memory_info()
     with working(f"capturing on {info.name}"):
-        probes = tuple(probe_backend(backend)) if probe else ()
-    return _Checked(
-        info=info,
-        memory=backend.memory_info(),
-        device=str(backend.device),
-        probes=probes,
-        capabilities=attrs.asdict(here),
-        lacks={
+        probes = probe_backend(backend) if probe else []
+    return found | {
+        "torch_device": str(backend.device),
+        "memory": None if memory is None else {"free": memory[0], "total": memory[1]},
+        "capabilities": attrs.asdict(here),
+        # What the backend has elsewhere, and what that needs.
+        "lacks": {
             name: need
             for name, need in backend.needs.items()
             if getattr(here, name) != getattr(everywhere, name)
         },
-        details=backend.details(),
-    )
+        "details": backend.details(),
+        "probes": [{**attrs.asdict(one), "ok": one.ok, "verdict": one.verdict} for one in probes],
+    }
 
 
 def _version(distribution: str) -> str | None:
@@ -189,84 +173,88 @@ def _devices() -> list[str]:
     ]
 
 
-def _report(checked: list[_Checked]) -> dict[str, Any]:
+def _report(checked: list[dict[str, Any]]) -> dict[str, Any]:
+    packages = {name: _version(name) for name, _, _ in _PACKAGES}
+    missing = [
+        {"what": name, "for": purpose, "get": how}
+        for name, purpose, how in _PACKAGES
+        if packages[name] is None
+    ]
+    missing += [
+        {"what": f"backend {one['name']}", "for": "device graphs there", "get": one["reason"]}
+        for one in checked
+        if not one["available"]
+    ]
     return {
         "devgraph": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "devices": _devices(),
-        "packages": {name: _version(name) for name, _, _ in _PACKAGES},
-        "missing": [
-            {"what": what, "for": purpose, "get": how} for what, purpose, how in _missing(checked)
-        ],
-        "backends": [one.to_dict() for one in checked],
+        "packages": packages,
+        "missing": missing,
+        "backends": checked,
     }
 
 
-def _missing(checked: list[_Checked]) -> list[tuple[str, str, str]]:
-    rows = [(name, purpose, how) for name, purpose, how in _PACKAGES if _version(name) is None]
-    rows += [
-        (f"backend {one.info.name}", "device graphs there", one.info.reason)
-        for one in checked
-        if not one.info.available
-    ]
-    return rows
-
-
-def _print(checked: list[_Checked], *, probed: bool) -> None:
-    devices = _devices()
+def _print(report: dict[str, Any], *, probed: bool) -> None:
     say(
-        f"devgraph {__version__}, Python {platform.python_version()} ({sys.executable}), "
-        f"{platform.platform()}, {os.cpu_count()} CPUs"
+        f"devgraph {report['devgraph']}, Python {report['python']} ({sys.executable}), "
+        f"{report['platform']}, {report['cpus']} CPUs"
     )
-    say(f"accelerators: {', '.join(devices) if devices else 'none that torch can see'}")
+    say(f"accelerators: {', '.join(report['devices']) or 'none that torch can see'}")
+    checked = report["backends"]
     print_table(
         "backends",
         ("name", "available", "device", "memory", "version"),
         [
             (
-                one.info.name,
-                one.info.available,
-                one.info.device or None,
-                one.memory
-                and f"{format_bytes(one.memory[0])} free of {format_bytes(one.memory[1])}",
-                one.info.version or None,
+                one["name"],
+                one["available"],
+                one["torch_device"] or None,
+                one["memory"]
+                and "{free} free of {total}".format(
+                    **{name: format_bytes(size) for name, size in one["memory"].items()}
+                ),
+                one["version"] or None,
             )
             for one in checked
         ],
     )
+    failed = []
     for one in checked:
-        if one.probes:
+        name, probes = one["name"], one["probes"]
+        if probes:
             print_table(
-                f"{one.info.name}: captured, replayed and compared with eager",
+                f"{name}: captured, replayed and compared with eager",
                 ("capability", "declared", "probed", "detail"),
-                [(p.name, p.declared, p.verdict, p.detail) for p in one.probes],
+                [(p["name"], p["declared"], p["verdict"], p["detail"]) for p in probes],
             )
             say(f"  declared, not probed here: {_unprobed(one)}")
-        for name, need in one.lacks.items():
-            say(f"  {one.info.name} has less of {name} here than elsewhere: it needs {need}")
-        for topic, told in one.details.items():
-            say(f"  {one.info.name}, {topic}: {told}")
-    present = [(name, version) for name, *_ in _PACKAGES if (version := _version(name))]
+        for lacking, need in one["lacks"].items():
+            say(f"  {name} has less of {lacking} here than elsewhere: it needs {need}")
+        for topic, told in one["details"].items():
+            say(f"  {name}, {topic}: {told}")
+        failed += [f"FAILS on {name}: {p['name']}: {p['detail']}" for p in probes if not p["ok"]]
+    present = [(name, version) for name, version in report["packages"].items() if version]
     print_table("packages", ("package", "version"), present)
-    print_table("missing, and how to get it", ("what", "for", "how"), _missing(checked))
-    failed = [(one.info.name, p) for one in checked for p in one.probes if not p.ok]
-    for name, probe in failed:
-        say(f"FAILS on {name}: {probe.name}: {probe.detail}")
+    missing = [tuple(one.values()) for one in report["missing"]]
+    print_table("missing, and how to get it", ("what", "for", "how"), missing)
+    for text in failed:
+        say(text)
     if probed and not failed:
-        usable = ", ".join(one.info.name for one in checked if one.info.available)
+        usable = ", ".join(one["name"] for one in checked if one["available"])
         if usable:
             say(f"everything that is declared works on: {usable}")
         else:
             say("no backend that was asked for is usable here: see what is missing above")
 
 
-def _unprobed(one: _Checked) -> str:
-    probed = {probe.name for probe in one.probes}
+def _unprobed(one: dict[str, Any]) -> str:
+    probed = {probe["name"] for probe in one["probes"]}
     return ", ".join(
         f"{name}={' '.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for name, value in one.capabilities.items()
+        for name, value in one["capabilities"].items()
         if name not in probed
     )
 
@@ -302,17 +290,13 @@ class Probe:
 def probe_backend(backend: Backend) -> list[Probe]:
     """Capture, replay and compare on ``backend``; a probe that raises is one that failed."""
     able = backend.capabilities
+    usable = [name for name in policies() if able.piecewise or not compiles(name)]
     return [
-        *[
-            _probe(name, True, functools.partial(_policy, backend, name))
-            for name in policies()
-            if able.piecewise or not compiles(name)
-        ],
-        _probe("region_update", able.region_update, lambda: _region_update(backend)),
-        _probe("rng", able.rng, lambda: _rng(backend)),
-        _probe("refuses_host_reads", able.refuses_host_reads, lambda: _host_read(backend)),
-        _probe("shared_pool", able.shared_pool, lambda: _shared_pool(backend)),
-        _probe("node_counts", able.node_counts, lambda: _node_counts(backend)),
+        *(_probe(name, True, functools.partial(_policy, backend, name)) for name in usable),
+        *(
+            _probe(name, getattr(able, name), functools.partial(run, backend))
+            for name, run in _PROBES.items()
+        ),
     ]
 
 
@@ -430,15 +414,11 @@ def _shared_pool(backend: Backend) -> str:
             value = value.repeat(16).view(16, -1).sum(0)  # 4 MiB that the graph needs for a while
         return value
 
-    captures = []
-    try:
-        sizes = []
+    sizes = []
+    with contextlib.ExitStack() as captures:
         for _ in range(3):
-            captures.append(capture(step, x, backend=backend, pool=pool))
+            captures.enter_context(capture(step, x, backend=backend, pool=pool))
             sizes.append(pool.bytes)
-    finally:
-        for captured in captures:
-            captured.close()
     if sizes[0] == 0:
         raise DeviceGraphError("the pool reports no memory")
     growth = sizes[-1] / sizes[0]
@@ -454,3 +434,13 @@ def _node_counts(backend: Backend) -> str:
     if nodes is None:
         raise _AnswerIsNo("graphs do not tell how many nodes they have")
     return f"a step of two operations has {nodes} nodes"
+
+
+_PROBES = {
+    "region_update": _region_update,
+    "rng": _rng,
+    "refuses_host_reads": _host_read,
+    "shared_pool": _shared_pool,
+    "node_counts": _node_counts,
+}
+"""What finds out about a capability, by its name."""

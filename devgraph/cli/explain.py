@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ class _Part:
     kind: str
     """``graph`` or ``eager``."""
     name: str
-    nodes: int | None
-    regions: tuple[str, ...]
-    bytes: int
+    nodes: int | None = None
+    regions: tuple[str, ...] = ()
+    bytes: int = 0
     seconds: float
     """Median of a few replays, from launch until the device is done."""
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             compiler=args.compiler,
         )
         with captured:
-            parts = _parts(captured, _timed(captured, target))
+            parts = list(map(_part, itertools.count(), captured.segments, _timed(captured, target)))
             report = captured.prove() if args.prove else None
             if args.dot:
                 _write(args.dot, _dot(target, parts))
@@ -74,27 +75,20 @@ def _timed(captured: Captured, target: Target) -> list[float]:
     return [median(column).wall for column in zip(*runs, strict=True)]
 
 
-def _parts(captured: Captured, seconds: list[float]) -> list[_Part]:
-    parts = []
-    for index, (segment, taken) in enumerate(zip(captured.segments, seconds, strict=True)):
-        if isinstance(segment, DeviceGraph):
-            info = segment.info()
-            part = _Part(
-                index=index,
-                kind="graph",
-                name=f"graph {index}",
-                nodes=info.nodes,
-                regions=tuple(hit.mark.name for hit in segment.hits),
-                bytes=info.bytes,
-                seconds=taken,
-            )
-        else:
-            name = repr(segment).strip("<>").removeprefix("eager ")
-            part = _Part(
-                index=index, kind="eager", name=name, nodes=None, regions=(), bytes=0, seconds=taken
-            )
-        parts.append(part)
-    return parts
+def _part(index: int, segment: Any, seconds: float) -> _Part:
+    if not isinstance(segment, DeviceGraph):
+        name = repr(segment).strip("<>").removeprefix("eager ")
+        return _Part(index=index, kind="eager", name=name, seconds=seconds)
+    info = segment.info()
+    return _Part(
+        index=index,
+        kind="graph",
+        name=f"graph {index}",
+        nodes=info.nodes,
+        regions=tuple(hit.mark.name for hit in segment.hits),
+        bytes=info.bytes,
+        seconds=seconds,
+    )
 
 
 def _data(captured: Captured, parts: list[_Part], report: Any) -> dict[str, Any]:
@@ -148,7 +142,7 @@ def _dot(target: Target, parts: list[_Part]) -> str:
         "digraph capture {",
         "  rankdir=TB;",
         "  node [shape=box, style=filled];",
-        f"  label={_quoted(target.name)};",
+        f"  label={json.dumps(target.name, ensure_ascii=False)};",
     ]
     for part in parts:
         if part.kind == "graph":
@@ -157,41 +151,25 @@ def _dot(target: Target, parts: list[_Part]) -> str:
             color = "lightblue"
         else:
             body, color = [f"eager {part.name}"], "lightyellow"
-        text = _quoted("\n".join([*body, str(time_text(part.seconds))]))
-        lines.append(f"  s{part.index} [label={text}, fillcolor={color}];")
+        text = "\n".join([*body, str(time_text(part.seconds))])
+        label = json.dumps(text, ensure_ascii=False)
+        lines.append(f"  s{part.index} [label={label}, fillcolor={color}];")
     lines += [f"  s{left.index} -> s{left.index + 1};" for left in parts[:-1]]
     return "\n".join([*lines, "}", ""])
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _trace(captured: Captured, parts: list[_Part]) -> dict[str, Any]:
     """Return the segments one after the other in Chrome's trace format; times in us."""
-    events: list[dict[str, Any]] = [
-        {
-            "ph": "M",
-            "pid": 0,
-            "tid": 0,
-            "name": "process_name",
-            "args": {"name": f"{captured.backend.name}: policy {captured.policy}"},
-        }
-    ]
+    where = {"pid": 0, "tid": 0}
+    title = {"name": f"{captured.backend.name}: policy {captured.policy}"}
+    events = [{"ph": "M", **where, "name": "process_name", "args": title}]
     start = 0.0
     for part in parts:
-        events.append(
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": 0,
-                "cat": part.kind,
-                "name": part.name if part.kind == "graph" else f"eager {part.name}",
-                "ts": start * 1e6,
-                "dur": part.seconds * 1e6,
-                "args": {"nodes": part.nodes, "regions": list(part.regions), "bytes": part.bytes},
-            }
-        )
+        name = part.name if part.kind == "graph" else f"eager {part.name}"
+        times = {"ts": start * 1e6, "dur": part.seconds * 1e6}
+        about = {"nodes": part.nodes, "regions": list(part.regions), "bytes": part.bytes}
+        event = {"ph": "X", **where, "cat": part.kind, "name": name, **times, "args": about}
+        events.append(event)
         start += part.seconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

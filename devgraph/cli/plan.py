@@ -70,14 +70,14 @@ def _node_plan(
 ) -> tuple[list[_Row], dict[str, Any]]:
     backend = _known(args.backend) or get_backend(args.backend)
     resolution = resolve(config, facts.on_backend(backend.name, backend.capabilities))
-    estimates = _estimates(args, resolution, sizes, backend.capabilities)
+    row = _row("", backend, resolution, args, sizes)
     data = {
         **resolution.to_dict(),
         "device": None if isinstance(backend, type) else backend.device_name,
-        "estimates": [attrs.asdict(one) for one in estimates],
+        "estimates": [attrs.asdict(one) for one in row.estimates],
         "mode": config.to_dict(),
     }
-    return [_Row(title="", backend=backend, resolution=resolution, estimates=estimates)], data
+    return [row], data
 
 
 def _cluster_plan(
@@ -98,12 +98,9 @@ def _cluster_plan(
     rows = []
     for one, entry in zip(plan.members, data["groups"], strict=True):
         backend = known.get(one.member.backend, Backend)
-        estimates = _estimates(args, one.resolution, sizes, backend.capabilities)
         title = f"{one.group.name}: {one.member.count} x {one.member.vendor}"
-        rows.append(
-            _Row(title=title, backend=backend, resolution=one.resolution, estimates=estimates)
-        )
-        entry["estimates"] = [attrs.asdict(one) for one in estimates]
+        rows.append(_row(title, backend, one.resolution, args, sizes))
+        entry["estimates"] = [attrs.asdict(one) for one in rows[-1].estimates]
     return rows, data
 
 
@@ -160,27 +157,29 @@ def _sizes_text(sizes: ModelSizes | None) -> str:
     )
 
 
-def _estimates(
-    args: argparse.Namespace,
+def _row(
+    title: str,
+    backend: Backend | type[Backend],
     resolution: Resolution,
+    args: argparse.Namespace,
     sizes: ModelSizes | None,
-    capabilities: Capabilities,
-) -> list[Estimate]:
+) -> _Row:
     capacities: dict[Phase, int] = {"decode": args.max_requests, "prefill": args.max_tokens}
     configs = {phase: resolution.effective.phase(phase) for phase in capacities}
     if args.encoder_budgets:
         capacities["encoder"] = max(args.encoder_budgets)
         configs["encoder"] = phase_config({"buckets": args.encoder_budgets}, "encoder")
-    return [
+    estimates = [
         estimate(
             phase,
             settings_of(configs[phase], phase, capacity),
             capacity=capacity,
             sizes=None if phase == "encoder" else sizes,  # those of the decoder
-            capabilities=capabilities,
+            capabilities=backend.capabilities,
         )
         for phase, capacity in capacities.items()
     ]
+    return _Row(title=title, backend=backend, resolution=resolution, estimates=estimates)
 
 
 def _print_phases(title: str, rows: list[_Row]) -> None:
@@ -309,15 +308,15 @@ class Estimate:
 
     phase: str
     policy: str
-    buckets: tuple[int, ...]
-    graphs_per_bucket: int | None
+    buckets: tuple[int, ...] = ()
+    graphs_per_bucket: int | None = 0
     """1 under ``full``; else the segments between the regions, one region a layer."""
-    graphs: int | None
-    streams: int | None
+    graphs: int | None = 0
+    streams: int | None = 0
     """At least one a graph; None on a backend where captured graphs hold none."""
-    uncovered: str
+    uncovered: str = ""
     """The sizes of steps within the capacity that no bucket holds, in words."""
-    bytes: int | None
+    bytes: int | None = 0
     """Graph memory: the largest bucket where graphs share a pool, else the sum of all."""
 
 
@@ -342,25 +341,12 @@ def estimate(
         ConfigError: a bucket is over the capacity or not aligned.
     """
     if config.policy == "disabled":
-        return Estimate(
-            phase=phase,
-            policy=config.policy,
-            buckets=(),
-            graphs_per_bucket=0,
-            graphs=0,
-            streams=0,
-            uncovered="",
-            bytes=0,
-        )
+        return Estimate(phase=phase, policy=config.policy)
     top = capacity if config.max_bs is None else min(config.max_bs, capacity)
     buckets = Buckets.of(config.buckets, phase=phase, maximum=top, multiple_of=config.align)
-    each = (
-        1
-        if WHOLE in registration(config.policy).promises
-        else None
-        if sizes is None
-        else sizes.layers + 1
-    )
+    each = None if sizes is None else sizes.layers + 1
+    if WHOLE in registration(config.policy).promises:
+        each = 1
     graphs = None if each is None else each * len(buckets)
     missing = buckets.uncovered(capacity, config.max_padding)
     counted = "requests" if phase == "decode" else "tokens"
