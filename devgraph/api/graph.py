@@ -45,7 +45,7 @@ from devgraph.api.executable import Call, Executable, LaunchSlot, weakly
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
-from devgraph.api.pool import Pool, Recording, Remade
+from devgraph.api.pool import Pool, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -352,7 +352,7 @@ class DeviceGraph(abc.ABC):
                     f"({self.backend.device}) and inside the with block."
                 )
             executable = _NOTHING
-        elif not isinstance(executable, Remade):
+        elif not self.backend.capabilities.remakes_executables:
             self.pool.recordings.count_resident(self, self._size()[1])
         self._remember_capture()
         self._capture_seconds += time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -53,20 +53,14 @@ def _references(tensors: Sequence[torch.Tensor]) -> list[int]:
     ]
 
 
-def _calibrated() -> Iterator[int]:
-    """Yield what sys.getrefcount counts besides: the question, and, depending on torch, that a view
-    or something else beneath Python holds the tensor."""
-    lone = [torch.empty(1)]
-    yield _references(lone)[0] - 1
-    view = lone[0].view(1)
-    yield _references(lone)[0] - view.numel()
-
-
+# What sys.getrefcount counts besides: the question, and, depending on torch, that a view or
+# something else beneath Python holds the tensor.
 _WHILE_ASKED = _WHILE_VIEWED = 0
-_calibration = _calibrated()
-_WHILE_ASKED = next(_calibration)
-_WHILE_VIEWED = next(_calibration)
-del _calibration
+_lone = [torch.empty(1)]
+_WHILE_ASKED = _references(_lone)[0] - 1
+_view = _lone[0].view(1)
+_WHILE_VIEWED = _references(_lone)[0] - 1
+del _lone, _view
 
 
 def _named(tensors: Sequence[torch.Tensor]) -> bool:

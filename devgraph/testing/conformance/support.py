@@ -121,6 +121,16 @@ class Kit:
         got = captured.replay(**host_args)
         self.same(got, want, f"the replay with {host_args}" if host_args else "the replay")
 
+    def works(self, pool: dg.Pool) -> None:
+        """Fail unless new captures of ``pool`` are right."""
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return x * 2 + 1
+
+        x = self.tensor(32)
+        for policy in ("full", "breakable"):
+            self.check(self.capture(step, x, pool=pool, policy=policy), step, x)
+
     def same(self, got: Any, want: Any, what: str = "the result") -> None:
         """Wait for the device, and fail unless all tensors equal each other bit for bit."""
         self.backend.synchronize()

@@ -25,7 +25,17 @@ def _in_place(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x).uniform_(0, 1) + torch.empty_like(x).exponential_()
 
 
-DRAWS: list[Callable[[torch.Tensor], Any]] = [_dropout, _drawn, _in_place]
+@dg.region(fake=torch.empty_like)
+def _shifted(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+def _around_a_break(x: torch.Tensor) -> torch.Tensor:
+    shifted: torch.Tensor = _shifted(x + torch.rand_like(x))
+    return shifted * torch.rand_like(x)
+
+
+DRAWS: list[Callable[[torch.Tensor], Any]] = [_dropout, _drawn, _in_place, _around_a_break]
 
 
 @declares("rng")
@@ -70,24 +80,6 @@ def test_every_replay_draws_other_numbers(kit: Kit) -> None:
     assert len(set(seen)) == 4
 
 
-@declares("rng")
-def test_random_numbers_on_both_sides_of_a_break_are_those_of_eager(kit: Kit) -> None:
-    @dg.no_graph
-    def middle(x: torch.Tensor) -> torch.Tensor:
-        return x + torch.rand_like(x)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return middle(x + torch.rand_like(x)) * torch.rand_like(x)
-
-    x = kit.tensor(64)
-    captured = kit.capture(step, x, policy="breakable")
-    state = kit.backend.get_rng_state()
-    eager = [step(x).clone() for _ in range(2)]
-    kit.backend.set_rng_state(state)
-    for want in eager:
-        kit.same(captured.replay(), want)
-
-
 def test_random_numbers_are_replayed_or_refused(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 22."""
     x = kit.tensor(16)
@@ -99,5 +91,4 @@ def test_random_numbers_are_replayed_or_refused(kit: Kit, pool: dg.Pool) -> None
     with pytest.raises(dg.CaptureError, match=r"dropout|random|rand"):
         kit.capture(_dropout, x, pool=pool)
     same(kit.backend.get_rng_state(), state, "the random state after the refusal")
-    captured = kit.capture(lambda x: x + 1, x, pool=pool)
-    kit.check(captured, lambda x: x + 1, x)
+    kit.works(pool)

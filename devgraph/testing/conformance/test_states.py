@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -178,49 +177,39 @@ def scaled(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
     out.copy_(x * n)
 
 
-def assert_gone_when_dropped(make: Callable[[], dg.DeviceGraph]) -> None:
-    """Fail if a collection is needed: an engine freezes its heap when it has started, and what only
-    a collection frees stays."""
+UPDATED = [
+    pytest.param(how, marks=declares("region_update")) for how in ("update", "replay update")
+]
+
+
+@pytest.mark.parametrize("how", ["nothing", "replay", "bound", *UPDATED])
+def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
+    """An engine freezes its heap when it has started, and what only a collection frees stays."""
+    x, out = kit.tensor(4), kit.tensor(4)
+
+    def make() -> dg.DeviceGraph:
+        if "update" in how:
+            graph, _ = kit.record(lambda: scaled(x, out, n=2), host_args={"n": 2})
+        else:
+            graph, _ = kit.record(lambda: x + 1)
+        if "replay" in how:
+            graph.replay()
+        if "bound" in how:
+            graph.bound()()
+        if "update" in how:
+            graph.update(n=3)
+        return graph
+
     make()  # torch may import modules meanwhile, and exceptions in there keep frames
     gc.disable()
     try:
         graph = make()
-        graph.backend.synchronize()
+        kit.backend.synchronize()
         kept = weakref.ref(graph)
         del graph
         assert kept() is None
     finally:
         gc.enable()
-
-
-@declares("region_update")
-@pytest.mark.parametrize("replayed", [False, True])
-def test_dropped_graph_with_an_update_is_gone_without_a_collection(
-    kit: Kit, replayed: bool
-) -> None:
-    x, out = kit.tensor(4), kit.tensor(4)
-
-    def make() -> dg.DeviceGraph:
-        graph, _ = kit.record(lambda: scaled(x, out, n=2), host_args={"n": 2})
-        if replayed:
-            graph.replay()
-        graph.update(n=3)
-        return graph
-
-    assert_gone_when_dropped(make)
-
-
-@pytest.mark.parametrize("how", ["never", "replay", "bound"])
-def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
-    x = kit.tensor(4)
-
-    def make() -> dg.DeviceGraph:
-        graph, _ = kit.record(lambda: x + 1)
-        if how != "never":
-            (graph.replay if how == "replay" else graph.bound())()
-        return graph
-
-    assert_gone_when_dropped(make)
 
 
 def test_graph_that_was_cleared_is_launched_by_no_step_that_bound_it(kit: Kit) -> None:

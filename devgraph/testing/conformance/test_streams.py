@@ -27,12 +27,6 @@ def _forked(kit: Kit, x: torch.Tensor, side: Any, *, join: bool = True) -> torch
     return z
 
 
-def _works(kit: Kit, pool: dg.Pool) -> None:
-    x = kit.tensor(64)
-    captured = kit.capture(lambda x: x * 2 + 1, x, pool=pool)
-    kit.check(captured, lambda x: x * 2 + 1, x)
-
-
 def test_work_forked_to_a_side_stream_and_joined_is_captured(kit: Kit) -> None:
     side = kit.side_stream()
     x = kit.tensor(256)
@@ -54,7 +48,7 @@ def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool) -> N
     ):
         _forked(kit, x, side, join=False)
     assert graph.state == "empty"
-    _works(kit, pool)
+    kit.works(pool)
 
 
 def test_side_stream_that_is_not_joined_before_a_break_is_refused(kit: Kit, pool: dg.Pool) -> None:
@@ -73,7 +67,7 @@ def test_side_stream_that_is_not_joined_before_a_break_is_refused(kit: Kit, pool
             policy="breakable",
             pool=pool,
         )
-    _works(kit, pool)
+    kit.works(pool)
 
 
 def test_exception_stays_when_a_side_stream_is_not_joined_either(kit: Kit, pool: dg.Pool) -> None:
@@ -87,7 +81,7 @@ def test_exception_stays_when_a_side_stream_is_not_joined_either(kit: Kit, pool:
     ):
         _forked(kit, x, side, join=False)
         raise ValueError("from the body")
-    _works(kit, pool)
+    kit.works(pool)
 
 
 @pytest.mark.parametrize("given", ["none", "default", "own"])
