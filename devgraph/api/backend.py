@@ -14,10 +14,7 @@ import attrs
 import torch
 
 from devgraph.api.device import Device
-from devgraph.api.errors import (
-    InputTypeError,
-    brief,
-)
+from devgraph.api.errors import InputTypeError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_values import HostSpec, Tracked
 from devgraph.api.marks.scopes import GraphScope

@@ -7,11 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from devgraph.api.device import Device
-from devgraph.api.errors import (
-    DeviceGraphError,
-    NestedCaptureError,
-    ResourceError,
-)
+from devgraph.api.errors import DeviceGraphError, NestedCaptureError, ResourceError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_reads import host_read_error
 from devgraph.api.marks.host_values import HostSpec

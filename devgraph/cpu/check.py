@@ -74,15 +74,16 @@ class _Scope:
 
     def __init__(self, spec: HostSpec) -> None:
         self._spec = spec
+        self._host: dict[Mark, dict[str, Any]] = {}
         self.muted = False
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values: dict[str, Any] = {}
+        host: dict[str, Any] = {}
         if mark.dynamic:  # Others may lie anywhere in one graph.
-            args, kwargs, values = captured_call(mark, args, kwargs, self._spec)
+            args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
         outer, self.muted = self.muted, self.muted or mark.kind == "no_graph"
         try:
-            return mark.fn(*args, **kwargs, **mark.host_kwargs(values))
+            return mark.fn(*args, **kwargs, **host)
         finally:
             self.muted = outer
 

@@ -35,48 +35,31 @@ class Violation:
 
 
 class Refusal:
-    """What happens at a violation: an error, or a report after which the recording goes on.
-
-    Args:
-        on_violation: receives the violations; None to raise.
-    """
+    """What happens at a violation: an error, or a report to ``on_violation`` after which the
+    recording goes on."""
 
     def __init__(self, on_violation: Callable[[Violation], None] | None) -> None:
         self._on_violation = on_violation
-
-    @property
-    def collects(self) -> bool:
+        self.collects = on_violation is not None
         """Whether the recording goes on after a violation."""
-        return self._on_violation is not None
 
     def read(self, name: str) -> None:
-        """Refuse a host read; return if the recording goes on.
-
-        Raises:
-            HostReadError: violations are not collected.
-        """
+        """Refuse a host read with HostReadError; return if the recording goes on."""
         text = f"{name} reads device data on the host, which a capture cannot record"
         self.note("host_sync", name, f"{text}. {host_read_cure()}")
         if not self.collects:
             raise host_read_error(text)
 
     def shape(self, name: str, *, known: bool) -> None:
-        """Refuse a data-dependent shape; return if the recording goes on, with a ``known`` one.
-
-        Raises:
-            HostReadError: violations are not collected, or no shape can be assumed.
-        """
+        """Refuse a data-dependent shape with HostReadError; return if the recording goes on, with
+        a ``known`` one."""
         text = f"{name} has an output whose shape depends on device data, which the host must read"
         self.note("data_dependent_shape", name, f"{text}. {host_read_cure()}")
         if not (self.collects and known):
             raise host_read_error(text) from None
 
     def other(self, name: str, text: str, cause: BaseException | None = None) -> NoReturn:
-        """Refuse anything else.
-
-        Raises:
-            CaptureError: always.
-        """
+        """Refuse anything else with CaptureError."""
         self.note("refused", name, f"{text}.")
         raise CaptureError(f"{text} (at {user_line()}).") from cause
 

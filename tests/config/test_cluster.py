@@ -159,7 +159,7 @@ def test_parts_for_backends_that_the_cluster_lacks_are_warned_about() -> None:
 
 
 def test_plan_as_data_names_groups_vendors_and_rules() -> None:
-    data = json.loads(plan(MODE, DISAGGREGATED).to_json())
+    data = json.loads(json.dumps(plan(MODE, DISAGGREGATED).to_dict()))
     assert data["mode"] == json.loads(MODE)
     first = data["groups"][0]
     assert (first["group"], first["vendor"], first["count"], first["role"]) == (

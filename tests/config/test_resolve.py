@@ -146,10 +146,9 @@ def test_engine_passes_rules_of_its_own() -> None:
     own = Rule(
         name="our-architecture",
         kind="preference",
-        policies=("breakable",),
         phases=("prefill",),
         value="disabled",
-        when=lambda facts, phase: phase.max_bs is None,
+        when=lambda facts, phase: phase.policy == "breakable" and phase.max_bs is None,
         explanation="scratch memory grows with the bucket",
         source="our tracker",
     )

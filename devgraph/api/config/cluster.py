@@ -20,7 +20,6 @@ collective library.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -153,10 +152,6 @@ class ClusterPlan:
                 for one in self.members
             ],
         }
-
-    def to_json(self) -> str:
-        """Return ``to_dict`` as JSON text."""
-        return json.dumps(self.to_dict())
 
 
 def plan_cluster(

@@ -167,10 +167,8 @@ class EngineFacts:
                 raise unknown_name(path, name, known, what="fact")
         try:
             return cls(**values)
-        except ConfigTypeError as error:
-            raise ConfigTypeError(f"{path}.{error}") from error
         except ConfigError as error:
-            raise ConfigError(f"{path}.{error}") from error
+            raise type(error)(f"{path}.{error}") from error
 
     def on_backend(self, name: str, capabilities: Any) -> EngineFacts:
         """Return these facts with what the ``Capabilities`` of a backend say."""

@@ -182,9 +182,7 @@ def _rules_for(policy: str, phase: str, rules: tuple[Rule, ...]) -> list[Rule]:
     return [
         rule
         for rule in rules
-        if phase in rule.phases
-        and (rule.policies is None or policy in rule.policies)
-        and (rule.spares is None or not rule.spares <= promises)
+        if phase in rule.phases and (rule.spares is None or not rule.spares <= promises)
     ]
 
 

@@ -19,7 +19,7 @@ A second table, ``UNUSED``, names the settings that nothing reads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from typing import Any
 
 import attrs
@@ -42,10 +42,6 @@ def _checked(rule: Rule, _: Any, value: Any) -> None:
         )
 
 
-def _promises(names: Iterable[str] | None) -> frozenset[str] | None:
-    return None if names is None else frozenset(names)
-
-
 @attrs.frozen(kw_only=True)
 class Rule:
     """One row: in which phases and for which policies, when, and what follows."""
@@ -58,9 +54,7 @@ class Rule:
     explanation: str
     source: str
     phases: tuple[str, ...] = PHASES
-    policies: tuple[str, ...] | None = None
-    """The only policies that it is about, by name; None for all, those that are added later too."""
-    spares: frozenset[str] | None = attrs.field(default=None, converter=_promises)
+    spares: Set[str] | None = None
     """A policy that promises all of these is spared; None spares no policy."""
     key: str = "policy"
     value: Any = attrs.field(default="disabled", validator=_checked)

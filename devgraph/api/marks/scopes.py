@@ -22,13 +22,16 @@ def captured_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     spec: HostSpec,
+    known: dict[Mark, dict[str, Any]],
     *,
     accept_equal: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """Return the arguments of a call that can run again later: ``args`` and ``kwargs`` without
-    host arguments, and the plain values of capture of those.
+    host arguments, and the host keyword arguments of the mark, resolved once for all its calls.
 
     Args:
+        known: host keyword arguments by mark; those of ``mark`` are added from the values of
+            capture.
         accept_equal: also take a plain value equal to the declared one. A raw
             ``capture_context`` runs the user's code inline, with the values it has at hand.
 
@@ -38,7 +41,10 @@ def captured_call(
     """
     _refuse_transformed(mark, args, kwargs)
     args, kwargs, host = mark.split(args, kwargs)
-    return args, kwargs, _plain_host_values(mark, host, spec, accept_equal)
+    plain = _plain_host_values(mark, host, spec, accept_equal)
+    if mark not in known:
+        known[mark] = mark.host_kwargs(plain)
+    return args, kwargs, known[mark]
 
 
 def swallowed(mark: Mark, error: BaseException) -> CaptureError:
@@ -122,10 +128,9 @@ class GraphScope:
         with entered(Absorbed(mark, self._policy)):
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
-            args, kwargs, values = captured_call(
-                mark, args, kwargs, self._spec, accept_equal=self._accept_equal
+            args, kwargs, host = captured_call(
+                mark, args, kwargs, self._spec, self._host_of, accept_equal=self._accept_equal
             )
-            host = self._host_kwargs(mark, values)
             try:
                 return self._graph.capture_region(mark, args, kwargs, host)
             except Exception as error:
@@ -135,8 +140,3 @@ class GraphScope:
 
     def graph_break(self) -> None:
         """Do nothing: one graph has no breaks."""
-
-    def _host_kwargs(self, mark: Mark, values: dict[str, Any]) -> dict[str, Any]:
-        if mark not in self._host_of:
-            self._host_of[mark] = mark.host_kwargs(values)
-        return self._host_of[mark]

@@ -102,11 +102,7 @@ def compiles(name: str) -> bool:
 
 
 def get_policy(name: str) -> Policy:
-    """Return the policy of that name.
-
-    Raises:
-        InputError: there is no such policy (a ValueError).
-    """
+    """Return the policy of that name; see ``registration``."""
     return _loaded(registration(name).module)
 
 

@@ -15,12 +15,8 @@ from devgraph.api.session import Session
 
 
 class EagerSegment:
-    """The eager body of one break, bound to its tensors and to the live host values.
-
-    Args:
-        hit: the marked call.
-        host: the host keyword arguments, a dictionary that the plan refreshes in place.
-    """
+    """The eager body of one break, bound to its tensors and to the live host values ``host``, a
+    dictionary that the plan refreshes in place."""
 
     def __init__(self, hit: MarkedCall, host: dict[str, Any]) -> None:
         self.mark = hit.mark
@@ -28,11 +24,7 @@ class EagerSegment:
         self._host = host
 
     def replay(self) -> None:
-        """Run the body once.
-
-        Raises:
-            RegionError: it returned something of another layout than at capture.
-        """
+        """Run the body once; see ``MarkedCall.run``."""
         self._held().run(self._host)
 
     def bound(self) -> BoundCall:
@@ -204,10 +196,7 @@ class _BreakableScope:
 
     def _call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         job = self._job
-        args, kwargs, plain = captured_call(mark, args, kwargs, job.spec)
-        if mark not in self.host:
-            self.host[mark] = mark.host_kwargs(plain)
-        host = self.host[mark]
+        args, kwargs, host = captured_call(mark, args, kwargs, job.spec, self.host)
         self.run_finished()
         with entered(None), job.pool.eager_body():
             if job.before_break is not None:

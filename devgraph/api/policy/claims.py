@@ -124,11 +124,8 @@ class Checking:
         self._host: dict[Mark, dict[str, Any]] = {}
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs, plain = captured_call(mark, args, kwargs, self._spec)
         first = mark not in self._host
-        if first:
-            self._host[mark] = mark.host_kwargs(plain)
-        host = self._host[mark]
+        args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
         versions = _versions(mark, args, kwargs) if first else {}
         with entered(None):
             result = mark.fn(*args, **kwargs, **host)
