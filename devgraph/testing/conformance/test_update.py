@@ -414,6 +414,7 @@ def test_info_counts_regions_and_recordings(kit: Kit) -> None:
     assert len(captured.pool.recordings) == 0
 
 
+@declares("region_update")
 def test_an_error_of_a_region_that_runs_again_names_mark_and_bucket(kit: Kit) -> None:
     @dg.region(host_args=("length",))
     def fragile(x: torch.Tensor, *, length: int) -> torch.Tensor:
