@@ -30,6 +30,7 @@ from devgraph.cli.tables import (
     percent,
     print_json,
     print_table,
+    ranges,
     ratio,
     say,
     time_text,
@@ -44,9 +45,6 @@ from devgraph.integrations.transformers import (
     load,
 )
 from devgraph.runners.report import RunnerStats, format_bytes
-
-MOST_BUCKETS = 8
-"""Buckets of a phase that the summary lists."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -477,12 +475,10 @@ def _print_phases(backend: Backend, resolution: Resolution, graphs: Run) -> None
 
 
 def _buckets(stats: RunnerStats) -> str:
-    """Return the captured buckets of a phase, the smallest first and all but a few of many."""
-    keys = [bucket.key for bucket in reversed(stats.buckets) if bucket.state == "captured"]
-    if len(keys) > MOST_BUCKETS:
-        keys = [*keys[: MOST_BUCKETS - 1], "...", keys[-1]]
+    """Return the captured buckets of a phase, the smallest first."""
+    sizes = [int(bucket.key) for bucket in reversed(stats.buckets) if bucket.state == "captured"]
     unit = "tokens" if stats.phase == "prefill" else "requests"
-    return f"{stats.name} {', '.join(keys)} {unit}" if keys else f"{stats.name} none"
+    return f"{stats.name} {ranges(sizes)} {unit}" if sizes else f"{stats.name} none"
 
 
 def _print_speed(runs: Sequence[Run]) -> None:

@@ -21,7 +21,7 @@ from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend
 from devgraph.cli.arguments import mode_of
-from devgraph.cli.tables import CommandError, print_json, print_table, say
+from devgraph.cli.tables import CommandError, print_json, print_table, ranges, say
 from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.options import settings_of
 from devgraph.runners.report import format_bytes
@@ -367,20 +367,3 @@ def _bytes(phase: Phase, buckets: Sequence[int], sizes: ModelSizes, able: Capabi
     # Logits of every row are inside a decode graph; a prefill's tail runs after the replay.
     row_bytes = sizes.token_bytes + (sizes.logit_bytes if phase == "decode" else 0)
     return sum(rows) * row_bytes
-
-
-def ranges(sizes: Sequence[int]) -> str:
-    """Return ascending numbers for people: ``1 2 4..12 by 4 16..256 by 8``."""
-    parts: list[str] = []
-    at = 0
-    while at < len(sizes):
-        end = at + 1
-        while end + 1 < len(sizes) and sizes[end + 1] - sizes[end] == sizes[at + 1] - sizes[at]:
-            end += 1
-        if end - at >= 3:
-            parts.append(f"{sizes[at]}..{sizes[end]} by {sizes[at + 1] - sizes[at]}")
-            at = end + 1
-        else:
-            parts.append(str(sizes[at]))
-            at += 1
-    return " ".join(parts)

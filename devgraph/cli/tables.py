@@ -139,6 +139,23 @@ def percent(part: float) -> str:
     return f"{100 * part:.0f} %"
 
 
+def ranges(sizes: Sequence[int]) -> str:
+    """Return ascending numbers for people: ``1 2 4..12 by 4 16..256 by 8``."""
+    parts: list[str] = []
+    at = 0
+    while at < len(sizes):
+        end = at + 1
+        while end + 1 < len(sizes) and sizes[end + 1] - sizes[end] == sizes[at + 1] - sizes[at]:
+            end += 1
+        if end - at >= 3:
+            parts.append(f"{sizes[at]}..{sizes[end]} by {sizes[at + 1] - sizes[at]}")
+            at = end + 1
+        else:
+            parts.append(str(sizes[at]))
+            at += 1
+    return " ".join(parts)
+
+
 @contextlib.contextmanager
 def working(text: str) -> Iterator[None]:
     """Show on a terminal's stderr that something is going on; print nothing elsewhere."""

@@ -39,13 +39,8 @@ def find_target(args: argparse.Namespace) -> Target:
     """
     fn = _find(args.target)
     positional, keywords = _inputs(args)
-    return Target(
-        name=args.target,
-        fn=fn,
-        args=positional,
-        kwargs=keywords,
-        host_args=_host_args(args.host_arg),
-    )
+    host_args = dict(map(_host_arg, args.host_arg))
+    return Target(name=args.target, fn=fn, args=positional, kwargs=keywords, host_args=host_args)
 
 
 def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
@@ -124,19 +119,16 @@ def _inputs(args: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _host_args(given: list[str]) -> dict[str, Any]:
-    found = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise CommandError(f"--host-arg {text!r}: write NAME=VALUE, for example kv_len=512")
-        try:
-            found[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError) as error:
-            raise CommandError(
-                f"--host-arg {text!r}: {value!r} is no Python literal such as 512, [1, 2] or 'x'"
-            ) from error
-    return found
+def _host_arg(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise CommandError(f"--host-arg {text!r}: write NAME=VALUE, for example kv_len=512")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError) as error:
+        raise CommandError(
+            f"--host-arg {text!r}: {value!r} is no Python literal such as 512, [1, 2] or 'x'"
+        ) from error
 
 
 @contextmanager

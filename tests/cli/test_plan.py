@@ -11,7 +11,8 @@ import pytest
 import devgraph as dg
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.cli.plan import ModelSizes, estimate, ranges
+from devgraph.cli.plan import ModelSizes, estimate
+from devgraph.cli.tables import ranges
 from devgraph.runners import default_buckets
 from tests.support.cli_programs import run_cli, run_json
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -91,16 +90,11 @@ class Publisher:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(number, "w") as file:
-            file.write(text)
-        os.chmod(name, 0o644)  # a collector is another user
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as own:
+        made = Path(own) / path.name
+        made.write_text(text)
+        made.chmod(0o644)  # a collector is another user
+        made.replace(path)
 
 
 def summary(engine: str, stats: Mapping[str, Any]) -> str:

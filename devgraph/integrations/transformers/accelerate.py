@@ -37,8 +37,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from devgraph.api.backend import Backend
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.errors import InputError, StateError
+from devgraph.integrations.engine.installation import Changes
 from devgraph.integrations.transformers.engine import Engine
-from devgraph.integrations.transformers.probe import UnsupportedModelError
+from devgraph.integrations.transformers.probe import UnsupportedModelError, eos_of
 from devgraph.integrations.transformers.sampling import SamplingParams
 from devgraph.integrations.transformers.seat import Seat, seat_of
 from devgraph.runners.decode import DecodeRunner
@@ -171,20 +172,17 @@ class _Acceleration:
             "forward": self._forward,
             "_prepare_cache_for_generation": self._prepare_cache,
         }
-        self._replaced = {name: model.__dict__.get(name) for name in calls}
         self._hooks = {name: _Hook(model, name, call) for name, call in calls.items()}
-        model.__dict__.update(self._hooks)
+        self._changes = Changes("transformers")
+        for name, hook in self._hooks.items():
+            self._changes.change(model, name, hook)
 
     def remove(self) -> None:
         """Take the hooks out of the model and free the engine."""
         with self._lock:
             if self._depth:
                 raise StateError("a generation of this model is running; let it end first")
-            for name, before in self._replaced.items():
-                if before is None:
-                    del self.model.__dict__[name]
-                else:
-                    self.model.__dict__[name] = before
+            self._changes.undo()
             self._close()
 
     def _close(self) -> None:
@@ -372,7 +370,7 @@ class _Acceleration:
             self._vacate()
             self.requests += len(inputs)
             done = self.engine.generate(
-                inputs, max_new_tokens=new, sampling=sampling, stop_token_ids=_ids(config)
+                inputs, max_new_tokens=new, sampling=sampling, stop_token_ids=eos_of(config)
             )
             return {
                 f"req_{i}": GenerationOutput(
@@ -413,11 +411,6 @@ def _chosen(config: GenerationConfig, kwargs: Mapping[str, Any]) -> bool:
         or bool(config.stop_strings)
         or any(value for name, value in kwargs.items() if name not in _OF_ANY_BATCH)
     )
-
-
-def _ids(config: GenerationConfig) -> list[int]:
-    found = config.eos_token_id
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def _pads_of(inputs: Mapping[str, Any], batch: int) -> list[int] | None:

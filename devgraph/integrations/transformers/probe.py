@@ -127,14 +127,13 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
-def eos_of(model: PreTrainedModel) -> list[int]:
-    """Return the tokens with which ``model`` ends a text."""
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = getattr(model.config, "eos_token_id", None)
-    if found is None:
-        return []
-    return [found] if isinstance(found, int) else list(found)
+def eos_of(*configs: Any) -> list[int]:
+    """Return the tokens that end a text, as the first of ``configs`` says that names any."""
+    for config in configs:
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return [found] if isinstance(found, int) else list(found)
+    return []
 
 
 def refusal(model: PreTrainedModel, what: str) -> UnsupportedModelError:
@@ -253,55 +252,24 @@ def parameters_of(module: torch.nn.Module) -> set[str]:
     return set(inspect.signature(module.forward).parameters)
 
 
-class _Watcher(Cache):  # type: ignore[misc]
-    """A cache that stores nothing and notes what is written to it."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.shapes: dict[int, LayerShape] = {}
-        self.written: tuple[int, torch.Tensor, torch.Tensor] | None = None
-        self.length = 0
-        self.asked = False
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.written = (layer_idx, key_states, value_states)
-        shape = tuple(key_states.shape)
-        if len(shape) != 4 or shape[2] != _TOKENS or shape[:3] != value_states.shape[:3]:
-            raise ValueError(f"keys of shape {shape} for {_TOKENS} tokens")
-        self.shapes[layer_idx] = LayerShape(
-            heads=shape[1], kv_heads=shape[1], key_dim=shape[3], value_dim=value_states.shape[3]
-        )
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        self.asked = True
-        return self.length
-
-
-class _Probe:
-    """One run of a model: its attention and mask functions, and what they saw.
+class _Probe(Cache):  # type: ignore[misc]
+    """One run of a model over this cache, which stores nothing: what the model writes to it, and
+    what it gives to an attention and a mask function that only look.
 
     Args:
         own: why the model attends by itself, if it does.
     """
 
     def __init__(self, model: PreTrainedModel, *, own: str | None) -> None:
+        super().__init__(layers=[])
         self.model = model
         self.own = own
-        self.cache = _Watcher()
+        self.length = 0
+        self.asked = False
+        self.written: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self.functions: list[Callable[..., torch.Tensor]] = []
         self.windows: list[int | None] = []
-        self.layers: dict[int, LayerShape] = {}
+        self.found: dict[int, LayerShape] = {}
         self.attended: list[torch.Tensor] = []
         self.output: Any = None
 
@@ -309,9 +277,9 @@ class _Probe:
         """Run ``body`` of the model on three tokens, with a cache that says it holds ``length``
         rows, while its configurations say ``overrides``; return this."""
         model, own = self.model, self.own is not None
-        self.cache.length = length
+        self.length = length
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
-        inputs = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
+        inputs = {"input_ids": ids, "past_key_values": self, "use_cache": True}
         if "position_ids" in parameters_of(body):
             inputs["position_ids"] = torch.arange(_TOKENS, device=model.device)[None]
         name = f"devgraph_probe_{id(self)}"
@@ -331,7 +299,7 @@ class _Probe:
         except Exception as error:
             # Between writing to its cache and calling an attention function: it attends by itself,
             # and stumbles over the mask that stands in.
-            alone = self.cache.written is not None and not own
+            alone = self.written is not None and not own
             failed = f"a first forward failed with {type(error).__name__}: {error}"
             raise refusal(model, _OWN_ATTENTION if alone else failed) from error
         finally:
@@ -346,6 +314,40 @@ class _Probe:
             strict=True,
         )
         return self.windows == other.windows and all(torch.equal(a, b) for a, b in pairs)
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.written = (layer_idx, key_states, value_states)
+        shape = tuple(key_states.shape)
+        if len(shape) != 4 or shape[2] != _TOKENS or shape[:3] != value_states.shape[:3]:
+            raise ValueError(f"keys of shape {shape} for {_TOKENS} tokens")
+        if self.own is not None:
+            self._find(layer_idx, shape[1], key_states, value_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        self.asked = True
+        return self.length
+
+    def _find(
+        self, index: int, heads: int, key: torch.Tensor, value: torch.Tensor, **scoring: Any
+    ) -> None:
+        self.found[index] = LayerShape(
+            heads=heads,
+            kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            **scoring,
+        )
 
     def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Note the window of a mask and return a stand-in that attention can recognise."""
@@ -371,7 +373,7 @@ class _Probe:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        written, self.cache.written = self.cache.written, None
+        written, self.written = self.written, None
         name = type(module).__name__
         if written is None or written[1] is not key or written[2] is not value:
             raise refusal(
@@ -380,23 +382,15 @@ class _Probe:
             )
         self._check_call(name, query, attention_mask, kwargs)
         index = written[0]
-        if index in self.layers:
+        if index in self.found:
             raise refusal(self.model, f"layer {index} calls attention more than once")
         assert attention_mask is not None
         self.attended += (query, key, value)
-        self.layers[index] = LayerShape(
-            heads=query.shape[1],
-            kv_heads=key.shape[1],
-            key_dim=key.shape[3],
-            value_dim=value.shape[3],
-            window=self._window_of(attention_mask),
-            softcap=kwargs.get("softcap"),
-        )
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-    def _window_of(self, mask: torch.Tensor) -> int | None:
         with _disable_current_modes():
-            return self.windows[int(mask.flatten()[0])]
+            window = self.windows[int(attention_mask.flatten()[0])]
+        softcap = kwargs.get("softcap")
+        self._find(index, query.shape[1], key, value, window=window, softcap=softcap)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def _check_call(
         self, name: str, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
@@ -497,14 +491,14 @@ def _probe(
     seen = Seen(body)
     with seen.noting():
         watch = _Probe(model, own=own).run(body, overrides)
-    found = watch.layers if own is None else watch.cache.shapes
+    found = watch.found
     if not found:
         raise refusal(model, _OWN_ATTENTION if own is None else "it keeps no keys and values")
     if sorted(found) != list(range(len(found))):
         raise refusal(model, f"only layers {sorted(found)} attend")
-    if own is None and watch.cache.written is not None:
+    if own is None and watch.written is not None:
         raise refusal(model, f"only layers {sorted(found)} attend through the registry")
-    if own is None and watch.cache.asked:
+    if own is None and watch.asked:
         # A cache here holds requests of different lengths, and has none.
         other = _Probe(model, own=own).run(body, overrides, length=_OTHER_LENGTH)
         if not watch.equals(other):
@@ -518,7 +512,7 @@ def _probe(
         dtype=watch.output.last_hidden_state.dtype,
         device=model.device,
         output_type=type(watch.output),
-        uses_length=watch.cache.asked or own is not None,
+        uses_length=watch.asked or own is not None,
         own=own,
         overrides=overrides,
         seen=seen,

@@ -201,9 +201,7 @@ class Seat:
         engine = self._engine
         logits: torch.Tensor | None = None
         for pieces in self._steps(ids.tolist()):
-            data = engine.model.packed_data(pieces)
-            out = engine.prefill.run(data.inputs, host_args=data.host_args, longest=data.longest)
-            found = out["logits"]
+            found = engine.prefill.run(**engine.model.packed_data(pieces))["logits"]
             if logits is None:
                 logits = found.new_zeros(ids.shape[0], found.shape[1])
             for i, piece in enumerate(pieces):

@@ -37,25 +37,28 @@ class TextStream:
         if self.stopped:
             return ""
         self._tokens.append(token)
-        before = self._text(self._tokens[self._start : self._read])
-        after = self._text(self._tokens[self._start :])
-        if len(after) <= len(before) or after.endswith(_BROKEN):
+        new = self._new()
+        if not new or new.endswith(_BROKEN):
             return ""
         self._start, self._read = self._read, len(self._tokens)
-        return self._emit(after[len(before) :], last=False)
+        return self._emit(new, last=False)
 
     def finish(self) -> str:
         """Return what was still held back."""
         if self.stopped:
             return ""
-        before = self._text(self._tokens[self._start : self._read])
-        after = self._text(self._tokens[self._start :])
+        new = self._new()
         self._start = self._read = len(self._tokens)
-        return self._emit(after[len(before) :], last=True)
+        return self._emit(new, last=True)
 
-    def _text(self, tokens: list[int]) -> str:
-        text: str = self._decode(tokens, skip_special_tokens=True)
-        return text
+    def _new(self) -> str:
+        """Return the text of the tokens that were not handed on yet."""
+        before, after = (
+            self._decode(self._tokens[self._start : end], skip_special_tokens=True)
+            for end in (self._read, None)
+        )
+        new: str = after[len(before) :]
+        return new
 
     def _emit(self, new: str, *, last: bool) -> str:
         held = self._held + new

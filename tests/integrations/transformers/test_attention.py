@@ -12,13 +12,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
 from devgraph.integrations.transformers.attention import (
-    RAMP_ROWS,
+    BLOCK_ROWS,
     decode_bounded,
     decode_mask,
     decode_whole,
     has_varlen,
     packed_exact,
-    ramp_mask,
 )
 from devgraph.integrations.transformers.cache import KVCache, LayerShape
 
@@ -124,17 +123,16 @@ def test_packed_matches_plain_attention(window: int | None, cap: float | None) -
     layer = cache.layers[0]
     # A prompt, one longer than a block, a chunk behind a prefix, a chunk over a block border, a
     # decoding request; slots in no order.
-    spans = [(3, 0, 5), (0, 0, RAMP_ROWS + 44), (4, 33, 20), (1, 200, RAMP_ROWS + 3), (2, 77, 1)]
+    spans = [(3, 0, 5), (0, 0, BLOCK_ROWS + 44), (4, 33, 20), (1, 200, BLOCK_ROWS + 3), (2, 77, 1)]
     for slot, cached, new in spans:
         write(cache, slot, 0, cached + new, seed=slot)
     tokens = sum(new for *_, new in spans)
     query = torch.randn(1, HEADS, tokens + 4, KEY_DIM, generator=torch.Generator().manual_seed(4))
     query[:, :, tokens:] = math.nan
-    ramp = ramp_mask(640, window, dtype=torch.float32, device=torch.device("cpu"))
     out = torch.full((1, tokens + 4, HEADS, VALUE_DIM), -7.0)
     flat = tuple(n for span in spans for n in span)
     scoring, views = (SCALE, cap, window), (layer.keys_by_slot, layer.values_by_slot)
-    packed_exact(query, *views, ramp, out, scoring, spans=flat)
+    packed_exact(query, *views, torch.arange(640), out, scoring, spans=flat)
     first = 0
     for slot, cached, new in spans:
         own = slice(first, first + new)
@@ -151,7 +149,6 @@ def test_fused_kernel_serves_both_phases_on_the_cpu() -> None:
     for slot in range(2):
         write(cache, slot, 0, 40, seed=slot)
         cache.prepare(slot, 40, 128)
-    ramp = ramp_mask(128, None, dtype=torch.float32, device=torch.device("cpu"))
     query = torch.randn(1, HEADS, 40, KEY_DIM)
     mask = decode_mask(torch.tensor([39, 39]), torch.arange(128), 1, None, torch.float32)
     # Same head size for keys and values: what every family but the exotic has.
@@ -159,10 +156,10 @@ def test_fused_kernel_serves_both_phases_on_the_cpu() -> None:
     out = torch.empty(1, 40, HEADS, KEY_DIM)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, acc_events=True) as seen:
-        scoring = (SCALE, None, None)
+        scoring, spans = (SCALE, None, None), (0, 0, 20, 1, 20, 20)
         first = (query[:, :, :2], keys, values, mask, out[:, :2])
         decode_bounded(*first, scoring, kv_len=64, kv_from=0)
-        packed_exact(query, keys, values, ramp, out, scoring, spans=(0, 0, 20, 1, 20, 20))
+        packed_exact(query, keys, values, torch.arange(128), out, scoring, spans=spans)
     names = [event.name for event in seen.events()]
     fused = sum("_scaled_dot_product_flash_attention_for_cpu" in name for name in names)
     assert fused == 3
