@@ -6,6 +6,8 @@
 
 accelerated  ``model.generate`` after ``accelerate(model)``
 graphs       the engine, decode and prefill through device graphs
+looped       the same with eight decode steps a launch
+unfused      the engine with graphs over the model's own modules, none fused
 eager        the same engine without graphs: same steps, same kernels
 dynamic      ``model.generate`` with its default cache
 static       ``model.generate`` with a static cache, which compiles first on devices
@@ -20,7 +22,7 @@ over the turns:
 wall       seconds of one generation, until the last token is on the host
 decode     tokens a second after the first, over all requests
 cpu        CPU seconds of the process a generation, all threads; on a device, waiting counts too
-host_ms    milliseconds of host time inside the runner of a decode step, before any wait
+host_ms    milliseconds of host time inside the runner of a decode launch, before any wait
 setup      seconds before the first token can be fast: captures, or the first call (compilation)
 
 A model is a folder, a .gguf file, or the shape of one with random weights: smollm2-135m,
@@ -50,17 +52,23 @@ from devgraph.integrations.transformers import Engine, accelerate, generate_stat
 CONTESTANTS = (
     "accelerated",
     "graphs",
+    "looped",
+    "unfused",
     "eager",
     "dynamic",
     "static",
     "batched",
     "own_batched",
 )
+ENGINES = CONTESTANTS[1:5]
+DEFAULTS = ("accelerated", "graphs", "eager", "dynamic", "static")
 PAIRS = (
     ("accelerated", "dynamic"),
     ("accelerated", "static"),
     ("graphs", "eager"),
     ("graphs", "dynamic"),
+    ("graphs", "unfused"),
+    ("looped", "graphs"),
     ("batched", "own_batched"),
 )
 """What is divided by what in the report."""
@@ -176,11 +184,12 @@ def graph_mode(batch: int, packed: int) -> dict[str, Any]:
 
 
 def engine_of(
-    model: Any, backend: Any, prompts: Sequence[list[int]], new_tokens: int, *, graphs: bool
+    model: Any, backend: Any, prompts: Sequence[list[int]], new_tokens: int, name: str
 ) -> tuple[Engine, Generate, list[float]]:
-    """Return an engine that fits the prompts, how it generates, and its host times a step."""
+    """Return an engine that fits the prompts, how it generates, and its host times a launch."""
     batch, packed = len(prompts), sum(map(len, prompts))
-    mode = graph_mode(batch, packed) if graphs else dict.fromkeys(("decode", "prefill"), "disabled")
+    off = dict.fromkeys(("decode", "prefill"), "disabled")
+    mode = off if name == "eager" else graph_mode(batch, packed)
     engine = Engine(
         model,
         config=dg.DeviceGraphConfig.from_dict(mode),
@@ -189,6 +198,8 @@ def engine_of(
         max_len=max(map(len, prompts)) + new_tokens,
         max_step_tokens=packed,
         eos_token_ids=(),
+        fuse=name != "unfused",
+        steps_per_launch=8 if name == "looped" else 1,
     )
     host: list[float] = []
     run = engine.decode.run
@@ -247,8 +258,8 @@ def make_prompts(batch: int, length: int, vocabulary: int) -> list[list[int]]:
 
 def contestant(name: str, model: Any, backend: Any, prompts: list[list[int]], new: int) -> Any:
     """Return what ``name`` stands for, before its first generation."""
-    if name in ("graphs", "eager"):
-        engine, generate, host = engine_of(model, backend, prompts, new, graphs=name == "graphs")
+    if name in ENGINES:
+        engine, generate, host = engine_of(model, backend, prompts, new, name)
         engine.capture()
         return Contestant(name, generate, host)
     if name in ("accelerated", "batched"):
@@ -351,7 +362,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS[:5]))
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=list(DEFAULTS))
     parser.add_argument("--json")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

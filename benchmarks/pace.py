@@ -1,15 +1,21 @@
 """Which acts of a process make every graph replay slower, and what brings the pace back (CUDA).
 
     python benchmarks/pace.py [--acts wait streams ...] [--times 8] [--json FILE]
+    python benchmarks/pace.py --serve 5
 
 Each act has a process of its own. A graph of a small decoder (36 layers, 468 nodes) is timed by
 events before the act, after each repetition, and after eight empty programmatic launches on the
 streams that the act used. docs/fast-replay.md says what was found.
+
+``--serve`` compares whole processes instead, each as often as it says: one with nothing but that
+graph, made by torch; one whose decode runner captured 36 buckets and replayed all of them; one with
+30 breakable prefill buckets and 200 keys of a region besides. The replay of the same work is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import statistics
@@ -24,6 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import devgraph as dg
+from devgraph.runners.buckets import default_buckets
 
 WIDTH, HEADS, INNER, LAYERS = 1024, 16, 3072, 36
 
@@ -40,13 +47,22 @@ class Block(nn.Module):
         self.down = nn.Linear(INNER, WIDTH, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.shape[0]
-        q, k, v = self.qkv(F.rms_norm(x, (WIDTH,))).view(rows, 3, HEADS, -1).unbind(1)
-        heads = (each.transpose(0, 1)[None] for each in (q, k, v))
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)[0].transpose(0, 1)
-        x = x + self.out(mixed.reshape(rows, WIDTH))
+        x = x + self.out(self.attend(self.qkv(F.rms_norm(x, (WIDTH,)))))
         gate, value = self.up(F.rms_norm(x, (WIDTH,))).chunk(2, -1)
         return x + self.down(F.silu(gate) * value)
+
+    def attend(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Return the attention of all rows."""
+        return attention(qkv)
+
+
+def attention(qkv: torch.Tensor, *, rows: int | None = None) -> torch.Tensor:
+    """Return what ``qkv`` attends to among its first ``rows``, or causally."""
+    q, k, v = (each.transpose(0, 1)[None] for each in qkv.view(len(qkv), 3, HEADS, -1).unbind(1))
+    mixed = F.scaled_dot_product_attention(
+        q, k[:, :, :rows], v[:, :, :rows], is_causal=rows is None
+    )
+    return mixed[0].transpose(0, 1).reshape(len(qkv), WIDTH)
 
 
 class Process:
@@ -87,16 +103,16 @@ class Process:
         with torch.cuda.stream(stream):
             self.net(self.x)
 
-    def timed(self) -> float:
-        """Return the microseconds of a replay."""
-        found = []
+    def timed(self, graph: Any = None) -> float:
+        """Return the microseconds of a replay of ``graph``, or of the model's own."""
+        found, replay = [], (graph or self.graph).replay
         for _ in range(3):
-            self.graph.replay()
+            replay()
         for _ in range(5):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(20):
-                self.graph.replay()
+                replay()
             end.record()
             torch.cuda.synchronize()
             found.append(start.elapsed_time(end) / 20 * 1e3)
@@ -136,26 +152,93 @@ def measure(act: str, times: int) -> dict[str, Any]:
     return {"act": act, "us": found, "recovered": process.timed()}
 
 
+@torch.no_grad()
+def serve(kind: str) -> float:
+    """Return the microseconds of a replay in a process that serves with graphs of this kind."""
+    process = Process()
+    if kind == "torch":
+        return process.timed()
+    process.graph.reset()
+    sizes = default_buckets("decode", 256)
+    runner = dg.DecodeRunner(
+        lambda batch: process.net(batch.x),
+        inputs=[dg.InputSlot("x", ("tokens", WIDTH), torch.bfloat16, pad=dg.Pad.zero())],
+        outputs=dg.OutputSlot(rows="tokens"),
+        config=dg.PhaseConfig(policy="full", buckets=sizes),
+        backend="cuda",
+        max_requests=256,
+    )
+    runner.capture()
+    kept: list[Any] = [runner]
+    if kind != "decode":
+        for one in process.net:
+            one.attend = dg.no_graph(attention)
+        for rows in range(1024, 0, -1024 // 30)[:30]:
+            x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+            kept.append(dg.capture(process.net, x, policy="breakable", backend="cuda"))
+            kept[-1].replay()
+        rows = 512
+        region = dg.region(attention, host_args=("rows",))
+        x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+        def updated(x: torch.Tensor, *, rows: int) -> torch.Tensor:
+            for one in process.net:
+                one.attend = functools.partial(region, rows=rows)
+            return process.net(x)
+
+        kept.append(dg.capture(updated, x, backend="cuda", host_args={"rows": rows}))
+        for fewer in range(rows, rows - 200, -1):
+            kept[-1].replay(rows=fewer)
+    for rows in sizes:
+        x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+        runner.run({"x": x})
+    (graph,) = (one.captured for one in runner.graphs if one.key.bucket == len(process.x))
+    return process.timed(graph)
+
+
+KINDS = ("torch", "decode", "decode, prefill and keys")
+
+
+def compare(times: int) -> list[dict[str, Any]]:
+    """Serve ``times`` times with each kind, in turns."""
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(times):
+        for kind, values in found.items():
+            values.append(elsewhere("--kind", kind))
+    least = statistics.median(found["torch"])
+    results = []
+    for kind, values in found.items():
+        middle = statistics.median(values)
+        results.append({"kind": kind, "us": values, "ratio": middle / least})
+        row = " ".join(f"{value:.0f}" for value in values)
+        print(f"{kind:30} {row} | {middle / least:.3f}", flush=True)
+    return results
+
+
+def elsewhere(*options: str) -> Any:
+    """Return what this program prints in a process of its own."""
+    command = [sys.executable, __file__, *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> int:
     """Measure each act in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--acts", nargs="+", choices=ACTS, default=list(ACTS))
     parser.add_argument("--times", type=int, default=8)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", type=int, default=0, metavar="TIMES")
     parser.add_argument("--here", choices=ACTS, help="measure one act in this process")
+    parser.add_argument("--kind", choices=KINDS, help="serve in this process")
     args = parser.parse_args()
-    if args.here:
-        print(json.dumps(measure(args.here, args.times)))
+    if args.here or args.kind:
+        print(json.dumps(serve(args.kind) if args.kind else measure(args.here, args.times)))
         return 0
-    results = []
     print(f"{torch.cuda.get_device_name()}: microseconds of a replay")
-    for act in args.acts:
-        command = [sys.executable, __file__, "--here", act, "--times", str(args.times)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(done.stderr, file=sys.stderr)
-            return 1
-        results.append(json.loads(done.stdout.splitlines()[-1]))
+    results = compare(args.serve) if args.serve else []
+    for act in args.acts if not args.serve else ():
+        results.append(elsewhere("--here", act, "--times", str(args.times)))
         row = " ".join(f"{value:.0f}" for value in results[-1]["us"])
         print(f"{act:30} {row} | {results[-1]['recovered']:.0f}", flush=True)
     if args.json:

@@ -294,7 +294,7 @@ def test_key_with_other_nodes_makes_one_copy_and_keeps_addresses(be: Any) -> Non
 
 
 def test_trace_of_new_keys_breaks_past_its_budget_and_is_right(be: Any) -> None:
-    step = layered(products, layers=2)
+    step = layered(products(be), layers=2)
     x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
     cap = dg.capture(step, x, cache, backend=be, host_args={"n": 64}, budget=UpdateBudget(misses=2))
     held = cap.outputs.data_ptr()
@@ -388,7 +388,7 @@ def test_context_alone_makes_a_region_updatable(be: Any) -> None:
 
 
 def test_updates_from_other_threads_and_streams_are_right(be: Any) -> None:
-    step = layered(products, layers=2)
+    step = layered(products(be), layers=2)
     x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)
     keys = [64 * k for k in range(1, 7)]
     cap = dg.capture(step, x, cache, backend=be, host_args={"n": 64}, budget=KEEP_ALL)

@@ -43,8 +43,14 @@ class Result:
     reason: str = ""
 
 
-def meet(name: str) -> Result:
+def meet(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Result:
     """Build the family ``name`` and run it under every mode.
+
+    On the reference its tokens are those of the model's own ``generate``; on a device, whose
+    kernels round by the number of rows, those of the same engine without graphs.
+
+    Args:
+        device: name of a backend.
 
     Raises:
         AssertionError: the engine generated another token than the model.
@@ -54,13 +60,16 @@ def meet(name: str) -> Result:
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
     with quiet():
         try:
-            model = build(name)
+            model = build(name).to(dg.get_backend(device).device, dtype)
             want = [reference(model, prompt, NEW) for prompt in prompts]
         except Exception as error:
             return Result(UNBUILT, f"{type(error).__name__}: {_line(error)}")
         for decode, prefill, fuse in MODES:
             try:
-                engine = _engine(model, decode, prefill, fuse=fuse)
+                if device != "cpu":
+                    with _engine(model, device, decode, prefill, fuse=fuse, emulate=True) as engine:
+                        want = _tokens(engine, prompts)
+                engine = _engine(model, device, decode, prefill, fuse=fuse)
             except UnsupportedModelError as error:
                 return Result(REFUSED, _why(error))
             with engine:
@@ -68,23 +77,30 @@ def meet(name: str) -> Result:
                     engine.capture()
                 except HostReadError as error:
                     return Result(UNCAPTURED, str(error).split(", at ")[0])
-                completions = engine.generate(prompts, max_new_tokens=NEW)
-            got = [list(completion.token_ids) for completion in completions]
+                got = _tokens(engine, prompts)
             assert got == want, f"{name}, decode {decode}, prefill {prefill}, fuse {fuse}"
     return Result(RUNS)
 
 
-def _engine(model: Any, decode: str, prefill: str, *, fuse: bool) -> Engine:
-    mode = {
+def _tokens(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    return [list(one.token_ids) for one in engine.generate(prompts, max_new_tokens=NEW)]
+
+
+def _engine(
+    model: Any, device: str, decode: str, prefill: str, *, fuse: bool, emulate: bool = False
+) -> Engine:
+    mode: dict[str, dict[str, Any]] = {
         "decode": {"policy": decode, "buckets": [1, 2]},
         "prefill": {"policy": prefill, "buckets": [16, 64]},
     }
     for phase in mode.values():
         if phase["policy"] == "disabled":
             del phase["buckets"]
+        elif emulate:
+            phase["emulate"] = True
     return Engine(
         model,
-        backend="cpu",
+        backend=device,
         # Fewer slots than prompts, and fewer tokens a step than the longest prompt has.
         max_requests=2,
         max_len=max(LENGTHS) + NEW,

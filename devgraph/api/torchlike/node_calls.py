@@ -282,6 +282,7 @@ class NodeCalls:
         return read
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
+        self.context()  # to set a node's kernel without one can end the process
         copy = self.made("GraphClone", graph)
         try:
             for update in updates:

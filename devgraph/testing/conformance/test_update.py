@@ -320,6 +320,18 @@ def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own
             done.result(60)
 
 
+def test_thread_whose_first_act_is_a_key_used_before_gets_its_results(kit: Kit) -> None:
+    """The second use may make an executable, of which a thread has done nothing on the device."""
+    x = kit.tensor(4, WIDTH)
+    captured = kit.capture(layers, x, host_args={"n": 2})
+    captured.replay(n=5)
+    captured.replay(n=2)
+    kit.backend.synchronize()
+    with ThreadPoolExecutor(1) as thread:
+        got = thread.submit(captured.replay, n=5).result(60)
+    kit.same(got, layers(x, n=5), "the replay of a new thread")
+
+
 def test_replay_between_updates_of_another_thread_is_never_half_updated(kit: Kit) -> None:
     """FAULTS 20."""
     x = kit.tensor(4, WIDTH)
