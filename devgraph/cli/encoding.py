@@ -17,7 +17,8 @@ from devgraph.api.config.phase import RUNNER_POLICY
 from devgraph.api.errors import CapabilityError
 from devgraph.cli.contenders import Compared, Contender, Row
 from devgraph.runners.encoder import EncoderRunner
-from devgraph.runners.slots import InputSlot, Pad
+from devgraph.runners.padding import Pad
+from devgraph.runners.slots import InputSlot
 
 ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "siglip-base": {

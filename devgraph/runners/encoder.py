@@ -28,8 +28,9 @@ from devgraph.runners.buckets import Buckets
 from devgraph.runners.graphs import canonical_variant, check_variants
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.outputs import OutputStore
+from devgraph.runners.padding import Pad
 from devgraph.runners.runner import Runner
-from devgraph.runners.slots import ROW_PER_TOKEN, InputSlot, OutputSlot, Pad, Size, check_slots
+from devgraph.runners.slots import ROW_PER_TOKEN, InputSlot, OutputSlot, Size, check_slots
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

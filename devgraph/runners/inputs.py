@@ -13,7 +13,8 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, InputError, InputTypeError, did_you_mean
 from devgraph.runners.lease import LeasedTensor, released
-from devgraph.runners.slots import InputSlot, Pad, Scalar, Size
+from devgraph.runners.padding import Pad, Padding
+from devgraph.runners.slots import InputSlot, Size
 
 _ALIGNMENT = 16
 """Bytes between the starts of packed tensors."""
@@ -111,41 +112,24 @@ class InputArena:
     def filler(self, views: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Return what puts pad values into every row of ``views``, as ``views()`` returned them.
 
-        Captures call it several times per bucket, so constant pads are one grouped copy.
+        Captures call it several times per bucket.
         """
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        others: list[tuple[torch.Tensor, InputSlot]] = []
+        padding = Padding()
         for name, view in views.items():
             slot = self.slots[name]
-            template = self.template(slot) if slot.pad.kind == "fill" else None
-            if template is None:
-                others.append((view, slot))
-            else:
-                targets.append(view)
-                sources.append(template[: view.numel()].view(view.shape))
+            padding.add(view, slot.pad, slot.axis, template=self.template(slot, slot.pad))
+        return padding.write
 
-        def fill() -> None:
-            with torch.no_grad():
-                if targets:
-                    torch._foreach_copy_(targets, sources)
-                for view, slot in others:
-                    fill_with_pad(view, slot)
-
-        return fill
-
-    def template(self, slot: InputSlot, value: Scalar | None = None) -> torch.Tensor | None:
-        """Return a flat tensor of a value, by default the slot's constant pad value, or None if it
-        would be large."""
-        value = slot.pad.value if value is None else value
+    def template(self, slot: InputSlot, pad: Pad) -> torch.Tensor | None:
+        """Return a flat tensor of a constant pad for ``slot``, or None if it would be large."""
         needed = math.prod(slot.shape(self.largest))
-        if needed * slot.dtype.itemsize > TEMPLATE_BYTES:
+        if pad.kind != "fill" or needed * slot.dtype.itemsize > TEMPLATE_BYTES:
             return None
-        key = (slot.dtype, repr(value))
+        key = (slot.dtype, repr(pad.value))
         found = self._templates.get(key)
         if found is None or found.numel() < needed:
             with torch.inference_mode(False):
-                found = torch.full((needed,), value, dtype=slot.dtype, device=self.device)
+                found = torch.full((needed,), pad.value, dtype=slot.dtype, device=self.device)
             self._templates[key] = found
         return found
 
@@ -238,27 +222,6 @@ class InputArena:
         if tensor.device == self.device:
             return tensor.clone(memory_format=torch.contiguous_format)
         return self._backend.pin(tensor.contiguous()).to(self.device, non_blocking=True)
-
-
-def ramp(pad: Pad, rows: int, slot: InputSlot, device: torch.device) -> torch.Tensor:
-    """Return what ``rows`` rows without a real row before them hold, broadcastable to the slot."""
-    step = pad.step if pad.kind == "ramp" else 0
-    values = torch.arange(rows, dtype=torch.int64, device=device) * step + pad.value
-    assert slot.axis is not None
-    shape = [1] * len(slot.dims)
-    shape[slot.axis] = rows
-    return values.to(slot.dtype).view(shape)
-
-
-def fill_with_pad(view: torch.Tensor, slot: InputSlot) -> None:
-    """Write into every row of ``view`` what the slot holds where there is no real row."""
-    pad, axis = slot.pad, slot.axis
-    if pad.source is not None:
-        view.copy_(pad.source.expand(view.shape))
-    elif pad.kind == "fill" or axis is None:
-        view.fill_(pad.value)
-    else:
-        view.copy_(ramp(pad, view.shape[axis], slot, view.device).expand(view.shape))
 
 
 def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[str]) -> str:

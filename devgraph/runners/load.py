@@ -16,8 +16,9 @@ import attrs
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from devgraph.runners.inputs import InputArena, Staging, ramp
-from devgraph.runners.slots import InputSlot, Pad, Size
+from devgraph.runners.inputs import InputArena, Staging
+from devgraph.runners.padding import Pad, Padding
+from devgraph.runners.slots import InputSlot, Size
 
 _PLACE = torch.Tensor.data_ptr
 _WORD = torch.int32
@@ -104,17 +105,21 @@ class CopyPlan:
         self._stagings: dict[tuple[int, ...], Staging] = {}
         """By which inputs come from the host; made when first needed."""
         self._groups: list[_Group] = []
-        self._fills: list[tuple[torch.Tensor, Any]] = []
-        self._late: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._ramps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._padding = Padding()
+        """What no template holds, and the marks of real rows."""
         start = 0
         for stop in self._ends(names):
             self._add_group(start, stop, names)
             start = stop
         for slot in arena.slots.values():
             if slot.real is not None:
-                self._mark_real(slot)
-        self._untemplated = bool(self._fills or self._late[0] or self._ramps)
+                for part, pad in zip(
+                    self._split(slot), (Pad.fill(slot.real), slot.pad), strict=True
+                ):
+                    if part is not None:
+                        template = arena.template(slot, pad)
+                        self._padding.add(part, pad, slot.axis, template=template)
+        self._pads_apart = bool(self._padding)
 
     def _ends(self, joined: set[str]) -> list[int]:
         kinds = [_WORD if s.name in joined else s.dtype for s in self._order]
@@ -129,27 +134,16 @@ class CopyPlan:
             heads.append(_words(head) if as_words else head)
             if tail is None:
                 continue
-            template = self._arena.template(slot) if slot.pad.kind == "fill" else None
+            template = self._arena.template(slot, slot.pad)
             if template is None:
-                self._add_tail(slot, head, tail)
+                assert slot.axis is not None
+                last = head.narrow(slot.axis, head.shape[slot.axis] - 1, 1)
+                self._padding.add(tail, slot.pad, slot.axis, last=last)
                 continue
             pad = template[: tail.numel()].view(tail.shape)
             tails.append(_words(tail) if as_words else tail)
             pads.append(_words(pad) if as_words else pad)
         self._groups.append(_Group([*heads, *tails], start, stop, pads))
-
-    def _mark_real(self, slot: InputSlot) -> None:
-        """Write what tells the real rows of ``slot``, and its padding, at every load."""
-        head, tail = self._split(slot)
-        for part, value in ((head, slot.real), (tail, slot.pad.value)):
-            if part is None:
-                continue
-            template = self._arena.template(slot, value)
-            if template is None or template.numel() < part.numel():
-                self._fills.append((part, value))
-            else:
-                self._late[0].append(part)
-                self._late[1].append(template[: part.numel()].view(part.shape))
 
     def _split(self, slot: InputSlot) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the part of the slot that real rows fill, and the padded rest if there is any."""
@@ -164,25 +158,6 @@ class CopyPlan:
         if not missing:
             return view, None
         return view.narrow(axis, 0, rows), view.narrow(axis, rows, missing)
-
-    def _add_tail(self, slot: InputSlot, head: torch.Tensor, tail: torch.Tensor) -> None:
-        pad, axis = slot.pad, slot.axis
-        assert axis is not None
-        if pad.kind == "fill":
-            self._fills.append((tail, pad.value))
-            return
-        if pad.source is not None:
-            self._late[0].append(tail)
-            self._late[1].append(pad.source.expand(tail.shape))
-            return
-        last = head.narrow(axis, head.shape[axis] - 1, 1).expand(tail.shape)
-        if pad.kind == "last":
-            self._late[0].append(tail)
-            self._late[1].append(last)
-            return
-        with torch.inference_mode(False):
-            steps = ramp(Pad("ramp", pad.step, pad.step), tail.shape[axis], slot, self._device)
-        self._ramps.append((tail, last, steps.expand(tail.shape)))
 
     def load(self, inputs: Mapping[str, Any]) -> None:
         """Copy ``inputs`` into the static buffers and pad the rest, on the current stream.
@@ -200,8 +175,8 @@ class CopyPlan:
             copies = self._known.get(places) or self._copies_from(values, places)
         for targets, sources in copies or self._admitted(inputs):
             torch._foreach_copy_(targets, sources)
-        if self._untemplated:
-            self._pad()
+        if self._pads_apart:
+            self._padding.write()
 
     def _copies_from(
         self, values: Sequence[torch.Tensor], places: tuple[int, ...]
@@ -269,15 +244,6 @@ class CopyPlan:
                 whole = sources[index].clone(memory_format=torch.contiguous_format)
                 sources[index] = whole.view(_WORD)
         return [(g.targets, sources[g.first : g.last] + g.pads) for g in self._groups]
-
-    def _pad(self) -> None:
-        """Write the padding that no template holds."""
-        for tail, value in self._fills:
-            tail.fill_(value)
-        if self._late[0]:
-            torch._foreach_copy_(*self._late)
-        for tail, last_row, steps in self._ramps:
-            torch.add(last_row, steps, out=tail)
 
     def _send(self, sources: list[torch.Tensor], away: tuple[int, ...]) -> None:
         """Replace the tensors at ``away``, which are on the host, by their copies on the device."""

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief
 from devgraph.runners.batch import Batch
-from devgraph.runners.inputs import ramp
 from devgraph.runners.outputs import slots_by_leaf
-from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot, Pad
+from devgraph.runners.padding import Pad, pad_rows
+from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot
 
 RUNNING = InputSlot("running", ("requests",), torch.bool, pad=Pad.zero(), real=True)
 """Which requests take a step."""
@@ -128,7 +128,9 @@ class Loop:
                 moving = batch.running.logical_and(batch.held.logical_not())
                 for slot in given:
                     going = moving if slot.fixed_in_proofs else batch.running
-                    pad_rows(getattr(batch, slot.name), slot, going, batch.width)
+                    if slot.axis is not None:
+                        real = _rows(going, slot.row_dim, batch.width)
+                        pad_rows(getattr(batch, slot.name), slot.pad, slot.axis, real)
             went = torch.stack(alive)
             return LoopResult(pytree.tree_map(_stacked, *found), went.any(1).sum(), went.sum(0))
 
@@ -173,47 +175,20 @@ def _masked(result: Any, outputs: Any, running: torch.Tensor, width: int) -> Any
 
 
 def _rows(running: torch.Tensor, dim: str | None, width: int) -> torch.Tensor:
-    """Return which rows along ``dim`` are of requests in ``running``; a scalar for no such dim."""
+    """Return which rows along ``dim`` are of requests in ``running``; a scalar for no such dim.
+
+    Offsets (``"requests+1"``) are real up to the last request of ``running``: the tokens of
+    requests that are done before it stay where they are, as padding.
+    """
     if dim == "requests":
         return running
     if dim == "tokens":
         return running.repeat_interleave(width) if width > 1 else running
+    if dim == "requests+1":
+        followed = running.flip(0).cumsum(0).flip(0) > 0
+        return torch.cat([followed.new_ones(1), followed])
     return running.any()
 
 
 def _stacked(*steps: Any) -> Any:
     return torch.stack(steps) if isinstance(steps[0], torch.Tensor) else steps[0]
-
-
-def pad_rows(tensor: torch.Tensor, slot: InputSlot, running: torch.Tensor, width: int) -> None:
-    """Write the pad value of ``slot`` into every row of a request that is not in ``running``.
-
-    Offsets (``"requests+1"``) keep what lies before the last request of ``running``: the tokens of
-    requests that are done before it stay where they are, as padding.
-    """
-    axis, pad = slot.axis, slot.pad
-    if axis is None:
-        return
-    if slot.row_dim == "requests+1":
-        followed = running.flip(0).cumsum(0).flip(0) > 0
-        real = torch.cat([followed.new_ones(1), followed])
-    else:
-        real = _rows(running, slot.row_dim, width)
-    count = tensor.shape[axis]
-    shape = [1] * tensor.dim()
-    shape[axis] = count
-    if pad.kind == "fill":
-        tensor.masked_fill_(real.logical_not().view(shape), pad.value)
-        return
-    if pad.source is not None:
-        padded = pad.source.expand(tensor.shape)
-    else:
-        at = torch.arange(count, device=tensor.device)
-        last = torch.where(real, at, -1).cummax(0).values  # the row to continue from
-        steps = pad.step * (at - last) if pad.kind == "ramp" else torch.zeros_like(at)
-        padded = torch.where(
-            (last >= 0).view(shape),
-            tensor.index_select(axis, last.clamp(min=0)) + steps.to(slot.dtype).view(shape),
-            ramp(pad, count, slot, tensor.device),
-        )
-    tensor.copy_(torch.where(real.view(shape), tensor, padded))

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.prove import compare, compare_near
 from devgraph.runners.graphs import BucketGraph
-from devgraph.runners.inputs import fill_with_pad
+from devgraph.runners.padding import Padding
 from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
@@ -119,7 +119,9 @@ class _Proof:
             noise = torch.randn(shape, generator=self._generator, dtype=kind)
             return noise.to(device=device, dtype=slot.dtype)
         data = torch.empty(shape, dtype=slot.dtype, device=device)
-        fill_with_pad(data, slot)
+        padding = Padding()
+        padding.add(data, slot.pad, slot.axis)
+        padding.write()
         return data
 
     def _poison_padding(self, graph: BucketGraph, real: Size) -> None:

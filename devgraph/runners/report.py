@@ -14,7 +14,7 @@ from devgraph.runners.graphs import BucketGraph, Graphs, Reason
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.observe import BOUNDS, ReplayTimes
 from devgraph.runners.outputs import OutputStore
-from devgraph.runners.slots import Pad
+from devgraph.runners.padding import Pad
 
 
 class Counters:

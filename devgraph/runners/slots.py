@@ -1,11 +1,11 @@
-"""What a runner is told about its data: input slots, pad rules, output slots, sizes."""
+"""What a runner is told about its data: input slots, host slots, output slots, sizes."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -18,9 +18,9 @@ from devgraph.api.errors import (
     brief,
     did_you_mean,
 )
+from devgraph.runners.padding import Pad, Scalar
 
 Dim = int | str
-Scalar = int | float | bool
 _ROW_DIMS: dict[str, tuple[str, int]] = {
     "tokens": ("tokens", 0),
     "requests": ("requests", 0),
@@ -45,62 +45,6 @@ class Size:
         """Return the extent of a dimension named ``"tokens"``, ``"requests"``, ``"requests+1"``."""
         base, extra = _ROW_DIMS[dim]
         return (self.tokens if base == "tokens" else self.requests) + extra
-
-
-@attrs.frozen
-class Pad:
-    """What the rows of a slot hold that no real request owns.
-
-    A padded row must never write real state: give index-like slots a value that points nowhere
-    (``Pad.fill(-1)``, or a reserved row), lengths a sentinel, and cumulative offsets
-    ``Pad.last()``. Make one with the class methods.
-    """
-
-    kind: Literal["fill", "last", "ramp", "value_of"]
-    value: Scalar = 0
-    step: int = 0
-    source: torch.Tensor | None = attrs.field(default=None, eq=False, repr=brief)
-
-    @classmethod
-    def zero(cls) -> Pad:
-        """Pad with zeros."""
-        return cls("fill", 0)
-
-    @classmethod
-    def fill(cls, value: Scalar) -> Pad:
-        """Pad with ``value``, for example a length sentinel or the index of a scratch row."""
-        return cls("fill", value)
-
-    @classmethod
-    def last(cls, start: Scalar = 0) -> Pad:
-        """Repeat the last real row: in cumulative offsets, unused requests get the length 0.
-
-        Where there is no real row (capture, an idle rank) every row holds ``start``.
-        """
-        return cls("last", start)
-
-    @classmethod
-    def ramp(cls, step: int, start: int = 0) -> Pad:
-        """Continue from the last real row in steps of ``step``.
-
-        In cumulative offsets, every unused request gets the length ``step``. Where there is no
-        real row the slot holds ``start``, ``start + step``, ...
-        """
-        return cls("ramp", start, step)
-
-    @classmethod
-    def value_of(cls, source: torch.Tensor) -> Pad:
-        """Pad with what ``source`` holds at each run: a scalar tensor, or one row of the slot.
-
-        It must lie on the device of the slot; it is read in place, so writing it changes the
-        padding of later runs without a new capture.
-        """
-        if not isinstance(source, torch.Tensor):
-            raise ConfigTypeError(
-                f"Pad.value_of takes a tensor that is read at every run, got {brief(source)}; use "
-                f"Pad.fill({brief(source)}) for a constant"
-            )
-        return cls("value_of", source=source)
 
 
 def _dims(dims: Iterable[Dim] | Dim) -> tuple[Dim, ...]:
@@ -260,12 +204,7 @@ class HostSlot:
 
     def padded(self, values: Sequence[Any], size: Size) -> tuple[Any, ...]:
         """Return ``values`` continued by the pad rule to the length that ``size`` asks for."""
-        missing = range(size.rows(self.dim) - len(values))
-        if self.pad.kind == "ramp":
-            last = values[-1] if values else self.pad.value - self.pad.step
-            return (*values, *(last + self.pad.step * (i + 1) for i in missing))
-        repeated = values[-1] if self.pad.kind == "last" and values else self.pad.value
-        return (*values, *(repeated for _ in missing))
+        return self.pad.continued(values, size.rows(self.dim))
 
 
 @attrs.frozen

@@ -1,4 +1,4 @@
-"""Loops: what is refused, the pad rules behind ``advance``, and what reports say."""
+"""Loops: what is refused, and what reports say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.runners.loop import pad_rows
 from tests.support.runner_steps import IDS, OFFSETS, ROWS, X, decode_of
 
 
@@ -28,48 +27,6 @@ def _stay(batch: Any, outputs: Any) -> None:
 def test_a_loop_that_cannot_work_is_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(dg.ConfigError, match=match):
         dg.Loop(**{"steps": 2, "advance": _stay, **options})
-
-
-RUNNING = torch.tensor([False, True, True, False, True, False])
-
-
-@pytest.mark.parametrize(
-    ("pad", "want"),
-    [
-        (dg.Pad.fill(-1), [-1, 11, 12, -1, 14, -1]),
-        (dg.Pad.value_of(torch.tensor(7)), [7, 11, 12, 7, 14, 7]),
-        (dg.Pad.last(5), [5, 11, 12, 12, 14, 14]),
-        (dg.Pad.ramp(3, 1), [1, 11, 12, 15, 14, 17]),
-    ],
-)
-def test_rows_of_requests_that_are_done_get_their_pad_values(pad: dg.Pad, want: list[int]) -> None:
-    rows = torch.arange(10, 16)
-    pad_rows(rows, dg.InputSlot("rows", ("requests",), torch.int64, pad=pad), RUNNING, 1)
-    assert rows.tolist() == want
-    wide = torch.arange(10, 16).repeat(2, 1)
-    pad_rows(wide, dg.InputSlot("rows", (2, "requests"), torch.int64, pad=pad), RUNNING, 1)
-    assert wide.tolist() == [want, want]
-
-
-def test_the_tokens_of_a_request_are_padded_together() -> None:
-    slot = dg.InputSlot("ids", ("tokens",), torch.int64, pad=dg.Pad.fill(-1))
-    rows = torch.arange(6)
-    pad_rows(rows, slot, torch.tensor([True, False, True]), 2)
-    assert rows.tolist() == [0, 1, -1, -1, 4, 5]
-
-
-def test_offsets_stay_up_to_the_last_request_that_goes_on() -> None:
-    slot = dg.InputSlot("starts", ("requests+1",), torch.int64, pad=dg.Pad.last())
-    starts = torch.arange(0, 14, 2)
-    pad_rows(starts, slot, RUNNING, 2)
-    assert starts.tolist() == [0, 2, 4, 6, 8, 10, 10]
-
-
-def test_a_slot_without_rows_is_left_alone() -> None:
-    slot = dg.InputSlot("scale", (2,), torch.float32, pad=dg.Pad.zero())
-    scale = torch.ones(2)
-    pad_rows(scale, slot, RUNNING, 1)
-    assert scale.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("found", [None, torch.zeros(2), torch.zeros(9, dtype=torch.bool)])

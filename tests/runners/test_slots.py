@@ -7,7 +7,6 @@ import torch
 
 import devgraph as dg
 from devgraph.runners import HostSlot, InputSlot, OutputSlot, Pad, Size
-from devgraph.runners.inputs import fill_with_pad
 from devgraph.runners.slots import check_slots, whole
 from tests.support.runner_steps import IDS, double, double_runner
 
@@ -99,23 +98,6 @@ def test_value_of_takes_a_tensor_of_the_right_kind():
     with pytest.raises(dg.ConfigError, match="does not expand"):
         slot(("tokens", 4), pad=Pad.value_of(torch.zeros(3, dtype=torch.int64)))
     assert slot(("tokens", 4), pad=Pad.value_of(torch.zeros(4, dtype=torch.int64)))
-
-
-@pytest.mark.parametrize(
-    ("pad", "expected"),
-    [
-        (Pad.zero(), [0, 0, 0, 0]),
-        (Pad.fill(-1), [-1, -1, -1, -1]),
-        (Pad.last(5), [5, 5, 5, 5]),
-        (Pad.ramp(3), [0, 3, 6, 9]),
-        (Pad.ramp(3, start=1), [1, 4, 7, 10]),
-        (Pad.value_of(torch.tensor(9)), [9, 9, 9, 9]),
-    ],
-)
-def test_a_slot_without_real_rows_holds_its_pad_values(pad, expected):
-    view = torch.full((4,), 77)
-    fill_with_pad(view, slot(pad=pad))
-    assert view.tolist() == expected
 
 
 def test_duplicate_slots_are_refused():

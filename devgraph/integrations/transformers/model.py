@@ -48,7 +48,8 @@ from devgraph.integrations.transformers.probe import (
 from devgraph.integrations.transformers.scheduler import Piece
 from devgraph.runners.batch import Batch
 from devgraph.runners.loop import Loop
-from devgraph.runners.slots import InputSlot, Pad, Size
+from devgraph.runners.padding import Pad
+from devgraph.runners.slots import InputSlot, Size
 
 logger = logging.getLogger(__name__)
 
