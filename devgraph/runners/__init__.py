@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets, default_buckets
+from devgraph.runners.decisions import Decision, GraphKey, Reason
 from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.encoder import EncoderRunner
-from devgraph.runners.graphs import Decision, GraphKey, Reason
 from devgraph.runners.loop import Loop, LoopResult
 from devgraph.runners.padding import Pad
 from devgraph.runners.prefill import PrefillRunner

@@ -8,7 +8,7 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from devgraph.api.policy import compiles
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import EXHAUSTED, Pool
 from devgraph.api.session import session
-from devgraph.runners.graphs import BucketGraph, Emulated, Graphs, Reason
+from devgraph.runners.decisions import Decision, Reason
+from devgraph.runners.graphs import BucketGraph, Emulated, Graphs
 from devgraph.runners.learned import Learned
 from devgraph.runners.lease import LeaseClock
 from devgraph.runners.options import Options
@@ -42,6 +43,10 @@ _RAISED = (Reason.CAPTURE_FAILED, Reason.RANKS_DROPPED)
 """Why a graph waits for the next ``capture``, and is not tried again between steps."""
 
 
+_WANTED = (Reason.NOT_CAPTURED, Reason.INVALIDATED, Reason.EVICTED)
+"""Why a graph is missing that may be captured as soon as batches want it."""
+
+
 class Capturing:
     """Captures the graphs of a runner, in rounds that all ranks take part in.
 
@@ -49,7 +54,9 @@ class Capturing:
         step: what is captured.
         graphs: what it is captured into.
         counters: the runner's.
-        learned: what earlier processes learnt.
+        facts: what all ranks must have in common.
+        identity: what else must be the same for hits of buckets to say something of another
+            process.
         share: that of the runner whose buffers this one uses.
 
     Attributes:
@@ -65,7 +72,8 @@ class Capturing:
         ranks: Solo,
         config: PhaseConfig,
         options: Options,
-        learned: Learned,
+        facts: Mapping[str, Any],
+        identity: Mapping[str, Any],
         share: Capturing | None,
     ) -> None:
         self._share = share
@@ -75,7 +83,9 @@ class Capturing:
         self._ranks = ranks
         self._config = config
         self._options = options
-        self._learned = learned
+        self.facts = facts
+        known = {n: fact for n, fact in facts.items() if n not in ("mode", "buckets")}
+        self._learned = Learned(config.learned, {**known, **identity})
         self._name = options.name
         self._backend, self._pool = step.backend, step.pool
         self._held = 0
@@ -88,25 +98,42 @@ class Capturing:
         """What counts the runs that overwrite the outputs."""
         return self._step.clock
 
-    def elect(self, *, ready: bool, room: bool) -> BucketGraph | None:
+    @property
+    def pending(self) -> list[BucketGraph]:
+        """The graphs that may be captured beside those that are, largest first."""
+        pending, most = self._graphs.pending, self._options.max_graphs
+        return pending if most is None else pending[: most - len(self._graphs.captured)]
+
+    def want(self, decision: Decision) -> BucketGraph | None:
+        """Note a batch that ran eagerly; return the graph that is to be captured for such ones."""
+        graph = self._graphs.get(decision.key)
+        if graph is None or decision.reason not in _WANTED:
+            return None
+        graph.wants += 1
+        # A rank alone never captures: several of them do so in ``idle``.
+        alone = self._ranks.size == 1 and self._deserves(graph) and not graph.dropped
+        return graph if alone else None
+
+    def elect(self, *, ready: bool) -> BucketGraph | None:
         """Return the graph that all ranks capture between two steps, if there is one now.
 
         It is the most used in earlier processes, or the largest where nothing was learnt. With
         ``capture="lazy"`` those that enough batches of a rank wanted come first.
 
+        Where there is no room for one more graph, only one that batches want is elected.
+
         Args:
             ready: whether this rank has time for it.
-            room: whether there may be one more graph; else only one that batches want is elected.
 
         Raises:
             AgreementError: ranks differ in what is left, or one did not come.
         """
-        everything = list(self._graphs)
+        everything, room = list(self._graphs), bool(self.pending)
         left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
         numbers = [
             everything.index(graph) + len(everything) * self._place(graph)
             for graph in left
-            if room or self.deserves(graph)
+            if room or self._deserves(graph)
         ]
         wanted = min(numbers, default=None)
         state = f"{self.rounds}: {', '.join(str(graph.key) for graph in left)}"
@@ -114,9 +141,9 @@ class Capturing:
         return None if elected is None else everything[elected % len(everything)]
 
     def _place(self, graph: BucketGraph) -> int:
-        return 0 if self.deserves(graph) else 1 + self._learned.place(graph)
+        return 0 if self._deserves(graph) else 1 + self._learned.place(graph)
 
-    def deserves(self, graph: BucketGraph) -> bool:
+    def _deserves(self, graph: BucketGraph) -> bool:
         """Whether enough batches wanted ``graph`` for ``capture="lazy"``."""
         config = self._config
         return config.capture == "lazy" and graph.wants >= config.lazy_hits
@@ -129,7 +156,10 @@ class Capturing:
             AgreementError: another rank failed, is late, or is gone.
             Exception: whatever the step raised. Earlier captures of the round are kept.
         """
-        self.rounds += 1
+        self._begin()
+        if graphs and not self.pending:  # one more, in the place of the one that ran longest ago
+            oldest = min(self._graphs.captured, key=lambda other: other.used)
+            oldest.forget(Reason.EVICTED, f"made room for {graphs[0].key}")
         self._held = self._pool.bytes
         self._backend.note_pace()  # what the captures must leave
         started = time.perf_counter()
@@ -171,13 +201,17 @@ class Capturing:
             self._backend.device,
         )
 
+    def _begin(self) -> None:
+        self._ranks.handshake(f"{self._name}/{self.rounds}", self.facts)
+        self.rounds += 1
+
     def learn_together(self) -> None:
         """``learn_outputs`` with the other ranks, as a round without captures.
 
         Raises:
             AgreementError: another rank failed, is late, or is gone.
         """
-        self.rounds += 1
+        self._begin()
         tag = f"{self._name}/outputs{self.rounds}"
         try:
             self.learn_outputs(self._barrier(tag))
@@ -209,6 +243,13 @@ class Capturing:
         step.outputs.allocate(self._backend.device)
         if self._share is not None and step.outputs.shares:
             step.clock = self._share.clock.joined(self._name)
+
+    def close(self) -> None:
+        """Keep what was learnt of the buckets, and free all graphs."""
+        if self._ranks.rank == 0:
+            self._learned.write(self._graphs)
+        for graph in reversed(list(self._graphs)):
+            graph.close()
 
     def sample_bytes(self) -> list[int]:
         """Capture the two largest graphs into a throwaway pool and return what each added to it.

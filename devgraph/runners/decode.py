@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
-from devgraph.runners.graphs import Reason, Variant, canonical_variant, check_variants
+from devgraph.runners.counting import ByRequests
+from devgraph.runners.decisions import check_variants
 from devgraph.runners.loop import SLOTS, Loop, looped_outputs
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.runner import Runner
-from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, Size, check_slots, whole
+from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, check_slots, whole
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,9 +60,6 @@ class DecodeRunner(Runner):
         logits = decode.run({"input_ids": ids})
     """
 
-    phase = "decode"
-    _counts = "requests"
-
     def __init__(
         self,
         forward: Callable[[Batch], Any],
@@ -101,49 +99,6 @@ class DecodeRunner(Runner):
             pool=pool,
             group=group,
             capacity=capacity,
+            counting=ByRequests("decode", capacity, None),
             steps_per_launch=loop.steps if loop else 1,
-            max_requests=capacity,
         )
-
-    def _padded(self, bucket: int, options: Mapping[str, Any]) -> Size:
-        return self._batch_of(bucket, options)
-
-    def _batch_of(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
-        width = options.get("width", 1)
-        return Size(rows, rows * width, width)
-
-    def _size_of(
-        self, requests: int | None, tokens: int | None, options: Mapping[str, Any]
-    ) -> Size:
-        width = options.get("width", 1)
-        if requests is None:
-            assert tokens is not None
-            if tokens % width:
-                raise InputError(
-                    f"{tokens} tokens are no whole number of requests of {width} tokens (variant "
-                    f"{dict(options)}); batches with mixed widths are prefill"
-                )
-            requests = tokens // width
-        elif tokens is None:
-            tokens = requests * width
-        elif 0 < tokens < requests:
-            raise InputError(
-                f"{requests} requests have only {tokens} tokens; every request of a decode batch "
-                f"has at least one. Give the slots of 'requests' and 'tokens' as many rows as the "
-                f"batch has"
-            )
-        uniform = requests and tokens % requests == 0
-        return Size(requests, tokens, tokens // requests if uniform else None)
-
-    def _variant_of(self, size: Size, options: Mapping[str, Any]) -> Variant | Reason:
-        width = options.get("width", size.width)
-        if width is None or size.tokens != size.requests * width:
-            return Reason.UNKNOWN_WIDTH
-        declared = self.graphs.variants
-        variant = canonical_variant({**options, "width": width})
-        if variant in declared:
-            return variant
-        others = {**options, "width": None}
-        if any(dict(named) | {"width": None} == others for named in declared.values()):
-            return Reason.UNKNOWN_WIDTH
-        return Reason.UNKNOWN_VARIANT

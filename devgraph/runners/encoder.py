@@ -25,7 +25,8 @@ from devgraph.api.errors import (
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets
-from devgraph.runners.graphs import canonical_variant, check_variants
+from devgraph.runners.counting import ByTokens
+from devgraph.runners.decisions import canonical_variant, check_variants
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.padding import Pad
@@ -90,9 +91,6 @@ class EncoderRunner(Runner):
         features = encoder.run([{"patches": patches} for patches in images])
     """
 
-    phase = "encoder"
-    _counts = "tokens"
-
     def __init__(
         self,
         forward: Callable[[Batch], Any],
@@ -138,8 +136,8 @@ class EncoderRunner(Runner):
             pool=pool,
             group=group,
             capacity=capacity,
-            max_requests=most,
-            request_limit=most,
+            counting=ByTokens("encoder", most, most),
+            implied=_even_layout,
         )
 
     def run(  # type: ignore[override]  # items are packed first; a pack is what other runners run
@@ -196,8 +194,8 @@ class EncoderRunner(Runner):
                 f"tensors, got {brief(items)}"
             )
         self._require_open("run")
-        assert self._token_lead is not None
-        arena, slots, (lead, _, _) = self._step.inputs, self._item_slots, self._token_lead
+        arena, slots = self._step.inputs, self._item_slots
+        lead = next(name for name in slots if arena.slots[name].dims[0] == "tokens")
         found = []
         for index, item in enumerate(items):
             try:
@@ -224,7 +222,7 @@ class EncoderRunner(Runner):
             mine,
             lengths,
             kept,
-            self._max_requests,
+            self.graphs.counting.requests,
             max_padding=self._config.max_padding,
             longest=self._config.max_seq_len,
         )
@@ -260,10 +258,6 @@ class EncoderRunner(Runner):
             rows = [one.to(self.backend.device, non_blocking=True) for one in rows]
         return torch.cat(rows)
 
-    def _implied(self, size: Size) -> Mapping[str, torch.Tensor]:
-        each, more = divmod(size.tokens, size.requests)
-        return _layout([each + (item < more) for item in range(size.requests)])
-
 
 def _layout(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
     """Return what tells the items of a pack apart, on the host."""
@@ -274,6 +268,12 @@ def _layout(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
         _ITEM_IDS.name: ids,
         _OFFSETS.name: torch.tensor(offsets, dtype=torch.int32, device="cpu"),
     }
+
+
+def _even_layout(size: Size) -> dict[str, torch.Tensor]:
+    """Return what tells the items of a pack of ``size`` apart where they have even lengths."""
+    each, more = divmod(size.tokens, size.requests)
+    return _layout([each + (item < more) for item in range(size.requests)])
 
 
 def _check_by_item(slots: Sequence[InputSlot], outputs: Any) -> None:

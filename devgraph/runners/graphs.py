@@ -2,181 +2,25 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
-import attrs
-
 from devgraph.api.capture import Captured
-from devgraph.api.errors import (
-    AgreementError,
-    ConfigError,
-    ConfigTypeError,
-    DeviceGraphError,
-    ExecutableError,
-    InputError,
-    InputTypeError,
-    ResourceError,
-    StateError,
-    UpdateError,
-    UpdateTopologyError,
-    UpdateUnsupportedError,
-    brief,
-    did_you_mean,
-)
+from devgraph.api.config.phase import PhaseConfig
+from devgraph.api.errors import InputError, brief, did_you_mean
 from devgraph.api.graph import GraphInfo
 from devgraph.runners.buckets import Buckets
+from devgraph.runners.counting import ByTokens
+from devgraph.runners.decisions import (
+    Decision,
+    GraphKey,
+    Reason,
+    Variant,
+    check_mapping,
+    check_width,
+)
 from devgraph.runners.observe import Timing
-from devgraph.runners.slots import Size
-
-Variant = tuple[tuple[str, Hashable], ...]
-"""A variant in the form that keys use: sorted items, without ``width`` where that is 1."""
-
-
-class Reason(str, enum.Enum):
-    """Why a batch runs as it does; the values are the keys of the runner's counters."""
-
-    GRAPH = "graph"
-    """A captured graph is replayed."""
-    DISABLED = "disabled"
-    """The mode of this phase is ``disabled``: eager was chosen."""
-    EMPTY_BATCH = "empty_batch"
-    """The batch has no requests."""
-    OVER_LARGEST_BUCKET = "over_largest_bucket"
-    """More rows than the largest bucket."""
-    OVER_MAX_REQUESTS = "over_max_requests"
-    """More requests than the graphs have request slots."""
-    OVER_MAX_SEQ_LEN = "over_max_seq_len"
-    """A sequence is longer than the configured limit for graphs."""
-    PADDING = "padding"
-    """The smallest bucket that holds the batch would be mostly padding."""
-    UNKNOWN_WIDTH = "unknown_width"
-    """The requests do not all have the same captured width."""
-    UNKNOWN_VARIANT = "unknown_variant"
-    """Its names are declared, and this combination of their values is not."""
-    NOT_CAPTURED = "not_captured"
-    """The bucket has not been captured yet."""
-    CAPTURE_FAILED = "capture_failed"
-    """The capture of this bucket raised."""
-    OUT_OF_MEMORY = "out_of_memory"
-    """Memory or another device resource ran out while buckets were captured."""
-    MEMORY_BUDGET = "memory_budget"
-    """The memory budget for graphs was spent before this bucket."""
-    TIME_BUDGET = "time_budget"
-    """The time budget for captures was spent before this bucket."""
-    TOO_SLOW = "too_slow"
-    """The graph of this bucket was not ``min_speedup`` times as fast as eager."""
-    RANKS_DROPPED = "ranks_dropped"
-    """Another rank could not capture this bucket."""
-    VOTED_EAGER = "voted_eager"
-    """Another rank has to run this step eagerly."""
-    INVALIDATED = "invalidated"
-    """``invalidate`` was called and the bucket has not been captured again."""
-    WEIGHTS_CHANGED = "weights_changed"
-    """The weights epoch is not that of the capture."""
-    EVICTED = "evicted"
-    """The graph made room for one that was used later; see ``max_graphs``."""
-    SUSPENDED = "suspended"
-    """``suspend`` was called."""
-    EXECUTABLE_MEMORY = "executable_memory"
-    """The executable was dropped for the budget, and there was no memory to make it again."""
-    UPDATE_UNSUPPORTED = "update_unsupported"
-    """The backend cannot apply new host arguments to this graph."""
-    UPDATE_TOPOLOGY = "update_topology"
-    """The host arguments need other nodes than the captured ones."""
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@attrs.frozen
-class GraphKey:
-    """What one captured graph is for: a variant and a bucket."""
-
-    variant: Variant
-    bucket: int
-
-    def __str__(self) -> str:
-        named = ", ".join(f"{name}={value}" for name, value in self.variant)
-        return f"{self.bucket} ({named})" if named else str(self.bucket)
-
-
-@attrs.frozen
-class Decision:
-    """How one batch will run.
-
-    Attributes:
-        ok: whether a captured graph will be replayed.
-        bucket: rows of that graph; None when the batch runs eagerly.
-        reason: why; ``Reason.GRAPH`` exactly when ``ok``.
-        key: variant and bucket of the graph; also given where the bucket exists but its graph
-            does not.
-    """
-
-    ok: bool
-    bucket: int | None
-    reason: Reason
-    key: GraphKey | None
-
-    @classmethod
-    def graph(cls, key: GraphKey) -> Decision:
-        """Return the decision to replay the graph ``key``."""
-        return cls(True, key.bucket, Reason.GRAPH, key)
-
-    @classmethod
-    def eager(cls, reason: Reason, key: GraphKey | None = None) -> Decision:
-        """Return the decision to run eagerly; ``key`` is the graph that could have served."""
-        return cls(False, None, reason, key)
-
-
-_WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
-    Reason.DISABLED: (ConfigError, "choose the policy 'full' or 'breakable' for this phase"),
-    Reason.OVER_LARGEST_BUCKET: (InputError, "add a bucket of that size or split the batch"),
-    Reason.OVER_MAX_REQUESTS: (InputError, "raise max_requests or split the batch"),
-    Reason.OVER_MAX_SEQ_LEN: (InputError, "raise max_seq_len in the configuration"),
-    Reason.PADDING: (InputError, "add a bucket near this size or raise max_padding"),
-    Reason.UNKNOWN_WIDTH: (InputError, "declare a variant of that width"),
-    Reason.UNKNOWN_VARIANT: (InputError, "declare it in variants"),
-    Reason.NOT_CAPTURED: (StateError, "call capture() first"),
-    Reason.CAPTURE_FAILED: (StateError, "see explain() for the error of that capture"),
-    Reason.OUT_OF_MEMORY: (ResourceError, "use fewer buckets or leave more memory for graphs"),
-    Reason.MEMORY_BUDGET: (ResourceError, "raise memory_budget_bytes or use fewer buckets"),
-    Reason.TIME_BUDGET: (ResourceError, "raise time_budget_s or use fewer buckets"),
-    Reason.TOO_SLOW: (StateError, "lower min_speedup, or leave the bucket out"),
-    Reason.RANKS_DROPPED: (AgreementError, "see explain() for the rank that dropped it"),
-    Reason.VOTED_EAGER: (AgreementError, "see the reason on the other ranks"),
-    Reason.INVALIDATED: (StateError, "call capture() to capture again"),
-    Reason.WEIGHTS_CHANGED: (StateError, "call invalidate('weights') and then capture()"),
-    Reason.EVICTED: (StateError, "raise max_graphs or use fewer buckets"),
-    Reason.SUSPENDED: (StateError, "call resume()"),
-    Reason.EXECUTABLE_MEMORY: (ResourceError, "leave more memory for graphs"),
-    Reason.UPDATE_UNSUPPORTED: (
-        UpdateUnsupportedError,
-        "choose the policy 'breakable', or hand the value over in a device tensor",
-    ),
-    Reason.UPDATE_TOPOLOGY: (
-        UpdateTopologyError,
-        "choose the policy 'breakable', or reduce the host argument",
-    ),
-}
-
-
-def refusal(decision: Decision, what: str, detail: Any = None) -> DeviceGraphError:
-    """Return the error that a strict runner raises instead of running ``what`` eagerly."""
-    kind, way_out = _WAYS_OUT[decision.reason]
-    why = decision.reason.value.replace("_", " ")
-    more = f" ({detail})" if detail else ""
-    return kind(f"{what} cannot run in a graph: {why}{more}; {way_out}")
-
-
-def reason_of(error: UpdateError | ExecutableError) -> Reason:
-    """Return the reason under which a step that could not launch its graph runs eagerly."""
-    if isinstance(error, ExecutableError):
-        return Reason.EXECUTABLE_MEMORY
-    if isinstance(error, UpdateTopologyError):
-        return Reason.UPDATE_TOPOLOGY
-    return Reason.UPDATE_UNSUPPORTED
+from devgraph.runners.slots import Size, whole
 
 
 class Emulated:
@@ -289,27 +133,30 @@ class Graphs:
     Args:
         variants: the declared variants.
         buckets: the sizes.
-        sizes: size of a bucket under a variant.
-        counts: what buckets count, ``"requests"`` or ``"tokens"``.
-        max_padding: the most times its rows that a batch may be padded to.
+        counting: what buckets count.
+        config: the rules of the choice; without graphs where it is ``disabled``.
+        weights_epoch: see ``Options.weights_epoch``.
     """
 
     def __init__(
         self,
         variants: Mapping[Variant, Mapping[str, Any]],
         buckets: Buckets,
-        sizes: Mapping[GraphKey, Size],
-        *,
-        counts: str,
-        max_padding: float,
+        counting: ByTokens,
+        config: PhaseConfig,
+        weights_epoch: Callable[[], Hashable] | None,
     ) -> None:
         self.buckets = buckets
         self.variants = dict(variants)
+        self.counting = counting
+        self._config = config
+        self._weights_epoch = weights_epoch
         self._names = {"width"}.union(*variants.values())
-        self._counts = counts
-        self._max_padding = max_padding
         self._by_key = {
-            key: BucketGraph(key, size, variants[key.variant]) for key, size in sizes.items()
+            key: BucketGraph(key, counting.padded(key.bucket, named), named)
+            for variant, named in variants.items()
+            for key in (GraphKey(variant, bucket) for bucket in buckets)
+            if config.policy != "disabled"
         }
         self._order = sorted(
             self._by_key.values(), key=lambda g: (g.size.tokens, g.size.requests), reverse=True
@@ -344,7 +191,7 @@ class Graphs:
 
     def rows(self, size: Size) -> int:
         """Return what buckets count of a batch."""
-        return size.rows(self._counts)
+        return size.rows(self.counting.counts)
 
     def largest(self, variant: Variant) -> BucketGraph:
         return self._by_key[GraphKey(variant, self.buckets.maximum)]
@@ -358,18 +205,56 @@ class Graphs:
         """
         if variant is None:
             return {}
-        _check_mapping(variant)
+        check_mapping(variant)
         for name in variant:
             if name not in self._names:
                 raise InputError(
                     f"variant {brief(dict(variant))}: no declared variant has {name!r}. "
                     f"{did_you_mean(name, self._names)}"
                 )
-        _check_width(variant, InputError)
+        check_width(variant, InputError)
         return variant
 
-    def choose(self, variant: Variant, size: Size) -> Decision:
-        """Return the decision for a batch of a declared variant.
+    def decide(
+        self, size: Size, options: Mapping[str, Any], *, longest: int | None, suspended: bool
+    ) -> Decision:
+        """Return how a batch would run now: the only rule of eligibility. Changes nothing.
+
+        Raises:
+            InputError: ``longest`` is needed and was not given, or is negative.
+        """
+        config = self._config
+        if not size.requests or not size.tokens:
+            return Decision.eager(Reason.EMPTY_BATCH)
+        if config.policy == "disabled":
+            return Decision.eager(Reason.DISABLED)
+        if suspended:
+            return Decision.eager(Reason.SUSPENDED)
+        if config.max_seq_len is not None:
+            if longest is None:
+                raise InputError(
+                    f"max_seq_len={config.max_seq_len} is configured: pass longest=, the tokens "
+                    f"of the longest sequence of the batch"
+                )
+            if whole("longest", longest) > config.max_seq_len:
+                return Decision.eager(Reason.OVER_MAX_SEQ_LEN)
+        variant = self.counting.variant(size, options, self.variants)
+        if isinstance(variant, Reason):
+            return Decision.eager(variant)
+        if not self.counting.fits(size):
+            return Decision.eager(Reason.OVER_MAX_REQUESTS)
+        return self.at_epoch(self._choose(variant, size))
+
+    def at_epoch(self, decision: Decision) -> Decision:
+        """Return ``decision``, or that to run eagerly where weights were replaced since."""
+        if decision.ok and self._weights_epoch is not None:
+            assert decision.key is not None
+            if self._by_key[decision.key].epoch != self._weights_epoch():
+                return Decision.eager(Reason.WEIGHTS_CHANGED, decision.key)
+        return decision
+
+    def _choose(self, variant: Variant, size: Size) -> Decision:
+        """Return the decision for a batch of a declared variant that no rule keeps from graphs.
 
         A bucket that was dropped lets its batches use the next larger graph, within the padding
         factor, unless eager was faster. One that is only not captured yet does not: its batches are
@@ -380,80 +265,14 @@ class Graphs:
         if exact is None:
             return Decision.eager(Reason.OVER_LARGEST_BUCKET)
         wanted = self._by_key[GraphKey(variant, exact)]
-        if exact > self._max_padding * rows:
+        if exact > self._config.max_padding * rows:
             return Decision.eager(Reason.PADDING, wanted.key)
         if wanted.captured is not None:
             return Decision.graph(wanted.key)
         if wanted.dropped and wanted.reason is not Reason.TOO_SLOW:
             for bucket in self.buckets.at_least(exact + 1):
-                if bucket > self._max_padding * rows:
+                if bucket > self._config.max_padding * rows:
                     break
                 if self._by_key[GraphKey(variant, bucket)].captured is not None:
                     return Decision.graph(GraphKey(variant, bucket))
         return Decision.eager(wanted.reason, wanted.key)
-
-
-def canonical_variant(options: Mapping[str, Any]) -> Variant:
-    """Return the form of a variant that keys use; InputTypeError if it cannot be a key."""
-    _check_mapping(options)
-    items = [(k, v) for k, v in options.items() if not (k == "width" and v == 1)]
-    variant = tuple(sorted(items, key=lambda item: item[0]))
-    try:
-        hash(variant)
-    except TypeError:
-        raise InputTypeError(
-            f"variant {brief(dict(options))}: values are part of the graph key and must be hashable"
-        ) from None
-    return variant
-
-
-def _check_mapping(variant: object) -> None:
-    if not isinstance(variant, Mapping):
-        raise InputTypeError(
-            f"a variant is a mapping such as {{'lora': True}}, got {brief(variant)}"
-        )
-    if not all(isinstance(name, str) for name in variant):
-        raise InputTypeError(f"variant {brief(dict(variant))}: names must be strings")
-
-
-def _check_width(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:
-    width = options.get("width", 1)
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise error(f"variant {brief(dict(options))}: width must be a positive int")
-
-
-def check_variants(
-    variants: Sequence[Mapping[str, Any]], *, with_width: bool
-) -> dict[Variant, Mapping[str, Any]]:
-    """Return the declared variants by canonical form.
-
-    Raises:
-        ConfigError: no variant, a duplicate, a bad ``width``, or a ``width`` where requests differ
-            in length. ``ConfigTypeError`` for no mapping. InputTypeError: it cannot be a key.
-    """
-    found: dict[Variant, Mapping[str, Any]] = {}
-    if isinstance(variants, str | Mapping) or not isinstance(variants, Iterable):
-        raise ConfigTypeError(
-            f"variants is a list of mappings such as [{{}}, {{'lora': True}}], got "
-            f"{brief(variants)}"
-        )
-    for options in variants:
-        if not isinstance(options, Mapping):
-            raise ConfigTypeError(
-                f"a variant is a mapping such as {{'lora': True}}: {brief(options)}"
-            )
-        if not all(isinstance(name, str) for name in options):
-            raise ConfigTypeError(f"variant {brief(dict(options))}: names must be strings")
-        _check_width(options, ConfigError)
-        if "width" in options and not with_width:
-            raise ConfigError(
-                f"variant {brief(dict(options))}: width is for decode; requests of other "
-                f"runners differ in length"
-            )
-        variant = canonical_variant(options)
-        if variant in found:
-            raise ConfigError(f"variant {brief(dict(options))} is declared twice")
-        found[variant] = options
-    if not found:
-        raise ConfigError("variants is empty; [{}] declares the one without options")
-    return found

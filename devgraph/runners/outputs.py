@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief
-from devgraph.runners.graphs import Variant
+from devgraph.runners.decisions import Variant
 from devgraph.runners.slots import OutputSlot, Size
 
 

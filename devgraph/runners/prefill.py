@@ -13,7 +13,8 @@ from devgraph.api.errors import ConfigError
 from devgraph.api.policy import breaks
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
-from devgraph.runners.graphs import check_variants
+from devgraph.runners.counting import ByTokens
+from devgraph.runners.decisions import check_variants
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import (
@@ -61,9 +62,6 @@ class PrefillRunner(Runner):
         CapabilityError: the policy is not available.
     """
 
-    phase = "prefill"
-    _counts = "tokens"
-
     def __init__(
         self,
         body: Callable[[Batch], Any],
@@ -110,8 +108,7 @@ class PrefillRunner(Runner):
             pool=pool,
             group=group,
             capacity=capacity,
-            max_requests=requests,
-            request_limit=requests if whole_step else None,
+            counting=ByTokens("prefill", requests, requests if whole_step else None),
             run_slots=frozenset(
                 () if whole_step else (s.name for s in slots.values() if s.by_requests)
             ),

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from devgraph.api.errors import AgreementError, ConfigError, ConfigTypeError, brief
-from devgraph.runners.graphs import Decision, GraphKey, Reason, Variant
+from devgraph.runners.decisions import Decision, GraphKey, Reason, Variant
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -10,7 +10,8 @@ import attrs
 
 from devgraph.api.backend import ReplayPace
 from devgraph.api.pool import Residency
-from devgraph.runners.graphs import BucketGraph, Graphs, Reason
+from devgraph.runners.decisions import Reason
+from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.observe import BOUNDS, ReplayTimes
 from devgraph.runners.outputs import OutputStore

@@ -36,19 +36,17 @@ from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.capturing import Capturing
-from devgraph.runners.graphs import (
-    BucketGraph,
+from devgraph.runners.counting import ByTokens
+from devgraph.runners.decisions import (
     Decision,
-    GraphKey,
-    Graphs,
     Reason,
     Variant,
     canonical_variant,
     reason_of,
     refusal,
 )
+from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
-from devgraph.runners.learned import Learned
 from devgraph.runners.lease import LeaseClock, lease
 from devgraph.runners.observe import Timing
 from devgraph.runners.options import EMULATE_VARIABLE, Options, switched_on
@@ -57,15 +55,9 @@ from devgraph.runners.prove import RunnerReport, prove_batches, rows_to_try
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerPlan, RunnerStats, explained
 from devgraph.runners.slots import InputSlot, Size, whole
-from devgraph.runners.step import GraphStep, Step
+from devgraph.runners.step import BoundSteps, GraphStep, Step
 
 logger = logging.getLogger(__name__)
-
-MAX_STEPS = 4096
-"""Bound steps that are kept; a step is a few KiB and costs some 20 us to bind again."""
-
-_WANTED = frozenset({Reason.NOT_CAPTURED, Reason.INVALIDATED, Reason.EVICTED})
-"""Why a graph is missing that may be captured as soon as batches want it."""
 
 
 class Runner:
@@ -79,10 +71,6 @@ class Runner:
         pool: graph memory; hand it to other runners of the engine so that they share it.
         graphs: the graphs by variant and bucket, largest first.
     """
-
-    phase: Phase
-    _counts: str
-    """What buckets count: ``"requests"`` or ``"tokens"``."""
 
     def __init__(
         self,
@@ -100,10 +88,10 @@ class Runner:
         pool: Pool | None,
         group: Any,
         capacity: int,
-        max_requests: int,
-        request_limit: int | None = None,
+        counting: ByTokens,
         run_slots: frozenset[str] = frozenset(),
         steps_per_launch: int = 1,
+        implied: Callable[[Size], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
@@ -115,15 +103,12 @@ class Runner:
                 raise ConfigTypeError(f"the {what} of a runner must be callable: {brief(given)}")
         buckets = Buckets.of(
             config.buckets,
-            phase=self.phase,
+            phase=counting.phase,
             maximum=min(config.max_bs or capacity, capacity),
             multiple_of=config.align,
         )
-        self._report_uncovered(buckets, capacity, config, options.name)
-        self._max_requests = max_requests
-        self._request_limit = request_limit
-        self._steps_per_launch = steps_per_launch
-        largest = [self._padded(buckets.maximum, named) for named in variants.values()]
+        _report_uncovered(buckets, capacity, config, counting.counts, options.name)
+        largest = [counting.padded(buckets.maximum, named) for named in variants.values()]
         share = options.share
         if share is not None:
             pool = _pool_with(share, pool)
@@ -142,12 +127,15 @@ class Runner:
         if config.memory is not None:
             with pool.lock:
                 pool.recordings.limit(_bytes_of(config.memory, backend))
+        self.phase: Phase = counting.phase
         self.backend: Backend = backend
         self.pool: Pool = pool
         self._config = config
         self._options = options
         self._name = options.name
         self._debug = options.debug
+        self._steps_per_launch = steps_per_launch
+        self._implied = implied
         self._step = Step(
             function,
             whole=whole_step,
@@ -161,20 +149,10 @@ class Runner:
             backend=backend,
             pool=pool,
         )
-        self.graphs = Graphs(
-            variants,
-            buckets,
-            {
-                GraphKey(variant, bucket): self._padded(bucket, named)
-                for variant, named in variants.items()
-                for bucket in (buckets if config.policy != "disabled" else ())
-            },
-            counts=self._counts,
-            max_padding=config.max_padding,
-        )
+        self.graphs = Graphs(variants, buckets, counting, config, options.weights_epoch)
+        self._steps = BoundSteps(self._step, self.graphs)
         self._counters = Counters()
         self._ranks = ranks_of(group)
-        self._learned = Learned(config.learned, self._identity_of_use() if config.learned else {})
         self._capturing = Capturing(
             self._step,
             self.graphs,
@@ -182,69 +160,21 @@ class Runner:
             ranks=self._ranks,
             config=config,
             options=options,
-            learned=self._learned,
+            facts=self._facts(),
+            identity={"name": options.name, "device": backend.device_name},
             share=share and share._capturing,
         )
         self._lock = pool.lock
         self._process = process.identity.token
         self._inside = False
         """Whether the thread that holds the lock is in ``run``."""
-        self._steps: dict[Any, GraphStep] = {}
-        """By what tells steps apart: (requests and tokens as the inputs show them, variant, agreed
-        bucket)."""
         self._suspended = False
         self._closed = False
-        self._token_lead = _lead(slots, by_requests=False)
-        self._request_lead = _lead(slots, by_requests=True)
         # Where this is False, a size that once ran in a graph needs no decision any more: the
         # table of bound steps is emptied whenever a decision could change.
         self._decide_always = bool(
             options.weights_epoch or options.bound or config.max_seq_len is not None
         )
-
-    def _report_uncovered(
-        self, buckets: Buckets, capacity: int, config: PhaseConfig, name: str
-    ) -> None:
-        missing = buckets.uncovered(capacity, config.max_padding)
-        # Below the smallest bucket the defaults leave sizes out as well.
-        if config.policy != "disabled" and missing and missing[-1][0] > buckets[0]:
-            logger.warning(
-                "%s: steps of %s %s run eagerly: no bucket of %s holds them with at most %g times "
-                "their rows",
-                name,
-                spans(missing),
-                self._counts,
-                list(buckets),
-                config.max_padding,
-            )
-
-    # What the phases differ in; as it is where requests differ in length and buckets count tokens.
-
-    def _padded(self, bucket: int, options: Mapping[str, Any]) -> Size:
-        """Return the size of the graph of a bucket."""
-        return Size(self._max_requests, bucket)
-
-    def _size_of(
-        self, requests: int | None, tokens: int | None, options: Mapping[str, Any]
-    ) -> Size:
-        """Return the size of a real batch, of which one number may be None: unknown."""
-        if tokens is None:
-            raise InputError(f"{self.phase} needs the number of tokens: can_run(requests, tokens)")
-        return Size((1 if tokens else 0) if requests is None else requests, tokens)
-
-    def _batch_of(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
-        """Return the size of some batch with so many rows of a bucket; ``index`` varies it."""
-        return Size(1 + index % min(self._max_requests, rows), rows)
-
-    def _variant_of(self, size: Size, options: Mapping[str, Any]) -> Variant | Reason:
-        """Return the declared variant of a batch, or why there is none."""
-        variant = canonical_variant(options)
-        return variant if variant in self.graphs.variants else Reason.UNKNOWN_VARIANT
-
-    def _implied(self, size: Size) -> Mapping[str, torch.Tensor]:
-        """Return the inputs that belong together with the size of a batch, which ``prove`` cannot
-        draw one by one."""
-        return {}
 
     # Decisions.
 
@@ -273,43 +203,11 @@ class Runner:
         self._require_open("decide")
         options = self.graphs.asked(variant)
         count = None if tokens is None else whole("tokens", tokens)
-        return self._decide(
-            self._size_of(whole("requests", requests), count, options), options, longest
-        )
+        size = self.graphs.counting.size(whole("requests", requests), count, options)
+        return self._decide(size, options, longest)
 
     def _decide(self, size: Size, options: Mapping[str, Any], longest: int | None) -> Decision:
-        config = self._config
-        if not size.requests or not size.tokens:
-            return Decision.eager(Reason.EMPTY_BATCH)
-        if config.policy == "disabled":
-            return Decision.eager(Reason.DISABLED)
-        if self._suspended:
-            return Decision.eager(Reason.SUSPENDED)
-        if config.max_seq_len is not None:
-            if longest is None:
-                raise InputError(
-                    f"max_seq_len={config.max_seq_len} is configured: pass longest=, the tokens "
-                    f"of the longest sequence of the batch"
-                )
-            if whole("longest", longest) > config.max_seq_len:
-                return Decision.eager(Reason.OVER_MAX_SEQ_LEN)
-        variant = self._variant_of(size, options)
-        if isinstance(variant, Reason):
-            return Decision.eager(variant)
-        if not self._fits_requests(size):
-            return Decision.eager(Reason.OVER_MAX_REQUESTS)
-        return self._at_epoch(self.graphs.choose(variant, size))
-
-    def _fits_requests(self, size: Size) -> bool:
-        return self._request_limit is None or size.requests <= self._request_limit
-
-    def _at_epoch(self, decision: Decision) -> Decision:
-        epoch_of = self._options.weights_epoch
-        if decision.ok and epoch_of is not None:
-            assert decision.key is not None
-            if self.graphs[decision.key].epoch != epoch_of():
-                return Decision.eager(Reason.WEIGHTS_CHANGED, decision.key)
-        return decision
+        return self.graphs.decide(size, options, longest=longest, suspended=self._suspended)
 
     def agree(self, decision: Decision | None) -> Decision:
         """Return the decision that all ranks take for this step; every rank must call it.
@@ -374,9 +272,7 @@ class Runner:
                 if not clone and self._step.clock.caller != get_ident():
                     self._step.clock.called_by(get_ident())
                 if decision is None and not self._decide_always and inputs is not None:
-                    requests, tokens = self._measure(inputs)
-                    key = canonical_variant(variant) if variant else ()
-                    step = self._steps.get((requests, tokens, key, None))
+                    step = self._steps.known(inputs, variant)
                     if step is not None:
                         return self._replay(step, inputs, host_args, clone)
                 options = self.graphs.asked(variant)
@@ -386,25 +282,6 @@ class Runner:
                 raise
             finally:
                 self._inside = False
-
-    def _measure(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        requests = tokens = None
-        if type(inputs) is not dict:
-            self._require_open("run")
-            self._step.inputs.require_mapping(inputs)
-        lead = self._token_lead
-        try:
-            if lead is not None:
-                tokens = inputs[lead[0]].shape[lead[1]]
-            lead = self._request_lead
-            if lead is not None:
-                requests = inputs[lead[0]].shape[lead[1]] - lead[2]
-        except (KeyError, TypeError, AttributeError, IndexError):
-            assert lead is not None
-            self._require_open("run")
-            self._step.inputs.extent(inputs, lead[0])
-            raise
-        return requests, tokens
 
     def _run_decided(
         self,
@@ -420,9 +297,9 @@ class Runner:
         _require_decision(decision)
         if inputs is None:
             return self._run_without_requests(decision)
-        measured = self._measure(inputs)
-        size = self._size_of(*measured, options)
-        agreed = decision
+        shown = self._steps.measured(inputs)
+        size = self.graphs.counting.size(*shown, options)
+        agreed = None if decision is None else decision.bucket
         if decision is None:
             decision = self._decide(size, options, longest)
         elif decision.ok:
@@ -430,23 +307,14 @@ class Runner:
         if decision.reason is Reason.EMPTY_BATCH:
             return self._run_empty(options)
         if decision.ok:
-            key = (*measured, canonical_variant(options), agreed and agreed.bucket)
-            step = self._steps.get(key) or self._bind(key, decision, size)
+            assert decision.key is not None
+            step = self._steps.get(shown, options, agreed, decision.key, size)
             return self._replay(step, inputs, host_args, clone)
         if self._config.strict and decision.reason is not Reason.DISABLED:
             what = f"{self._name}: {size.requests} requests, {size.tokens} tokens"
             graph = self.graphs.get(decision.key)
             raise refusal(decision, what, graph.detail if graph else None)
         return self._run_eager(inputs, host_args, size, options, decision, clone)
-
-    def _bind(self, key: Any, decision: Decision, size: Size) -> GraphStep:
-        assert decision.key is not None
-        step = GraphStep(self._step, self.graphs[decision.key], size, self.graphs.rows(size))
-        if self._step.inputs.holds(size):  # Any other step has memory of its own.
-            if len(self._steps) >= MAX_STEPS:
-                del self._steps[next(iter(self._steps))]
-            self._steps[key] = step
-        return step
 
     def _replay(
         self,
@@ -485,31 +353,13 @@ class Runner:
 
     def _want(self, decision: Decision) -> None:
         """Capture a bucket that enough batches wanted; after the step, whose outputs are safe."""
-        graph = self.graphs.get(decision.key)
-        if graph is None or decision.reason not in _WANTED:
-            return
-        graph.wants += 1
-        # A rank alone never captures: several of them do so in ``idle``.
-        if self._ranks.size == 1 and self._capturing.deserves(graph) and not graph.dropped:
-            self._make_room(graph)
+        graph = self._capturing.want(decision)
+        if graph is not None:
             try:
                 self._capture([graph])
             except Exception:
                 # The step itself is done and right; its bucket stays eager, with this reason.
                 logger.exception("%s: capture of bucket %s failed", self._name, graph.key)
-
-    def _make_room(self, graph: BucketGraph) -> None:
-        """Close the graph that ran longest ago, where ``graph`` would be one too many."""
-        if self._pending:
-            return
-        oldest = min(self.graphs.captured, key=lambda other: other.used)
-        oldest.forget(Reason.EVICTED, f"made room for {graph.key}")
-
-    @property
-    def _pending(self) -> list[BucketGraph]:
-        """The graphs that may be captured beside those that are, largest first."""
-        pending, most = self.graphs.pending, self._options.max_graphs
-        return pending if most is None else pending[: most - len(self.graphs.captured)]
 
     def _handed(self, outputs: Any, clone: bool) -> Any:
         if clone:
@@ -525,7 +375,7 @@ class Runner:
                 f"the decision asks for graph {decision.key}, which is not captured here "
                 f"({graph.reason.value if graph else 'unknown'}); capture on all ranks together"
             )
-        if self.graphs.rows(size) > graph.key.bucket or not self._fits_requests(size):
+        if self.graphs.rows(size) > graph.key.bucket or not self.graphs.counting.fits(size):
             raise InputError(
                 f"the decision asks for bucket {graph.key}, and the batch has {size.requests} "
                 f"requests and {size.tokens} tokens"
@@ -538,7 +388,7 @@ class Runner:
             return
         usable = [g for g in self.graphs.captured if g.key.variant == canonical_variant(options)]
         if usable and not self._suspended:
-            decision = self._at_epoch(Decision.graph(usable[-1].key))
+            decision = self.graphs.at_epoch(Decision.graph(usable[-1].key))
         else:
             decision = Decision.eager(Reason.EMPTY_BATCH)
         self._run_pads(decision, options)
@@ -564,7 +414,7 @@ class Runner:
             self._step.replay_pads(self.graphs[decision.key])
             self._counters.idle += 1
         else:
-            self._step.run_pads(self._batch_of(1, options), options)
+            self._step.run_pads(self.graphs.counting.some(1, options), options)
             self._counters.count(decision.reason)
 
     def _require_outside(self, call: str) -> None:
@@ -611,9 +461,8 @@ class Runner:
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return
-            self._ranks.handshake(f"{self._name}/{self._capturing.rounds}", self._facts())
             if everything or self.captures_first:
-                self._capture(self._pending, profile)
+                self._capture(self._capturing.pending, profile)
             else:
                 self._capturing.learn_together()
 
@@ -635,12 +484,9 @@ class Runner:
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return False
-            able = ready and not self._suspended
-            graph = self._capturing.elect(ready=able, room=bool(self._pending))
+            graph = self._capturing.elect(ready=ready and not self._suspended)
             if graph is None:
                 return False
-            self._make_room(graph)
-            self._ranks.handshake(f"{self._name}/{self._capturing.rounds}", self._facts())
             self._capture([graph])
             return True
 
@@ -666,11 +512,6 @@ class Runner:
             "torch": torch.__version__,
             "devgraph": __version__,
         }
-
-    def _identity_of_use(self) -> dict[str, Any]:
-        """Return what must be the same for hits of buckets to say something of another process."""
-        facts = {**self._facts(), "name": self._name, "device": self.backend.device_name}
-        return {name: fact for name, fact in facts.items() if name not in ("mode", "buckets")}
 
     # Life.
 
@@ -724,12 +565,9 @@ class Runner:
             if self._closed:
                 return
             self._closed = True
-            if self._ranks.rank == 0:
-                self._learned.write(self.graphs)
             self._steps.clear()
             self._step.clock.tick()
-            for graph in reversed(list(self.graphs)):
-                graph.close()
+            self._capturing.close()
 
     def __enter__(self) -> Runner:
         return self
@@ -866,17 +704,35 @@ class Runner:
                 for rows in rows_to_try(graph, self.buckets, self._config.max_padding, cases)
             ]
             sizes = [
-                self._batch_of(rows, graph.options, index)
+                self.graphs.counting.some(rows, graph.options, index)
                 for index, (graph, rows) in enumerate(tried)
             ]
+            implied = self._implied or (lambda size: {})
             return prove_batches(
                 self._step,
-                [(g, size, self._implied(size)) for (g, _), size in zip(tried, sizes, strict=True)],
+                [(g, size, implied(size)) for (g, _), size in zip(tried, sizes, strict=True)],
                 host_args=host_args,
                 reset_state=self._options.reset_state,
                 rtol=rtol,
                 atol=atol,
             )
+
+
+def _report_uncovered(
+    buckets: Buckets, capacity: int, config: PhaseConfig, counts: str, name: str
+) -> None:
+    missing = buckets.uncovered(capacity, config.max_padding)
+    # Below the smallest bucket the defaults leave sizes out as well.
+    if config.policy != "disabled" and missing and missing[-1][0] > buckets[0]:
+        logger.warning(
+            "%s: steps of %s %s run eagerly: no bucket of %s holds them with at most %g times "
+            "their rows",
+            name,
+            spans(missing),
+            counts,
+            list(buckets),
+            config.max_padding,
+        )
 
 
 def _check_config(config: PhaseConfig, options: Options) -> None:
@@ -934,11 +790,3 @@ def _require_decision(decision: object) -> None:
         raise InputTypeError(
             f"decision must be what can_run or agree returned, got {brief(decision)}"
         )
-
-
-def _lead(slots: Mapping[str, InputSlot], *, by_requests: bool) -> tuple[str, int, int] | None:
-    """Return (name, axis, rows beyond the count) of the slot that shows tokens or requests."""
-    for slot in slots.values():
-        if slot.axis is not None and slot.real is None and slot.by_requests == by_requests:
-            return slot.name, slot.axis, slot.shape(Size(0, 0))[slot.axis]
-    return None

@@ -11,13 +11,20 @@ from devgraph.api.backend import Backend
 from devgraph.api.errors import note
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, end_batch
-from devgraph.runners.graphs import BucketGraph
+from devgraph.runners.decisions import GraphKey, canonical_variant
+from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.lease import LeaseClock
 from devgraph.runners.load import CopyPlan
 from devgraph.runners.observe import in_range
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.slots import Size
+
+_Replay = Callable[[Mapping[str, Any]], None]
+"""A replay with these host arguments."""
+
+MAX_STEPS = 4096
+"""Bound steps that are kept; a step is a few KiB and costs some 20 us to bind again."""
 
 
 class Step:
@@ -125,6 +132,17 @@ class Step:
         self.host.require_all(values)
         return values
 
+    def static_batch(self, graph: BucketGraph, host: Mapping[str, Any]) -> Batch:
+        """Return the batch of ``graph``, over the static views."""
+        return Batch(
+            self.inputs.views(graph.size, self.inputs.graph_slots),
+            graph.size,
+            host=host,
+            variant=graph.options,
+            live=self.live,
+            live_names=self.inputs.run_slots,
+        )
+
     def call_eagerly(
         self,
         tensors: Mapping[str, torch.Tensor],
@@ -167,17 +185,16 @@ class StaticBatch:
         run = Size(1, graph.size.tokens)
         self._graph = graph
         self._step = step
-        self._live, self._run_slots = step.live, inputs.run_slots
         self._run_size = run if inputs.run_slots else graph.size
         self._run_views = inputs.views(run, inputs.run_slots)
-        self._views = inputs.views(graph.size, inputs.graph_slots)
-        self._fill = inputs.filler({**self._views, **self._run_views})
+        views = inputs.views(graph.size, inputs.graph_slots)
+        self._fill = inputs.filler({**views, **self._run_views})
         self.refill()
 
     def refill(self) -> None:
         """Put pad values into every slot that the graph or its eager bodies can see."""
         self._fill()
-        self._live.size, self._live.tensors = self._run_size, self._run_views
+        self._step.live.size, self._step.live.tensors = self._run_size, self._run_views
 
     def prepared(self, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Let the engine plan over this batch, with the host arguments ``given`` or those of
@@ -188,14 +205,7 @@ class StaticBatch:
 
     def batch(self, host: Mapping[str, Any]) -> Batch:
         """Return the batch that the step receives."""
-        return Batch(
-            self._views,
-            self._graph.size,
-            host=host,
-            variant=self._graph.options,
-            live=self._live,
-            live_names=self._run_slots,
-        )
+        return self._step.static_batch(self._graph, host)
 
 
 class GraphStep:
@@ -206,26 +216,6 @@ class GraphStep:
         real: the size of the batches.
         rows: what buckets count of it.
     """
-
-    __slots__ = (
-        "_clock",
-        "_copy",
-        "_declares_host",
-        "_host_of",
-        "_live",
-        "_name",
-        "_order",
-        "_padded",
-        "_planned",
-        "_run_tensors",
-        "_tail",
-        "_tensors",
-        "graph",
-        "outputs",
-        "real",
-        "replay",
-        "rows",
-    )
 
     def __init__(self, step: Step, graph: BucketGraph, real: Size, rows: int) -> None:
         assert graph.captured is not None
@@ -245,7 +235,7 @@ class GraphStep:
         self._clock, self._live, self._tail = step.clock, step.live, step.tail
         self._run_tensors = inputs.run_views(real)
         self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors, bare=step.pool.bare).load
-        self.replay: Callable[[Mapping[str, Any]], None] = graph.captured.run
+        self.replay: _Replay = graph.captured.run
         """Replays the graph on what was loaded."""
         if step.ranges:
             self.replay = in_range(f"{step.name} {graph.key}", self.replay)
@@ -276,19 +266,9 @@ class GraphStep:
         graph.hits += 1
         graph.real_rows += self.rows
 
-    def _planning(
-        self, step: Step, replay: Callable[[Mapping[str, Any]], None]
-    ) -> Callable[[Mapping[str, Any]], None]:
+    def _planning(self, step: Step, replay: _Replay) -> _Replay:
         """Return what lets the engine plan over the loaded batch, and replays the graph then."""
-        inputs = step.inputs
-        batch = Batch(
-            inputs.views(self._padded, inputs.graph_slots),
-            self._padded,
-            host={},
-            variant=self.graph.options,
-            live=step.live,
-            live_names=inputs.run_slots,
-        )
+        batch = step.static_batch(self.graph, {})
 
         def planned(given: Mapping[str, Any]) -> None:
             if self._declares_host:
@@ -317,3 +297,86 @@ class GraphStep:
         batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options)
         with torch.no_grad():
             return self._tail(self.outputs(), batch)
+
+
+class BoundSteps:
+    """The steps that are bound to graphs, by what tells them apart.
+
+    Args:
+        step: what is bound.
+        graphs: what it is bound to.
+    """
+
+    def __init__(self, step: Step, graphs: Graphs) -> None:
+        self._step = step
+        self._graphs = graphs
+        self._arena = step.inputs
+        self._tokens = _lead(step.inputs, by_requests=False)
+        self._requests = _lead(step.inputs, by_requests=True)
+        self._bound: dict[Any, GraphStep] = {}
+
+    def measured(self, inputs: Any) -> tuple[int | None, int | None]:
+        """Return requests and tokens of a batch as its inputs show them.
+
+        Raises as ``InputArena.extent``.
+        """
+        self._arena.require_mapping(inputs)
+        try:
+            return self._shown(inputs)
+        except (KeyError, TypeError, AttributeError, IndexError):
+            for lead in (self._tokens, self._requests):
+                if lead is not None:
+                    self._arena.extent(inputs, lead[0])
+            raise
+
+    def _shown(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
+        requests = tokens = None
+        lead = self._tokens
+        if lead is not None:
+            tokens = inputs[lead[0]].shape[lead[1]]
+        lead = self._requests
+        if lead is not None:
+            requests = inputs[lead[0]].shape[lead[1]] - lead[2]
+        return requests, tokens
+
+    def known(self, inputs: Any, variant: Mapping[str, Any] | None) -> GraphStep | None:
+        """Return the step for a batch of which one of the same size and variant was bound."""
+        if type(inputs) is not dict and not isinstance(inputs, Mapping):
+            return None
+        try:
+            shown = self._shown(inputs)
+        except (KeyError, TypeError, AttributeError, IndexError):
+            return None
+        return self._bound.get((shown, canonical_variant(variant) if variant else (), None))
+
+    def get(
+        self, shown: Any, options: Mapping[str, Any], bucket: int | None, key: GraphKey, size: Size
+    ) -> GraphStep:
+        """Return the step of graph ``key`` for batches of ``size``, bound now if need be.
+
+        Args:
+            shown: the size as ``measured``.
+            options: the variant that the batch asks for.
+            bucket: the one that ranks agreed on, if they did.
+        """
+        place = shown, canonical_variant(options), bucket
+        step = self._bound.get(place)
+        if step is None:
+            step = GraphStep(self._step, self._graphs[key], size, self._graphs.rows(size))
+            if self._arena.holds(size):  # Any other step has memory of its own.
+                if len(self._bound) >= MAX_STEPS:
+                    del self._bound[next(iter(self._bound))]
+                self._bound[place] = step
+        return step
+
+    def clear(self) -> None:
+        """Forget all of them, because a decision could be another now."""
+        self._bound.clear()
+
+
+def _lead(arena: InputArena, *, by_requests: bool) -> tuple[str, int, int] | None:
+    """Return (name, axis, rows beyond the count) of the slot that shows tokens or requests."""
+    for slot in arena.given.values():
+        if slot.axis is not None and slot.by_requests == by_requests:
+            return slot.name, slot.axis, slot.shape(Size(0, 0))[slot.axis]
+    return None

@@ -222,7 +222,7 @@ def test_strictness_comes_from_the_configuration_unless_the_engine_says():
 
 
 def test_every_reason_but_graph_and_by_choice_has_an_error_with_a_way_out():
-    from devgraph.runners.graphs import refusal
+    from devgraph.runners.decisions import refusal
 
     for reason in Reason:
         if reason in (Reason.GRAPH, Reason.EMPTY_BATCH):

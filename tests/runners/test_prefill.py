@@ -245,7 +245,9 @@ def test_any_number_of_requests_stays_on_a_graph_that_depends_on_tokens_only():
         torch.testing.assert_close(logits, model.expected(lengths, inputs["ids"]))
     assert runner.stats().graph_steps == 6
     assert runner.buffers["bases"].shape == (2,)
-    assert all(step.real.requests <= 2 for step in runner._steps.values())  # the others keep memory
+    assert all(
+        step.real.requests <= 2 for step in runner._steps._bound.values()
+    )  # the others keep memory
 
 
 def test_the_configured_request_slots_bound_a_full_graph():

@@ -577,7 +577,7 @@ def test_a_warm_up_that_never_ends_on_a_device_is_noticed():
     def work(rank, group):
         runner = ranked(group, captured=False)
         if rank == 1:
-            group.handshake("decode/0", runner._facts())
+            group.handshake("decode/0", runner._capturing.facts)
             return
         runner.backend.fence = lambda: lambda: False
         runner.capture()

@@ -1,0 +1,234 @@
+"""How a batch will run and why: variants, reasons, decisions."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from devgraph.api.errors import (
+    AgreementError,
+    ConfigError,
+    ConfigTypeError,
+    DeviceGraphError,
+    ExecutableError,
+    InputError,
+    InputTypeError,
+    ResourceError,
+    StateError,
+    UpdateError,
+    UpdateTopologyError,
+    UpdateUnsupportedError,
+    brief,
+)
+
+Variant = tuple[tuple[str, Hashable], ...]
+"""A variant in the form that keys use: sorted items, without ``width`` where that is 1."""
+
+
+class Reason(str, enum.Enum):
+    """Why a batch runs as it does; the values are the keys of the runner's counters."""
+
+    GRAPH = "graph"
+    """A captured graph is replayed."""
+    DISABLED = "disabled"
+    """The mode of this phase is ``disabled``: eager was chosen."""
+    EMPTY_BATCH = "empty_batch"
+    """The batch has no requests."""
+    OVER_LARGEST_BUCKET = "over_largest_bucket"
+    """More rows than the largest bucket."""
+    OVER_MAX_REQUESTS = "over_max_requests"
+    """More requests than the graphs have request slots."""
+    OVER_MAX_SEQ_LEN = "over_max_seq_len"
+    """A sequence is longer than the configured limit for graphs."""
+    PADDING = "padding"
+    """The smallest bucket that holds the batch would be mostly padding."""
+    UNKNOWN_WIDTH = "unknown_width"
+    """The requests do not all have the same captured width."""
+    UNKNOWN_VARIANT = "unknown_variant"
+    """Its names are declared, and this combination of their values is not."""
+    NOT_CAPTURED = "not_captured"
+    """The bucket has not been captured yet."""
+    CAPTURE_FAILED = "capture_failed"
+    """The capture of this bucket raised."""
+    OUT_OF_MEMORY = "out_of_memory"
+    """Memory or another device resource ran out while buckets were captured."""
+    MEMORY_BUDGET = "memory_budget"
+    """The memory budget for graphs was spent before this bucket."""
+    TIME_BUDGET = "time_budget"
+    """The time budget for captures was spent before this bucket."""
+    TOO_SLOW = "too_slow"
+    """The graph of this bucket was not ``min_speedup`` times as fast as eager."""
+    RANKS_DROPPED = "ranks_dropped"
+    """Another rank could not capture this bucket."""
+    VOTED_EAGER = "voted_eager"
+    """Another rank has to run this step eagerly."""
+    INVALIDATED = "invalidated"
+    """``invalidate`` was called and the bucket has not been captured again."""
+    WEIGHTS_CHANGED = "weights_changed"
+    """The weights epoch is not that of the capture."""
+    EVICTED = "evicted"
+    """The graph made room for one that was used later; see ``max_graphs``."""
+    SUSPENDED = "suspended"
+    """``suspend`` was called."""
+    EXECUTABLE_MEMORY = "executable_memory"
+    """The executable was dropped for the budget, and there was no memory to make it again."""
+    UPDATE_UNSUPPORTED = "update_unsupported"
+    """The backend cannot apply new host arguments to this graph."""
+    UPDATE_TOPOLOGY = "update_topology"
+    """The host arguments need other nodes than the captured ones."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@attrs.frozen
+class GraphKey:
+    """What one captured graph is for: a variant and a bucket."""
+
+    variant: Variant
+    bucket: int
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name}={value}" for name, value in self.variant)
+        return f"{self.bucket} ({named})" if named else str(self.bucket)
+
+
+@attrs.frozen
+class Decision:
+    """How one batch will run.
+
+    Attributes:
+        ok: whether a captured graph will be replayed.
+        bucket: rows of that graph; None when the batch runs eagerly.
+        reason: why; ``Reason.GRAPH`` exactly when ``ok``.
+        key: variant and bucket of the graph; also given where the bucket exists but its graph
+            does not.
+    """
+
+    ok: bool
+    bucket: int | None
+    reason: Reason
+    key: GraphKey | None
+
+    @classmethod
+    def graph(cls, key: GraphKey) -> Decision:
+        """Return the decision to replay the graph ``key``."""
+        return cls(True, key.bucket, Reason.GRAPH, key)
+
+    @classmethod
+    def eager(cls, reason: Reason, key: GraphKey | None = None) -> Decision:
+        """Return the decision to run eagerly; ``key`` is the graph that could have served."""
+        return cls(False, None, reason, key)
+
+
+_WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
+    Reason.DISABLED: (ConfigError, "choose the policy 'full' or 'breakable' for this phase"),
+    Reason.OVER_LARGEST_BUCKET: (InputError, "add a bucket of that size or split the batch"),
+    Reason.OVER_MAX_REQUESTS: (InputError, "raise max_requests or split the batch"),
+    Reason.OVER_MAX_SEQ_LEN: (InputError, "raise max_seq_len in the configuration"),
+    Reason.PADDING: (InputError, "add a bucket near this size or raise max_padding"),
+    Reason.UNKNOWN_WIDTH: (InputError, "declare a variant of that width"),
+    Reason.UNKNOWN_VARIANT: (InputError, "declare it in variants"),
+    Reason.NOT_CAPTURED: (StateError, "call capture() first"),
+    Reason.CAPTURE_FAILED: (StateError, "see explain() for the error of that capture"),
+    Reason.OUT_OF_MEMORY: (ResourceError, "use fewer buckets or leave more memory for graphs"),
+    Reason.MEMORY_BUDGET: (ResourceError, "raise memory_budget_bytes or use fewer buckets"),
+    Reason.TIME_BUDGET: (ResourceError, "raise time_budget_s or use fewer buckets"),
+    Reason.TOO_SLOW: (StateError, "lower min_speedup, or leave the bucket out"),
+    Reason.RANKS_DROPPED: (AgreementError, "see explain() for the rank that dropped it"),
+    Reason.VOTED_EAGER: (AgreementError, "see the reason on the other ranks"),
+    Reason.INVALIDATED: (StateError, "call capture() to capture again"),
+    Reason.WEIGHTS_CHANGED: (StateError, "call invalidate('weights') and then capture()"),
+    Reason.EVICTED: (StateError, "raise max_graphs or use fewer buckets"),
+    Reason.SUSPENDED: (StateError, "call resume()"),
+    Reason.EXECUTABLE_MEMORY: (ResourceError, "leave more memory for graphs"),
+    Reason.UPDATE_UNSUPPORTED: (
+        UpdateUnsupportedError,
+        "choose the policy 'breakable', or hand the value over in a device tensor",
+    ),
+    Reason.UPDATE_TOPOLOGY: (
+        UpdateTopologyError,
+        "choose the policy 'breakable', or reduce the host argument",
+    ),
+}
+
+
+def refusal(decision: Decision, what: str, detail: Any = None) -> DeviceGraphError:
+    """Return the error that a strict runner raises instead of running ``what`` eagerly."""
+    kind, way_out = _WAYS_OUT[decision.reason]
+    why = decision.reason.value.replace("_", " ")
+    more = f" ({detail})" if detail else ""
+    return kind(f"{what} cannot run in a graph: {why}{more}; {way_out}")
+
+
+def reason_of(error: UpdateError | ExecutableError) -> Reason:
+    """Return the reason under which a step that could not launch its graph runs eagerly."""
+    if isinstance(error, ExecutableError):
+        return Reason.EXECUTABLE_MEMORY
+    if isinstance(error, UpdateTopologyError):
+        return Reason.UPDATE_TOPOLOGY
+    return Reason.UPDATE_UNSUPPORTED
+
+
+def canonical_variant(options: Mapping[str, Any]) -> Variant:
+    """Return the form of a variant that keys use; InputTypeError if it cannot be a key."""
+    check_mapping(options)
+    items = [(k, v) for k, v in options.items() if not (k == "width" and v == 1)]
+    variant = tuple(sorted(items, key=lambda item: item[0]))
+    try:
+        hash(variant)
+    except TypeError:
+        raise InputTypeError(
+            f"variant {brief(dict(options))}: values are part of the graph key and must be hashable"
+        ) from None
+    return variant
+
+
+def check_mapping(variant: object, error: type[DeviceGraphError] = InputTypeError) -> None:
+    """Raise ``error`` unless ``variant`` is a mapping of names."""
+    if not isinstance(variant, Mapping):
+        raise error(f"a variant is a mapping such as {{'lora': True}}, got {brief(variant)}")
+    if not all(isinstance(name, str) for name in variant):
+        raise error(f"variant {brief(dict(variant))}: names must be strings")
+
+
+def check_width(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:
+    """Raise ``error`` unless the width of a variant is one."""
+    width = options.get("width", 1)
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise error(f"variant {brief(dict(options))}: width must be a positive int")
+
+
+def check_variants(
+    variants: Sequence[Mapping[str, Any]], *, with_width: bool
+) -> dict[Variant, Mapping[str, Any]]:
+    """Return the declared variants by canonical form.
+
+    Raises:
+        ConfigError: no variant, a duplicate, a bad ``width``, or a ``width`` where requests differ
+            in length. ``ConfigTypeError`` for no mapping. InputTypeError: it cannot be a key.
+    """
+    found: dict[Variant, Mapping[str, Any]] = {}
+    if isinstance(variants, str | Mapping) or not isinstance(variants, Iterable):
+        raise ConfigTypeError(
+            f"variants is a list of mappings such as [{{}}, {{'lora': True}}], got "
+            f"{brief(variants)}"
+        )
+    for options in variants:
+        check_mapping(options, ConfigTypeError)
+        check_width(options, ConfigError)
+        if "width" in options and not with_width:
+            raise ConfigError(
+                f"variant {brief(dict(options))}: width is for decode; requests of other "
+                f"runners differ in length"
+            )
+        variant = canonical_variant(options)
+        if variant in found:
+            raise ConfigError(f"variant {brief(dict(options))} is declared twice")
+        found[variant] = options
+    if not found:
+        raise ConfigError("variants is empty; [{}] declares the one without options")
+    return found
