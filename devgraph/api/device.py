@@ -121,10 +121,8 @@ class Device(abc.ABC):
         """Have the device to oneself: no other thread captures meanwhile.
 
         What waits for the whole device needs this, because drivers refuse to wait for a device
-        with a capture under way, and end that capture as well. May be nested in one thread.
-
-        Raises:
-            CaptureBusyError: another thread captures on this device for too long.
+        with a capture under way, and end that capture as well. May be nested in one thread. Raises
+        what ``locked`` does.
         """
         if self.held_here:
             yield

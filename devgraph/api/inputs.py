@@ -18,13 +18,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Inputs:
-    """The arguments that a capture bound, for replays that are given new ones.
-
-    Args:
-        fn: the captured callable, whose parameters name its positional arguments.
-        args, kwargs: its bound arguments.
-        host: the names of its host arguments.
-    """
+    """The arguments that a capture of ``fn`` bound, whose parameters name the positional ones, for
+    replays that are given new ones."""
 
     def __init__(
         self,

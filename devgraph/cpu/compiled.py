@@ -55,12 +55,8 @@ class _Shape:
 
 
 class CompiledPiece:
-    """A compiled piece that a recording sees as one operation.
-
-    Args:
-        run: the compiled code; takes and returns tensors and numbers.
-        source: the ``torch.fx.GraphModule`` it was compiled from.
-    """
+    """A piece that a recording sees as one operation: ``run``, compiled from ``source``, takes and
+    returns tensors and numbers."""
 
     def __init__(self, run: Callable[..., Any], source: torch.fx.GraphModule) -> None:
         self._run = run

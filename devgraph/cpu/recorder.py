@@ -147,11 +147,7 @@ class Recorder(Draft):
         self._cached = self._dispatching = self._functions = None
 
     def tape(self) -> Tape:
-        """Return the recording as a tape.
-
-        Raises:
-            StateError: still recording, or recorded with assumed values.
-        """
+        """Return the recording, which has ended and assumed no values, as a tape."""
         if self._cached is not None:
             raise StateError("leave the recording before asking for its tape")
         if self._refusal.collects:

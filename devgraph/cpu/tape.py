@@ -97,12 +97,8 @@ def _flat(
 
 
 class Tape:
-    """A recorded piece of work, replayed as often as wanted.
-
-    Args:
-        parts: entries, and spans between them, in order.
-        holds: on the pools whose blocks the entries write; released by ``close``.
-    """
+    """A recorded piece of work, replayed as often as wanted, and the holds on the pools whose
+    blocks its entries write."""
 
     def __init__(self, parts: Sequence[Entry | Span], holds: Sequence[Hold]) -> None:
         self._parts = tuple(parts)

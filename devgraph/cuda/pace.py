@@ -50,12 +50,7 @@ _Config = structure(
 
 
 class PaceKeeper:
-    """Brings the pace of a device back and measures it.
-
-    Args:
-        runtime: the driver's calls; its context is the device's own.
-        device: the device.
-    """
+    """Brings the pace of a device back and measures it; the context of ``runtime`` is its own."""
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._runtime = runtime
@@ -69,13 +64,8 @@ class PaceKeeper:
         self._works = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def recover(self, stream: int) -> None:
-        """Launch empty kernels on a stream that captured, so that graphs go at full pace again.
-
-        A driver that refuses leaves the pace as it is, which is logged.
-
-        Args:
-            stream: the driver's handle; it must not be capturing.
-        """
+        """Launch empty kernels on a stream that captured, and does no more, so that graphs go at
+        full pace again. A driver that refuses leaves the pace as it is, which is logged."""
         if not self._works:
             return
         try:
@@ -91,10 +81,8 @@ class PaceKeeper:
     def measure(self, stream: Any) -> float:
         """Return the microseconds from one kernel to the next in a graph of tiny ones.
 
-        Takes about a millisecond and waits for the device; the first call captures the graph.
-
-        Args:
-            stream: torch's stream to capture on.
+        Takes about a millisecond and waits for the device; the first call captures the graph, on
+        ``stream``, which is torch's.
         """
         if self._probe is None:
             self._probe = self._captured(stream)

@@ -81,14 +81,8 @@ trusted: frozenset[Mark] = frozenset({fused_slot_attention.__devgraph_mark__})  
 
 
 class FusedSlotAttention:
-    """``devgraph.api.backend.SlotAttention`` on Ascend, and what its calls share: the block table
-    and the mask. Compared by identity.
-
-    Args:
-        slots: requests that the cache holds.
-        rows: of a slot, a multiple of ``row_multiple``.
-        version: 1 or 2, of the operator.
-    """
+    """``devgraph.api.backend.SlotAttention`` on Ascend, over ``version`` 1 or 2 of the operator, and
+    what its calls share: the block table and the mask. Compared by identity."""
 
     row_multiple = BLOCK
 

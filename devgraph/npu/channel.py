@@ -35,9 +35,8 @@ _IDLE_SECONDS = 1.0
 class Job:
     """One piece of host work for the update stream.
 
-    Args:
-        work: what to do, called on the thread with the update stream current. It must not hold a
-            graph: the last reference to one must not be dropped on the thread.
+    It is done on the thread and must not hold a graph: the last reference to one must not be
+    dropped there.
     """
 
     __slots__ = ("_finished", "error", "work")
@@ -62,10 +61,6 @@ class Job:
     def wait(self, seconds: float) -> bool:
         """Wait until the work was issued; False after ``seconds``."""
         return self._finished.wait(seconds)
-
-    @property
-    def finished(self) -> bool:
-        return self._finished.is_set()
 
 
 class UpdateChannel:

@@ -41,9 +41,6 @@ class StreamBudget:
 
     What the driver refuses says nothing of later: other work gives streams back, and so do graphs
     that wait to be destroyed. Every capture within the limit asks the driver.
-
-    Args:
-        limit: the most that graphs may hold.
     """
 
     def __init__(self, limit: int = GRAPH_STREAMS) -> None:
@@ -55,11 +52,6 @@ class StreamBudget:
         """Streams that graphs hold now, those that keep a pool alive included."""
         return sum(list(self._holders.values()))
 
-    @property
-    def left(self) -> int:
-        """Streams that graphs may still take."""
-        return max(0, self.limit - self.held)
-
     def take(self, graph: Any, streams: int = 1) -> None:
         """Count ``graph``, which holds ``streams``, and at least the one that it was begun on."""
         self._holders[graph] = max(1, streams)
@@ -70,7 +62,7 @@ class StreamBudget:
 
     def require(self) -> None:
         """Raise ResourceError if no further graph may be captured."""
-        if self.left == 0:
+        if self.held >= self.limit:
             raise ResourceError(
                 f"{len(self._holders)} graphs hold {self.held} hardware streams, and the limit is "
                 f"{self.limit}. {_CURE}"
@@ -107,11 +99,7 @@ class _Retired:
 
 
 class Burials:
-    """Graphs and memory of one backend that wait to be freed.
-
-    Args:
-        backend: whose device it waits for.
-    """
+    """Graphs and memory of one backend that wait to be freed."""
 
     def __init__(self, backend: TorchBackend) -> None:
         self._backend = backend
@@ -123,12 +111,8 @@ class Burials:
     def retire(
         self, native: Any, fence: Callable[[], Callable[[], bool]], give_back: Callable[[], None]
     ) -> None:
-        """Destroy a captured graph once its last replay is over.
-
-        Args:
-            fence: of the pool; returns what tells whether every replay so far is over.
-            give_back: called then, for what the graph held.
-        """
+        """Destroy a captured graph once its last replay, as ``fence`` of its pool tells, is over;
+        ``give_back`` is called then, for what the graph held."""
         self._graphs.append(_Retired(native, fence, give_back))
 
     def bury(self, things: list[Any]) -> None:
@@ -137,11 +121,8 @@ class Burials:
         self._memory.append(things)
 
     def free(self, *, may_wait: bool) -> None:
-        """Free what may go now, in a moment when no capture is under way.
-
-        Args:
-            may_wait: whether no replay waits for the host, so that memory may be freed as well.
-        """
+        """Free what may go now, in a moment when no capture is under way; memory as well if no
+        replay waits for the host (``may_wait``)."""
         if self._freeing:
             return  # Called by what is being freed; the caller below sees it.
         self._freeing = True

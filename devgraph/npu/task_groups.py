@@ -31,9 +31,6 @@ class EventStore:
 
     torch_npu never frees the memory of such an event, so a graph that goes away gives its events
     back. One may be used again when each of its records was consumed by a replay that is done.
-
-    Args:
-        namespace: ``torch.npu``.
     """
 
     def __init__(self, namespace: Any) -> None:
@@ -43,11 +40,8 @@ class EventStore:
         """Events made so far."""
 
     def take(self, stream: Any) -> Any:
-        """Return an event that nothing waits for and that is not recorded.
-
-        Args:
-            stream: where a new one is set up, if it must be; not a capturing stream.
-        """
+        """Return an event that nothing waits for and that is not recorded. A new one is set up on
+        ``stream`` if it must be, which is not capturing."""
         if self._free:
             return self._free.pop()
         event = self._namespace.ExternalEvent()
@@ -75,12 +69,8 @@ class Group:
 class TaskGroups:
     """Task groups in capture order, the values they hold, and the replays that use them.
 
-    It holds no graph, so that the update thread never drops the last reference to one.
-
-    Args:
-        channel: the device's.
-        namespace: ``torch.npu``.
-        memory: routes the thread's allocations to the region pool.
+    It holds no graph, so that the update thread never drops the last reference to one. ``memory``
+    routes that thread's allocations to the region pool.
     """
 
     def __init__(
@@ -105,9 +95,6 @@ class TaskGroups:
         """The values that they hold when every queued job has run."""
         self.failure: BaseException | None = None
         """Why the groups can no longer be trusted."""
-
-    def __len__(self) -> int:
-        return len(self._groups)
 
     def add(self, group: Group) -> None:
         """Remember one captured region."""

@@ -45,12 +45,7 @@ class Findings:
 
 
 class Verification:
-    """What updates of one runtime are good for, found out once, and the word of each pool.
-
-    Args:
-        runtime: the driver's calls.
-        current_stream: returns the handle of the current stream.
-    """
+    """What updates of one runtime are good for, found out once, and the word of each pool."""
 
     def __init__(self, runtime: Runtime, current_stream: Callable[[], int]) -> None:
         self.runtime = runtime

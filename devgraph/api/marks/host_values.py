@@ -203,11 +203,8 @@ class HostSpec:
 
 
 def declared_names(declared: object) -> dict[str, Any]:
-    """Return ``host_args`` as a new dict; None declares nothing.
-
-    Raises:
-        HostArgumentError: it is no mapping, or a name is no string.
-    """
+    """Return ``host_args``, which is checked to be a mapping of strings, as a new dict; None
+    declares nothing."""
     if declared is None:
         return {}
     if not isinstance(declared, Mapping):

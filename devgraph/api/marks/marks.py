@@ -239,12 +239,8 @@ class Mark:
 
 
 class Absorbed:
-    """The scope inside a captured region: marks belong to the outer one and call straight through.
-
-    Args:
-        outer: the mark whose body is running, or None for eager work that is being captured.
-        policy: the policy in force, for messages.
-    """
+    """The scope inside a captured region: marks belong to the ``outer`` one and call straight
+    through. The name of the ``policy`` is for messages."""
 
     def __init__(self, outer: Mark, policy: str) -> None:
         self.outer = outer

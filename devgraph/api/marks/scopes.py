@@ -99,9 +99,6 @@ class GraphScope:
     """Everything goes into one graph; dynamic regions are remembered so that they can be updated.
 
     Args:
-        graph: the graph that is being captured.
-        spec: the declared host arguments.
-        policy: the name used in messages.
         accept_equal: see ``captured_call``.
         host: host keyword arguments by mark that are known already; others are resolved from the
             values of capture.
@@ -112,20 +109,18 @@ class GraphScope:
         graph: DeviceGraph,
         spec: HostSpec,
         *,
-        policy: str = "full",
         accept_equal: bool = False,
         host: Mapping[Mark, dict[str, Any]] | None = None,
     ) -> None:
         self._graph = graph
         self._spec = spec
-        self._policy = policy
         self._accept_equal = accept_equal
         self._host_of: dict[Mark, dict[str, Any]] = dict(host or {})
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":
-            refuse_no_graph(mark, self._policy)
-        with entered(Absorbed(mark, self._policy)):
+            refuse_no_graph(mark, "full")
+        with entered(Absorbed(mark, "full")):
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
             args, kwargs, host = captured_call(

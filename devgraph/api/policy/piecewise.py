@@ -143,11 +143,8 @@ def _is_cut(node: Node) -> bool:
 
 
 class _Compiler:
-    """The ``torch.compile`` backend of this policy: splits the traced step and compiles pieces.
-
-    Args:
-        name: "eager" leaves the pieces as they are, "inductor" compiles them.
-    """
+    """The ``torch.compile`` backend of this policy: splits the traced step and compiles pieces, if
+    its name is not "eager"."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -535,12 +532,7 @@ class _CompiledStep:
         return result
 
     def warm_up(self) -> None:
-        """Run once; compile and check the step where no older code serves it.
-
-        Raises:
-            DeviceGraphError: it cannot be compiled.
-            Exception: what the step itself raises.
-        """
+        """Run once; compile and check the step where no older code serves it."""
         activation, job = self.activation, self._job
         before, failure = activation.compiled, None
         try:

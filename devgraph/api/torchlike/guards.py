@@ -31,11 +31,7 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that draw random numbers while this thread captures.
 
     A graph would draw the numbers of capture for ever. Warm-up runs and the eager bodies of breaks
-    draw as ever.
-
-    Args:
-        why: the reason, and what to do instead; ends the message.
-        error: the class of the error.
+    draw as ever. ``why``, the reason and what to do instead, ends the message of ``error``.
     """
 
     def __init__(self, why: str, error: type[DeviceGraphError] = CaptureError) -> None:
@@ -58,12 +54,8 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class SideStreams:
-    """The streams that torch hands out on one device, searched for forks of a capture.
-
-    Args:
-        make: returns the next stream of a priority.
-        handle_of: returns the driver's handle of a stream.
-    """
+    """The streams of one device, which ``make`` hands out in turn for each priority, searched for
+    forks of a capture."""
 
     def __init__(
         self, runtime: NodeRuntime, make: Callable[..., Any], handle_of: Callable[[Any], int]
@@ -74,14 +66,11 @@ class SideStreams:
         self._handles: tuple[int, ...] = ()
 
     def unjoined(self, stream: int, capture: Capture) -> list[int]:
-        """Return the streams that forked from the capture on ``stream`` and hold work of it that
-        ``stream`` does not wait for.
+        """Return the streams that forked from ``capture``, the one on ``stream``, and hold work of
+        it that ``stream`` does not wait for.
 
         A fork without work counts only if no other is found: the driver tells them apart, and
         this is asked before it does, because it knows no stream of a capture that it has ended.
-
-        Args:
-            capture: the runtime's ``capture_of(stream)``.
         """
         capture_id, graph, joined = capture
         forked = {}
