@@ -81,7 +81,7 @@ trusted: frozenset[Mark] = frozenset({fused_slot_attention.__devgraph_mark__})  
 
 
 class FusedSlotAttention:
-    """``devgraph.api.backend.SlotAttention`` on Ascend, over ``version`` 1 or 2 of the operator, and
+    """``devgraph.api.backend.SlotAttention`` on Ascend, by ``version`` 1 or 2 of the operator, and
     what its calls share: the block table and the mask. Compared by identity."""
 
     row_multiple = BLOCK

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning, Overlay
+from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
 from devgraph.api.config.phase import KEYS, PHASES, PhaseConfig
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from tests.support.config_cases import MAXIMA, PHASE, SIZES, VALUES, from_argv
@@ -39,7 +39,7 @@ def test_phases_given_in_python_may_be_policy_names_or_mappings() -> None:
     assert DeviceGraphConfig.from_json(config.to_json()) == config
     with pytest.raises(ConfigError, match="there is no key 'bukets'.*Did you mean 'buckets'"):
         DeviceGraphConfig(prefill={"bukets": [64]})
-    with pytest.raises(ConfigTypeError, match="overlays are Overlay objects, got 3"):
+    with pytest.raises(ConfigTypeError, match="overlays: backends: expected an object with one"):
         DeviceGraphConfig(overlays=3)
 
 
@@ -156,9 +156,7 @@ def test_configurations_built_in_python_round_trip_through_json(
     config = DeviceGraphConfig(
         decode=decode,
         prefill=prefill,
-        overlays=tuple(
-            Overlay(backend=name, decode=one, prefill=two) for name, (one, two) in overlays.items()
-        ),
+        overlays={name: {"decode": one, "prefill": two} for name, (one, two) in overlays.items()},
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from devgraph.api.config.model import DeviceGraphConfig, Overlay
+from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import DEFAULT_POLICY, KEYS, PHASES, Key, PhaseConfig
 from devgraph.api.errors import ConfigError
 from tests.support.config_cases import make_parser
@@ -26,10 +26,8 @@ def test_phase_config_checks_and_normalises_values_given_in_python() -> None:
     with pytest.raises(ConfigError, match=r"backends\.x\.decode: the bucket 9"):
         DeviceGraphConfig(
             decode=PhaseConfig(policy="full", buckets=(9,)),
-            overlays=(Overlay(backend="x", decode={"max_bs": 8}),),
+            overlays={"x": {"decode": {"max_bs": 8}}},
         )
-    with pytest.raises(ConfigError, match="two overlays"):
-        DeviceGraphConfig(overlays=(Overlay(backend="x"), Overlay(backend="x")))
 
 
 def test_documentation_has_the_table_of_keys() -> None:

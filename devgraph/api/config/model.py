@@ -19,7 +19,7 @@ import attrs
 
 from devgraph.api.config.document import parse_mode, read_mode, read_section
 from devgraph.api.config.flags import sources_of
-from devgraph.api.config.merge import Level, Source, merge
+from devgraph.api.config.merge import Level, Merged, Source, merge
 from devgraph.api.config.phase import (
     DEFAULT_POLICY,
     KEYS,
@@ -27,7 +27,6 @@ from devgraph.api.config.phase import (
     DeviceGraphWarning,
     PhaseConfig,
     Setting,
-    check,
     path_of,
     phase_config,
     plain,
@@ -45,44 +44,22 @@ def _prefill(config: PhaseConfig | str | Mapping[str, Any] | None) -> PhaseConfi
     return config if isinstance(config, PhaseConfig) else phase_config(config, "prefill")
 
 
-class _Checked(dict[str, Any]):
-    """Values of keys that were checked when they were read."""
+Overlays = Mapping[str, Mapping[str, Mapping[str, Any]]]
+"""Values by backend, phase and key, each in the form that ``PhaseConfig`` stores."""
 
 
-def _pairs(values: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
-    found = dict(values)
-    if not isinstance(values, _Checked):
-        for key in found:
-            if key not in KEYS:
-                raise unknown_name("overlay", key, KEYS, what="key")
-            found[key] = check(key, found[key], key)
-    return tuple((key, found[key]) for key in KEYS if key in found)
-
-
-@attrs.frozen(kw_only=True)
-class Overlay:
-    """What holds on one backend only: the keys of each phase that differ there."""
-
-    backend: str
-    decode: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_pairs)
-    prefill: tuple[tuple[str, Any], ...] = attrs.field(default=(), converter=_pairs)
-
-    def of(self, phase: str) -> dict[str, Any]:
-        """Return the keys and values for one phase."""
-        return dict(self.decode if phase == "decode" else self.prefill)
-
-
-def _sorted(overlays: Iterable[Overlay]) -> tuple[Overlay, ...]:
-    by_name: dict[str, Overlay] = {}
-    for one in overlays if isinstance(overlays, (tuple, Iterable)) else (overlays,):
-        if not isinstance(one, Overlay):
-            raise ConfigTypeError(f"overlays are Overlay objects, got {one!r}")
-        if one.backend in by_name:
-            raise ConfigError(f"backends.{one.backend}: two overlays for one backend; merge them")
-        by_name[one.backend] = one
-    return tuple(
-        [by_name[name] for name in sorted(by_name) if by_name[name].decode or by_name[name].prefill]
-    )
+def _overlays(given: Mapping[str, Mapping[str, Any]] | Merged) -> Overlays:
+    """Return what ``given`` says of single backends, checked, in the order of their names."""
+    source = given if isinstance(given, Merged) else parse_mode({"backends": given}, "overlays")
+    settings = source.settings
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in sorted({backend for backend, _, _ in settings if backend is not None}):
+        for phase in PHASES:
+            places = {key: (name, phase, key) for key in KEYS if (name, phase, key) in settings}
+            if places:
+                values = {key: settings[place] for key, place in places.items()}
+                found.setdefault(name, {})[phase] = values
+    return found
 
 
 @attrs.frozen(kw_only=True)
@@ -101,8 +78,9 @@ class DeviceGraphConfig:
 
     decode: PhaseConfig = attrs.field(default=None, converter=_decode)
     prefill: PhaseConfig = attrs.field(default=None, converter=_prefill)
-    overlays: tuple[Overlay, ...] = attrs.field(default=(), converter=_sorted)
-    """The parts for single backends, by name; apply them with ``for_backend``."""
+    overlays: Overlays = attrs.field(factory=dict, converter=_overlays, hash=False)
+    """The parts for single backends, in the form of ``backends`` in the JSON text; apply them with
+    ``for_backend``."""
 
     origins: Mapping[Setting, str] = attrs.field(factory=dict, eq=False, repr=False)
     """Which flag or file each choice came from, where that is known."""
@@ -113,8 +91,8 @@ class DeviceGraphConfig:
             if value.policy != DEFAULT_POLICY[phase] and "policy" not in value.explicit:
                 chosen = value.with_checked({}, value.explicit | {"policy"})
                 object.__setattr__(self, phase, chosen)
-        for overlay in self.overlays:  # a contradiction there must show on every node
-            self._under(overlay)
+        for backend in self.overlays:  # a contradiction there must show on every node
+            self._under(backend)
 
     @classmethod
     def from_json(
@@ -173,29 +151,19 @@ class DeviceGraphConfig:
         cls, sources: Iterable[Source], backends: Collection[str] | None
     ) -> DeviceGraphConfig:
         merged = merge(sources)
-        values: dict[tuple[str | None, str], dict[str, Any]] = {}
-        written: dict[str, str] = {}
-        for (backend, phase, key), value in merged.settings.items():
-            values.setdefault((backend, phase), {})[key] = value
-            if backend is not None:
-                written.setdefault(backend, merged.origins[backend, phase, key])
         phases: dict[str, Any] = {}
         for phase in PHASES:
-            chosen = values.get((None, phase), {})
+            places = {key: (None, phase, key) for key in KEYS}
+            chosen = {k: merged.settings[at] for k, at in places.items() if at in merged.settings}
             phases[phase] = phase_config(None, phase).with_checked(chosen, frozenset(chosen))
-        overlays = [
-            Overlay(
-                backend=name,
-                **{phase: _Checked(values.get((name, phase), {})) for phase in PHASES},
-            )
-            for name in written
-        ]
-        config = cls(**phases, overlays=overlays, origins=merged.origins)
-        unknown = [] if backends is None else sorted(written.keys() - set(backends))
+        config = cls(**phases, overlays=merged, origins=merged.origins)
+        # Of several places that name a backend the first is told.
+        named = {one[0]: origin for one, origin in reversed(merged.origins.items()) if one[0]}
+        unknown = set() if backends is None else named.keys() - set(backends)
         messages = [
-            f"{written[name]}: no backend {name!r} is registered on this node, so its part of the "
+            f"{named[name]}: no backend {name!r} is registered on this node, so its part of the "
             f"configuration is not used here. {did_you_mean(name, backends or (), OTHER_NAMES)}"
-            for name in unknown
+            for name in sorted(unknown)
         ]
         for message in (*merged.notes, *messages):
             warnings.warn(message, DeviceGraphWarning, stacklevel=3)
@@ -204,7 +172,7 @@ class DeviceGraphConfig:
     @property
     def backends(self) -> tuple[str, ...]:
         """The names of the backends that have a part of their own."""
-        return tuple(one.backend for one in self.overlays)
+        return tuple(self.overlays)
 
     def phase(self, name: str) -> PhaseConfig:
         """Return the configuration of ``"decode"`` or ``"prefill"``."""
@@ -216,27 +184,23 @@ class DeviceGraphConfig:
         """Return what holds on one backend: its own part laid over the general part, per key."""
         if not isinstance(name, str):
             raise ConfigTypeError(f"a backend is named by a string, got {name!r}")
-        phases = {phase: getattr(self, phase) for phase in PHASES}
         origins = {one: origin for one, origin in self.origins.items() if one[0] is None}
-        for overlay in self.overlays:
-            if overlay.backend == name:
-                phases = self._under(overlay)
-                for phase in PHASES:
-                    for key in overlay.of(phase):
-                        source = self.origins.get((name, phase, key), "")
-                        place = path_of((name, phase, key))
-                        origins[None, phase, key] = f"{source} {place}".strip()
-        return DeviceGraphConfig(**phases, origins=origins)
+        for phase, changes in self.overlays.get(name, {}).items():
+            for key in changes:
+                place = (name, phase, key)
+                source = self.origins.get(place, "")
+                origins[None, phase, key] = f"{source} {path_of(place)}".strip()
+        return DeviceGraphConfig(**self._under(name), origins=origins)
 
-    def _under(self, overlay: Overlay) -> dict[str, Any]:
-        """Return each phase with the overlay's part laid over it."""
-        phases: dict[str, Any] = {}
-        for phase in PHASES:
-            base, changes = self.phase(phase), overlay.of(phase)
+    def _under(self, backend: str) -> dict[str, Any]:
+        """Return each phase with the backend's part, if there is one, laid over it."""
+        phases: dict[str, Any] = {phase: self.phase(phase) for phase in PHASES}
+        for phase, changes in self.overlays.get(backend, {}).items():
+            explicit = phases[phase].explicit | set(changes)
             try:
-                phases[phase] = base.with_checked(changes, base.explicit | set(changes))
+                phases[phase] = phases[phase].with_checked(changes, explicit)
             except ConfigError as error:
-                raise ConfigError(f"backends.{overlay.backend}.{phase}: {error}") from error
+                raise ConfigError(f"backends.{backend}.{phase}: {error}") from error
         return phases
 
     def to_dict(self, *, everything: bool = False) -> dict[str, Any]:
@@ -248,12 +212,11 @@ class DeviceGraphConfig:
                 found[phase] = _short(values)
         if self.overlays:
             found["backends"] = {
-                one.backend: {
-                    phase: _short({key: plain(value) for key, value in one.of(phase).items()})
-                    for phase in PHASES
-                    if one.of(phase)
+                backend: {
+                    phase: _short({key: plain(value) for key, value in values.items()})
+                    for phase, values in part.items()
                 }
-                for one in self.overlays
+                for backend, part in self.overlays.items()
             }
         return found
 

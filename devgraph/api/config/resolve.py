@@ -127,7 +127,7 @@ def resolve(
         backend=facts.backend,
         requested=requested,
         effective=attrs.evolve(
-            requested, decode=effective["decode"], prefill=effective["prefill"], overlays=()
+            requested, decode=effective["decode"], prefill=effective["prefill"], overlays={}
         ),
         fired=tuple(fired),
     )
