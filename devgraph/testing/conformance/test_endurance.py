@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -24,31 +25,30 @@ def host_bytes() -> int:
         return 0
 
 
-class Meter:
-    """Growth of memory since the start, on the host and on the device.
+def taken(kit: Kit) -> tuple[int, int]:
+    """Bytes of this process on the host, and on the device what torch's allocator reserved for it:
+    others may use the device at the same time. The memory of a CPU is the host's."""
+    gc.collect()
+    kit.backend.synchronize()
+    if kit.device.type == "cpu":
+        return host_bytes(), 0
+    return host_bytes(), int(kit.streams.memory_reserved(kit.device))
 
-    On the device it is what torch's allocator reserved for this process: others may use the device
-    at the same time, and the memory of a CPU is the host's.
-    """
 
-    def __init__(self, kit: Kit) -> None:
-        self._kit = kit
-        self._host, self._device = self._now()
-
-    def _now(self) -> tuple[int, int]:
-        gc.collect()
-        self._kit.backend.synchronize()
-        if self._kit.device.type == "cpu":
-            return host_bytes(), 0
-        return host_bytes(), int(self._kit.streams.memory_reserved(self._kit.device))
-
-    def check(self, device_slack: int) -> None:
-        """Fail if the host or the device grew by more than its slack."""
-        host, device = self._now()
-        assert host - self._host <= HOST_SLACK, f"the host grew by {host - self._host} bytes"
-        assert device - self._device <= device_slack, (
-            f"the device grew by {device - self._device} bytes"
-        )
+def require_flat(
+    kit: Kit, cycle: Callable[[], object], times: int, *, warm: int = 5, device_slack: int = 8
+) -> None:
+    """Fail if ``times`` cycles, after some to get warm, let the host or the device grow by more
+    than the slack, which is in MiB for the device."""
+    for _ in range(warm):
+        cycle()
+    host, device = taken(kit)
+    for _ in range(times):
+        cycle()
+    host_now, device_now = taken(kit)
+    assert host_now - host <= HOST_SLACK, f"the host grew by {host_now - host} bytes"
+    grown = device_now - device
+    assert grown <= device_slack * 2**20, f"the device grew by {grown} bytes"
 
 
 @dg.region()
@@ -67,14 +67,10 @@ def test_memory_is_flat_over_many_replays(kit: Kit, policy: str, devgraph_long: 
     """FAULTS 37."""
     x = kit.tensor(1 << 14)
     captured = kit.capture(step, x, policy=policy)
-    for _ in range(50):
-        captured.replay()
-    meter = Meter(kit)
     before = captured.pool.bytes
-    for _ in range(10_000 if devgraph_long else 500):
-        captured.replay()
+    times = 10_000 if devgraph_long else 500
     # 2 MiB: the granularity in which device allocators reserve.
-    meter.check(device_slack=2 * 2**20)
+    require_flat(kit, captured.replay, times, warm=50, device_slack=2)
     assert captured.pool.bytes == before
     kit.check(captured, step, x)
 
@@ -97,10 +93,7 @@ def test_memory_is_flat_over_many_captures(
         cycle()
     gc.collect()
     before = pool.bytes
-    meter = Meter(kit)
-    for _ in range(100 if devgraph_long else 15):
-        cycle()
-    meter.check(device_slack=8 * 2**20)
+    require_flat(kit, cycle, 100 if devgraph_long else 15, warm=0)
     assert pool.bytes <= before
 
 
@@ -116,13 +109,8 @@ def test_memory_is_given_back_with_the_pool(kit: Kit, devgraph_long: bool) -> No
         del captured, pool
         gc.collect()
 
-    for _ in range(3):
-        cycle()
-    meter = Meter(kit)
-    for _ in range(100 if devgraph_long else 25):
-        cycle()
     # Without giving back, 25 pools of at least 1 MiB each would exceed both slacks.
-    meter.check(device_slack=8 * 2**20)
+    require_flat(kit, cycle, 100 if devgraph_long else 25, warm=3)
 
 
 @declares("region_update")
@@ -141,14 +129,12 @@ def test_memory_is_flat_over_many_updates(kit: Kit, devgraph_long: bool) -> None
     x = kit.tensor(4096, 16)
     pool = kit.backend.make_pool(budget_bytes=1)
     captured = kit.capture(updated, x, host_args={"n": 3}, pool=pool)
-    keys = range(1, 12)
-    for n in keys:
-        captured.replay(n=n)
-    meter = Meter(kit)
-    for _ in range(200 if devgraph_long else 15):
-        for n in keys:
+
+    def cycle() -> None:
+        for n in range(1, 12):
             captured.replay(n=n)
-    meter.check(device_slack=16 * 2**20)
+
+    require_flat(kit, cycle, 200 if devgraph_long else 15, warm=1, device_slack=16)
     kit.check(captured, updated, x, n=7)
 
 
@@ -177,11 +163,6 @@ def test_memory_is_flat_over_many_failures(kit: Kit, pool: dg.Pool, failing: str
             else:
                 captured.replay()
 
-    for _ in range(5):
-        cycle()
-    meter = Meter(kit)
-    for _ in range(30):
-        cycle()
-    meter.check(device_slack=8 * 2**20)
+    require_flat(kit, cycle, 30)
     wrong.clear()
     kit.check(captured, broken, x)
