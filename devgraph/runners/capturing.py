@@ -110,6 +110,7 @@ class Capturing:
         if graph is None or decision.reason not in _WANTED:
             return None
         graph.wants += 1
+        graph.missed += 1
         # A rank alone never captures: several of them do so in ``idle``.
         alone = self._ranks.size == 1 and self._deserves(graph) and not graph.dropped
         return graph if alone else None

@@ -91,7 +91,9 @@ class BucketGraph:
         self.warm = 0
         """Warm-up runs that the first look at the outputs already was."""
         self.wants = 0
-        """Steps that ran eagerly because the graph was not captured yet."""
+        """Steps that ran eagerly because the graph was not captured, since it was closed last."""
+        self.missed = 0
+        """All of those steps."""
         self.used = 0
         """When it was captured or ran last, by the runner's clock."""
         self.hits = 0

@@ -49,7 +49,7 @@ class Learned:
         """Keep what is known now, in place of what was known at the start."""
         if self._path is None:
             return
-        found = {str(g.key): -1 if g.dropped else g.hits + g.wants for g in graphs}
+        found = {str(g.key): -1 if g.dropped else g.hits + g.missed for g in graphs}
         if not any(found.values()):
             return  # it served nothing
         new = self._path.with_name(f"{self._path.name}.{os.getpid()}")

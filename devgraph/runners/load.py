@@ -83,12 +83,7 @@ class CopyPlan:
             arena.given.values(), key=lambda s: "" if s.name in names else str(s.dtype)
         )
         self._count = len(self._order)
-        names_in_order = [slot.name for slot in self._order]
-        self._pick: Callable[[Mapping[str, Any]], Sequence[Any]] = (
-            operator.itemgetter(*names_in_order)
-            if self._count > 1
-            else lambda inputs: [inputs[name] for name in names_in_order]
-        )
+        self._names = [slot.name for slot in self._order]
         self._alike: Callable[..., bool] = _never
         """Whether inputs are like the last ones that were looked at: in shapes, strides, dtypes,
         devices, and in that no autograd takes part."""
@@ -165,31 +160,18 @@ class CopyPlan:
         Nothing is written when an input is refused. Raises as ``InputArena.admit``.
         """
         try:
-            values = self._pick(inputs)
+            values = [*map(inputs.__getitem__, self._names)]
             alike = len(inputs) == self._count and self._alike(*values)
         except (KeyError, TypeError):
             alike = False
         copies = None
         if alike:
             places = tuple(map(_PLACE, values))
-            copies = self._known.get(places) or self._copies_from(values, places)
+            copies = self._known.get(places) or self._copies(values, places)
         for targets, sources in copies or self._admitted(inputs):
             torch._foreach_copy_(targets, sources)
         if self._pads_apart:
             self._padding.write()
-
-    def _copies_from(
-        self, values: Sequence[torch.Tensor], places: tuple[int, ...]
-    ) -> list[_Copy] | None:
-        """Return the copies of inputs that are like those before; None where one lies in the static
-        buffers."""
-        for place in places:
-            if self._start <= place < self._stop:
-                return None
-        copies = self._copies(values)
-        if self._words and self._bare is not None and not self._away:
-            self._keep(copies, places, self._bare)
-        return copies
 
     def _keep(
         self,
@@ -224,16 +206,26 @@ class CopyPlan:
         self._known.clear()
         self._seen.clear()
         self._alike = _never
-        if all(map(operator.is_, values, self._pick(inputs))):
+        if all(map(operator.is_, values, map(inputs.__getitem__, self._names))):
             shapes: list[Any] = [list(value.shape) for value in values]
             strides: list[Any] = [list(value.stride()) for value in values]
             self._alike = TensorGuards(
                 *values, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides
             ).check
-        return self._copies(values)
+        return self._copies(values) or []
 
-    def _copies(self, values: Sequence[torch.Tensor]) -> list[_Copy]:
-        """Return what is to be copied where, with what comes from the host sent to the device."""
+    def _copies(
+        self, values: Sequence[torch.Tensor], places: tuple[int, ...] = ()
+    ) -> list[_Copy] | None:
+        """Return what is to be copied where, with what comes from the host sent to the device.
+
+        Args:
+            places: addresses of inputs that are like those before; None is returned where one lies
+                in the static buffers.
+        """
+        for place in places:
+            if self._start <= place < self._stop:
+                return None
         sources = list(values)
         if self._away:
             self._send(sources, self._away)
@@ -243,7 +235,12 @@ class CopyPlan:
             except RuntimeError:  # Its rows are no whole words where they lie.
                 whole = sources[index].clone(memory_format=torch.contiguous_format)
                 sources[index] = whole.view(_WORD)
-        return [(g.targets, sources[g.first : g.last] + g.pads) for g in self._groups]
+        copies = []
+        for group in self._groups:
+            copies.append((group.targets, sources[group.first : group.last] + group.pads))
+        if places and self._words and self._bare is not None and not self._away:
+            self._keep(copies, places, self._bare)
+        return copies
 
     def _send(self, sources: list[torch.Tensor], away: tuple[int, ...]) -> None:
         """Replace the tensors at ``away``, which are on the host, by their copies on the device."""

@@ -333,7 +333,7 @@ class Runner:
             graph = step.graph
             decision = Decision.eager(reason_of(error), graph.key)
             return self._run_eager(inputs, host_args, step.real, graph.options, decision, clone)
-        outputs = step.result(host_args)
+        outputs = step.outputs() if step.tail is None else step.result(host_args)
         return self._handed(outputs, clone) if clone or self._debug else outputs
 
     def _run_eager(

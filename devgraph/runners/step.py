@@ -232,7 +232,7 @@ class GraphStep:
         self._declares_host = bool(step.host.declared)
         self._order = step.pool.order
         self._name = step.name
-        self._clock, self._live, self._tail = step.clock, step.live, step.tail
+        self._clock, self._live, self.tail = step.clock, step.live, step.tail
         self._run_tensors = inputs.run_views(real)
         self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors, bare=step.pool.bare).load
         self.replay: _Replay = graph.captured.run
@@ -289,14 +289,14 @@ class GraphStep:
 
     def result(self, host_args: Mapping[str, Any] | None) -> Any:
         """Return the whole step's outputs after a replay, real rows only."""
-        if self._tail is None:
+        if self.tail is None:
             return self.outputs()
         host = self._host_of(host_args, self.real, self.real)
         if self._planned:
             host = {**host, **self._planned}
         batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options)
         with torch.no_grad():
-            return self._tail(self.outputs(), batch)
+            return self.tail(self.outputs(), batch)
 
 
 class BoundSteps:
@@ -321,36 +321,39 @@ class BoundSteps:
         Raises as ``InputArena.extent``.
         """
         self._arena.require_mapping(inputs)
-        try:
-            return self._shown(inputs)
-        except (KeyError, TypeError, AttributeError, IndexError):
-            for lead in (self._tokens, self._requests):
-                if lead is not None:
-                    self._arena.extent(inputs, lead[0])
-            raise
-
-    def _shown(self, inputs: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        requests = tokens = None
-        lead = self._tokens
-        if lead is not None:
-            tokens = inputs[lead[0]].shape[lead[1]]
-        lead = self._requests
-        if lead is not None:
-            requests = inputs[lead[0]].shape[lead[1]] - lead[2]
+        found: list[int | None] = []
+        for lead in (self._tokens, self._requests):
+            try:
+                found.append(None if lead is None else inputs[lead[0]].shape[lead[1]] - lead[2])
+            except (KeyError, TypeError, AttributeError, IndexError):
+                assert lead is not None
+                self._arena.extent(inputs, lead[0])
+                raise
+        tokens, requests = found
         return requests, tokens
 
     def known(self, inputs: Any, variant: Mapping[str, Any] | None) -> GraphStep | None:
         """Return the step for a batch of which one of the same size and variant was bound."""
         if type(inputs) is not dict and not isinstance(inputs, Mapping):
             return None
-        try:
-            shown = self._shown(inputs)
+        requests = tokens = None
+        try:  # as ``measured``, without a loop
+            if (lead := self._requests) is not None:
+                requests = inputs[lead[0]].shape[lead[1]] - lead[2]
+            if (lead := self._tokens) is not None:
+                tokens = inputs[lead[0]].shape[lead[1]]
         except (KeyError, TypeError, AttributeError, IndexError):
             return None
-        return self._bound.get((shown, canonical_variant(variant) if variant else (), None))
+        key = canonical_variant(variant) if variant else ()
+        return self._bound.get((requests, tokens, key, None))
 
     def get(
-        self, shown: Any, options: Mapping[str, Any], bucket: int | None, key: GraphKey, size: Size
+        self,
+        shown: tuple[int | None, int | None],
+        options: Mapping[str, Any],
+        bucket: int | None,
+        key: GraphKey,
+        size: Size,
     ) -> GraphStep:
         """Return the step of graph ``key`` for batches of ``size``, bound now if need be.
 
@@ -359,7 +362,7 @@ class BoundSteps:
             options: the variant that the batch asks for.
             bucket: the one that ranks agreed on, if they did.
         """
-        place = shown, canonical_variant(options), bucket
+        place = *shown, canonical_variant(options), bucket
         step = self._bound.get(place)
         if step is None:
             step = GraphStep(self._step, self._graphs[key], size, self._graphs.rows(size))
