@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
@@ -60,7 +60,7 @@ class Contender:
     def __init__(
         self,
         name: str,
-        call: Callable[..., torch.Tensor],
+        call: Callable[..., Tensor],
         lengths: Callable[[], Iterator[int]],
         captured: Captured | None = None,
         *,
@@ -89,7 +89,7 @@ class Contender:
         spent = seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)
         self.timings.append(Timing(spent.host / self._parts, spent.wall / self._parts))
 
-    def compare(self, expected: torch.Tensor, got: torch.Tensor) -> None:
+    def compare(self, expected: Tensor, got: Tensor) -> None:
         """Note how far one result is from eager's."""
         largest = expected.abs().max()
         self.difference = float(((got - expected).abs().max() / largest).item())
@@ -141,8 +141,8 @@ class Comparison(Compared):
         eager = Contender("eager", self._eager, lambda: itertools.repeat(kv_len))
         self.contenders = [eager]
 
-    def _eager(self, **host: Any) -> torch.Tensor:
-        logits: torch.Tensor = self.model(self.ids, self.row, **host)
+    def _eager(self, **host: Any) -> Tensor:
+        logits: Tensor = self.model(self.ids, self.row, **host)
         return logits
 
     def add_policies(self, policies: Sequence[str], compilers: Sequence[str]) -> None:
@@ -270,9 +270,7 @@ class Shape:
 
 
 @region(host_args=("kv_len",), mutates=("out",))
-def attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor, *, kv_len: int
-) -> None:
+def attention(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, kv_len: int) -> None:
     """Attend over the first ``kv_len`` rows of the cache; all are ``[batch, heads, rows, dim]``."""
     scores = torch.matmul(query, keys[:, :, :kv_len].transpose(-1, -2))
     weights = torch.softmax(scores * query.shape[-1] ** -0.5, dim=-1)
@@ -280,8 +278,8 @@ def attention(
 
 
 class _Layer(nn.Module):
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -297,9 +295,7 @@ class _Layer(nn.Module):
         self.register_buffer("keys", torch.empty(rows))
         self.register_buffer("values", torch.empty(rows))
 
-    def forward(
-        self, x: torch.Tensor, row: torch.Tensor, *, attend: Callable[..., None]
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, row: Tensor, *, attend: Callable[..., None]) -> Tensor:
         query, key, value = (
             part.view(x.shape[0], self.heads, 1, -1)
             for part in self.qkv(self.before(x)).chunk(3, dim=-1)
@@ -310,7 +306,7 @@ class _Layer(nn.Module):
         attend(query, self.keys, self.values, out)
         x = x + self.project(out.view(x.shape[0], -1))
         gate, up = self.up(self.after(x)).chunk(2, dim=-1)
-        down: torch.Tensor = self.down(nn.functional.silu(gate) * up)
+        down: Tensor = self.down(nn.functional.silu(gate) * up)
         return x + down
 
 
@@ -339,7 +335,7 @@ class Decoder(nn.Module):
         for cache in self.buffers():
             cache.copy_(torch.randn(cache.shape, generator=generator))
 
-    def forward(self, ids: torch.Tensor, row: torch.Tensor, *, kv_len: int) -> torch.Tensor:
+    def forward(self, ids: Tensor, row: Tensor, *, kv_len: int) -> Tensor:
         """Return logits ``[batch, vocabulary]`` of one token for each request.
 
         Args:
@@ -349,14 +345,12 @@ class Decoder(nn.Module):
         """
         return self.step(ids, row, functools.partial(attention, kv_len=kv_len))
 
-    def step(
-        self, ids: torch.Tensor, row: torch.Tensor, attend: Callable[..., None]
-    ) -> torch.Tensor:
+    def step(self, ids: Tensor, row: Tensor, attend: Callable[..., None]) -> Tensor:
         """Return what ``forward`` does, with ``attend`` in the place of ``attention``."""
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x, row, attend=attend)
-        logits: torch.Tensor = self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
         return logits
 
 
@@ -365,8 +359,8 @@ _PUBLIC, _MODULE = "breakable-cuda-graphs", "breakable_cuda_graphs"
 
 
 def public_breakable(
-    backend: Backend, model: Decoder, ids: torch.Tensor, where: torch.Tensor, kv_len: int
-) -> Callable[..., torch.Tensor] | None:
+    backend: Backend, model: Decoder, ids: Tensor, where: Tensor, kv_len: int
+) -> Callable[..., Tensor] | None:
     """Return the step as the package replays it, with its breaks at the same function.
 
     None without the package or its backend. The length, which the package hands to no eager body,
@@ -377,10 +371,10 @@ def public_breakable(
     package = importlib.import_module(_MODULE)
     graph, length = package.BreakableCUDAGraph(), kv_len
 
-    def attend(*tensors: torch.Tensor) -> None:
+    def attend(*tensors: Tensor) -> None:
         attention(*tensors, kv_len=length)
 
-    def replay(*, kv_len: int) -> torch.Tensor:
+    def replay(*, kv_len: int) -> Tensor:
         nonlocal length
         length = kv_len
         graph.replay()

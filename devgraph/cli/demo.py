@@ -23,10 +23,8 @@ PROMPTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Fetch the model if need be and generate; 1 when graphs and eager give different tokens."""
-    model = fetch(args.cache)
-    # The prompts are known, and a stranger waits: the default prefill buckets take most of the
-    # time before the first token, and all but one of them serve prompts that will not come.
-    return generate(args, args.prompt or PROMPTS, model=str(model), few_buckets=True)
+    args.model = str(fetch(args.cache))
+    return generate(args, args.prompt or PROMPTS)
 
 
 def fetch(cache: Path) -> Path:

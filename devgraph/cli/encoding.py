@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from devgraph.api.backend import Backend
@@ -60,7 +61,7 @@ class PackedVision:
     def __init__(self, model: Any) -> None:
         self._tower = getattr(model, "vision_model", model)
         self._embed = self._tower.embeddings
-        self._positions: dict[tuple[int, ...], torch.Tensor] = {}
+        self._positions: dict[tuple[int, ...], Tensor] = {}
 
     def runner(self, budgets: Sequence[int], **options: Any) -> EncoderRunner:
         """Return a captured runner of the tower."""
@@ -73,7 +74,7 @@ class PackedVision:
         runner.capture()
         return runner
 
-    def item(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+    def item(self, image: Tensor) -> dict[str, Tensor]:
         """Return the item of an image ``[channels, height, width]``."""
         size, height, width = self._embed.patch_size, *image.shape[1:]
         patches = image.unfold(1, size, size).unfold(2, size, size).permute(1, 2, 0, 3, 4)
@@ -86,7 +87,7 @@ class PackedVision:
             self._positions[height, width] = found
         return {"patches": rows, "positions": found}
 
-    def __call__(self, batch: Any) -> torch.Tensor:
+    def __call__(self, batch: Any) -> Tensor:
         """Return the hidden states of all rows, ``[tokens, hidden]``."""
         patch = self._embed.patch_embedding
         x = F.linear(batch.patches, patch.weight.flatten(1), patch.bias) + batch.positions
@@ -94,7 +95,7 @@ class PackedVision:
         apart = batch.item_ids[:, None] != batch.item_ids[None]
         mask = torch.zeros_like(apart, dtype=x.dtype).masked_fill(apart, float("-inf"))
         hidden = self._tower.encoder(inputs_embeds=x[None], attention_mask=mask[None, None])
-        out: torch.Tensor = self._tower.post_layernorm(hidden.last_hidden_state)[0]
+        out: Tensor = self._tower.post_layernorm(hidden.last_hidden_state)[0]
         return out
 
 
@@ -148,7 +149,7 @@ def measure_encoder(backend: Backend, args: argparse.Namespace) -> Compared:
 def _rows(
     backend: Backend,
     work: str,
-    images: Sequence[torch.Tensor],
+    images: Sequence[Tensor],
     model: Any,
     vision: PackedVision,
     runners: Mapping[str, EncoderRunner],
@@ -156,12 +157,12 @@ def _rows(
 ) -> list[Row]:
     """Return what an image of ``images`` costs in every way, eager first."""
 
-    def alone(**_: int) -> torch.Tensor:
+    def alone(**_: int) -> Tensor:
         batches = (image[None] for image in images)
         states = (model(one, interpolate_pos_encoding=True).last_hidden_state for one in batches)
         return torch.cat([one[0] for one in states])
 
-    def packing(runner: EncoderRunner) -> Callable[..., torch.Tensor]:
+    def packing(runner: EncoderRunner) -> Callable[..., Tensor]:
         return lambda **_: torch.cat(runner.run([vision.item(image) for image in images]))
 
     calls = {"eager": alone, **{name: packing(runner) for name, runner in runners.items()}}

@@ -49,22 +49,11 @@ from devgraph.runners.report import RunnerStats, format_bytes
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print; 1 when graphs and eager give different tokens."""
-    return generate(args, _prompts(args), model=args.model, gguf_file=args.gguf_file)
+    return generate(args, _prompts(args))
 
 
-def generate(
-    args: argparse.Namespace,
-    prompts: Sequence[str],
-    *,
-    model: str,
-    gguf_file: str | None = None,
-    few_buckets: bool = False,
-) -> int:
-    """Run ``prompts`` as ``args`` say; return the exit code.
-
-    Args:
-        few_buckets: capture few prefill buckets, unless ``args`` say which.
-    """
+def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
+    """Run ``prompts`` as ``args`` say; return the exit code."""
     backend = get_backend(args.backend)
     # The integration swaps parts of the model in and out around each step.
     facts = EngineFacts(traceable=False).on_backend(backend.name, backend.capabilities)
@@ -74,8 +63,10 @@ def generate(
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     sampling = _sampling(args, len(prompts))  # may refuse; the model takes its time
     transformers_logging.disable_progress_bar()
-    with working(f"loading {model}"):
-        network, tokenizer = load(model, gguf_file=gguf_file, dtype=dtype, device=backend.device)
+    with working(f"loading {args.model}"):
+        network, tokenizer = load(
+            args.model, gguf_file=args.gguf_file, dtype=dtype, device=backend.device
+        )
     task = Task(
         args=args,
         backend=backend,
@@ -84,7 +75,6 @@ def generate(
         tokenizer=tokenizer,
         prompts=[_ids(args, prompt, tokenizer) for prompt in prompts],
         sampling=sampling,
-        few_buckets=few_buckets,
     )
     runs = run_all(task, None if args.json else _shown(prompts, chat=args.chat))
     if args.json:
@@ -198,8 +188,6 @@ class Task:
     prompts: list[list[int]]
     """Token ids."""
     sampling: list[SamplingParams]
-    few_buckets: bool
-    """Capture few prefill buckets, unless the configuration says which."""
 
     def engine(self, config: DeviceGraphConfig) -> Engine:
         """Return an engine that the task fits in, no larger than needed: every bucket costs."""
@@ -212,7 +200,7 @@ class Task:
         step_tokens = args.max_step_tokens or max(
             min(whole, MOST_STEP_TOKENS), requests, *(self.config.prefill.buckets or (1,))
         )
-        if self.few_buckets and not config.prefill.explicit & {"buckets", "max_bs"}:
+        if args.few_buckets and not config.prefill.explicit & {"buckets", "max_bs"}:
             few = attrs.evolve(config.prefill, buckets=_halvings(step_tokens))
             config = attrs.evolve(config, prefill=few)
         return Engine(

@@ -83,18 +83,18 @@ def test_demo_generates_from_its_prompts_on_the_cpu(
 ):
     asked: list[Any] = []
 
-    def generate(args: Any, prompts: Any, *, model: str, few_buckets: bool) -> int:
-        assert few_buckets
-        asked.append((args, list(prompts), model))
+    def generate(args: Any, prompts: Any) -> int:
+        assert args.few_buckets
+        asked.append((args, list(prompts)))
         return 1
 
     monkeypatch.setattr(demo, "generate", generate)
     (tmp_path / "model.gguf").write_bytes(b"weights")
     result = run_cli(capsys, "demo", "--cache", tmp_path)
     assert result.code == 1  # what generate says, so different tokens fail the demo
-    ((args, prompts, model),) = asked
+    ((args, prompts),) = asked
     assert args.backend == "cpu"
     assert args.compare is True
     assert "The capital of France is" in prompts
     assert len(prompts) >= 3
-    assert model == str(tmp_path / "model.gguf")
+    assert args.model == str(tmp_path / "model.gguf")

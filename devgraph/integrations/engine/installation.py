@@ -13,8 +13,6 @@ from devgraph.api.errors import ConfigError, DeviceGraphError
 MODE_VARIABLE = "DEVGRAPH_MODE"
 """Environment variable: a mode configuration as JSON, for the engines of this process."""
 
-_ABSENT = object()
-
 
 class InstallError(DeviceGraphError):
     """This version of the engine does not have the places that devgraph takes over."""
@@ -66,7 +64,10 @@ class Changes:
             InstallError: it has no such attribute; names it.
         """
         self.require(owner, name)
-        self.on_undo(_put_back, owner, name, vars(owner).get(name, _ABSENT))
+        if name in vars(owner):
+            self.on_undo(setattr, owner, name, vars(owner)[name])
+        else:
+            self.on_undo(delattr, owner, name)
         setattr(owner, name, value)
         self.places.append(f"{getattr(owner, '__name__', owner)}.{name}")
 
@@ -78,13 +79,6 @@ class Changes:
         """Give everything back, the newest first. Idempotent."""
         self._undo.close()
         self.places.clear()
-
-
-def _put_back(owner: Any, name: str, value: Any) -> None:
-    if value is _ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, value)
 
 
 def mode_text(mode: str | None) -> str | None:

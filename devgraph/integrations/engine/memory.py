@@ -29,13 +29,9 @@ class GraphMemory:
     def __init__(self, device_type: Callable[[], str], backend: str | None = None) -> None:
         self._device_type = device_type
         self._name = backend
-        self._backend: Backend | None = None
-        self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
-
-    @property
-    def made(self) -> Backend | None:
+        self.made: Backend | None = None
         """The backend, or None before the first capture."""
-        return self._backend
+        self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
 
     @property
     def backend(self) -> Backend:
@@ -44,7 +40,7 @@ class GraphMemory:
         Raises:
             BackendUnavailableError: there is none; says which device was asked for.
         """
-        if self._backend is None:
+        if self.made is None:
             found = get_backend(self._name or "auto")
             kind = self._device_type()
             if kind and found.device.type != kind:
@@ -53,8 +49,8 @@ class GraphMemory:
                     f"{found.device.type!r}. Run 'devgraph doctor' for what is missing, or name "
                     f"the backend: install(backend=...)."
                 )
-            self._backend = found
-        return self._backend
+            self.made = found
+        return self.made
 
     def pool(self, handle: Hashable) -> Pool:
         """Return the pool that stands for ``handle``, a new one if nobody holds one."""

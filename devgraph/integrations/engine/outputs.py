@@ -8,18 +8,19 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from devgraph.api.errors import CapabilityError
 
 
-def mapped(change: Callable[[torch.Tensor], Any], output: Any) -> Any:
+def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
     """Return ``output`` with every tensor replaced by what ``change`` returns for it.
 
     Takes what an engine's step returns: a tensor, a list, tuple or dictionary of them, a
     dataclass, an object with a dictionary ``tensors``; anything else is handed back. Containers
     are new; ``output`` is not changed.
     """
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         return change(output)
     if isinstance(output, list):
         return [mapped(change, item) for item in output]
@@ -44,11 +45,11 @@ def _attributes(output: Any) -> list[str]:
     return ["tensors"] if isinstance(getattr(output, "tensors", None), dict) else []
 
 
-def tensors(output: Any) -> list[torch.Tensor]:
+def tensors(output: Any) -> list[Tensor]:
     """Return the tensors of ``output`` in the order in which ``mapped`` visits them."""
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
 
-    def take(tensor: torch.Tensor) -> torch.Tensor:
+    def take(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
@@ -60,9 +61,9 @@ class SharedOutputs:
     """One set of buffers for the outputs of all shapes of a phase, which replay one at a time."""
 
     def __init__(self) -> None:
-        self._buffers: dict[Hashable, torch.Tensor] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
 
-    def places(self, output: Any, *, rows: int | None, capacity: int | None) -> list[torch.Tensor]:
+    def places(self, output: Any, *, rows: int | None, capacity: int | None) -> list[Tensor]:
         """Return where the tensors of outputs like ``output`` go: views of the leading rows.
 
         The buffers are those of the largest shape so far, so that capturing largest first makes
@@ -92,7 +93,7 @@ class SharedOutputs:
         self._buffers.clear()
 
 
-def copy_into(places: list[torch.Tensor], output: Any) -> Any:
+def copy_into(places: list[Tensor], output: Any) -> Any:
     """Copy every tensor of ``output`` to its place; return ``output`` with the places in it.
 
     Raises:
@@ -107,7 +108,7 @@ def copy_into(places: list[torch.Tensor], output: Any) -> Any:
         )
     left = iter(places)
 
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
+    def fill(tensor: Tensor) -> Tensor:
         place = next(left)
         place.copy_(tensor if tensor.dim() == 0 else tensor[: len(place)])
         return place
@@ -115,5 +116,5 @@ def copy_into(places: list[torch.Tensor], output: Any) -> Any:
     return mapped(fill, output)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+def _layout(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape[1:])

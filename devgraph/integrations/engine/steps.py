@@ -117,13 +117,7 @@ def capture_under(
         return weak(pool, body(*args, **kwargs))
 
     captured = capture(
-        step,
-        *args,
-        kwargs=kwargs,
-        policy=policy,
-        backend=backend,
-        warmup=warmup,
-        pool=pool,
+        step, *args, kwargs=kwargs, policy=policy, backend=backend, warmup=warmup, pool=pool
     )
     count.captured(captured, time.perf_counter() - started)
     return captured

@@ -23,6 +23,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import utils
 from transformers.generation.configuration_utils import GenerationMode
@@ -49,11 +50,7 @@ logger = logging.getLogger(__name__)
 _WIDTHS = (2, 4, 8, 12, 16)
 """Tokens of the steps that check proposed tokens; others run in the next, or eagerly."""
 
-_MODES = (
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.ASSISTED_GENERATION,
-)
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
 class Fallback(str, enum.Enum):
@@ -304,15 +301,13 @@ class _Acceleration:
             self._fall_back(reason, cache)
         return self._hooks["forward"].own(*args, **kwargs)
 
-    def _run(
-        self, seat: Seat, inputs: dict[str, Any]
-    ) -> tuple[Fallback | None, torch.Tensor | None]:
+    def _run(self, seat: Seat, inputs: dict[str, Any]) -> tuple[Fallback | None, Tensor | None]:
         """Run a forward over a seated cache: its logits, or why it cannot."""
         if inputs.get("output_attentions") or inputs.get("output_hidden_states"):
             return Fallback.OUTPUTS, None
         ids, keep = inputs["input_ids"], inputs.get("logits_to_keep", 0)
         count = ids.shape[1]
-        if not seat.fits_tokens(count):
+        if seat.length + count - min(seat.pads) > self.engine.model.positions:
             return Fallback.LENGTH, None
         # A row that only has padding yet has no token to decode.
         if count == 1 and seat.length >= max(seat.pads):
@@ -457,13 +452,8 @@ def accelerate(
     Args:
         model: a causal language model in evaluation mode, on the device of ``backend``.
         mode: how each phase is captured, as a configuration, its dictionary or its JSON text.
-        backend: a backend or its name.
         max_requests: rows of the largest batch, and requests of ``generate_batch`` at once.
-        max_len: positions of a row, prompt and continuation; None takes what the model allows, at
-            most 2048.
-        max_step_tokens: tokens of a prefill step; longer prompts run in several.
-        fuse: compute what can be with fewer kernels; tokens may then differ from the model's own
-            where two are equal but for rounding.
+        backend, max_len, max_step_tokens, fuse: as of ``Engine``.
 
     Raises:
         UnsupportedModelError: no request of this model could be served.

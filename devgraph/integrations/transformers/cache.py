@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from devgraph.api.errors import InputError, StateError
@@ -61,7 +62,7 @@ class CacheLayer:
     ) -> None:
         self.shape = shape
 
-        def rows(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def rows(dim: int) -> tuple[Tensor, Tensor]:
             sizes = (shape.kv_heads, slots * max_len + 1, dim)
             if rows_first:
                 flat = torch.zeros(sizes[1], sizes[0], dim, dtype=dtype, device=device)
@@ -76,7 +77,7 @@ class CacheLayer:
         self.keys_by_row = self.keys[:, :-1].transpose(0, 1)
         self.values_by_row = self.values[:, :-1].transpose(0, 1)
 
-    def read(self, slots: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, slots: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of whole slots: of the first so many, or of those in a tensor."""
         if isinstance(slots, int):
             return self.keys_by_slot[:slots], self.values_by_slot[:slots]
@@ -115,8 +116,8 @@ class KVCache(Cache):  # type: ignore[misc]
         )
         super().__init__(layers=[layer(shape, slots) for shape in shapes])
         self._clean = [0] * slots
-        self._target: torch.Tensor | None = None
-        self._shown: int | torch.Tensor | None = None
+        self._target: Tensor | None = None
+        self._shown: int | Tensor | None = None
         self._length = 0
         self._written: CacheLayer | None = None
 
@@ -129,15 +130,11 @@ class KVCache(Cache):  # type: ignore[misc]
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self._tensors())
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _tensors(self) -> list[Tensor]:
         return [t for layer in self.layers for t in (layer.keys, layer.values)]
 
     def aim(
-        self,
-        rows: torch.Tensor | None,
-        shown: int | torch.Tensor | None = None,
-        *,
-        width: int = 0,
+        self, rows: Tensor | None, shown: int | Tensor | None = None, *, width: int = 0
     ) -> None:
         """Set where the next forward writes: a row for each token, int64 ``[tokens]``.
 
@@ -151,13 +148,8 @@ class KVCache(Cache):  # type: ignore[misc]
         self._written = None
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write the new tokens of a layer; attention then finds the layer through ``take``."""
         if self._target is None:
             raise StateError("this cache belongs to an engine and is written in its steps only")

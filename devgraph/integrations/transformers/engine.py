@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from devgraph.api.backend import Backend
@@ -25,12 +26,7 @@ from devgraph.integrations.transformers.sampling import (
     draw_rows,
     per_prompt,
 )
-from devgraph.integrations.transformers.scheduler import (
-    Chunk,
-    FinishReason,
-    Request,
-    Scheduler,
-)
+from devgraph.integrations.transformers.scheduler import Chunk, FinishReason, Request, Scheduler
 from devgraph.integrations.transformers.text import TextStream
 from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.prefill import PrefillRunner
@@ -351,7 +347,8 @@ class Engine:
         chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
         if not chunks:
             return []
-        prompt = sum(chunk.of_prompt for chunk in chunks)
+        prompts = (min(chunk.count, chunk.request.prompt_length - chunk.cached) for chunk in chunks)
+        prompt = sum(count for count in prompts if count > 0)
         decode = all(chunk.count == 1 and chunk.completes for chunk in chunks)
         if decode and self._launch_pays(chunks):
             steps = self._launch(chunks)
@@ -390,7 +387,7 @@ class Engine:
         ]
 
     def _chosen(
-        self, chunks: Sequence[Chunk], out: Mapping[str, torch.Tensor]
+        self, chunks: Sequence[Chunk], out: Mapping[str, Tensor]
     ) -> list[tuple[Request, int]]:
         """Return the tokens of a step that ran."""
         rows = [i for i, chunk in enumerate(chunks) if chunk.completes]

@@ -32,7 +32,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from devgraph.api.errors import StateError
@@ -52,7 +52,7 @@ class Seen:
         """What each RMS norm is given; None if that is not one tensor."""
         self.rotary: dict[ModuleType, dict[_Form, _Call]] = {}
         """The first call of every form, by the Python module that the function is looked up in."""
-        self._calls: list[tuple[nn.Module, nn.Linear, torch.Tensor]] = []
+        self._calls: list[tuple[nn.Module, nn.Linear, Tensor]] = []
         self._model = model
 
     @contextlib.contextmanager
@@ -117,7 +117,7 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
     return (
         len(args),
         *sorted(kwargs),
-        *((v.dim(), v.shape[-1], v.dtype) if isinstance(v, torch.Tensor) else v for v in values),
+        *((v.dim(), v.shape[-1], v.dtype) if isinstance(v, Tensor) else v for v in values),
     )
 
 
@@ -150,10 +150,10 @@ class _Projections:
         self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
         self.weight = torch.empty(0)
-        self.bias: torch.Tensor | None = None
+        self.bias: Tensor | None = None
         self._addresses: list[tuple[dict[str, Any], int]] = []
-        self._given: torch.Tensor | None = None
-        self._pieces: Sequence[torch.Tensor] = ()
+        self._given: Tensor | None = None
+        self._pieces: Sequence[Tensor] = ()
         self.join()
         self.forwards = [self._forward_of(i) for i in range(len(layers))]
 
@@ -176,10 +176,10 @@ class _Projections:
             self.bias = _side_by_side([layer.bias for layer in self.layers])
         self._addresses = [(c._parameters, c.weight.data_ptr()) for c in self.layers]
 
-    def _forward_of(self, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _forward_of(self, index: int) -> Callable[[Tensor], Tensor]:
         layer, last = self.layers[index], len(self.layers) - 1
 
-        def forward(given: torch.Tensor) -> torch.Tensor:
+        def forward(given: Tensor) -> Tensor:
             if index == 0:
                 self._given = given
                 joined = F.linear(given, self.weight, self.bias)
@@ -197,7 +197,7 @@ class _Projections:
         self._given, self._pieces = None, ()
 
 
-def _side_by_side(parts: list[torch.Tensor]) -> torch.Tensor:
+def _side_by_side(parts: list[Tensor]) -> Tensor:
     first, at = parts[0], parts[0].data_ptr()
     adjacent = True
     for part in parts:
@@ -226,7 +226,7 @@ class Fusion:
     def __init__(self, seen: Seen) -> None:
         self.unfused: Counter[str] = Counter()
         """How many of what run as the model wrote them, by the reason."""
-        self._turned: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._turned: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._projections = list(self._join(seen))
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = [
             (layer.__dict__, forward)
@@ -278,9 +278,7 @@ class Fusion:
         """Return why ``_turn`` cannot replace the function of ``call``, or None if it can."""
         try:
             with torch.no_grad():
-                noisy = [
-                    _noise(a.shape, a) if isinstance(a, torch.Tensor) else a for a in call.args
-                ]
+                noisy = [_noise(a.shape, a) if isinstance(a, Tensor) else a for a in call.args]
                 for args in (call.args, noisy):
                     want = call.function(*args, **call.kwargs)
                     got = self._turn(*args, **call.kwargs)
@@ -335,17 +333,14 @@ class Fusion:
                 group.join()
 
     def _turn(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        unsqueeze_dim: int = 1,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
         # All layers are given the same tables; what is made of them is made once a step.
         tables = self._turned.get(id(sin))
         if tables is None or tables[0] is not sin:
-            tables = (sin, cos.unsqueeze(unsqueeze_dim), _signed(sin).unsqueeze(unsqueeze_dim))
+            low, high = sin.chunk(2, -1)
+            signed = torch.cat((-low, high), -1)
+            tables = (sin, cos.unsqueeze(unsqueeze_dim), signed.unsqueeze(unsqueeze_dim))
             self._turned[id(sin)] = tables
         return _turn_together(q, k, tables[1], tables[2], heads_dim=unsqueeze_dim)
 
@@ -381,11 +376,11 @@ def _no_rms_norm(module: nn.Module, shape: torch.Size | None) -> str | None:
     return "it computes something else than torch's RMS norm"
 
 
-def _rms_norm_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def _rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     parameters = module._parameters
 
-    def forward(given: torch.Tensor) -> torch.Tensor:
+    def forward(given: Tensor) -> Tensor:
         # Looked up each time: the parameter may be replaced.
         weight = parameters["weight"]
         assert weight is not None
@@ -394,14 +389,9 @@ def _rms_norm_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return forward
 
 
-def _signed(sin: torch.Tensor) -> torch.Tensor:
-    low, high = sin.chunk(2, -1)
-    return torch.cat((-low, high), -1)
-
-
 def _turn_together(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, heads_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, heads_dim: int
+) -> tuple[Tensor, Tensor]:
     both = _joined_heads(q, k, heads_dim)
     turning, rest = both, None
     if cos.shape[-1] < both.shape[-1]:
@@ -415,7 +405,7 @@ def _turn_together(
     return turned_q, turned_k
 
 
-def _joined_heads(q: torch.Tensor, k: torch.Tensor, dim: int) -> torch.Tensor:
+def _joined_heads(q: Tensor, k: Tensor, dim: int) -> Tensor:
     """Return ``q`` and ``k`` as one tensor along ``dim``; a view where they lie side by side."""
     step = (q if q.shape[dim] > 1 else k).stride(dim)
     if (
@@ -433,12 +423,12 @@ def _joined_heads(q: torch.Tensor, k: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat((q, k), dim)
 
 
-def _noise(shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+def _noise(shape: torch.Size, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(shape, generator=generator).to(dtype=like.dtype, device=like.device)
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _close(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype is not b.dtype:
         return False
     # A few roundings of the dtype, and of float32 at least.
@@ -449,6 +439,6 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _near(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _near(a: Tensor, b: Tensor) -> bool:
     """Whether two products are equal to what another order of summation may change."""
     return bool((a - b).abs().max() <= 0.01 * a.abs().max())

@@ -113,9 +113,7 @@ def load_demo(
 
 
 def find_demo(
-    source: str | os.PathLike[str] | None = None,
-    *,
-    cache: str | os.PathLike[str] | None = None,
+    source: str | os.PathLike[str] | None = None, *, cache: str | os.PathLike[str] | None = None
 ) -> Path:
     """Return the path of the demo model's GGUF file.
 
@@ -127,7 +125,8 @@ def find_demo(
     Raises:
         InputError: there is none; the message lists where it looked and how to get one.
     """
-    folder = Path(cache) if cache is not None else _user_cache()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(user_cache) / "devgraph" if cache is None else Path(cache)
     places = _places(source, folder)
     for place in places:
         found = _in(place, folder)
@@ -148,11 +147,6 @@ def _places(source: str | os.PathLike[str] | None, folder: Path) -> list[Path]:
     spec = importlib.util.find_spec(_MODULE)
     installed = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
     return [*installed, folder]
-
-
-def _user_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "devgraph"
 
 
 def _in(place: Path, cache: Path) -> Path | None:

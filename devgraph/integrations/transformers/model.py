@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
@@ -63,8 +64,8 @@ class _Step:
     def __init__(self, batch: Batch, *, decode: bool) -> None:
         self.batch = batch
         self.decode = decode
-        self.masks: dict[int | None, torch.Tensor] = {}
-        self.lengths: torch.Tensor | None = None
+        self.masks: dict[int | None, Tensor] = {}
+        self.lengths: Tensor | None = None
         self.width = (batch.width or 1) if decode else int(batch.input_ids.shape[0])
 
 
@@ -107,7 +108,7 @@ class CausalModel:
         updatable: bool = True,
         fuse: bool = True,
         slot_attention: Callable[..., SlotAttention | None] | None = None,
-        pin: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        pin: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.model = model
         self._pin = pin
@@ -212,7 +213,7 @@ class CausalModel:
         return [*slots, InputSlot("last_tokens", ("requests",), torch.int64, pad=Pad.zero())]
 
     def _token_slots(self, steps: int = 1) -> list[InputSlot]:
-        def drawn(high: int) -> Callable[[tuple[int, ...], torch.Generator], torch.Tensor]:
+        def drawn(high: int) -> Callable[[tuple[int, ...], torch.Generator], Tensor]:
             return lambda shape, generator: torch.randint(0, high, shape, generator=generator)
 
         highest = max(1, min(ROW_MULTIPLE, self.positions) - steps + 1)
@@ -304,7 +305,7 @@ class CausalModel:
             host_args["spans"] = tuple(itertools.chain.from_iterable(spans))
         return {"inputs": inputs, "host_args": host_args, "longest": max(lengths)}
 
-    def _tokens(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+    def _tokens(self, pieces: Sequence[Piece]) -> dict[str, Tensor]:
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
@@ -318,7 +319,7 @@ class CausalModel:
         all_three = self.tensor([ids, positions, rows])
         return dict(zip(("input_ids", "position_ids", "slot_mapping"), all_three, strict=True))
 
-    def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return ``values`` as a tensor on the device."""
         made = torch.tensor(values, dtype=dtype)
         if self._pin is None or self.device.type == "cpu":
@@ -328,7 +329,7 @@ class CausalModel:
     # -- steps -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def decode(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def decode(self, batch: Batch) -> dict[str, Tensor]:
         """Run one decode step: logits ``[tokens, vocabulary]`` and their argmax ``[tokens]``."""
         step = _Step(batch, decode=True)
         width = step.width
@@ -349,19 +350,19 @@ class CausalModel:
         the tokens ``ends`` or as many as ``left`` says."""
         last = torch.tensor(sorted(ends), dtype=torch.int64, device=self.device)
 
-        def advance(batch: Batch, tokens: torch.Tensor) -> None:
+        def advance(batch: Batch, tokens: Tensor) -> None:
             batch.input_ids.copy_(tokens)
             batch.position_ids.add_(1)
             batch.slot_mapping.add_(1)
             batch.left.sub_(1)
 
-        def done(batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
+        def done(batch: Batch, tokens: Tensor) -> Tensor:
             return (tokens[:, None] == last).any(1) | (batch.left <= 0)
 
         return Loop(steps=steps, advance=advance, done=done)
 
     @torch.no_grad()
-    def packed(self, batch: Batch) -> torch.Tensor:
+    def packed(self, batch: Batch) -> Tensor:
         """Run one packed step up to the last hidden states, ``[tokens, hidden]``."""
         step = _Step(batch, decode=False)
         with self._running(step):
@@ -369,12 +370,12 @@ class CausalModel:
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def tail(self, hidden: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
+    def tail(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Finish a packed step: what ``decode`` returns, for the last token of every request."""
         return self.head(hidden.index_select(0, batch.last_tokens))
 
     @torch.no_grad()
-    def head(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    def head(self, hidden: Tensor) -> dict[str, Tensor]:
         """Apply the model's own head to hidden states ``[rows, hidden]``.
 
         The head is whatever the model's forward does after its base model (scaling, capping), so
@@ -406,7 +407,7 @@ class CausalModel:
         if self.own is None:
             self.cache.aim(rows)
         else:
-            slots: int | torch.Tensor = rows.shape[0] // step.width
+            slots: int | Tensor = rows.shape[0] // step.width
             if not step.decode:  # Padding has the scratch row, which is in no slot.
                 slots = (rows[:1] // self.max_len).clamp(max=self.max_requests - 1)
             self.cache.aim(rows, slots, width=step.width)
@@ -446,7 +447,7 @@ class CausalModel:
                 self.model, f"{self.own}; and its own attention gives other logits on whole slots"
             )
 
-    def _try(self, texts: list[list[int]]) -> list[torch.Tensor]:
+    def _try(self, texts: list[list[int]]) -> list[Tensor]:
         """Return the logits of the last two tokens of ``texts``: all but one token in two packed
         steps, the last in a decode step of all."""
 
@@ -474,7 +475,7 @@ class CausalModel:
 
     # -- attention -------------------------------------------------------------------------------
 
-    def _mask(self, *args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> torch.Tensor:
+    def _mask(self, *args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor:
         step = self._step
         if step is None:
             raise StateError("this mask function serves the steps of a device-graph engine")
@@ -484,15 +485,15 @@ class CausalModel:
     def _attend(
         self,
         module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         *,
         scaling: float | None = None,
         softcap: float | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         step, layer = self._step, self.cache.take()
         if step is None:
             raise StateError("this attention function serves the steps of a device-graph engine")
@@ -523,9 +524,7 @@ class CausalModel:
             decode_whole(query, keys, values, step.masks[window], out, scoring)
         return out, None
 
-    def _attend_varlen(
-        self, step: _Step, layer: CacheLayer, query: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def _attend_varlen(self, step: _Step, layer: CacheLayer, query: Tensor, scale: float) -> Tensor:
         window, keys, values = layer.shape.window, layer.keys, layer.values
         if step.lengths is None:
             return varlen_packed(query, keys, values, step.batch, scale, window, self.max_len)
@@ -555,16 +554,16 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _at_positions(module: torch.nn.Module, step: _Step) -> Callable[..., torch.Tensor]:
+def _at_positions(module: torch.nn.Module, step: _Step) -> Callable[..., Tensor]:
     """Return the forward of an embedding of positions that takes them from ``step``, and not from
     the length of a cache."""
     own = module.forward
     taken = inspect.signature(own)
 
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
         given = taken.bind(*args, **kwargs)
         given.arguments["position_ids"] = step.batch.position_ids.clone()
-        made: torch.Tensor = own(*given.args, **given.kwargs)
+        made: Tensor = own(*given.args, **given.kwargs)
         return made.reshape(-1, step.width, made.shape[-1])
 
     return forward

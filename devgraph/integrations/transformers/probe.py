@@ -20,6 +20,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import PreTrainedModel
@@ -193,7 +194,7 @@ def _positions(
     model: PreTrainedModel,
     kept: list[DynamicLayer],
     shapes: tuple[LayerShape, ...],
-    functions: list[Callable[..., torch.Tensor]],
+    functions: list[Callable[..., Tensor]],
 ) -> int | None:
     """Return how long a request may become.
 
@@ -266,11 +267,11 @@ class _Probe(Cache):  # type: ignore[misc]
         self.own = own
         self.length = 0
         self.asked = False
-        self.written: tuple[int, torch.Tensor, torch.Tensor] | None = None
-        self.functions: list[Callable[..., torch.Tensor]] = []
+        self.written: tuple[int, Tensor, Tensor] | None = None
+        self.functions: list[Callable[..., Tensor]] = []
         self.windows: list[int | None] = []
         self.found: dict[int, LayerShape] = {}
-        self.attended: list[torch.Tensor] = []
+        self.attended: list[Tensor] = []
         self.output: Any = None
 
     def run(self, body: torch.nn.Module, overrides: dict[str, Any], *, length: int = 0) -> _Probe:
@@ -316,13 +317,8 @@ class _Probe(Cache):  # type: ignore[misc]
         return self.windows == other.windows and all(torch.equal(a, b) for a, b in pairs)
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         self.written = (layer_idx, key_states, value_states)
         shape = tuple(key_states.shape)
         if len(shape) != 4 or shape[2] != _TOKENS or shape[:3] != value_states.shape[:3]:
@@ -338,9 +334,7 @@ class _Probe(Cache):  # type: ignore[misc]
         self.asked = True
         return self.length
 
-    def _find(
-        self, index: int, heads: int, key: torch.Tensor, value: torch.Tensor, **scoring: Any
-    ) -> None:
+    def _find(self, index: int, heads: int, key: Tensor, value: Tensor, **scoring: Any) -> None:
         self.found[index] = LayerShape(
             heads=heads,
             kv_heads=key.shape[1],
@@ -349,7 +343,7 @@ class _Probe(Cache):  # type: ignore[misc]
             **scoring,
         )
 
-    def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def mask(self, *args: Any, **kwargs: Any) -> Tensor:
         """Note the window of a mask and return a stand-in that attention can recognise."""
         function = kwargs.get("mask_function")
         padded = kwargs.get("attention_mask") is not None
@@ -367,12 +361,12 @@ class _Probe(Cache):  # type: ignore[misc]
     def attention(
         self,
         module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         written, self.written = self.written, None
         name = type(module).__name__
         if written is None or written[1] is not key or written[2] is not value:
@@ -393,7 +387,7 @@ class _Probe(Cache):  # type: ignore[misc]
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     def _check_call(
-        self, name: str, query: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
+        self, name: str, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> None:
         unknown = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS | _HONOURED]
         if unknown:
@@ -407,11 +401,8 @@ class _Probe(Cache):  # type: ignore[misc]
 
 
 def mask_of(
-    function: Callable[..., torch.Tensor],
-    positions: torch.Tensor,
-    rows: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    function: Callable[..., Tensor], positions: Tensor, rows: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Return the mask ``[requests, 1, width, rows]`` that a mask function of transformers means for
     tokens at ``positions``, ``[requests, width]``."""
     none = rows[:1] * 0
@@ -422,7 +413,7 @@ def mask_of(
     return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(~shown, hide)
 
 
-def _window_of(function: Callable[..., torch.Tensor], model: PreTrainedModel) -> int | None:
+def _window_of(function: Callable[..., Tensor], model: PreTrainedModel) -> int | None:
     """Return the sliding window of a causal mask function, None when it has none.
 
     The function is evaluated, not recognised: at positions far apart it must allow exactly the
@@ -430,7 +421,7 @@ def _window_of(function: Callable[..., torch.Tensor], model: PreTrainedModel) ->
     """
     zero = torch.zeros((), dtype=torch.int64)
 
-    def allowed(position: int, rows: torch.Tensor) -> torch.Tensor:
+    def allowed(position: int, rows: Tensor) -> Tensor:
         at = torch.full((), position, dtype=torch.int64)
         return torch.as_tensor(function(zero, zero, at, rows)).expand(rows.shape)
 
@@ -554,7 +545,7 @@ class _NoLists(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+        if func in (Tensor.tolist, Tensor.numpy):
             raise _HostRead(func.__name__)
         return func(*args, **(kwargs or {}))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 import torch
+from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -70,22 +71,20 @@ class Sampler:
         else:
             self._generator.manual_seed(params.seed)
 
-    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+    def draw(self, logits: Tensor) -> Tensor:
         """Return one token, a scalar int64 tensor on the device, from logits ``[vocabulary]``."""
         kept = self.kept(logits)
         # The largest of log p + Gumbel noise is a sample of p; exponential noise says the same.
         noise = torch.empty_like(kept).exponential_(generator=self._generator)
         return (torch.softmax(kept, -1) / noise).argmax(-1)
 
-    def kept(self, logits: torch.Tensor) -> torch.Tensor:
+    def kept(self, logits: Tensor) -> Tensor:
         """Return float32 ``logits`` over the temperature, -inf for tokens that may not be drawn."""
-        scores: torch.Tensor = self._filters(None, logits.float()[None])
+        scores: Tensor = self._filters(None, logits.float()[None])
         return scores[0]
 
 
-def draw_rows(
-    logits: torch.Tensor, best: torch.Tensor, samplers: Sequence[Sampler | None]
-) -> list[int]:
+def draw_rows(logits: Tensor, best: Tensor, samplers: Sequence[Sampler | None]) -> list[int]:
     """Return a token for every row, with one transfer to the host.
 
     Args:

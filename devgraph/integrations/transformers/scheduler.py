@@ -119,11 +119,6 @@ class Chunk(Piece):
 
     request: Request
 
-    @property
-    def of_prompt(self) -> int:
-        """How many of them are of the prompt."""
-        return max(0, min(self.count, self.request.prompt_length - self.cached))
-
 
 @attrs.frozen
 class Move:

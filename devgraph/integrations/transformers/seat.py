@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -42,6 +43,7 @@ class Seat:
     Attributes:
         length: tokens of a row, padding included, as transformers counts.
         deterministic: whether a step too many would draw no random numbers.
+        records: whether plain layers must be able to crop when it leaves; slots always can.
     """
 
     def __init__(self, engine: Engine, cache: DynamicCache, pads: Sequence[int]) -> None:
@@ -51,9 +53,9 @@ class Seat:
         self._engine = engine
         self._rows = engine.model.cache
         self._cache = weakref.ref(cache)
-        self._given: list[weakref.ref[torch.Tensor]] = []
-        self._records = False
-        self._next: torch.Tensor | None = None
+        self._given: list[weakref.ref[Tensor]] = []
+        self.records = False
+        self._next: Tensor | None = None
         for slot in range(len(pads)):
             self._rows.release(slot)
         if self.length:
@@ -103,7 +105,7 @@ class Seat:
             return list(cache.layers)
         layers: list[CacheLayerMixin] = DynamicCache(config=self._engine.model.model.config).layers
         for index, layer in enumerate(layers):
-            if self._records and isinstance(layer, DynamicSlidingWindowLayer):
+            if self.records and isinstance(layer, DynamicSlidingWindowLayer):
                 layer.activate_past_recording()
             if self.length:
                 layer.update(*self.rows(index))
@@ -129,7 +131,7 @@ class Seat:
         cache.layers[:] = [_SeatedLayer(self, index) for index in range(len(self._rows.layers))]
         cache.layer_class_to_replicate = None
 
-    def rows(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer as transformers keeps them, padding at the left."""
         layer = self._rows.layers[index]
         keys, values = (
@@ -140,7 +142,7 @@ class Seat:
             return keys, values
         return self._padded(keys), self._padded(values)
 
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+    def _padded(self, rows: Tensor) -> Tensor:
         out = rows.new_zeros(rows.shape)
         for slot, pad in enumerate(self.pads):
             out[slot, :, pad:] = rows[slot, :, : self.length - pad]
@@ -152,20 +154,9 @@ class Seat:
             length = min(self.length, tokens) if tokens > 0 else self.length + tokens
             self.length, self._next = max(0, length), None
 
-    def record_past(self) -> None:
-        """Be able to crop, as plain layers are only after this call; slots keep all rows anyway."""
-        self._records = True
-
     # -- steps -----------------------------------------------------------------------------------
 
-    def fits_tokens(self, count: int) -> bool:
-        """Return whether every row has room for ``count`` tokens more."""
-        rows = self.length + count - min(self.pads)
-        return rows <= self._engine.model.positions
-
-    def decode(
-        self, ids: torch.Tensor, runner: DecodeRunner, widths: Sequence[int] = (1,)
-    ) -> torch.Tensor:
+    def decode(self, ids: Tensor, runner: DecodeRunner, widths: Sequence[int] = (1,)) -> Tensor:
         """Run ``ids``, ``[batch, n]``, in one decode step; return ``[batch, n, vocabulary]``.
 
         Tokens are added up to the next of ``widths``: they write rows behind the last token, which
@@ -193,13 +184,13 @@ class Seat:
         self.length += count
         self._next += count
         # The caller may keep the logits, and the next step writes over those of the runner.
-        logits: torch.Tensor = out["logits"].view(batch, width, -1)[:, :count].clone()
+        logits: Tensor = out["logits"].view(batch, width, -1)[:, :count].clone()
         return logits
 
-    def packed(self, ids: torch.Tensor) -> torch.Tensor:
+    def packed(self, ids: Tensor) -> Tensor:
         """Run ``ids``, ``[batch, n]``, in packed steps; return ``[batch, 1, vocabulary]``."""
         engine = self._engine
-        logits: torch.Tensor | None = None
+        logits: Tensor | None = None
         for pieces in self._steps(ids.tolist()):
             found = engine.prefill.run(**engine.model.packed_data(pieces))["logits"]
             if logits is None:
@@ -247,12 +238,12 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._index = index
 
     @property
-    def keys(self) -> torch.Tensor:
+    def keys(self) -> Tensor:
         """The rows as they are now; the next step writes behind them."""
         return self.seat.rows(self._index)[0]
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         return self.seat.rows(self._index)[1]
 
     def get_seq_length(self) -> int:
@@ -268,7 +259,7 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length
 
     def activate_past_recording(self) -> None:
-        self.seat.record_past()
+        self.seat.records = True
 
     def crop(self, tokens_to_remove: int) -> None:
         if self._index == 0:

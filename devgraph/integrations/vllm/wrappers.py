@@ -57,7 +57,6 @@ class _Graphs:
         self.compilation_config = self.vllm_config.compilation_config
         self.is_debugging_mode = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
         self._checked = checked or self.is_debugging_mode
-        self._runnable_str = str(self.runnable) if self.is_debugging_mode else None
         self.concrete_cudagraph_entries: dict[Hashable, CapturedStep] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +204,6 @@ def graph_wrapper() -> Any:
             self.vllm_config = vllm_config
             self.runtime_mode = runtime_mode
             self.cudagraph_options = cudagraph_options or cuda_graph.CUDAGraphOptions()
-            self.first_run_finished = False
             # A piece reads what earlier pieces wrote; a whole step reads the engine's buffers.
             self._prepare(
                 counts=dict.fromkeys((None, runtime_mode), runtime_mode.name.lower()),
@@ -256,11 +254,6 @@ class BreakableStep(_Graphs):
         broken = dict.fromkeys((None, *CUDAGraphMode), "breakable")
         self._prepare(counts={**broken, CUDAGraphMode.FULL: "full"})
         self._full_mode = CUDAGraphMode.FULL
-
-    @property
-    def entries(self) -> dict[Hashable, CapturedStep]:
-        """Captured steps by runtime mode, batch descriptor and key."""
-        return self.concrete_cudagraph_entries
 
     def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
         more = None if self.key_fn is None else self.key_fn(*args, **kwargs)
