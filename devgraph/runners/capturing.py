@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from devgraph.api.backend import ReplayPace
 from devgraph.api.capture import Captured, capture
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import AgreementError, ResourceError
+from devgraph.api.errors import AgreementError, InputTypeError, ResourceError, StateError, brief
 from devgraph.api.policy import compiles
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import EXHAUSTED, Pool
@@ -246,11 +247,11 @@ class Capturing:
             step.clock = self._share.clock.joined(self._name)
 
     def close(self) -> None:
-        """Keep what was learnt of the buckets, and free all graphs."""
-        if self._ranks.rank == 0:
-            self._learned.write(self._graphs)
+        """Free all graphs, and keep what was learnt of the buckets."""
         for graph in reversed(list(self._graphs)):
             graph.close()
+        if self._ranks.rank == 0:
+            self._learned.write(self._graphs)
 
     def sample_bytes(self) -> list[int]:
         """Capture the two largest graphs into a throwaway pool and return what each added to it.
@@ -475,6 +476,20 @@ class Capturing:
             )
 
 
+def require_folder(profile: object) -> None:
+    """Make the folder for traces; raises as ``Runner.capture``, before anything is captured."""
+    if profile is None:
+        return
+    if not isinstance(profile, str | os.PathLike):
+        raise InputTypeError(f"profile must be the path of a folder, got {brief(profile)}")
+    if torch._C._autograd._profiler_enabled():
+        raise StateError(
+            "capture(profile=...) inside a profile of torch would end that one: leave profile= "
+            "out, and the profile that runs shows the captures"
+        )
+    Path(profile).mkdir(parents=True, exist_ok=True)
+
+
 @contextlib.contextmanager
 def _traced(folder: str | None, title: str) -> Iterator[None]:
     """Write a Chrome trace of the block into ``folder``, under a file name made of ``title``."""
@@ -484,7 +499,6 @@ def _traced(folder: str | None, title: str) -> Iterator[None]:
     name = "".join(each if each.isalnum() else "-" for each in title)
     with torch.profiler.profile() as trace:
         yield
-    Path(folder).mkdir(parents=True, exist_ok=True)
     trace.export_chrome_trace(str(Path(folder) / f"{name.strip('-')}.json"))
 
 

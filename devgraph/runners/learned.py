@@ -52,13 +52,13 @@ class Learned:
         found = {str(g.key): -1 if g.dropped else g.hits + g.missed for g in graphs}
         if not any(found.values()):
             return  # it served nothing
-        new = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        new = Path(f"{self._path}.{os.getpid()}")
         try:
             new.write_text(json.dumps({**self._read(), self._key: found}), encoding="utf-8")
             new.replace(self._path)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("what was learnt of the buckets is not kept: %s", error)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 new.unlink()
 
     def _read(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Learned:
             return {}
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("%s tells nothing of the buckets: %s", self._path, error)
             return {}
         return found if isinstance(found, dict) else {}

@@ -35,7 +35,7 @@ from devgraph.api.prove import require_cases
 from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, Phase, spans
-from devgraph.runners.capturing import Capturing
+from devgraph.runners.capturing import Capturing, require_folder
 from devgraph.runners.counting import ByTokens
 from devgraph.runners.decisions import (
     Decision,
@@ -454,6 +454,8 @@ class Runner:
         runs out, the rest is dropped: the steps that wanted it run eagerly, counted.
 
         Raises:
+            InputTypeError, StateError: ``profile`` is no path, or torch profiles already, which it
+                does once at a time. OSError: there cannot be such a folder.
             ResourceError: memory or another resource ran out and the runner is strict.
             AgreementError: ranks differ, or one failed, is late or gone.
             Exception: what the step raised in warm-up or capture; earlier captures are kept.
@@ -461,6 +463,7 @@ class Runner:
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return
+            require_folder(profile)
             if everything or self.captures_first:
                 self._capture(self._capturing.pending, profile)
             else:

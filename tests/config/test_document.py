@@ -35,6 +35,8 @@ from tests.support.config_cases import MODE
         ('{"decode": {"compiler": "indctor"}}', ["decode.compiler", "Did you mean 'inductor'?"]),
         ('{"decode": {"capture": "lazi"}}', ["decode.capture", "Did you mean 'lazy'?"]),
         ('{"decode": {"max_padding": NaN}}', ["NaN"]),
+        ('{"decode": {"memory": 1.0}}', ["decode.memory", "nor a share, which is below 1", "1.0"]),
+        ('{"decode": {"memory": 1.5}}', ["decode.memory", "nor a share, which is below 1", "1.5"]),
         ('{"decode": "full", "decode": "disabled"}', ["'decode'", "twice"]),
         ('{"decode": {"buckets": [9], "max_bs": 8}}', ["decode", "9", "max_bs=8"]),
     ],

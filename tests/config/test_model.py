@@ -128,7 +128,7 @@ def phase_configs() -> st.SearchStrategy[PhaseConfig]:
         "strict": st.booleans(),
         "emulate": st.booleans(),
         "min_speedup": st.none() | st.floats(0.001, 1e6),
-        "memory": st.none() | st.floats(0, 1e12),
+        "memory": st.none() | st.floats(0, 1, exclude_max=True) | st.integers(2, 10**12),
         "memory_budget_bytes": st.none() | st.integers(1, 1 << 40),
         "time_budget_s": st.none() | st.floats(0.001, 1e6),
         "miss_budget": st.none() | st.integers(0, 1000),

@@ -68,7 +68,7 @@ def test_runners_of_other_names_learn_apart_in_one_file(tmp_path):
             assert captured_in_order(runner)[0] == size
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1}', "\udcff"])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": 1}', "\udcff", "[" * 100_000])
 def test_a_file_that_makes_no_sense_is_as_if_nothing_was_learnt(tmp_path, text):
     path = tmp_path / "buckets.json"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -84,6 +84,17 @@ def test_a_file_that_cannot_be_written_is_only_said(tmp_path, caplog):
         serve(runner, 1)
     assert "what was learnt of the buckets is not kept" in caplog.text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["a\0b", "/"])
+def test_a_path_of_no_file_is_only_said_and_the_graphs_are_closed(path, caplog):
+    runner = background(path)
+    serve(runner, 1)
+    captured_in_order(runner)
+    with caplog.at_level(logging.WARNING):
+        runner.close()
+    assert "what was learnt of the buckets is not kept" in caplog.text
+    assert not runner.graphs.captured
 
 
 def test_a_runner_that_served_nothing_keeps_what_was_known(tmp_path):

@@ -99,6 +99,24 @@ def test_captures_leave_a_trace_for_each_bucket(tmp_path: Path, policy: str) -> 
     assert torch.equal(runner.run({"x": torch.ones(3, 3)}), torch.full((3, 3), 2.0))
 
 
+def test_traces_that_cannot_be_written_are_refused_before_anything_is_captured(
+    tmp_path: Path,
+) -> None:
+    runner = double_runner(captured=False)
+    with pytest.raises(dg.InputTypeError, match="profile must be the path of a folder, got 3"):
+        runner.capture(profile=3)  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        runner.capture(profile=str(tmp_path / "file"))
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu) as profile:
+        with pytest.raises(dg.StateError, match="inside a profile of torch"):
+            runner.capture(profile=str(tmp_path / "traces"))
+        torch.ones(3).add(1)
+    assert "aten::add" in [event.name for event in profile.events()]
+    assert not runner.graphs.captured
+
+
 def test_ranges_are_yes_or_no() -> None:
     with pytest.raises(dg.ConfigTypeError, match="ranges"):
         double_runner(ranges="yes")

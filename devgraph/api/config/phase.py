@@ -170,6 +170,16 @@ def _number(kind: type[int] | type[float], least: int, *, above: bool = False) -
     return {"kind": f"{what} of {wanted}", "shape": "integer", "read": read}
 
 
+def _read_memory(value: object, path: str) -> float:
+    found = _number(float, 0)["read"](value, path)
+    if found == 1 or (found > 1 and found != int(found)):
+        raise ConfigError(
+            f"{path}: {value!r} is neither a number of bytes nor a share, which is below 1; null "
+            f"is no limit"
+        )
+    return float(found)
+
+
 def _optional(declared: dict[str, Any]) -> dict[str, Any]:
     read = declared["read"]
     return {
@@ -305,7 +315,7 @@ class PhaseConfig:
         default=None,
     )
     memory: float | None = _key(
-        _optional(_number(float, 0)),
+        _optional({**_number(float, 0), "read": _read_memory}),
         "Bytes that executables and recordings of the pool may take, or below 1 a share of the "
         "device's memory; the least recently used go, and are made again at their next launch. Of "
         "phases that share a pool the lowest holds. None: executables stay.",
