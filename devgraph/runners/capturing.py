@@ -28,7 +28,7 @@ from devgraph.runners.graphs import BucketGraph, Emulated, Graphs
 from devgraph.runners.learned import Learned
 from devgraph.runners.lease import LeaseClock
 from devgraph.runners.options import Options
-from devgraph.runners.ranks import PeerFailed, Solo
+from devgraph.runners.ranks import PeerFailed, RankGroup
 from devgraph.runners.report import Counters, format_bytes
 from devgraph.runners.step import StaticBatch, Step
 
@@ -70,7 +70,7 @@ class Capturing:
         graphs: Graphs,
         counters: Counters,
         *,
-        ranks: Solo,
+        ranks: RankGroup,
         config: PhaseConfig,
         options: Options,
         facts: Mapping[str, Any],

@@ -8,6 +8,7 @@ dtypes share one grouped copy, as words of four bytes, where that pays.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -77,11 +78,13 @@ class CopyPlan:
         self._start, self._stop = arena.buffers.start, arena.buffers.stop
         if join is None:
             join = arena.device.type != "cpu"
-        names = _joined(list(arena.given.values())) if join else set()
+        joined = _joined(list(arena.given.values())) if join else set()
+
+        def kind(slot: InputSlot) -> str:
+            return "" if slot.name in joined else str(slot.dtype)
+
         # Sorted by group, so that the sources of each are one slice.
-        self._order = sorted(
-            arena.given.values(), key=lambda s: "" if s.name in names else str(s.dtype)
-        )
+        self._order = sorted(arena.given.values(), key=kind)
         self._count = len(self._order)
         self._names = [slot.name for slot in self._order]
         self._alike: Callable[..., bool] = _never
@@ -93,40 +96,29 @@ class CopyPlan:
         self._known: dict[tuple[int, ...], list[_Copy]] = {}
         """Copies by the addresses of their inputs."""
         self._words = [
-            i
-            for i, slot in enumerate(self._order)
-            if slot.name in names and slot.dtype is not _WORD
+            i for i, s in enumerate(self._order) if s.name in joined and s.dtype is not _WORD
         ]
         self._stagings: dict[tuple[int, ...], Staging] = {}
         """By which inputs come from the host; made when first needed."""
         self._groups: list[_Group] = []
         self._padding = Padding()
         """What no template holds, and the marks of real rows."""
-        start = 0
-        for stop in self._ends(names):
-            self._add_group(start, stop, names)
-            start = stop
+        for group, slots in itertools.groupby(self._order, kind):
+            self._add_group(list(slots), as_words=not group)
         for slot in arena.slots.values():
             if slot.real is not None:
-                for part, pad in zip(
-                    self._split(slot), (Pad.fill(slot.real), slot.pad), strict=True
-                ):
+                rules = Pad.fill(slot.real), slot.pad
+                for part, pad in zip(self._split(slot), rules, strict=True):
                     if part is not None:
                         template = arena.template(slot, pad)
                         self._padding.add(part, pad, slot.axis, template=template)
         self._pads_apart = bool(self._padding)
 
-    def _ends(self, joined: set[str]) -> list[int]:
-        kinds = [_WORD if s.name in joined else s.dtype for s in self._order]
-        own = [(s.name in joined, kind) for s, kind in zip(self._order, kinds, strict=True)]
-        return [i for i in range(1, self._count + 1) if i == self._count or own[i] != own[i - 1]]
-
-    def _add_group(self, start: int, stop: int, joined: set[str]) -> None:
+    def _add_group(self, slots: Sequence[InputSlot], *, as_words: bool) -> None:
         heads, tails, pads = [], [], []
-        for slot in self._order[start:stop]:
+        for slot in slots:
             head, tail = self._split(slot)
-            as_words = slot.name in joined
-            heads.append(_words(head) if as_words else head)
+            heads.append(head)
             if tail is None:
                 continue
             template = self._arena.template(slot, slot.pad)
@@ -134,11 +126,14 @@ class CopyPlan:
                 assert slot.axis is not None
                 last = head.narrow(slot.axis, head.shape[slot.axis] - 1, 1)
                 self._padding.add(tail, slot.pad, slot.axis, last=last)
-                continue
-            pad = template[: tail.numel()].view(tail.shape)
-            tails.append(_words(tail) if as_words else tail)
-            pads.append(_words(pad) if as_words else pad)
-        self._groups.append(_Group([*heads, *tails], start, stop, pads))
+            else:
+                tails.append(tail)
+                pads.append(template[: tail.numel()].view(tail.shape))
+        targets = [*heads, *tails]
+        if as_words:
+            targets, pads = [*map(_words, targets)], [*map(_words, pads)]
+        first = self._groups[-1].last if self._groups else 0
+        self._groups.append(_Group(targets, first, first + len(slots), pads))
 
     def _split(self, slot: InputSlot) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the part of the slot that real rows fill, and the padded rest if there is any."""

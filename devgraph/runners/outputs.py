@@ -257,6 +257,11 @@ class OutputStore:
         }
 
 
+def copied(outputs: Any) -> Any:
+    """Return a copy of what a step returned."""
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
+
+
 def slots_by_leaf(slots: Any, result: Any) -> list[OutputSlot]:
     """Return the slot of every leaf of ``result``; see ``OutputStore``.
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.prove import compare, compare_near
 from devgraph.runners.graphs import BucketGraph
+from devgraph.runners.outputs import copied
 from devgraph.runners.padding import Padding
 from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
@@ -87,12 +88,12 @@ class _Proof:
         begin()
         write = step.outputs.writer(graph.key.variant, graph.size)
         write(step.function(static.batch(static.prepared(padded_host))))
-        padded = _copied(bound.result(given))
+        padded = copied(bound.result(given))
 
         begin()
         step.outputs.poison(backend.poison)
         bound.replay(padded_host)
-        replayed = _copied(bound.result(given))
+        replayed = copied(bound.result(given))
         assert graph.captured is not None
         same = self._exact if graph.captured.exact else self._close
         same(f"{where}: replay against eager on the padded batch", padded, replayed)
@@ -100,7 +101,7 @@ class _Proof:
         begin()
         self._poison_padding(graph, real)
         bound.replay(padded_host)
-        poisoned = _copied(bound.result(given))
+        poisoned = copied(bound.result(given))
         self._exact(f"{where}: padding filled with NaN", replayed, poisoned)
 
         begin()
@@ -143,10 +144,6 @@ class _Proof:
             text = compare_near(want, have, self._rtol, self._atol)
             if text:
                 self.failures.append(f"{what}: output {path}: {text}")
-
-
-def _copied(tree: Any) -> Any:
-    return pytree.tree_map(lambda t: t.clone() if isinstance(t, torch.Tensor) else t, tree)
 
 
 def _pairs(expected: Any, got: Any) -> list[tuple[str, torch.Tensor, torch.Tensor]]:

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,67 +47,12 @@ class PeerFailed(AgreementError):
     """Another rank gave up the exchange that this rank waits in."""
 
 
-class Solo:
-    """The agreement of a process that is alone: everything is agreed at once."""
-
-    rank = 0
-    size = 1
-
-    def handshake(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Make sure that all ranks have the same facts."""
-
-    def gather(
-        self,
-        tag: str,
-        value: str,
-        *,
-        escape: str | None = None,
-        timeout_s: float | None = None,
-    ) -> list[str]:
-        """Return the value that each rank gave for ``tag``, by rank."""
-        return [value]
-
-    def post(self, tag: str, value: str) -> None:
-        """Publish a value for ``tag`` without waiting for the others."""
-
-    def minimum(self, tag: str, values: Sequence[int]) -> list[int]:
-        """Return the element-wise minimum over ranks."""
-        return list(values)
-
-    def agree(self, decision: Decision | None, variants: Sequence[Variant], name: str) -> Decision:
-        """Return what all ranks of runner ``name`` do in this step; None stands for no requests.
-
-        Args:
-            variants: those that the runner declares, in the same order on every rank.
-        """
-        return decision if decision is not None else Decision.eager(Reason.EMPTY_BATCH)
-
-    def elect(self, wanted: int | None, name: str, *, ready: bool, state: str) -> int | None:
-        """Return which graph of runner ``name`` all ranks capture now, by its number.
-
-        Args:
-            wanted: the one that this rank would capture.
-            ready: whether this rank has time for it.
-            state: what numbers mean, which must be the same on all ranks.
-
-        Returns:
-            the lowest number that a rank wants; None where none does or one is not ready.
-        """
-        return wanted if ready else None
-
-    def wait(self, done: Callable[[], bool], what: str, *, escape: str | None = None) -> None:
-        """Return once ``done()`` says so; it is asked again and again."""
-        pauses = _pauses()
-        while not done():
-            time.sleep(next(pauses))
-
-
-class RankGroup(Solo):
+class RankGroup:
     """The ranks that capture and replay together.
 
     Args:
         store: any ``torch.distributed`` store that all ranks share (``TCPStore``, ``FileStore``,
-            ``PrefixStore``, ``HashStore`` between threads).
+            ``PrefixStore``, ``HashStore`` between threads); None for a rank that is alone.
         rank: this rank, from 0.
         size: number of ranks.
         timeout_s: the longest that a rank waits for the others in one exchange; it must cover the
@@ -117,7 +63,7 @@ class RankGroup(Solo):
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None,
         rank: int,
         *,
         size: int,
@@ -126,12 +72,14 @@ class RankGroup(Solo):
     ) -> None:
         if not 0 <= rank < size:
             raise ConfigError(f"rank {rank} is not within a group of {size}")
+        if store is None and size > 1:
+            raise ConfigError(f"a group of {size} ranks needs a store that they share")
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s must be over 0, got {timeout_s}")
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
-        self._store = store
+        self._store: Any = store
         self._vote: Callable[[str, list[int]], list[int]] = self._store_vote
         if vote is not None:
             self._vote = lambda tag, values: vote(values)
@@ -205,6 +153,8 @@ class RankGroup(Solo):
             PeerFailed: a rank that has not come posted to ``escape``; carries what it posted.
             AgreementError: ranks did not come within the timeout; names them.
         """
+        if self.size == 1:
+            return [value]
         key = self._post(tag, value)
         waiting = [rank for rank in range(self.size) if rank != self.rank]
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -233,8 +183,9 @@ class RankGroup(Solo):
 
     def post(self, tag: str, value: str) -> None:
         """Publish a value for ``tag`` without waiting for the others."""
-        with contextlib.suppress(Exception):
-            self._post(tag, value)
+        if self.size > 1:
+            with contextlib.suppress(Exception):
+                self._post(tag, value)
 
     def minimum(self, tag: str, values: Sequence[int]) -> list[int]:
         """Return the element-wise minimum over ranks, through the engine's vote if it gave one.
@@ -243,6 +194,8 @@ class RankGroup(Solo):
             AgreementError: a rank did not vote, which is named if it is gone or stuck, or it voted
                 on something else.
         """
+        if self.size == 1:
+            return list(values)
         code = _code(tag)
         try:
             low, high, *found = self._vote(tag, [code, -code, *values])
@@ -258,13 +211,17 @@ class RankGroup(Solo):
         return found
 
     def agree(self, decision: Decision | None, variants: Sequence[Variant], name: str) -> Decision:
-        """Return what all ranks of runner ``name`` do in this step, by one vote of minima.
+        """Return what all ranks of runner ``name`` do in this step, by one vote of minima; None
+        stands for no requests.
+
+        Args:
+            variants: those that the runner declares, in the same order on every rank.
 
         Raises:
             AgreementError: ranks want different variants, or one did not vote.
         """
         if self.size == 1:
-            return super().agree(decision, variants, name)
+            return decision or Decision.eager(Reason.EMPTY_BATCH)
         ok, bucket, variant = 1, 0, None
         if decision is not None and decision.reason is not Reason.EMPTY_BATCH:
             ok = int(decision.ok)
@@ -288,6 +245,14 @@ class RankGroup(Solo):
 
     def elect(self, wanted: int | None, name: str, *, ready: bool, state: str) -> int | None:
         """Return which graph of runner ``name`` all ranks capture now, by one vote of minima.
+
+        Args:
+            wanted: the number of the one that this rank would capture.
+            ready: whether this rank has time for it.
+            state: what numbers mean, which must be the same on all ranks.
+
+        Returns:
+            the lowest number that a rank wants; None where none does or one is not ready.
 
         Raises:
             AgreementError: ranks differ in ``state``, or one did not vote.
@@ -451,11 +416,11 @@ def _roll(what: str) -> str:
     return f"{what}/roll call"
 
 
-def ranks_of(group: Any) -> Solo:
+def ranks_of(group: Any) -> RankGroup:
     """Return the agreement for a runner's ``group``: None, a RankGroup or a process group."""
     if group is None:
-        return Solo()
-    if isinstance(group, Solo):
+        return RankGroup(None, 0, size=1, timeout_s=math.inf)
+    if isinstance(group, RankGroup):
         return group
     if not hasattr(group, "rank") or not hasattr(group, "size"):
         raise ConfigTypeError(

@@ -73,11 +73,8 @@ class BucketStats:
 
 
 @attrs.frozen(kw_only=True)
-class RunnerStats:
-    """A snapshot of a runner.
-
-    ``steps == graph_steps + sum(eager.values())`` always holds.
-    """
+class RunnerFacts:
+    """What statistics and plan of a runner begin with."""
 
     name: str
     phase: str
@@ -88,6 +85,23 @@ class RunnerStats:
     """The policy that graphs run under now; ``disabled`` while there is none to run."""
     steps_per_launch: int
     """Steps of the engine that one step counted here takes, see ``Loop``."""
+    input_bytes: int
+    output_bytes: int
+    executables: Residency
+    """Of the pool, which other runners may share."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON."""
+        return attrs.asdict(self)
+
+
+@attrs.frozen(kw_only=True)
+class RunnerStats(RunnerFacts):
+    """A snapshot of a runner.
+
+    ``steps == graph_steps + sum(eager.values())`` always holds.
+    """
+
     steps: int
     graph_steps: int
     eager: Mapping[str, int]
@@ -108,10 +122,6 @@ class RunnerStats:
     """What the policy counted over the present graphs: how host arguments were applied, or, under
     ``piecewise``, pieces and compilations."""
     graph_bytes: int
-    input_bytes: int
-    output_bytes: int
-    executables: Residency
-    """Of the pool, which other runners may share."""
     replay_pace: ReplayPace | None
     """How fast graphs went after the last captures; None where a device has but one pace."""
     buckets: tuple[BucketStats, ...]
@@ -162,10 +172,8 @@ class RunnerStats:
         return self.graph_steps / self.steps if self.steps else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
-        found: dict[str, Any] = attrs.asdict(self)
         return {
-            **found,
+            **super().to_dict(),
             "eager_steps": self.eager_steps,
             "padding_ratio": self.padding_ratio,
             "hit_ratio": self.hit_ratio,
@@ -267,26 +275,15 @@ class BucketPlan:
 
 
 @attrs.frozen(kw_only=True)
-class RunnerPlan:
+class RunnerPlan(RunnerFacts):
     """What a runner will capture or has captured."""
 
-    name: str
-    phase: str
-    backend: str
-    requested: str
-    effective: str
-    """``disabled`` while there is no graph to run."""
-    steps_per_launch: int
     capture: str
     """When buckets are captured: ``eager``, ``lazy`` or ``background``."""
     ranks: int
     variants: tuple[str, ...]
     buckets: tuple[BucketPlan, ...]
     """Largest first, which is the order of capture."""
-    input_bytes: int
-    output_bytes: int
-    executables: Residency
-    """Of the pool, which other runners may share."""
     graph_bytes: int | None
     """All graphs together: measured, or estimated after sampling; None when neither is known."""
     estimated: bool
@@ -326,10 +323,6 @@ class RunnerPlan:
             graph_bytes=sum(bucket.bytes or 0 for bucket in buckets) if complete else None,
             estimated=bool(estimates),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
-        return attrs.asdict(self)
 
     def __str__(self) -> str:
         sizes = sorted({bucket.bucket for bucket in self.buckets})

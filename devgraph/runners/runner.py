@@ -10,7 +10,6 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from devgraph.api import __version__, process
 from devgraph.api.backend import Backend
@@ -50,7 +49,7 @@ from devgraph.runners.inputs import InputArena
 from devgraph.runners.lease import LeaseClock, lease
 from devgraph.runners.observe import Timing
 from devgraph.runners.options import EMULATE_VARIABLE, Options, switched_on
-from devgraph.runners.outputs import OutputStore
+from devgraph.runners.outputs import OutputStore, copied
 from devgraph.runners.prove import RunnerReport, prove_batches, rows_to_try
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerPlan, RunnerStats, explained
@@ -362,11 +361,7 @@ class Runner:
                 logger.exception("%s: capture of bucket %s failed", self._name, graph.key)
 
     def _handed(self, outputs: Any, clone: bool) -> Any:
-        if clone:
-            return pytree.tree_map(
-                lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, outputs
-            )
-        return lease(outputs, self._step.clock)
+        return copied(outputs) if clone else lease(outputs, self._step.clock)
 
     def _check_agreed(self, decision: Decision, size: Size) -> None:
         graph = self.graphs.get(decision.key)
