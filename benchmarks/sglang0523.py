@@ -4,10 +4,10 @@
 
 MODEL is a folder with a configuration and weights. A job is LAYER:MODE: the layer is own or
 devgraph, the mode default (decode full, prefill breakable), full, breakable or eager. Every job is
-SGLang's ModelRunner in a process of its own, through SGLang's benchmark.one_batch. They start one
-after the other, so that captures and memory are each one's own, stay, and then measure in turns:
-the least of all rounds counts. The last line of each job is how fast its device goes from kernel to
-kernel of a graph, where that can change (docs/fast-replay.md).
+SGLang's ModelRunner in a process of its own, through SGLang's benchmark.one_batch. They import
+SGLang at the same time, start one after the other, so that captures and memory are each one's own,
+stay, and then measure in turns: the least of all rounds counts. The last line of each job is how
+fast its device goes from kernel to kernel of a graph, where that can change (docs/fast-replay.md).
 
 With --dry-run a job captures nothing, on the CPU: it shows that SGLang starts and measures.
 """
@@ -15,14 +15,19 @@ With --dry-run a job captures nothing, on the CPU: it shows that SGLang starts a
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+
+# SGLang looks for vLLM, and a file beside this one has its name.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
 
 MODES = {
     "default": {},
@@ -44,6 +49,8 @@ class Worker:
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         options: dict[str, Any] = {"cuda_graph_config": MODES[mode]} if MODES[mode] else {}
+        # All jobs share the device.
+        options |= {"mem_fraction_static": 0.2, "max_total_tokens": 65536, "context_length": 4096}
         if dry:
             options = {"device": "cpu", "disable_cuda_graph": True, "max_total_tokens": 4096}
             options |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
@@ -119,6 +126,8 @@ def work(model: str, job: str, dry: bool) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # SGLang prints
     layer, mode = job.split(":")
+    importlib.import_module("sglang.benchmark.one_batch")
+    sys.stdin.readline()
     with torch.no_grad(), os.fdopen(answers, "w") as out:
         worker = Worker(model, layer, mode, dry)
         print(json.dumps(worker.facts), file=out, flush=True)
@@ -139,7 +148,11 @@ class Job:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.facts: dict[str, float] = self._answer()
+        self.facts: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Load the model and capture."""
+        self.facts = self.ask("start")
 
     def _answer(self) -> Any:
         assert self.process.stdout is not None
@@ -166,6 +179,8 @@ def main() -> None:
         work(options.model, options.work, options.dry_run)
         return
     jobs = {name: Job(options, name) for name in options.jobs}
+    for job in jobs.values():
+        job.start()
     calls = [("decode", b) for b in DECODES] + [("prefill", *shape) for shape in PREFILLS]
     if options.dry_run:
         calls = [("decode", 1), ("prefill", 1, 50)]
