@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.errors import StateError
 from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
@@ -203,8 +202,7 @@ class CpuBackend(Backend):
 
     def make_graph(self, pool: Pool | None = None) -> CpuGraph:
         pool = self.own_pool(pool)
-        if not isinstance(pool, CpuPool):
-            raise StateError(f"{type(pool).__name__} is no pool of backend {self.name!r}")
+        assert isinstance(pool, CpuPool)
         return CpuGraph(self, pool)
 
     @contextlib.contextmanager

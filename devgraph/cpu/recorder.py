@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -29,7 +30,7 @@ from devgraph.cpu.metadata import (
 )
 from devgraph.cpu.modes import Dispatching, Functions
 from devgraph.cpu.ops import Kind, OpPlan, plan_of
-from devgraph.cpu.tape import Draft, Op, Tape
+from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Knowledge:
         self.binder = Binder()
 
 
-class Recorder(Draft):
+class Recorder:
     """Records the operations of the current thread between ``__enter__`` and ``__exit__``.
 
     Nothing is executed and no random number is drawn; outputs are poisoned tensors in the pool's
@@ -87,7 +88,10 @@ class Recorder(Draft):
         arguments: Sequence[torch.Tensor] = (),
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
-        super().__init__()
+        self.parts: list[Entry | Span] = []
+        """What is recorded so far, in order, without an open span."""
+        self.open_span: Span | None = None
+        self._inside: list[Entry] = []
         self.touched: dict[int, torch.UntypedStorage] = {}
         """Memory outside the pools that the recording touches, by address."""
         self._bound = bound
@@ -108,8 +112,7 @@ class Recorder(Draft):
         self._mark = object()
 
     def __enter__(self) -> Recorder:
-        if self._cached is not None:
-            raise StateError("this recorder is already recording")
+        assert self._cached is None, "a recorder records one thing at a time"
         self._cached = torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_cache_enabled(False)
@@ -147,15 +150,43 @@ class Recorder(Draft):
         self._cached = self._dispatching = self._functions = None
 
     def tape(self) -> Tape:
-        """Return the recording, which has ended and assumed no values, as a tape."""
-        if self._cached is not None:
-            raise StateError("leave the recording before asking for its tape")
+        """Return the recording, which has ended, as a tape.
+
+        Raises:
+            StateError: it was made with assumed values.
+        """
+        assert self._cached is None, "leave the recording before asking for its tape"
         if self._refusal.collects:
             raise StateError(
                 "a recording that collects violations has no tape: it went on with assumed "
                 "values. Record again without on_violation"
             )
         return Tape(self.parts, self._holds)
+
+    def append(self, run: Callable[[], object], op: Op) -> None:
+        """Add one step."""
+        (self.parts if self.open_span is None else self._inside).append(Entry(run, op))
+
+    def begin_span(self, label: str) -> Span:
+        """Start the part of one region; ``end_span`` ends it. Spans do not nest."""
+        assert self.open_span is None, "a span inside a span"
+        self.open_span, self._inside = Span(label), []
+        return self.open_span
+
+    def end_span(self, span: Span) -> None:
+        """End ``span``: everything recorded since its begin is its entries."""
+        span.entries = tuple(self._inside)
+        self.parts.append(span)
+        self.open_span = None
+
+    @contextlib.contextmanager
+    def span(self, label: str) -> Iterator[Span]:
+        """Record the block as one span."""
+        span = self.begin_span(label)
+        try:
+            yield span
+        finally:
+            self.end_span(span)
 
     def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> list[Violation]:
         """Return the allocations of this recording that outlive it and are not ``outputs``.
@@ -409,9 +440,6 @@ class Recorder(Draft):
         with torch._C._DisableTorchDispatch():
             ones = torch.ones(tensor.shape, dtype=tensor.dtype)
             return func(ones, *args[1:], **kwargs)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a Recorder belongs to one thread and cannot be pickled or copied")
 
 
 def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

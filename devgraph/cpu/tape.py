@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -47,43 +46,6 @@ class Span:
 
     def __repr__(self) -> str:
         return f"<span {self.label!r} of {len(self.entries)} entries>"
-
-
-class Draft:
-    """What is recorded so far: entries, and spans between them."""
-
-    def __init__(self) -> None:
-        self.parts: list[Entry | Span] = []
-        self.open_span: Span | None = None
-        self._inside: list[Entry] = []
-
-    def append(self, run: Callable[[], object], op: Op) -> None:
-        """Add one step."""
-        (self.parts if self.open_span is None else self._inside).append(Entry(run, op))
-
-    def begin_span(self, label: str) -> Span:
-        """Start the part of one region; ``end_span`` ends it. Spans do not nest."""
-        if self.open_span is not None:
-            raise StateError(f"a span inside the span of {self.open_span.label}")
-        self.open_span, self._inside = Span(label), []
-        return self.open_span
-
-    def end_span(self, span: Span) -> None:
-        """End ``span``: everything recorded since its begin is its entries."""
-        if span is not self.open_span:
-            raise StateError(f"{span!r} is not the open span")
-        span.entries = tuple(self._inside)
-        self.parts.append(span)
-        self.open_span = None
-
-    @contextlib.contextmanager
-    def span(self, label: str) -> Iterator[Span]:
-        """Record the block as one span."""
-        span = self.begin_span(label)
-        try:
-            yield span
-        finally:
-            self.end_span(span)
 
 
 def _flat(
@@ -147,9 +109,6 @@ class Tape:
 
     def replace(self, changes: Mapping[Span, Sequence[Entry]]) -> None:
         """Exchange the entries of several spans at once: all of them, or none on an error."""
-        unknown = [span for span in changes if span not in self._parts]
-        if unknown:
-            raise KeyError(f"{unknown[0]!r} is not a span of this tape")
         new = {span: tuple(entries) for span, entries in changes.items()}
         flat = tuple(_flat(self._parts, new))
         calls = None if self._calls is None else [entry.run for entry in flat]
