@@ -256,11 +256,11 @@ def _group(entry: object, path: str) -> Group:
 
 
 def _members(values: Mapping[str, Any], path: str) -> tuple[Member, ...]:
+    only = {key: values[key] for key in _MEMBER_KEYS if key in values}
     if "members" not in values:
-        return (_member({key: values[key] for key in _MEMBER_KEYS if key in values}, path),)
-    for key in _MEMBER_KEYS:
-        if key in values:
-            raise ConfigError(f"{path}: give either members or {key}, not both")
+        return (_member(only, path),)
+    if only:
+        raise ConfigError(f"{path}: give either members or {min(only)}, not both")
     entries = values["members"]
     if not isinstance(entries, list) or not entries:
         raise ConfigTypeError(f"{path}.members: expected a list, got {entries!r}")

@@ -224,10 +224,6 @@ count: Callable[[object, str], int] = _COUNT["read"]
 _POLICY_NAME = _choice("policy", choices)["read"]
 
 
-def _names(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(names)
-
-
 def _key(accepts: dict[str, Any], meaning: str, default: Any, flag: str | None = None) -> Any:
     metadata = {**accepts, "meaning": meaning, "flag": flag}
     return attrs.field(default=default, metadata=metadata)
@@ -339,9 +335,7 @@ class PhaseConfig:
         "no limit on a backend that runs the regions' host code for known keys as well.",
         default=None,
     )
-    explicit: frozenset[str] = attrs.field(
-        default=frozenset({"policy"}), converter=_names, eq=False
-    )
+    explicit: frozenset[str] = attrs.field(default=frozenset({"policy"}), eq=False)
     """The keys that somebody chose, which rules may not change. Any value other than the default
     is added to them. Does not count for equality."""
 
@@ -350,7 +344,7 @@ class PhaseConfig:
             value = getattr(self, name)
             if value is not key.default:
                 object.__setattr__(self, name, key.read(value, name))
-        for name in sorted(self.explicit - KEYS.keys()):
+        for name in sorted(set(self.explicit) - KEYS.keys()):
             raise unknown_name("explicit", name, KEYS, what="key")
         self._settle()
 

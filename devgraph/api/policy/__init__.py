@@ -21,21 +21,6 @@ from devgraph.api.errors import InputError, did_you_mean
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Policy
 
-__all__ = [
-    "BREAKS",
-    "COMPILERS",
-    "UNTRACED",
-    "WHOLE",
-    "Registration",
-    "breaks",
-    "check_compiler",
-    "compiles",
-    "get_policy",
-    "policies",
-    "register_policy",
-    "registration",
-]
-
 BREAKS = "breaks"
 """Marked functions run eagerly, between graphs: they may read the host, and need no capture."""
 WHOLE = "whole"

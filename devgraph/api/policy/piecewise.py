@@ -463,19 +463,13 @@ class _Piece(torch.nn.Module):
         return self._run(*args)
 
 
-@attrs.frozen
-class _Ref:
-    """A node of a piece by its position."""
-
-    index: int
-
-
 def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
     """Return what makes two pieces equal: the same operations on inputs of the same layouts."""
     numbers = {node: index for index, node in enumerate(piece.graph.nodes)}
 
     def plain(value: Any) -> str:
-        return repr(torch.fx.node.map_arg(value, lambda node: cast(Node, _Ref(numbers[node]))))
+        # A node is known by its position, beside its class so that no number is taken for it.
+        return repr(torch.fx.node.map_arg(value, lambda node: cast(Node, (Node, numbers[node]))))
 
     def target(node: Node) -> Any:
         if node.op == "get_attr":

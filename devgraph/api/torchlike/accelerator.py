@@ -15,8 +15,6 @@ from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.torchlike.base import TorchBackend
 
-__all__ = ["AcceleratorBackend"]
-
 
 class _Graph:
     """The accelerator's graph with the calls of a vendor's own; the device chooses its mode."""

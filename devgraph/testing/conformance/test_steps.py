@@ -312,9 +312,6 @@ def test_replays_are_timed_from_when_somebody_asks(kit: Kit) -> None:
     assert 'replay_seconds_count{runner="decode",' in stats.to_prometheus()
 
 
-PATCHES = slot("x", ("tokens", WIDTH), torch.float32, dg.Pad.zero())
-
-
 def encode(batch: Any) -> torch.Tensor:
     """Sum the rows of each item; whole numbers, so that neighbours and padding change no bit."""
     x = torch.where(batch.item_ids[:, None] >= 0, batch.x, 0)
@@ -324,7 +321,7 @@ def encode(batch: Any) -> torch.Tensor:
 
 def encoder_of(kit: Kit, **options: Any) -> dg.EncoderRunner:
     options = {"budgets": [4, 8], "max_items": 3, "progress": False, **options}
-    runner = dg.EncoderRunner(encode, [PATCHES], backend=kit.backend, **options)
+    runner = dg.EncoderRunner(encode, [X], backend=kit.backend, **options)
     runner.capture()
     return runner
 
