@@ -42,9 +42,21 @@ def _together(*works: Callable[[], Any], patience: float = PATIENCE) -> list[Any
     return [result.result() for result in results]
 
 
-def _patience(kit: Kit) -> float:
-    """Return how long a thread beside an open capture is waited for."""
-    return PATIENCE if kit.backend.capabilities.concurrent_threads else UNDECLARED_PATIENCE
+def _beside_a_capture(kit: Kit, work: Callable[[], Any]) -> Any:
+    """Return what ``work`` returns in a thread beside an open capture, which must be right then."""
+    x = kit.tensor(64)
+    known = kit.backend.capabilities.concurrent_threads
+    graph = kit.backend.make_graph()
+    with kit.backend.capture_context(graph, capture_error_mode="thread_local"):
+        y = x + 1
+        (result,) = _together(work, patience=PATIENCE if known else UNDECLARED_PATIENCE)
+        z = y * 2
+    nodes = graph.info().nodes
+    assert nodes is None or nodes == 2, "work of another thread is in the graph"
+    kit.refill(x, 5)
+    graph.replay()
+    kit.same(z, (x + 1) * 2)
+    return result
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -84,47 +96,24 @@ def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
 @declares("concurrent_threads")
 def test_another_thread_works_while_one_captures(kit: Kit) -> None:
     """FAULTS 16."""
-    x, other = kit.tensor(64), kit.tensor(64, seed=1)
-    seen: list[torch.Tensor] = []
+    other = kit.tensor(64, seed=1)
 
-    def work() -> None:
+    def work() -> torch.Tensor:
         result = other
         for _ in range(20):
             result = torch.tanh(result * 2) + 1
-        seen.append(result.cpu())
+        return result.cpu()
 
-    work()
-    graph = kit.backend.make_graph()
-    with kit.backend.capture_context(graph, capture_error_mode="thread_local"):
-        y = x + 1
-        _together(work, patience=_patience(kit))
-        z = y * 2
-    assert len(seen) == 2
-    same(seen[1], seen[0], "the work of the other thread")
-    nodes = graph.info().nodes
-    assert nodes is None or nodes == 2, "work of another thread is in the graph"
-    kit.refill(x, 5)
-    graph.replay()
-    kit.same(z, (x + 1) * 2)
+    want = work()
+    same(_beside_a_capture(kit, work), want, "the work of the other thread")
 
 
 @declares("concurrent_threads")
 def test_another_thread_replays_while_one_captures(kit: Kit) -> None:
     """FAULTS 16."""
-    x, other = kit.tensor(64), kit.tensor(64, seed=1)
+    other = kit.tensor(64, seed=1)
     captured = kit.capture(lambda x: x * 3, other)
-
-    def work() -> torch.Tensor:
-        out: torch.Tensor = captured.replay().cpu()
-        return out
-
-    graph = kit.backend.make_graph()
-    with kit.backend.capture_context(graph, capture_error_mode="thread_local"):
-        y = x + 1
-        (out,) = _together(work, patience=_patience(kit))
-    same(out, (other * 3).cpu())
-    graph.replay()
-    kit.same(y, x + 1)
+    same(_beside_a_capture(kit, lambda: captured.replay().cpu()), (other * 3).cpu())
 
 
 def test_graph_may_be_captured_in_one_thread_and_closed_in_another(kit: Kit) -> None:

@@ -140,6 +140,21 @@ def test_many_failed_captures_take_no_memory(kit: Kit, pool: dg.Pool) -> None:
     _usable(kit, pool)
 
 
+def _let_fail(
+    monkeypatch: pytest.MonkeyPatch, graph: dg.DeviceGraph, method: str, failure: Exception
+) -> list[dg.DeviceGraph]:
+    """Let a method of the graph's class raise behind what it does; return whose it was, in turn."""
+    real, called = getattr(type(graph), method), []
+
+    def failing(self: dg.DeviceGraph) -> None:
+        called.append(self)
+        real(self)
+        raise failure
+
+    monkeypatch.setattr(type(graph), method, failing)
+    return called
+
+
 def test_failed_end_of_a_capture_is_raised_and_the_next_capture_works(
     kit: Kit, pool: dg.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,15 +162,7 @@ def test_failed_end_of_a_capture_is_raised_and_the_next_capture_works(
     x = kit.tensor(8)
     graph = kit.backend.make_graph(pool)
     failure = RuntimeError("the end of the capture failed")
-    ends = []
-    real = type(graph)._end
-
-    def end(self: dg.DeviceGraph) -> None:
-        ends.append(self)
-        real(self)
-        raise failure
-
-    monkeypatch.setattr(type(graph), "_end", end)
+    ends = _let_fail(monkeypatch, graph, "_end", failure)
     with pytest.raises(RuntimeError) as caught, kit.backend.capture_context(graph):
         x + 1
     assert caught.value is failure
@@ -171,13 +178,7 @@ def test_exception_of_the_body_stays_when_cleaning_up_fails_too(
     """FAULTS 1, 2."""
     x = kit.tensor(8)
     graph = kit.backend.make_graph(pool)
-    real = type(graph)._abort
-
-    def abort(self: dg.DeviceGraph) -> None:
-        real(self)
-        raise RuntimeError("cleaning up failed")
-
-    monkeypatch.setattr(type(graph), "_abort", abort)
+    _let_fail(monkeypatch, graph, "_abort", RuntimeError("cleaning up failed"))
     with pytest.raises(ValueError, match="from the body"), kit.backend.capture_context(graph):
         x + 1
         raise ValueError("from the body")
