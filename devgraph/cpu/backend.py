@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -233,16 +233,7 @@ class CpuBackend(Backend):
         free, total = (os.sysconf(name) * page for name in names)
         return free, total
 
-    def check(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        host_args: Mapping[str, Any] | None = None,
-    ) -> list[Violation]:
-        """Return everything in ``fn(*args, **kwargs)`` that a device capture refuses or freezes.
-
-        See ``devgraph.cpu.check.check``.
-        """
-        return check(fn, args, kwargs=kwargs, host_args=host_args, knowledge=self.knowledge)
+    def check(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Violation]:
+        """Return everything in a step that a device capture refuses or freezes; takes what
+        ``devgraph.cpu.check.check`` does."""
+        return check(fn, *args, knowledge=self.knowledge, **options)

@@ -139,34 +139,27 @@ class CompiledPiece:
         return results
 
 
-def _merged(
-    read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], at: Sequence[int]
-) -> list[torch.Tensor]:
+def _called(
+    piece: int,
+    read: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
+    at: Sequence[int],
+    numbers: Sequence[int],
+) -> tuple[CompiledPiece, list[torch.Tensor], _Shape]:
+    """Return what a call of the operation is: the piece, its tensors in order, what it returns."""
     others, places = iter(read), dict(zip(at, written, strict=True))
     count = len(read) + len(written)
-    return [places[i] if i in places else next(others) for i in range(count)]
+    tensors = [places[i] if i in places else next(others) for i in range(count)]
+    return _pieces[piece], tensors, _pieces[piece].shape(tensors, numbers)
 
 
-def _execute(
-    piece: int,
-    read: Sequence[torch.Tensor],
-    written: Sequence[torch.Tensor],
-    at: Sequence[int],
-    numbers: Sequence[int],
-) -> list[torch.Tensor]:
-    found, tensors = _pieces[piece], _merged(read, written, at)
-    return found.run(tensors, numbers, found.shape(tensors, numbers))
+def _execute(*call: Any) -> list[torch.Tensor]:
+    piece, tensors, shape = _called(*call)
+    return piece.run(tensors, call[-1], shape)
 
 
-def _describe(
-    piece: int,
-    read: Sequence[torch.Tensor],
-    written: Sequence[torch.Tensor],
-    at: Sequence[int],
-    numbers: Sequence[int],
-) -> list[torch.Tensor]:
-    tensors = _merged(read, written, at)
-    shape = _pieces[piece].shape(tensors, numbers)
+def _describe(*call: Any) -> list[torch.Tensor]:
+    _, tensors, shape = _called(*call)
     device = tensors[0].device
     return [torch.empty(count, dtype=dtype, device=device) for count, dtype in shape.storages]
 

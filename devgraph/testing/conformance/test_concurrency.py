@@ -99,7 +99,7 @@ def test_another_thread_works_while_one_captures(kit: Kit) -> None:
     other = kit.tensor(64, seed=1)
 
     def work() -> torch.Tensor:
-        result = other
+        result: torch.Tensor = other
         for _ in range(20):
             result = torch.tanh(result * 2) + 1
         return result.cpu()
