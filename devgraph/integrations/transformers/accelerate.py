@@ -207,17 +207,9 @@ class _Acceleration:
                 if not self._depth and self._seat is not None:
                     self._seat.leave()
 
-    def _prepare_cache(
-        self,
-        config: GenerationConfig,
-        inputs: dict[str, Any],
-        mode: GenerationMode,
-        batch: int,
-        *args: Any,
-    ) -> Any:
-        result = self._hooks["_prepare_cache_for_generation"].own(
-            config, inputs, mode, batch, *args
-        )
+    def _prepare_cache(self, *args: Any) -> Any:
+        result = self._hooks["_prepare_cache_for_generation"].own(*args)
+        config, inputs, mode, batch, *_ = args
         batch *= max(config.num_beams or 1, config.num_return_sequences or 1)
         reason = self._take(config, inputs, mode, batch)
         if reason is None:

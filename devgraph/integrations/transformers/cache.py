@@ -10,7 +10,6 @@ stride over all slots, which is what kernels with device lengths address by.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,32 +49,15 @@ class CacheLayer:
     is_sliding = is_compileable = is_croppable = False
     is_initialized = supports_early_init = True
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        slots: int,
-        *,
-        max_len: int,
-        rows_first: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: LayerShape, keys: Tensor, values: Tensor, slots: int) -> None:
         self.shape = shape
-
-        def rows(dim: int) -> tuple[Tensor, Tensor]:
-            sizes = (shape.kv_heads, slots * max_len + 1, dim)
-            if rows_first:
-                flat = torch.zeros(sizes[1], sizes[0], dim, dtype=dtype, device=device)
-                flat = flat.transpose(0, 1)
-            else:
-                flat = torch.zeros(sizes, dtype=dtype, device=device)
-            by_slot = flat[:, :-1].view(shape.kv_heads, slots, max_len, dim).transpose(0, 1)
-            return flat, by_slot
-
-        self.keys, self.keys_by_slot = rows(shape.key_dim)
-        self.values, self.values_by_slot = rows(shape.value_dim)
-        self.keys_by_row = self.keys[:, :-1].transpose(0, 1)
-        self.values_by_row = self.values[:, :-1].transpose(0, 1)
+        self.keys, self.values = keys, values
+        keys, values = keys[:, :-1], values[:, :-1]  # all but the scratch row
+        self.keys_by_slot, self.values_by_slot = (
+            rows.view(shape.kv_heads, slots, -1, rows.shape[2]).transpose(0, 1)
+            for rows in (keys, values)
+        )
+        self.keys_by_row, self.values_by_row = keys.transpose(0, 1), values.transpose(0, 1)
 
     def read(self, slots: int | Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of whole slots: of the first so many, or of those in a tensor."""
@@ -111,10 +93,18 @@ class KVCache(Cache):  # type: ignore[misc]
         self.slots = slots
         self._answers = answers
         self.max_len = max_len
-        layer = functools.partial(
-            CacheLayer, max_len=max_len, rows_first=rows_first, dtype=dtype, device=device
-        )
-        super().__init__(layers=[layer(shape, slots) for shape in shapes])
+
+        def rows(kv_heads: int, dim: int) -> Tensor:
+            count = slots * max_len + 1
+            sizes = (count, kv_heads, dim) if rows_first else (kv_heads, count, dim)
+            made = torch.zeros(sizes, dtype=dtype, device=device)
+            return made.transpose(0, 1) if rows_first else made
+
+        layers = []
+        for shape in shapes:
+            keys, values = (rows(shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
+            layers.append(CacheLayer(shape, keys, values, slots))
+        super().__init__(layers=layers)
         self._clean = [0] * slots
         self._target: Tensor | None = None
         self._shown: int | Tensor | None = None

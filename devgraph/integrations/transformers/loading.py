@@ -102,14 +102,9 @@ def _check_gguf(folder: Path, name: str) -> None:
         )
 
 
-def load_demo(
-    source: str | os.PathLike[str] | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-) -> tuple[PreTrainedModel, Any]:
-    """Load SmolLM2-135M-Instruct from wherever ``find_demo`` finds it; see ``load``."""
-    return load(find_demo(source), dtype=dtype, device=device)
+def load_demo(**options: Any) -> tuple[PreTrainedModel, Any]:
+    """``load`` SmolLM2-135M-Instruct from where ``find_demo`` finds it; takes its options."""
+    return load(find_demo(), **options)
 
 
 def find_demo(

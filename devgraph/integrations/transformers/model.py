@@ -8,6 +8,7 @@ data-dependent shapes); afterwards it is as it was, and ``model.generate`` works
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import logging
@@ -144,9 +145,10 @@ class CausalModel:
         self._name = f"devgraph_{id(self):x}"
         # The registry must not keep the model alive, nor what its layers would call afterwards.
         if self.own is None:
-            register(self._name, _weakly(self._attend))
+            register(self._name, functools.partial(CausalModel._attend, weakref.proxy(self)))
         else:
-            register(self._name, attends_itself(model), _weakly(self._mask))
+            mask = functools.partial(CausalModel._mask, weakref.proxy(self))
+            register(self._name, attends_itself(model), mask)
         self._finalizer = weakref.finalize(self, unregister, self._name)
         self._takes_positions = "position_ids" in parameters_of(self.shape.body)
         both = {"position_ids", "past_key_values_length"}
@@ -540,18 +542,6 @@ class CausalModel:
         self._finalizer()
         if self.fusion is not None:
             self.fusion.close()
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        live = reference()
-        if live is None:
-            raise StateError("the engine that this attention function belonged to is gone")
-        return live(*args, **kwargs)
-
-    return call
 
 
 def _at_positions(module: torch.nn.Module, step: _Step) -> Callable[..., Tensor]:
