@@ -149,13 +149,10 @@ class _Projections:
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
-        self.weight = torch.empty(0)
-        self.bias: Tensor | None = None
-        self._addresses: list[tuple[dict[str, Any], int]] = []
+        self.forwards = [functools.partial(self._forward, i) for i in range(len(layers))]
         self._given: Tensor | None = None
         self._pieces: Sequence[Tensor] = ()
         self.join()
-        self.forwards = [self._forward_of(i) for i in range(len(layers))]
 
     @property
     def joined(self) -> bool:
@@ -172,32 +169,31 @@ class _Projections:
         Weights that lie side by side already are left where they are: graphs may read them there.
         """
         self.weight = _side_by_side([layer.weight for layer in self.layers])
-        if self.layers[0].bias is not None:
-            self.bias = _side_by_side([layer.bias for layer in self.layers])
-        self._addresses = [(c._parameters, c.weight.data_ptr()) for c in self.layers]
+        biases = [layer.bias for layer in self.layers]
+        self.bias = None if biases[0] is None else _side_by_side(biases)
+        self._addresses: list[tuple[Any, int]] = [
+            (c._parameters, c.weight.data_ptr()) for c in self.layers
+        ]
 
-    def _forward_of(self, index: int) -> Callable[[Tensor], Tensor]:
-        layer, last = self.layers[index], len(self.layers) - 1
-
-        def forward(given: Tensor) -> Tensor:
-            if index == 0:
-                self._given = given
-                joined = F.linear(given, self.weight, self.bias)
-                self._pieces = torch.split_with_sizes(joined, self.sizes, -1)
-            if self._given is not given:
-                return F.linear(given, layer.weight, layer.bias)
-            piece = self._pieces[index]
-            if index == last:
-                self.forget()
-            return piece
-
-        return forward
+    def _forward(self, index: int, given: Tensor) -> Tensor:
+        """Compute all products for the first layer, and hand each layer its own."""
+        if index == 0:
+            self._given = given
+            joined = F.linear(given, self.weight, self.bias)
+            self._pieces = torch.split_with_sizes(joined, self.sizes, -1)
+        if self._given is not given:
+            layer = self.layers[index]
+            return F.linear(given, layer.weight, layer.bias)
+        piece = self._pieces[index]
+        if index == len(self.layers) - 1:
+            self.forget()
+        return piece
 
     def forget(self) -> None:
         self._given, self._pieces = None, ()
 
 
-def _side_by_side(parts: list[Tensor]) -> Tensor:
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     first, at = parts[0], parts[0].data_ptr()
     adjacent = True
     for part in parts:
@@ -234,7 +230,7 @@ class Fusion:
             for layer, forward in zip(group.layers, group.forwards, strict=True)
         ]
         self._forwards += list(self._norms(seen))
-        self._rotary = dict(self._rotary_functions(seen))
+        self._rotary = dict(self._rotary_forms(seen))
         logger.info("fused %s; not fused: %s", self.counts, dict(self.unfused) or "nothing")
 
     def _join(self, seen: Seen) -> Iterator[_Projections]:
@@ -254,25 +250,19 @@ class Fusion:
 
     def _norms(self, seen: Seen) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
         for norm, shape in seen.norms.items():
-            why = _no_rms_norm(norm, shape)
-            if why is None:
-                yield norm.__dict__, _rms_norm_of(norm)
+            found = _rms_norm_of(norm, shape)
+            if isinstance(found, str):
+                self.unfused[f"{type(norm).__name__}: {found}"] += 1
             else:
-                self.unfused[f"{type(norm).__name__}: {why}"] += 1
+                yield norm.__dict__, found
 
-    def _rotary_functions(
-        self, seen: Seen
-    ) -> Iterator[tuple[ModuleType, dict[_Form, Callable[..., Any]]]]:
+    def _rotary_forms(self, seen: Seen) -> Iterator[tuple[ModuleType, set[_Form]]]:
         for home, calls in seen.rotary.items():
-            same = {}
-            for form, call in calls.items():
-                why = self._other_turn(call)
-                if why is None:
-                    same[form] = self._turn
-                else:
-                    self.unfused[f"{home.__name__.rpartition('.')[2]}.{_ROTARY}: {why}"] += 1
-            if same:
-                yield home, same
+            other = {form: why for form, call in calls.items() if (why := self._other_turn(call))}
+            for why in other.values():
+                self.unfused[f"{home.__name__.rpartition('.')[2]}.{_ROTARY}: {why}"] += 1
+            if len(other) < len(calls):
+                yield home, calls.keys() - other.keys()
 
     def _other_turn(self, call: _Call) -> str | None:
         """Return why ``_turn`` cannot replace the function of ``call``, or None if it can."""
@@ -311,7 +301,8 @@ class Fusion:
             for attributes, forward in self._forwards:
                 attributes["forward"] = forward
             for home, original in originals:
-                setattr(home, _ROTARY, _chosen(self._rotary[home], original))
+                turn = functools.partial(self._turn_or, original, self._rotary[home])
+                setattr(home, _ROTARY, turn)
             yield
         finally:
             for attributes, _ in self._forwards:
@@ -344,49 +335,36 @@ class Fusion:
             self._turned[id(sin)] = tables
         return _turn_together(q, k, tables[1], tables[2], heads_dim=unsqueeze_dim)
 
+    def _turn_or(
+        self, original: Callable[..., Any], forms: set[_Form], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        turn = self._turn if _form(args, kwargs) in forms else original
+        return turn(*args, **kwargs)
+
     def close(self) -> None:
         """Forget the model. Safe to call twice."""
         self._projections, self._forwards, self._rotary = [], [], {}
 
 
-def _chosen(
-    same: dict[_Form, Callable[..., Any]], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    def turn(*args: Any, **kwargs: Any) -> Any:
-        return same.get(_form(args, kwargs), original)(*args, **kwargs)
-
-    return turn
-
-
-def _no_rms_norm(module: nn.Module, shape: torch.Size | None) -> str | None:
-    """Return why ``F.rms_norm`` does not give what ``module`` gives, to the rounding of its dtype;
-    None if it does."""
+def _rms_norm_of(module: nn.Module, shape: torch.Size | None) -> functools.partial[Tensor] | str:
+    """Return what ``module`` gives by ``F.rms_norm``, to the rounding of its dtype, or why that
+    gives something else."""
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if shape is None:
         return "it is given several tensors, or several shapes"
     if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
         return "it has no weight of one dimension, or no epsilon"
-    given = _noise(shape, weight)
+    given, forward = _noise(shape, weight), functools.partial(_rms_norm, module._parameters, eps)
     with torch.no_grad():
-        if shape[-1] == weight.shape[0] and _close(
-            module(given), F.rms_norm(given, weight.shape, weight, eps)
-        ):
-            return None
+        if shape[-1] == weight.shape[0] and _close(module(given), forward(given)):
+            return forward
     return "it computes something else than torch's RMS norm"
 
 
-def _rms_norm_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    parameters = module._parameters
-
-    def forward(given: Tensor) -> Tensor:
-        # Looked up each time: the parameter may be replaced.
-        weight = parameters["weight"]
-        assert weight is not None
-        return F.rms_norm(given, weight.shape, weight, eps)
-
-    return forward
+def _rms_norm(parameters: dict[str, Any], eps: float, given: Tensor) -> Tensor:
+    weight = parameters["weight"]  # looked up each time: it may be replaced
+    return F.rms_norm(given, weight.shape, weight, eps)
 
 
 def _turn_together(
