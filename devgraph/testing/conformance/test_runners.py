@@ -117,3 +117,16 @@ def test_inputs_on_the_host_are_brought_to_the_device(kit: Kit) -> None:
     inputs = batch_of(kit, 3, seed=4)
     want = model.step(model.cache.clone(), inputs["ids"], inputs["rows"])
     kit.same(runner.run({name: tensor.cpu() for name, tensor in inputs.items()}), want)
+
+
+def test_inputs_that_come_back_to_their_places_are_read_anew(kit: Kit) -> None:
+    slots = [
+        dg.InputSlot("ids", ("tokens",), torch.int64, pad=dg.Pad.fill(-1)),
+        dg.InputSlot("scale", ("requests",), torch.float32, pad=dg.Pad.zero()),
+    ]
+    runner = runner_of(kit, lambda batch: batch.ids * batch.scale, slots)
+    inputs = {"ids": torch.arange(3), "scale": torch.ones(3)}
+    there = {name: tensor.to(kit.device) for name, tensor in inputs.items()}
+    for given in (there, there, there, inputs, there, inputs, there, there):
+        given["ids"].add_(1)
+        kit.same(runner.run(given), given["ids"].to(kit.device) * there["scale"])
