@@ -61,7 +61,8 @@ class Captured:
         self.phases: dict[str, float] = job.phases
         """Seconds that each phase of the capture took."""
         self._job: Job | None = job
-        self._exact = not compiles(policy) or job.compiler in (None, "eager")
+        self.exact = not compiles(policy) or job.compiler in (None, "eager")
+        """Whether replays run the kernels of eager, and so equal it bit for bit."""
         self._plan = plan
         self._spec = job.spec
         self.modes = Modes.current()
@@ -157,11 +158,6 @@ class Captured:
             bound.check()
         if self._held:
             require_entries(self._held)
-
-    @property
-    def exact(self) -> bool:
-        """Whether replays run the kernels of eager, and so equal it bit for bit."""
-        return self._exact
 
     def prove(
         self,

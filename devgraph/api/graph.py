@@ -155,7 +155,8 @@ class DeviceGraph(abc.ABC):
         self._spec = NO_HOST_ARGS
         self._values: dict[str, Any] = {}
         self._host: dict[Mark, dict[str, Any]] = {}
-        self._key: Hashable = None
+        self.key: Hashable = None
+        """The key of the host values that the next launch uses."""
         backend.graphs.add(self)
 
     # What a vendor implements.
@@ -369,7 +370,7 @@ class DeviceGraph(abc.ABC):
         except Exception:
             logger.exception("cleaning up after a failed capture failed as well")
         self.hits, self.touchable = [], ()
-        self._key = None
+        self.key = None
         self.pool.recordings.drop(self)
         self._leave_for(GraphState.EMPTY)
 
@@ -394,7 +395,7 @@ class DeviceGraph(abc.ABC):
             key: their ``key_of``, where the caller knows it.
         """
         key = key or self.key_of(host)
-        if key == self._key:
+        if key == self.key:
             return
         if not self.backend.capabilities.region_update:
             raise UpdateUnsupportedError(
@@ -415,7 +416,7 @@ class DeviceGraph(abc.ABC):
             if not self.applies_at_once:
                 self._leave_for(GraphState.DIRTY)
             raise
-        self._key = key
+        self.key = key
 
     def key_of(self, host: Mapping[Mark, dict[str, Any]]) -> Hashable:
         """Return the key of these host values: every region's values, as one hashable tuple."""
@@ -433,11 +434,6 @@ class DeviceGraph(abc.ABC):
                     _require_key(mark, name, value)
             raise
         return key
-
-    @property
-    def key(self) -> Hashable:
-        """The key of the host values that the next launch uses."""
-        return self._key
 
     @property
     def marks(self) -> list[Mark]:
@@ -489,10 +485,10 @@ class DeviceGraph(abc.ABC):
     def _remember_capture(self) -> None:
         if not self.hits:
             return
-        self._key = self.key_of(self._host)
+        self.key = self.key_of(self._host)
         own = self._own_recording()
         if own is not None:
-            self.pool.recordings.put(self, self._key, own)
+            self.pool.recordings.put(self, self.key, own)
 
     def _clear(self, state: GraphState) -> None:
         """Free what was captured; called under the pool's lock."""
@@ -501,7 +497,7 @@ class DeviceGraph(abc.ABC):
         self._free()
         self.hits, self.touchable = [], ()
         self._host = {}
-        self._key = None
+        self.key = None
 
     def _require(self, call: str, *allowed: GraphState) -> None:
         if call != "reset":

@@ -70,10 +70,8 @@ class Owner(Protocol):
 
     pinned: bool
     """Whether its own executable stays."""
-
-    @property
-    def key(self) -> Hashable:
-        """The key of the host values that the next launch uses."""
+    key: Hashable
+    """The key of the host values that the next launch uses."""
 
 
 @attrs.define
@@ -407,6 +405,8 @@ class Pool:
         which count on its memory."""
         self.used = False
         """Whether a capture has ever been begun in it."""
+        self.ordered_stream: int | None = None
+        """The stream that was current in the last ``order``; None where there are no streams."""
         self.epoch = 0
         """Changes whenever a graph of the pool stops being replayable."""
         self._static: list[weakref.ref[StaticBuffers]] = []
@@ -469,11 +469,6 @@ class Pool:
 
     def order(self) -> None:
         """Make the current stream wait for the pool's last replay. Called under ``lock``."""
-
-    @property
-    def ordered_stream(self) -> int | None:
-        """The stream that was current in the last ``order``; None where there are no streams."""
-        return None
 
     def __reduce__(self) -> Any:
         raise TypeError("a Pool owns device memory and cannot be pickled or copied")

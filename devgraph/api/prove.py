@@ -112,10 +112,7 @@ class Provable(Protocol):
     """A captured step, as ``Captured`` is one."""
 
     modes: Modes
-
-    @property
-    def exact(self) -> bool:
-        """Whether replays equal eager bit for bit."""
+    exact: bool
 
     @property
     def outputs(self) -> Any:

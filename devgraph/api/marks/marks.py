@@ -105,6 +105,10 @@ class Mark:
         self.context = context
         self.fake = fake
         self.capture_stub = capture_stub
+        self.dynamic = bool(self.host_args or context)
+        """Whether what the function does depends on the host."""
+        self.fills = bool(derive or reduce or context)
+        """Whether devgraph adds or changes arguments of every call."""
         self.signature = _signature(fn)
         self._positional = [
             p
@@ -115,16 +119,6 @@ class Mark:
             name: tuple(inspect.signature(rule).parameters) for name, rule in self.derive.items()
         }
         self._check()
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether what the function does depends on the host."""
-        return bool(self.host_args or self.context)
-
-    @property
-    def fills(self) -> bool:
-        """Whether devgraph adds or changes arguments of every call."""
-        return bool(self.derive or self.reduce or self.context)
 
     def _check(self) -> None:
         parameters = self.signature.parameters

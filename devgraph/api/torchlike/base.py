@@ -60,7 +60,6 @@ class TorchPool(Pool):
         self._region_memory: Any = None
         self.handle: Any = self._memory.id
         self._last_stream: Any = None
-        self._last_id: int | None = None
         self._starts: list[int] = []
         self._sizes: list[int] = []
         self._foreign: set[int] = set()
@@ -128,19 +127,15 @@ class TorchPool(Pool):
 
     def order(self) -> None:
         current = self._torch.current_stream_id()
-        if current != self._last_id:
+        if current != self.ordered_stream:
             self._switch(current)
-
-    @property
-    def ordered_stream(self) -> int | None:
-        return self._last_id
 
     def _switch(self, current: int) -> None:
         # Recorded only when the stream changes: it covers more than the last replay, never less.
         stream = self._torch.namespace.current_stream(self._torch.device)
         if self._last_stream is not None:
             self._torch.join(stream, self._last_stream)
-        self._last_stream, self._last_id = stream, current
+        self._last_stream, self.ordered_stream = stream, current
 
     @property
     def uses(self) -> int:
