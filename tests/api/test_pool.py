@@ -10,6 +10,7 @@ import torch
 
 import devgraph as dg
 from devgraph.api.errors import ExecutableError
+from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import EXHAUSTED, Recordings
 from devgraph.cpu.tape import Tape
 from devgraph.testing.conformance.support import Kit, same
@@ -342,6 +343,45 @@ def test_an_executable_that_cannot_be_made_again_is_a_typed_error_and_nothing_is
     assert tries[0] > 0 == tries[1], "the others gave up theirs for the second try"
     for step in (steps[0], *steps):
         _check(step)
+
+
+def test_a_broken_form_says_how_far_it_came_while_it_was_captured(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the step anew, as runners do, would write its state twice."""
+
+    @dg.region(host_args=("n",), mutates=("out",))
+    def scale(x: torch.Tensor, out: torch.Tensor, *, n: int) -> None:
+        out.copy_(x * n)
+
+    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        state.add_(x)
+        out = torch.empty_like(x)
+        scale(x, out, n=n)
+        return out + state
+
+    state, x, tries, made = torch.zeros(4), torch.ones(4), list[int](), Recordings.made
+    pool, budget = kit.backend.make_pool(budget_bytes=0), UpdateBudget(misses=0)
+    captured = dg.capture(
+        step, x, backend=kit.backend, pool=pool, host_args={"n": 2}, budget=budget
+    )
+
+    def exhausted(recordings: Recordings, make: Any) -> Any:
+        tries.append(1)
+        if len(tries) >= fails:
+            raise ExecutableError("no memory")
+        return made(recordings, make)
+
+    monkeypatch.setattr(Recordings, "made", exhausted)
+    for fails, partly in ((1, False), (2, True)):  # a key that comes again is recorded
+        state.zero_()
+        tries.clear()
+        with pytest.raises(ExecutableError) as found:
+            captured.replay(n=2 + fails)
+        assert found.value.partly is bool(state[0]) is partly
+    monkeypatch.undo()
+    state.zero_()
+    same(captured.replay(n=5), x * 5 + 1)
 
 
 def test_a_dropped_executable_launches_nothing_by_itself(kit: Kit) -> None:

@@ -178,9 +178,14 @@ class _BreakableScope:
     def run_finished(self) -> None:
         """End the current graph and run it, so that what comes next sees written inputs."""
         finished = self.finish_segment()
-        if finished is not None:
+        if finished is None:
+            return
+        try:
             with entered(None):
                 finished.replay()
+        except ExecutableError as error:  # in a broken form, which is captured as the step runs
+            error.partly = len(self.segments) > 1
+            raise
 
     def graph_break(self) -> None:
         self.run_finished()
