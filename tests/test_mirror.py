@@ -29,6 +29,7 @@ WHOLE = {
     "cuda/test_prefix.py": "prompts in chunks behind a cached prefix",
     "cuda/test_update.py": "updates on a device: topologies, budgets, executables",
     "fuzz/test_fuzz.py": "random work against eager, with the seeds that stay",
+    "integrations/sglang/test_platform.py": "a platform of SGLang: its hooks, and a whole engine",
     "integrations/transformers/test_demo.py": "the model of the demo: what it says",
     "integrations/transformers/test_parity.py": "the model of the demo on a device and the CPU",
     "integrations/vllm/test_dispatch.py": "vLLM's own dispatcher over the wrappers",

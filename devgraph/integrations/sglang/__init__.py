@@ -38,6 +38,6 @@ def stats() -> dict[str, Any]:
 def __getattr__(name: str) -> Any:
     if name != "DeviceGraphPlatform":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from devgraph.integrations.sglang.platform import platform_class
+    from devgraph.integrations.sglang.install import platform_class
 
     return platform_class()

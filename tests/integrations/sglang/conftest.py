@@ -12,7 +12,7 @@ import torch
 
 from devgraph.integrations import sglang
 from devgraph.integrations.sglang import backends
-from devgraph.integrations.sglang.platform import platform_class
+from devgraph.integrations.sglang.install import platform_class
 from devgraph.integrations.sglang.segments import segment_classes
 from tests.support import sglang_standin
 from tests.support.sglang_steps import module
