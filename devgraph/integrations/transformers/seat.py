@@ -11,8 +11,9 @@ first. One cache is seated at a time::
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,10 +70,7 @@ class Seat:
             return False
         if not cache.get_seq_length():
             return all(type(layer) in _PLAIN for layer in cache.layers)
-        shapes = [
-            (batch, layer.shape.kv_heads, layer.shape.key_dim)
-            for layer in engine.model.cache.layers
-        ]
+        shapes = [(batch, one.kv_heads, one.key_dim) for one in engine.model.shape.layers]
         return len(cache.layers) == len(shapes) and all(
             type(layer) in _PLAIN
             and (*layer.keys.shape[:2], layer.keys.shape[3]) == shape
@@ -133,16 +131,12 @@ class Seat:
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer as transformers keeps them, padding at the left."""
-        layer = self._rows.layers[index]
-        keys, values = (
-            tensor[: len(self.pads), :, : self.length]
-            for tensor in (layer.keys_by_slot, layer.values_by_slot)
-        )
-        if not any(self.pads):
-            return keys, values
-        return self._padded(keys), self._padded(values)
+        keys, values = self._rows.layers[index].read(len(self.pads))
+        return self._padded(keys[:, :, : self.length]), self._padded(values[:, :, : self.length])
 
     def _padded(self, rows: Tensor) -> Tensor:
+        if not any(self.pads):
+            return rows
         out = rows.new_zeros(rows.shape)
         for slot, pad in enumerate(self.pads):
             out[slot, :, pad:] = rows[slot, :, : self.length - pad]
@@ -220,13 +214,6 @@ class Seat:
         return steps
 
 
-def _leaving(name: str) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.seat.leave()[self._index], name)(*args, **kwargs)
-
-    return call
-
-
 class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a seated cache; what is asked of all layers in turn is done at the first."""
 
@@ -265,12 +252,15 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._index == 0:
             self.seat.crop(tokens_to_remove)
 
-    lazy_initialization = _leaving("lazy_initialization")
-    update = _leaving("update")
-    reset = _leaving("reset")
-    reorder_cache = _leaving("reorder_cache")
-    batch_repeat_interleave = _leaving("batch_repeat_interleave")
-    batch_select_indices = _leaving("batch_select_indices")
+    def _leave_for(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.seat.leave()[self._index], name)(*args, **kwargs)
+
+    lazy_initialization = functools.partialmethod(_leave_for, "lazy_initialization")
+    update = functools.partialmethod(_leave_for, "update")
+    reset = functools.partialmethod(_leave_for, "reset")
+    reorder_cache = functools.partialmethod(_leave_for, "reorder_cache")
+    batch_repeat_interleave = functools.partialmethod(_leave_for, "batch_repeat_interleave")
+    batch_select_indices = functools.partialmethod(_leave_for, "batch_select_indices")
 
 
 def seat_of(cache: Any) -> Seat | None:
