@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from devgraph import __version__
 from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.errors import DeviceGraphError
-from devgraph.cli.arguments import COMMANDS, add_options
+from devgraph.cli.arguments import COMMANDS, Options
 
 logger = logging.getLogger(__name__)
 
@@ -94,29 +94,18 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
-    common.add_argument(
-        "--debug",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="show the traceback of an error",
-    )
-    common.add_argument(
-        "-v",
-        "--verbose",
-        action="count",
-        default=argparse.SUPPRESS,
-        help="show what is going on; twice for all of it",
-    )
-    parser = _Parser(
-        prog="devgraph",
-        description="One API for the device graphs of every vendor.",
-        parents=[common],
-    )
+    unset: Any = {"default": argparse.SUPPRESS}  # they may stand before the command and behind it
+    text = "show the traceback of an error"
+    common.add_argument("--debug", action="store_true", help=text, **unset)
+    text = "show what is going on; twice for all of it"
+    common.add_argument("-v", "--verbose", action="count", help=text, **unset)
+    text = "One API for the device graphs of every vendor."
+    parser = _Parser(prog="devgraph", description=text, parents=[common])
     parser.add_argument("--version", action="version", version=f"devgraph {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name, (text, _) in COMMANDS.items():
+    for name, (text, declare) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text, parents=[common])
-        add_options(name, sub)
+        declare(Options(sub))
     return parser
 
 

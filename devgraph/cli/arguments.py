@@ -51,7 +51,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-class _Options:
+class Options:
     """Adds the options of one command, by what they take."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
@@ -140,7 +140,7 @@ class _Options:
         add_cli_args(self.parser)
 
 
-def _doctor(add: _Options) -> None:
+def _doctor(add: Options) -> None:
     text = "probe this backend only (may be repeated; default: every available one)"
     add.repeated("--backend", text, metavar="NAME")
     text = "print what backends declare, installed here or not, as a table in Markdown"
@@ -149,7 +149,7 @@ def _doctor(add: _Options) -> None:
     add.switch("--json", "print JSON")
 
 
-def _plan(add: _Options) -> None:
+def _plan(add: Options) -> None:
     add.backend()
     add.value("--cluster", "plan for every group of this cluster", metavar="FILE")
     add.number("--max-requests", "capacity", 256)
@@ -166,7 +166,7 @@ def _plan(add: _Options) -> None:
     add_cli_args(add.parser)
 
 
-def _generate(add: _Options) -> None:
+def _generate(add: Options) -> None:
     add.model("a folder, a .gguf file, or a name that transformers can find", required=True)
     source = add.parser.add_mutually_exclusive_group()
     text = "a prompt; several run side by side"
@@ -176,7 +176,7 @@ def _generate(add: _Options) -> None:
     add.engine()
 
 
-def _demo(add: _Options) -> None:
+def _demo(add: Options) -> None:
     add.repeated("--prompt", "instead of the demo's", metavar="TEXT")
     text = f"where the model is kept (default: {CACHE})"
     add.value("--cache", text, type=Path, default=CACHE, metavar="FOLDER")
@@ -187,7 +187,7 @@ def _demo(add: _Options) -> None:
     add.parser.set_defaults(backend="cpu", gguf_file=None, max_new_tokens=32, repeats=3)
 
 
-def _bench(add: _Options) -> None:
+def _bench(add: Options) -> None:
     add.backend()
     for name, (size, meaning) in SIZES.items():
         add.number(f"--{name}", meaning, size)
@@ -210,7 +210,7 @@ def _bench(add: _Options) -> None:
     add.value("--results", text, metavar="FILE")
 
 
-def _check(add: _Options) -> None:
+def _check(add: Options) -> None:
     add.target()
     text = f"leave out findings of this kind; may be repeated: {', '.join(KINDS)}"
     add.repeated("--ignore", text, default=[], metavar="KIND")
@@ -218,7 +218,7 @@ def _check(add: _Options) -> None:
     add.switch("--json", "print JSON")
 
 
-def _explain(add: _Options) -> None:
+def _explain(add: Options) -> None:
     add.target()
     add.value("--policy", "(default: full)", choices=policies(), default="full")
     add.backend()
@@ -244,12 +244,6 @@ COMMANDS = {
     "explain": ("capture a function and show its segments, regions, nodes and memory", _explain),
 }
 """What each command does, and what declares its options."""
-
-
-def add_options(command: str, parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command to its parser."""
-    _, declare = COMMANDS[command]
-    declare(_Options(parser))
 
 
 def mode_of(args: argparse.Namespace) -> DeviceGraphConfig:
