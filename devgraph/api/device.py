@@ -56,8 +56,7 @@ class Device(abc.ABC):
     def after_fork(self) -> None:
         """Forget who captures: that thread is not in the child."""
         self._capture_lock = threading.RLock()
-        self._capture_owner = ""
-        self._capture_thread: int | None = None
+        self._capturing: threading.Thread | None = None
         self.recording = False
         """Whether a session is open."""
 
@@ -109,7 +108,7 @@ class Device(abc.ABC):
     @property
     def held_here(self) -> bool:
         """Whether this thread has the device to itself."""
-        return self._capture_thread == threading.get_ident()
+        return self._capturing is threading.current_thread()
 
     @property
     def recording_here(self) -> bool:
@@ -129,12 +128,10 @@ class Device(abc.ABC):
             return
         with self.locked(self._capture_lock):
             try:
-                self._capture_owner = threading.current_thread().name
-                self._capture_thread = threading.get_ident()
+                self._capturing = threading.current_thread()
                 yield
             finally:
-                self._capture_owner = ""
-                self._capture_thread = None
+                self._capturing = None
                 self._buried.clear()
 
     @contextlib.contextmanager
@@ -160,7 +157,7 @@ class Device(abc.ABC):
         """
         if self._lost:
             keep_for_ever(*things)
-        elif self._capture_owner:
+        elif self._capturing is not None:
             self._buried.append(things)
 
     @contextlib.contextmanager
@@ -175,8 +172,9 @@ class Device(abc.ABC):
             # One call, so that no interrupt comes between taking the lock and knowing that.
             held.extend(map(lock.acquire, (True,), (self.capture_lock_timeout,)))
             if not held[0]:
+                who = getattr(self._capturing, "name", "")
                 raise CaptureBusyError(
-                    f"thread {self._capture_owner!r} has been capturing on {self.device} for more "
+                    f"thread {who!r} has been capturing on {self.device} for more "
                     f"than {self.capture_lock_timeout:g} s; only one thread captures at a time."
                 )
             yield
