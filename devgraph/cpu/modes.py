@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -22,19 +22,8 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from devgraph.api.errors import CaptureError
 from devgraph.api.marks.source import user_line
 
-
-class Listener(Protocol):
-    """What the modes report to."""
-
-    def call_function(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A function of torch was called; return what it returns."""
-
-    def call_operation(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """An operation reached the dispatcher; return what it returns."""
+Report = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes a call, its arguments and its keyword arguments, and returns what the caller receives."""
 
 
 class _AtBottom:
@@ -49,9 +38,9 @@ class _AtBottom:
     push: Callable[[Any], None]
     height: Callable[[], int]
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, report: Report) -> None:
         super().__init__()
-        self._listener = listener
+        self._report = report
 
     def install(self) -> None:
         """Start, below all modes but a default device."""
@@ -94,7 +83,7 @@ class _AtBottom:
 
 
 class Dispatching(_AtBottom, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports every operation of the thread to ``listener``."""
+    """Reports every operation of the thread."""
 
     stack = staticmethod(_get_current_dispatch_mode_stack)
     pop, push = staticmethod(_pop_dispatch_mode), staticmethod(_push_dispatch_mode)
@@ -111,11 +100,11 @@ class Dispatching(_AtBottom, TorchDispatchMode):  # type: ignore[no-untyped-call
                 f"{func} cannot be recorded, at {user_line()}; call it in a function marked "
                 f"@dg.no_graph and capture with policy='breakable'."
             )
-        return self._listener.call_operation(func, args, kwargs or {})
+        return self._report(func, args, kwargs or {})
 
 
 class Functions(_AtBottom, TorchFunctionMode):
-    """Reports every call of a torch function by the thread to ``listener``."""
+    """Reports every call of a torch function by the thread."""
 
     stack = staticmethod(_get_current_function_mode_stack)
     pop, push = staticmethod(_pop_function_mode), staticmethod(_push_function_mode)
@@ -124,4 +113,4 @@ class Functions(_AtBottom, TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self._listener.call_function(func, args, kwargs or {})
+        return self._report(func, args, kwargs or {})

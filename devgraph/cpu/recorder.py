@@ -120,7 +120,8 @@ class Recorder:
             self._autocast = torch.is_autocast_enabled("cpu")
             self._holds = [pool.hold() for pool in self._pools]
             self._pool.begin_recording()
-            self._functions, self._dispatching = Functions(self), Dispatching(self)
+            self._functions = Functions(self._call_function)
+            self._dispatching = Dispatching(self._call_operation)
             self._functions.install()
             self._dispatching.install()
         except BaseException:
@@ -212,7 +213,7 @@ class Recorder:
 
     # What the modes call.
 
-    def call_function(
+    def _call_function(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a function of torch, unless it reads tensors on the host without an operation."""
@@ -231,7 +232,7 @@ class Recorder:
         finally:
             self._function = outer
 
-    def call_operation(
+    def _call_operation(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record one operation and return what it returns."""
