@@ -74,7 +74,7 @@ class Captured:
         self._bound = [Bound(t, f"a tensor bound at capture ({t.dtype})") for t in job.tensors]
         self._held = list(entries_in((job.args, *job.kwargs.values())))
         self._host_names = job.spec.declared.keys()
-        self._inputs: Inputs | None = Inputs(job.fn, job.args, job.kwargs, job.spec.declared)
+        self._inputs: Inputs | None = Inputs(job)
 
     @property
     def outputs(self) -> Any:

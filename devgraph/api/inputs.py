@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -13,23 +13,19 @@ from torch.utils import _pytree as pytree
 from devgraph.api.buffers import byte_range, fits, rewrite
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 
+if TYPE_CHECKING:
+    from devgraph.api.policy.job import Job
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A bound tensor and the new data for it."""
 
 
 class Inputs:
-    """The arguments that a capture of ``fn`` bound, whose parameters name the positional ones, for
-    replays that are given new ones."""
+    """The arguments that a capture bound, for replays that are given new ones."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        host: Mapping[str, Any],
-    ) -> None:
-        self._fn = fn
-        self._args, self._kwargs, self._host = args, kwargs, host
+    def __init__(self, job: Job) -> None:
+        self._fn, self._host = job.fn, job.spec.declared
+        self._args, self._kwargs = job.args, job.kwargs
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]

@@ -66,7 +66,7 @@ class Binder:
             kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
             named = dict(zip(variant.outputs, targets, strict=True))
             return self.bind(variant.func, args, {**kept, **named})
-        return _Copied(plan, self.bind(func, args, kwargs), outputs)
+        return _copying(plan.name, self.bind(func, args, kwargs), outputs)
 
     def bind(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -156,24 +156,20 @@ def _flat(value: Any) -> list[Any]:
     return [value]
 
 
-class _Copied:
-    """Runs an operation that cannot write into given tensors, and copies its results there."""
+def _copying(name: str, run: Callable[[], Any], outputs: Any) -> Callable[[], None]:
+    """Return a call of an operation that cannot write into given tensors, with its copies there."""
+    outs = _flat(outputs)
 
-    __slots__ = ("_name", "_outputs", "_run")
-
-    def __init__(self, plan: OpPlan, run: Callable[[], Any], outputs: Any) -> None:
-        self._name = plan.name
-        self._run = run
-        self._outputs = _flat(outputs)
-
-    def __call__(self) -> None:
-        for out, result in zip(self._outputs, _flat(self._run()), strict=True):
+    def run_and_copy() -> None:
+        for out, result in zip(outs, _flat(run()), strict=True):
             if not isinstance(out, torch.Tensor):
                 continue
             if result.shape != out.shape or result.dtype is not out.dtype:
                 raise DeviceGraphError(
-                    f"{self._name} returned {result.dtype} {tuple(result.shape)} where torch's "
-                    f"own metadata said {out.dtype} {tuple(out.shape)}; please report this with "
-                    f"the version of torch ({torch.__version__})."
+                    f"{name} returned {result.dtype} {tuple(result.shape)} where torch's own "
+                    f"metadata said {out.dtype} {tuple(out.shape)}; please report this with the "
+                    f"version of torch ({torch.__version__})."
                 )
             out.copy_(result)
+
+    return run_and_copy

@@ -35,17 +35,12 @@ class Entry:
     op: Op
 
 
+@attrs.define(eq=False)
 class Span:
     """The part of a tape that one region recorded; its entries can be replaced."""
 
-    __slots__ = ("entries", "label")
-
-    def __init__(self, label: str) -> None:
-        self.label = label
-        self.entries: tuple[Entry, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"<span {self.label!r} of {len(self.entries)} entries>"
+    label: str
+    entries: tuple[Entry, ...] = ()
 
 
 def _flat(
