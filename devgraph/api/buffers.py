@@ -175,11 +175,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
 
 class Bound:
-    """A tensor that graphs use in place, where and as it was when this was made.
-
-    Args:
-        what: names it in errors.
-    """
+    """A tensor that graphs use in place, where and as it was when this was made; ``what`` names it
+    in errors."""
 
     __slots__ = ("_address", "_shape", "_stride", "tensor", "what")
 

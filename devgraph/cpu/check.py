@@ -27,20 +27,16 @@ def check(
     host_args: Mapping[str, Any] | None = None,
     knowledge: Knowledge | None = None,
 ) -> list[Violation]:
-    """Run ``fn(*args, **kwargs)`` without executing an operation and return what is wrong with it.
+    """Run ``fn(*args, **kwargs)`` without executing an operation and return what is wrong with it:
+    the violations in the order in which the code runs into them, each line and kind once.
 
     The run goes on after a violation with an assumed value (a host read gives 1, every element of
     a mask counts), so that one run finds as much as possible; where no value can be assumed, it
     ends there. What a ``no_graph`` function does is not reported, since it is never captured.
 
     Args:
-        fn: the step.
-        args, kwargs: its arguments.
         host_args: declared host arguments; ``fn`` receives them as tracked values.
         knowledge: what earlier recordings learned of torch's operations.
-
-    Returns:
-        the violations in the order in which the code runs into them, each line and kind once.
     """
     found: dict[tuple[object, ...], Violation] = {}
 

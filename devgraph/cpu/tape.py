@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 import torch
 
-from devgraph.api.errors import StateError, UpdateTopologyError
+from devgraph.api.errors import StateError, UpdateTopologyError, note
 from devgraph.api.marks.source import SourceLine
 from devgraph.cpu.memory import Hold
 
@@ -99,7 +99,8 @@ class Tape:
                 for call in calls:
                     call()
             except Exception as error:
-                self._name_operation(error, len(self._entries) - operator.length_hint(calls) - 1)
+                at = len(self._entries) - operator.length_hint(calls) - 1
+                note(error, f"raised in the replay of {self._entries[at].op}")
                 raise
 
     def replace(self, changes: Mapping[Span, Sequence[Entry]]) -> None:
@@ -116,10 +117,6 @@ class Tape:
         self._parts, self._entries, self._calls = (), (), []
         for hold in self._holds:
             hold.release()
-
-    def _name_operation(self, error: Exception, index: int) -> None:
-        if hasattr(error, "add_note"):  # Python 3.11 and newer
-            error.add_note(f"raised in the replay of {self._entries[index].op}")
 
 
 def check_topology(span: Span, entries: Sequence[Entry]) -> None:

@@ -36,9 +36,6 @@ def lengths_of(
     """Return where each slot's queries end among the packed ones, and how many keys it has.
 
     The last entry of both is the padding: its queries see no key, and the operator writes zeros.
-
-    Raises:
-        RegionError: slots that do not ascend or do not exist, or more tokens than there are.
     """
     new, keys, last = [0] * slots, [0] * slots, -1
     for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):

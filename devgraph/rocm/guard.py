@@ -30,9 +30,6 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Before HIP 7.14 such a call inside a capture raises nothing: the host gets what the memory held
     before, and the graph is wrong. The guard stays below user code's own modes and costs a capture
     some microseconds for each operation; replays do not pass it.
-
-    Args:
-        is_device: whether a tensor is in device memory.
     """
 
     def __init__(self, is_device: Callable[[torch.Tensor], bool]) -> None:

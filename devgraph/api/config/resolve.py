@@ -156,8 +156,8 @@ def _apply(
                 fired.append(_fired(phase, rule, "noted", None, None))
                 continue
             before, after = getattr(holds, rule.key), rule.result(facts, holds)
-            if rule.key == "policy" and not _weaker(after, before):
-                continue
+            if rule.key == "policy" and before in WEAKER[WEAKER.index(after) :]:
+                continue  # as weak already
             done.add(rule.name)
             if rule.kind == "scope" or rule.key not in explicit:
                 outcome = "set aside" if rule.kind == "scope" else "changed"
@@ -184,10 +184,6 @@ def _rules_for(policy: str, phase: str, rules: tuple[Rule, ...]) -> list[Rule]:
         for rule in rules
         if phase in rule.phases and (rule.spares is None or not rule.spares <= promises)
     ]
-
-
-def _weaker(policy: str, than: str) -> bool:
-    return than not in WEAKER or WEAKER.index(policy) > WEAKER.index(than)
 
 
 def _fired(phase: str, rule: Rule, outcome: str, before: Any, after: Any) -> FiredRule:

@@ -25,10 +25,7 @@ class Outputs:
 
     A pool's memory serves its captures in turn, so that what one leaves in it lies where graphs
     that were captured before it have their intermediate results. The last warm-up run has returned
-    the same tensors in memory of their own.
-
-    Args:
-        arguments: the step's tensors, which are the caller's.
+    the same tensors in memory of their own. The ``arguments`` of the step are the caller's.
     """
 
     def __init__(self, pool: Pool, arguments: Iterable[torch.Tensor]) -> None:
