@@ -516,6 +516,11 @@ def test_an_impossible_group_is_refused(rank, size, timeout_s, text):
         RankGroup(dist.HashStore(), rank, size=size, timeout_s=timeout_s)
 
 
+def test_several_ranks_need_a_store() -> None:
+    with pytest.raises(dg.ConfigError, match="a group of 2 ranks needs a store"):
+        RankGroup(None, 0, size=2)
+
+
 def test_waiting_ends_when_the_work_is_done():
     done = threading.Event()
     threading.Timer(0.05, done.set).start()
