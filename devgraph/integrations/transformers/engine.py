@@ -342,7 +342,7 @@ class Engine:
         begin = time.perf_counter()
         self._scheduler.admit()
         for move in self._scheduler.compact():
-            self.model.cache.move(move.source, move.target, move.length)
+            self.model.cache.move(*move)
             self._stats.moves += 1
         chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
         if not chunks:

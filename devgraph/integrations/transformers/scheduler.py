@@ -120,15 +120,6 @@ class Chunk(Piece):
     request: Request
 
 
-@attrs.frozen
-class Move:
-    """Rows to copy: the first ``length`` of slot ``source`` to slot ``target``."""
-
-    source: int
-    target: int
-    length: int
-
-
 class Scheduler:
     """Waiting and running requests.
 
@@ -169,8 +160,9 @@ class Scheduler:
                 request.slot = slot
                 self._slots[slot] = request
 
-    def compact(self) -> list[Move]:
-        """Return the moves after which the running requests have the first slots."""
+    def compact(self) -> list[tuple[int, int, int]]:
+        """Return the moves after which the running requests have the first slots: of each, the slot
+        that it is from, the slot that it is to, and how many rows."""
         moves = []
         last = len(self._slots)
         for hole, holder in enumerate(self._slots):
@@ -183,7 +175,7 @@ class Scheduler:
             assert request is not None
             self._slots[hole], self._slots[last] = request, None
             request.slot = hole
-            moves.append(Move(last, hole, request.cached))
+            moves.append((last, hole, request.cached))
         return moves
 
     def plan(self) -> list[Chunk]:

@@ -10,7 +10,6 @@ pytest.importorskip("transformers", reason="the transformers integration")
 from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.transformers.scheduler import (
     FinishReason,
-    Move,
     Request,
     Scheduler,
 )
@@ -92,7 +91,7 @@ def test_last_request_is_moved_into_a_hole_that_stays() -> None:
     advance(scheduler)
     scheduler.release(scheduler.find(0))
     scheduler.release(scheduler.find(2))
-    assert scheduler.compact() == [Move(source=3, target=0, length=5)]
+    assert scheduler.compact() == [(3, 0, 5)]
     assert [r.id for r in scheduler.running] == [3, 1]
     assert [r.slot for r in scheduler.running] == [0, 1]
     assert scheduler.compact() == []
