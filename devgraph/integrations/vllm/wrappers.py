@@ -255,6 +255,11 @@ class BreakableStep(_Graphs):
         self._prepare(counts={**broken, CUDAGraphMode.FULL: "full"})
         self._full_mode = CUDAGraphMode.FULL
 
+    @property
+    def entries(self) -> dict[Hashable, CapturedStep]:
+        """Captured steps by runtime mode, batch descriptor and key, by the name that vLLM has."""
+        return self.concrete_cudagraph_entries
+
     def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
         more = None if self.key_fn is None else self.key_fn(*args, **kwargs)
         return context.cudagraph_runtime_mode, context.batch_descriptor, more
