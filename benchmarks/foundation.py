@@ -117,7 +117,7 @@ def measure_replay(backend: Any, model: Model, repeats: int) -> dict[str, float]
     data = inputs(BUCKET, backend.device)
     captured = dg.capture(model, *data.values(), backend=backend)
     graph = captured.segments[0]
-    runs = {"native": graph._native.replay, "devgraph": graph.replay}
+    runs = {"native": graph.bound(), "devgraph": graph.replay}
     result = interleaved(runs, backend.synchronize, repeats)
     nodes = graph.info().nodes
     captured.close()
@@ -148,7 +148,7 @@ def measure_runner(backend: Any, model: Model, repeats: int) -> dict[str, float]
     runner = make_runner(backend, model, [BUCKET])
     data = inputs(BUCKET - 3, backend.device)
     entry = next(iter(runner.graphs))
-    native = entry.captured.segments[0]._native.replay
+    native = entry.captured.segments[0].bound()
     runs = {"native": native, "run": lambda: runner.run(data)}
     result = interleaved(runs, backend.synchronize, repeats)
     runner.close()

@@ -144,7 +144,7 @@ def measure_decode(engine: Engine, args: argparse.Namespace) -> dict[str, float]
 def bare_loop(segments: list[Any]) -> Callable[[], None]:
     """Return what launches the native graphs and runs the bodies between them, and no more."""
     steps = [
-        segment._native.replay
+        segment.bound()
         if isinstance(segment, dg.DeviceGraph)
         else functools.partial(segment.mark.fn, *segment.hit.args, **segment.hit.kwargs)
         for segment in segments

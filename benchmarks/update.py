@@ -127,9 +127,10 @@ class MetaBreakable:
         self.graph.replay()
         return self.outputs
 
-    def native_graphs(self) -> list[Any]:
-        """The captured torch.cuda.CUDAGraph segments."""
-        return [s for s in self.graph._segments if isinstance(s, torch.cuda.CUDAGraph)]
+    def executables(self) -> list[int]:
+        """Handles of what the captured segments launch."""
+        graphs = [s for s in self.graph._segments if isinstance(s, torch.cuda.CUDAGraph)]
+        return [graph.raw_cuda_graph_exec() for graph in graphs]
 
 
 def captured(
@@ -145,12 +146,11 @@ def captured(
     )
 
 
-def bare_launches(natives: Sequence[Any]) -> Callable[[int], None]:
-    """Return what only launches the graphs, through the driver with prepared handles."""
+def bare_launches(handles: Sequence[int]) -> Callable[[int], None]:
+    """Return what only launches the executables, through the driver."""
     launch = ctypes.CDLL("libcuda.so.1").cuGraphLaunch
     launch.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     stream = torch.cuda.current_stream().cuda_stream
-    handles = [g.raw_cuda_graph_exec() for g in natives]
 
     def run(_: int) -> None:
         for handle in handles:
@@ -233,11 +233,12 @@ def empty_bodies(model: Model) -> dict[str, float]:
     """Host time of breakable replays whose eager bodies do nothing, above the bare launches."""
     pairs: dict[str, tuple[Callable[[int], Any], Callable[[int], None], Callable[[], None]]] = {}
     cap = captured(model, "breakable", nothing_region)
-    natives = [s._native for s in cap.segments if isinstance(s, dg.DeviceGraph)]
-    pairs["breakable"] = (lambda n: cap.replay(kv_len=n), bare_launches(natives), cap.close)
+    cap.replay(kv_len=512)  # makes the executables
+    handles = [s._own._executable for s in cap.segments if isinstance(s, dg.DeviceGraph)]
+    pairs["breakable"] = (lambda n: cap.replay(kv_len=n), bare_launches(handles), cap.close)
     if has_meta():
         meta = MetaBreakable(model, nothing)
-        pairs["meta"] = (meta, bare_launches(meta.native_graphs()), meta.graph.reset)
+        pairs["meta"] = (meta, bare_launches(meta.executables()), meta.graph.reset)
     turn = itertools.cycle(range(512, 3000))
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in pairs}
     for number in range(EMPTY_TURNS):

@@ -57,11 +57,6 @@ class LaunchSlot:
         self.calls = [executable.launch]
         """Its launch, alone; what was bound beforehand calls ``calls[0]`` and holds no graph."""
 
-    def use(self, executable: Executable) -> None:
-        """Launch ``executable`` from now on."""
-        self.executable = executable
-        self.calls[0] = executable.launch
-
     def launcher(self) -> Callable[[], None]:
         """Return a call that launches what the slot then holds."""
         calls = self.calls
@@ -95,7 +90,7 @@ class Finding(abc.ABC, Generic[_Graph]):
     @property
     def graph(self) -> _Graph:
         """The graph that uses it."""
-        return _held(self._graph)
+        return held(self._graph)
 
     @abc.abstractmethod
     def find(self) -> Executable:
@@ -119,11 +114,11 @@ _Held = TypeVar("_Held")
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
     """Return a call of a graph's method that does not keep the graph."""
     reference = weakref.WeakMethod(method)
-    return lambda: _held(reference)()
+    return lambda: held(reference)()
 
 
-def _held(reference: Callable[[], _Held | None]) -> _Held:
-    """Return what a ``replay`` that was kept refers to."""
+def held(reference: Callable[[], _Held | None]) -> _Held:
+    """Return the graph, or its method, that a ``replay`` which was kept refers to."""
     found = reference()
     if found is None:
         raise StateError("cannot replay a graph that is gone: keep the graph, not its replay.")

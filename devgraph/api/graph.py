@@ -286,7 +286,14 @@ class DeviceGraph(abc.ABC):
 
         What an earlier executable was bound to is void, as ``pool.epoch`` tells.
         """
-        self._slot.use(executable)
+        self._slot.executable = executable
+        self.launch_by(executable, executable.launch)
+
+    def launch_by(self, executable: Executable, launch: Callable[[], None]) -> None:
+        """Let ``launch`` stand for the launch of ``executable``, if that is launched next."""
+        if self._slot.executable is not executable:
+            return
+        self._slot.calls[0] = launch
         if not self.hits:  # of a graph with regions nothing is bound
             self.pool.epoch += 1
 

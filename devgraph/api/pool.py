@@ -7,6 +7,7 @@ one byte budget.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -28,7 +29,7 @@ from devgraph.api.errors import (
     StateError,
     brief,
 )
-from devgraph.api.executable import Executable
+from devgraph.api.executable import Executable, held
 
 if TYPE_CHECKING:
     from devgraph.api.buffers import StaticBuffers
@@ -72,6 +73,9 @@ class Owner(Protocol):
     """Whether its own executable stays."""
     key: Hashable
     """The key of the host values that the next launch uses."""
+
+    def launch_by(self, executable: Executable, launch: Callable[[], None]) -> None:
+        """Let ``launch`` stand for the launch of ``executable``, if that is launched next."""
 
 
 @attrs.define
@@ -146,6 +150,9 @@ class Recordings:
         """Lower the budget to ``budget_bytes``, unless it is lower already."""
         if self.budget_bytes is None or budget_bytes < self.budget_bytes:
             self.budget_bytes = budget_bytes
+            for (_, key), kept in self._items.items():
+                if key is _OWN:
+                    kept.recording.watch()
             self.trim()
 
     def residency(self) -> Residency:
@@ -192,20 +199,20 @@ class Recordings:
         """Keep the executable of ``owner`` itself and bring the rest under the budget."""
         self.put(owner, _OWN, executable)
 
-    def touch_own(self, owner: int) -> bool:
-        """Note a launch of the own executable of the graph with this ``id``; False if it is not
-        counted."""
-        try:
-            self._items.move_to_end((owner, _OWN))
-        except KeyError:
-            return False
-        return True
+    def touching_own(self, owner: int) -> Callable[[], None]:
+        """Return a call that notes a launch of the own executable, which is kept, of the graph
+        with this ``id``."""
+        return functools.partial(self._items.move_to_end, (owner, _OWN))
 
     def settle_own(self, owner: int) -> None:
         """Drop the own executable of a graph, which was launched, if nothing else could go."""
         if self._excess > 0 and not self._in_use((owner, _OWN)):
-            self._remove((owner, _OWN))
-            self._dropped += 1
+            self._shrink((owner, _OWN))
+
+    def drop_own(self, owner: object) -> None:
+        """Drop the own executable of a graph, if it is made; its next launch makes it again."""
+        if (id(owner), _OWN) in self._items:
+            self._remove((id(owner), _OWN))
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
@@ -319,7 +326,8 @@ class Remade:
     it is launched.
 
     What was bound to it stays valid, for that is this object: a step in whose middle it is dropped
-    makes it again.
+    makes it again. Without a budget it is not dropped while the graph can be launched, and graphs
+    and steps launch what was made directly.
 
     Args:
         graph: launches it.
@@ -341,6 +349,7 @@ class Remade:
         self._graph = weakref.ref(graph)
         self._owner = id(graph)
         self._recordings = recordings
+        self._touch = recordings.touching_own(id(graph))
         self._make, self._drop = make, drop
         self._made: Executable | None = None
         self.bytes = nbytes
@@ -351,29 +360,56 @@ class Remade:
         Raises:
             ExecutableError: there is no memory to make it; nothing was launched.
         """
-        if self._made is not None and self._recordings.touch_own(self._owner):
-            self._made.launch()
-        else:
+        made = self._made
+        if made is None:
             self._launch_anew()
+        else:
+            self._touch()
+            made.launch()
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return ``launch``."""
-        return self.launch
+        """Return the launch, by what the executable that is then made binds to ``stream``."""
+        if stream is not None and self._made is not None and self._recordings.budget_bytes is None:
+            return self._made.bound(stream)  # asked for anew when a budget comes
+        touch, anew = self._touch, self._launch_anew
+        bound_to: Executable | None = None
+        call = anew
+
+        def launch() -> None:
+            nonlocal bound_to, call
+            made = self._made
+            if made is None:
+                anew()
+                return
+            if made is not bound_to:
+                bound_to, call = made, made.bound(stream)
+            touch()
+            call()
+
+        return launch
 
     def close(self) -> None:
         """Give up the memory until the next launch. Idempotent."""
         if self._made is not None:
+            self.watch()
             self._made = None
             self._drop()
 
-    def _launch_anew(self) -> None:
-        recordings, graph = self._recordings, self._graph()
-        self.close()
-        self._made = made = recordings.made(self._make)
+    def watch(self) -> None:
+        """See every launch from now on: what is launched directly cannot be dropped."""
+        graph = self._graph()
         if graph is not None:
-            recordings.put_own(graph, self)
+            graph.launch_by(self, self.launch)
+
+    def _launch_anew(self) -> None:
+        graph = held(self._graph)
+        made = self._recordings.made(self._make)
+        self._recordings.put_own(graph, self)
+        self._made = made  # counted: an interrupt before leaves it to be made anew
         made.launch()
-        recordings.settle_own(self._owner)
+        self._recordings.settle_own(self._owner)
+        if self._recordings.budget_bytes is None:
+            graph.launch_by(self, made.launch)
 
 
 class Pool:

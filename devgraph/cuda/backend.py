@@ -17,6 +17,9 @@ from devgraph.api.torchlike.nodes import NodeRuntime
 from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.runtime import Runtime
 
+_OF_NODES = ("region_update", "node_counts", "remakes_executables")
+"""Capabilities that come from the driver's calls on nodes."""
+
 
 class CudaBackend(NodeBackend):
     """NVIDIA GPUs through torch.cuda."""
@@ -24,15 +27,13 @@ class CudaBackend(NodeBackend):
     name = "cuda"
     device_type = "cuda"
     graph_class_name = "CUDAGraph"
-    raw_graph_name = "raw_cuda_graph"
-    raw_executable_name = "raw_cuda_graph_exec"
     stream_handle_name = "cuda_stream"
     # cudaError: illegal address, launch timeout, assert, hardware stack, instruction, alignment,
     # address space, program counter, launch failure, ECC, unknown (CUDA Runtime API).
     sticky_errors = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 999})
     capabilities = FULL_BUILD
     needs: Mapping[str, str] = {
-        **dict.fromkeys(("region_update", "node_counts"), "a driver of CUDA 12.3 or newer"),
+        **dict.fromkeys(_OF_NODES, "a driver of CUDA 12.3 or newer"),
         "compilers": "Triton for inductor",
     }
 
@@ -44,6 +45,7 @@ class CudaBackend(NodeBackend):
             type(self).capabilities,
             region_update=updates,
             node_counts=updates,
+            remakes_executables=updates,
             compilers=compilers(),
         )
 

@@ -34,6 +34,7 @@ class NpuBackend(NpuDevice):
         async_update=True,
         collectives=False,
         compilers=("eager",),
+        remakes_executables=False,
         max_streams=GRAPH_STREAMS,
     )
     # A breakable prefill holds a stream for each of its segments; a full one needs a stream.

@@ -48,8 +48,6 @@ class RocmBackend(NodeBackend):
     name = "rocm"
     device_type = "cuda"
     graph_class_name = "CUDAGraph"
-    raw_graph_name = "raw_cuda_graph"
-    raw_executable_name = "raw_cuda_graph_exec"
     stream_handle_name = "cuda_stream"
     pool_type = RocmPool
     # hipError_t: uncorrectable memory error, illegal address, launch time-out, assertion, launch
@@ -191,10 +189,10 @@ class RocmBackend(NodeBackend):
         if self._guard is not None:
             self._guard.on = True
 
-    def end_native(self, native: Any, *, may_be_empty: bool = True) -> None:
+    def end_native(self, native: Any) -> None:
         if self._guard is not None:
             self._guard.on = False
-        super().end_native(native, may_be_empty=may_be_empty)
+        super().end_native(native)
 
     def prepare_stream(self) -> None:
         # hipBLAS and hipBLASLt make a handle for each thread and stream at first use, which a

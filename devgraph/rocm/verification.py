@@ -144,41 +144,34 @@ class Verifying(Applying):
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
         self.leaked_bytes = 0
-        """What updates of torch's executable may have leaked since it was made."""
+        """What updates of the graph's own executable may have leaked since it was made."""
         self._as_captured = True
         self._verified: weakref.WeakSet[object] = weakref.WeakSet()
-        """Executables of their own, and recordings that torch's executable was seen to run."""
+        """Executables of recordings, and recordings that the graph's own one was seen to run."""
         self._own_verified = False
-        """Whether torch's executable, since it was made last, was seen to use what was written."""
+        """Whether the graph's own one, since it was made last, was seen to use what was written."""
 
     def prepare(self, graph: NodeGraph) -> None:
         self._verification.find_out(graph.backend.device)
         self._verification.word_of(graph.pool)
 
+    def made_own(self, written: int) -> None:
+        self._own_verified = False
+        self.leaked_bytes = written * LEAKED_BYTES_PER_NODE
+        self._as_captured = not written
+
     def close_regions(self, graph: NodeGraph, number: int) -> None:
         self._verification.word_of(graph.pool).fill_(number)
 
-    def require(self, graph: NodeGraph) -> None:
-        if not self._verification.updates and graph.random is not False:
-            raise UpdateTopologyError(
-                f"this HIP runtime ({self._verification.runtime.version}) does not use parameters "
-                f"that are written into an executable, and only torch's own executable may run a "
-                f"graph that draws random numbers or has not been replayed yet. Replay it once "
-                f"before the first update, draw random numbers outside, or use policy='breakable'."
-            )
-
     def deserves_executable(self, graph: NodeGraph, recording: NodeRecording) -> bool:
-        if not self._verification.updates:
-            return graph.random is False
-        return super().deserves_executable(graph, recording)
+        return not self._verification.updates or super().deserves_executable(graph, recording)
 
     def write(self, graph: NodeGraph, recording: NodeRecording) -> None:
         more = len(recording.updates) * LEAKED_BYTES_PER_NODE
         if self.leaked_bytes and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
             logger.debug("rocm: %d bytes leaked, making the executable anew", self.leaked_bytes)
-            self._own_verified = False
             graph.renew_executable()
-            self.leaked_bytes = 0
+            self._own_verified, self.leaked_bytes = False, 0
         self._as_captured = False
         super().write(graph, recording)
         self.leaked_bytes += more
@@ -188,7 +181,7 @@ class Verifying(Applying):
     ) -> Executable:
         direct = recording.direct
         if direct is None and self._as_captured:
-            return executable  # torch's, into which nothing was written
+            return executable  # the graph's own, into which nothing was written
         if (direct or recording) in self._verified and (direct or self._own_verified):
             return executable
         return _Verified(graph, self, recording, executable)
@@ -197,7 +190,7 @@ class Verifying(Applying):
         """Raise UpdateError unless the last launch was of the recording ``number``.
 
         Args:
-            launched: its own executable, or the recording for torch's.
+            launched: its own executable, or the recording for the graph's own.
         """
         found = int(self._verification.word_of(graph.pool).item())
         if found != number:

@@ -125,6 +125,7 @@ class Runner:
         pool.register(arena.buffers)
         if config.memory is not None:
             with pool.lock:
+                pool.require_free("give a budget to a pool")
                 pool.recordings.limit(_bytes_of(config.memory, backend))
         self.phase: Phase = counting.phase
         self.backend: Backend = backend

@@ -242,6 +242,19 @@ def test_the_least_recently_used_executable_goes(kit: Kit) -> None:
     assert found.bytes == _bytes(steps[0], steps[1])
 
 
+def test_a_budget_that_comes_late_sees_the_launches_that_were_direct(kit: Kit) -> None:
+    pool = kit.backend.make_pool()
+    steps = _captured(kit, pool, 3)
+    for step in steps * 2:
+        _check(step)
+    pool.recordings.limit(_bytes(*steps) - 1)
+    for index in (0, 2, 1, 2):  # of 0 and 2, which 1 makes room for itself with, 0 is older
+        _check(steps[index])
+    found = pool.recordings.residency()
+    assert (found.made, found.evicted) == (5, 3)
+    assert found.bytes == _bytes(steps[1], steps[2])
+
+
 def test_a_budget_of_zero_makes_every_launch_make_its_executable(kit: Kit) -> None:
     pool = kit.backend.make_pool(budget_bytes=0)
     (step,) = _captured(kit, pool, 1)
@@ -265,7 +278,8 @@ def test_a_pinned_executable_stays(kit: Kit) -> None:
     assert pool.recordings.residency().made == 6
 
 
-def test_a_step_whose_own_segments_are_over_the_budget_is_right(kit: Kit) -> None:
+@pytest.mark.parametrize("launched", [0, 2])
+def test_a_step_whose_own_segments_are_over_the_budget_is_right(kit: Kit, launched: int) -> None:
     """FAULTS 43: what was bound stays valid while executables of the same step go."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -277,6 +291,8 @@ def test_a_step_whose_own_segments_are_over_the_budget_is_right(kit: Kit) -> Non
     pool = kit.backend.make_pool()
     x = torch.ones(4)
     captured = dg.capture(step, x, policy="breakable", backend=kit.backend, pool=pool)
+    for _ in range(launched):
+        captured.replay()
     pool.recordings.limit(captured.info().bytes - 1)
     for value in (1.0, 2.0, 3.0):
         x.fill_(value)

@@ -47,7 +47,7 @@ def test_kinds_of_nodes_are_told_by_the_runtimes_version(version: int, first: in
         assert be.runtime.version.first_kind == first
         x = noise()
         graph, _ = recorded(be, three, x)
-        kinds = [be.runtime.kind(node) for node in be.runtime.nodes(graph._native.raw_cuda_graph())]
+        kinds = [be.runtime.kind(node) for node in be.runtime.nodes(graph._own.raw.graph)]
         assert kinds == ["memcpy", "memset", "kernel", "kernel", "memcpy", "kernel"]
         graph.close()
         with captured(be, three, x) as cap:

@@ -56,30 +56,10 @@ def test_verification_that_was_interrupted_is_made_by_the_next_replay(
             graph.replay()
         with be.fake.with_settings(stale=-1):
             graph.update(n=3)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(be.verification, "word_of", interrupt)
-            graph.replay()
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(be.verification, "word_of", interrupt)
+                graph.replay()
         assert graph.state == "ready"
-        with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
-            graph.replay()
-
-
-def test_first_launch_that_was_interrupted_leaves_its_verification_to_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    find = nodegraph._FirstLaunch.find
-
-    def interrupted(self: Any) -> None:
-        find(self)
-        raise KeyboardInterrupt
-
-    with on_fake() as be:
-        graph, _ = recorded(be, step, noise())
-        with be.fake.with_settings(stale=-1):
-            graph.update(n=3)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(nodegraph._FirstLaunch, "find", interrupted)
-            graph.replay()
         with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
             graph.replay()
 
@@ -135,8 +115,8 @@ def test_executable_that_was_made_anew_is_verified_again(
             assert graph.applying.leaked_bytes < before
             if not launched:
                 graph.update(n=5)
-        with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
-            graph.replay()
+            with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
+                graph.replay()
 
 
 def test_runtime_that_was_found_stale_writes_into_no_executable_again():
@@ -168,20 +148,25 @@ def test_runtime_that_never_updates_is_found_out_before_the_first_capture():
         assert be.fake.get("writes") == probing
 
 
-def test_graph_that_draws_random_numbers_is_copied_where_executables_cannot_be_updated():
-    """Only torch's executable may run it, and that one cannot take the parameters."""
-
+@pytest.mark.parametrize("stale", [-1, 0])
+def test_graph_that_draws_random_numbers_draws_new_ones_whatever_it_launches(stale: int):
     def noisy(x: torch.Tensor, *, n: int) -> torch.Tensor:
         return scaled(x, n=n) + torch.rand(4, 8)
 
-    with on_fake(stale=-1) as be:
-        x = noise()
-        graph, _ = recorded(be, noisy, x)
-        graph.replay()
-        with pytest.raises(dg.UpdateTopologyError, match="draw random numbers outside"):
-            graph.update(n=3)
-        assert graph.state == "ready"
-        graph.replay()
+    with on_fake(stale=stale) as be:
+        x, generator = noise(), be.namespace.default_generators[0]
+        graph, out = recorded(be, noisy, x)
+        before = generator.offset
+        for launch, n in enumerate((2, 3, 5, 3, 5, 3, 2), 1):
+            graph.update(n=n)
+            torch.manual_seed(launch)
+            graph.replay()
+            torch.manual_seed(launch)
+            assert torch.equal(out, noisy(x, n=n))
+            assert generator.offset == before + 4 * launch
+        own = [recording.executable for recording in graph.pool.recordings.kept()]
+        assert any(own)
+        graph.close()
 
 
 def test_executable_that_still_holds_its_capture_is_not_taken_for_stale():

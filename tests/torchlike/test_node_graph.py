@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import devgraph as dg
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
+from devgraph.api.errors import ExecutableError
 from devgraph.api.torchlike.node_graph import NodeBackend
 from devgraph.rocm.runtime import Runtime
 from tests.sim.hip import Fake
@@ -34,28 +36,11 @@ class AcmeStream:
         self.inner.wait_stream(other.inner)
 
 
-class AcmeGraph:
-    """A graph that is made launchable by ``compile`` and has its handles in a dictionary."""
-
-    def __init__(self, device: AcmeDevice, *, editable: bool = False) -> None:
-        self._inner = device.CUDAGraph(keep_graph=editable)
-        self.capture_begin, self.capture_end = self._inner.capture_begin, self._inner.capture_end
-        self.replay, self.reset = self._inner.replay, self._inner.reset
-
-    def compile(self) -> None:
-        self._inner.instantiate()
-
-    @property
-    def handles(self) -> dict[str, int]:
-        inner = self._inner
-        return {"plan": inner.raw_cuda_graph(), "program": inner.raw_cuda_graph_exec()}
-
-
 class AcmeDevice(Device):
     """The namespace ``torch.acme``."""
 
-    def AcmeGraph(self, **options: bool) -> AcmeGraph:
-        return AcmeGraph(self, **options)
+    def AcmeGraph(self) -> Any:
+        return self.CUDAGraph()
 
     def Stream(self, device: object = None, priority: int = 0) -> Any:
         return AcmeStream(super().Stream(device, priority))
@@ -79,27 +64,18 @@ class AcmeBackend(NodeBackend):
     device_type = "acme"
     graph_class_name = "AcmeGraph"
     stream_handle_name = "address"
-    capabilities = Capabilities(region_update=True, rng=True, node_counts=True)
+    capabilities = Capabilities(
+        region_update=True, rng=True, node_counts=True, remakes_executables=True
+    )
 
     def __init__(self, fake: Fake) -> None:
         Backend.__init__(self)
+        self.fake = fake
         self.namespace = AcmeDevice(fake)
         self._device = torch.device("cpu")
         self._capture_stream = None
         self.current_stream_id = self._make_current_stream_id()
         self.use_runtime(Runtime(fake.path))
-
-    def make_kept_graph(self) -> Any:
-        return self.namespace.AcmeGraph(editable=True)
-
-    def instantiate(self, native: Any) -> None:
-        native.compile()
-
-    def raw_graph(self, native: Any) -> int:
-        return int(native.handles["plan"])
-
-    def raw_executable(self, native: Any) -> int:
-        return int(native.handles["program"])
 
     @contextlib.contextmanager
     def side_stream(self, pool: Any, stream: Any = None) -> Iterator[None]:
@@ -130,20 +106,67 @@ def test_every_key_is_right_written_or_with_an_executable_of_its_own(be: AcmeBac
         assert sum(bool(recording.executable) for recording in kept) == 2
 
 
-def test_executables_of_torch_stay_and_count_and_those_of_recordings_go(be: AcmeBackend) -> None:
+def test_executables_of_graphs_and_of_recordings_go_for_the_budget(be: AcmeBackend) -> None:
     x, pool = noise(), be.make_pool()
     with dg.capture(step, x, backend=be, host_args={"n": 2}, budget=KEEP_ALL, pool=pool) as cap:
+        assert pool.recordings.residency().made == 0
         for n in (2, 3, 5, 3, 5):
             check(cap, step, x, n=n)
         own = cap.segments[0].info().bytes
         before = pool.recordings.residency()
         assert before.made == 3 and before.bytes > 3 * own > 0
-        pool.recordings.limit(own)
+        for budget in (own, 0):
+            pool.recordings.limit(budget)
+            for n in (2, 3, 5, 3, 5):
+                check(cap, step, x, n=n)
         found = pool.recordings.residency()
-        assert own < found.bytes < 3 * own and found.evicted >= 1
-        for n in (2, 3, 5, 3, 5):
-            check(cap, step, x, n=n)
+        assert found.bytes < own and found.evicted >= 5
     assert pool.recordings.bytes == 0
+
+
+def test_executable_that_is_made_again_launches_what_was_last_updated(be: AcmeBackend) -> None:
+    x, pool = noise(), be.make_pool(budget_bytes=0)
+    graph, other = be.make_graph(pool), be.make_graph(pool)
+    with be.capture_context(graph, host_args={"n": 2}):
+        out = step(x, n=2)
+    with be.capture_context(other):
+        plain = x + 1
+    bound = other.bound(be.current_stream_id())
+    for n in (2, 3, 5, 2, 3):
+        graph.update(n=n)
+        for _ in range(2):
+            other.replay()
+            graph.replay()
+            bound()
+            assert torch.equal(out, step(x, n=n))
+            assert torch.equal(plain, x + 1)
+    assert pool.recordings.residency().made >= 30
+
+
+def test_want_of_memory_for_an_executable_is_typed_and_loses_nothing(
+    be: AcmeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 44."""
+    x, pool = noise(), be.make_pool()
+    graphs = [be.make_graph(pool) for _ in range(2)]
+    outs = []
+    for graph in graphs:
+        with be.capture_context(graph):
+            outs.append(x * 2)
+    bound = graphs[0].bound(be.current_stream_id())
+    refuse = functools.partial(be.runtime.refuse, 2, "GraphInstantiateWithFlags")
+    with monkeypatch.context() as patched:
+        patched.setattr(be.runtime, "instantiate", lambda graph: refuse())
+        for launch in (graphs[0].replay, bound):
+            with pytest.raises(ExecutableError, match="launch it again when there is memory"):
+                launch()
+            assert graphs[0].state == "ready"
+    for launch, out in zip((bound, graphs[1].replay), outs, strict=True):
+        launch()
+        assert torch.equal(out, x * 2)
+    graphs[0].close()
+    with pytest.raises(dg.StateError, match="closed"):
+        bound()
 
 
 def test_fork_that_is_not_joined_is_named_by_its_handle(be: AcmeBackend) -> None:

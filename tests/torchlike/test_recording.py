@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RegionUpdate, Scratch
+from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RawGraph, RegionUpdate
 from tests.support.node_driver import Driver, kernel, pattern_of
 
 
@@ -29,7 +29,7 @@ def recording_of(
     pattern = pattern_of(driver, graph, ("attend", 0, len(driver.nodes(graph))))
     scratch = driver.graph(*(kernel(v) for v in values))
     (updates,) = pattern.match([0], scratch, [len(values)])
-    part = RegionUpdate((), updates, Scratch(driver, scratch))
+    part = RegionUpdate((), updates, RawGraph(driver, scratch))
     nodes = len(driver.nodes(graph))
     return NodeRecording(driver, meter, nodes, {None: part}, 1)
 

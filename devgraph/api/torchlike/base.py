@@ -39,6 +39,7 @@ FULL_BUILD = Capabilities(
     piecewise=True,
     compilers=("eager", "inductor"),
     node_counts=True,
+    remakes_executables=True,
 )
 """What a vendor declares whose captures are graphs of nodes and whose torch lacks nothing."""
 
@@ -219,11 +220,10 @@ class TorchGraph(DeviceGraph):
         self._open = False
         self._ended = False
         self._uses = 0
-        self._may_be_empty = True
 
     def _begin(self, mode: str) -> None:
         self._uses = self.pool.uses
-        self._native = self._make_native()
+        self._native = self._torch.make_native_graph()
         try:
             self._torch.begin_native(self._native, self.pool, mode)
         except BaseException:
@@ -235,7 +235,7 @@ class TorchGraph(DeviceGraph):
     def _end(self) -> Executable:
         self._open = False  # Never end twice: a second end of a failed capture can crash.
         try:
-            self._torch.end_native(self._native, may_be_empty=self._may_be_empty)
+            self._close_capture()
         except Exception as error:
             if self._torch.is_unjoined(error):
                 raise UnjoinedStreamError(
@@ -247,9 +247,9 @@ class TorchGraph(DeviceGraph):
         self._ended = True
         return Call(self._native.replay)
 
-    def _make_native(self) -> Any:
-        """Return a new, empty graph, of the kind that this capture needs."""
-        return self._torch.make_native_graph()
+    def _close_capture(self) -> None:
+        """End the capture under way."""
+        self._torch.end_native(self._native)
 
     def _abort(self) -> None:
         native, self._native = self._native, None
@@ -367,11 +367,8 @@ class TorchBackend(Backend):
         """Begin the capture of ``native`` into ``pool``; a refused one leaves nothing behind."""
         native.capture_begin(pool=pool.handle, capture_error_mode=mode)
 
-    def end_native(self, native: Any, *, may_be_empty: bool = True) -> None:
+    def end_native(self, native: Any) -> None:
         """End the capture of ``native``; torch's warning of an empty one is not shown."""
-        if not may_be_empty:
-            native.capture_end()  # torch warns of empty graphs only; a filter costs host time
-            return
         with warnings.catch_warnings():
             # Empty segments between two breaks are legal here; GraphInfo counts nodes instead.
             warnings.filterwarnings("ignore", message=".*Graph is empty.*")

@@ -16,6 +16,7 @@ from devgraph.api.torchlike.nodes import (
     MEMCPY,
     MEMSET,
     Capture,
+    DriverMemoryError,
     Edges,
     Read,
     RuntimeCallError,
@@ -76,6 +77,9 @@ _GETTERS = {kind: f"Graph{kind.title()}NodeGetParams" for kind in (KERNEL, MEMCP
 
 _THREAD_LOCAL = 1
 """The capture mode in which other threads may do what they like."""
+
+_OUT_OF_MEMORY = 2
+"""The error code of every driver here."""
 
 _NOT_CAPTURING, _ACTIVE = 0, 1
 """Capture states of a stream; others mean a capture that was invalidated."""
@@ -158,8 +162,8 @@ class NodeCalls:
 
     def refuse(self, error: int, name: str) -> NoReturn:
         """Raise the error of a call."""
-        text = self.error_text(error)
-        raise RuntimeCallError(f"{self.prefix}{name} failed ({error}: {text})", error)
+        kind = DriverMemoryError if error == _OUT_OF_MEMORY else RuntimeCallError
+        raise kind(f"{self.prefix}{name} failed ({error}: {self.error_text(error)})", error)
 
     # What a vendor may add.
 

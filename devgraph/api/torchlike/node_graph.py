@@ -17,17 +17,24 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.errors import CaptureError, UnjoinedStreamError, UpdateError, UpdateTopologyError
-from devgraph.api.executable import Call, Executable, Finding
+from devgraph.api.errors import (
+    CaptureError,
+    StateError,
+    UnjoinedStreamError,
+    UpdateError,
+    UpdateTopologyError,
+)
+from devgraph.api.executable import Executable
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
+from devgraph.api.pool import Remade
 from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
 from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError, Update
-from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RegionUpdate, Scratch
+from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RawGraph, RegionUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -61,42 +68,100 @@ class _Span:
 
 
 class _Direct:
-    """An executable of the driver, launched without torch.
+    """An executable of the driver.
 
     Args:
         handle: the driver's handle.
-        replay: torch's launch of the same executable, where it has one.
+        prologue: torch's part of a replay, where the graph draws random numbers.
     """
 
     def __init__(
-        self, backend: NodeBackend, handle: int, replay: Callable[[], None] | None = None
+        self, backend: NodeBackend, handle: int, prologue: Callable[[], None] | None
     ) -> None:
         self._runtime = backend.driver
         self._handle = handle
+        self._prologue = prologue
         launch = self._runtime.launcher(handle, backend.current_stream_id)
-        self._replay = replay or launch
-        self.launch = backend.guarded(launch)
+        self._launch = self._behind_prologue(launch)
+        self.launch = backend.guarded(self._launch)
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return torch's launch, or for a stream the driver's own call."""
+        """Return the launch, for a stream the driver's own call."""
         if stream is None:
-            return self._replay
-        return self._runtime.bound(self._handle, stream)
+            return self._launch
+        return self._behind_prologue(self._runtime.bound(self._handle, stream))
+
+    def _behind_prologue(self, launch: Callable[[], None]) -> Callable[[], None]:
+        prologue = self._prologue
+        if prologue is None:
+            return launch
+
+        def run() -> None:
+            prologue()
+            launch()
+
+        return run
 
 
-class _FirstLaunch(Finding["NodeGraph"]):
-    """Launches through torch, and finds out whether the graph draws random numbers."""
+class _Own:
+    """What was captured, and the executable of it, which a ``Remade`` makes and drops.
 
-    def find(self) -> Executable:
-        graph = self.graph
-        graph.random = graph._torch.draws_random(graph._native, graph.pool)
-        graph._own = graph._own_executable()
-        return graph._own
+    The executable holds the parameters of one recording at a time.
+    """
 
-    def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return torch's launch, which needs to know nothing, or for a stream this one."""
-        replay: Callable[[], None] = self.graph._native.replay
-        return replay if stream is None else self.launch
+    def __init__(self, graph: NodeGraph, raw: int, nodes: int) -> None:
+        self._backend = graph.backend
+        self._applying = graph.applying
+        self._nodes = nodes
+        self._executable = 0
+        self.raw: RawGraph | None = RawGraph(self._backend.driver, raw)
+        """None once the graph is freed."""
+        self.prologue: Callable[[], None] | None = None
+        """Torch's part of a replay, where the graph draws random numbers."""
+        self.captured: NodeRecording | None = None
+        """The recording that the capture is."""
+        self.held: NodeRecording | None = None
+        """The recording that is launched."""
+
+    def make(self) -> Executable:
+        """Make the executable of what was captured, with the parameters of ``held``."""
+        backend, held = self._backend, self.held
+        if self.raw is None:
+            raise StateError("cannot replay a graph that was closed or reset.")
+        self.drop()  # what an interrupt left
+        make = functools.partial(backend.driver.instantiate, self.raw.graph)
+        self._executable = backend.meter.measured(make, self._nodes)
+        written = () if held is None or held is self.captured else held.updates
+        try:
+            backend.driver.write(written, self._executable)
+        except BaseException:
+            self.drop()
+            raise
+        self._applying.made_own(len(written))
+        return _Direct(backend, self._executable, self.prologue)
+
+    def close(self) -> None:
+        """Free everything; what was bound may keep this object."""
+        self.drop()
+        self.raw = None
+
+    def drop(self) -> None:
+        """Free the executable, if there is one; safe while it is in flight."""
+        executable, self._executable = self._executable, 0
+        if not executable:
+            return
+        try:
+            self._backend.driver.destroy_executable(executable)
+        except RuntimeCallError as error:
+            logger.warning("%s: an executable was not freed: %s", self._backend.name, error)
+        self._backend.meter.freed(self._nodes)
+
+    def write(self, recording: NodeRecording) -> None:
+        """Launch ``recording`` from now on."""
+        self.held = None
+        if self._executable:
+            self._backend.driver.write(recording.updates, self._executable)
+        self.held = recording
 
 
 class Applying:
@@ -108,6 +173,10 @@ class Applying:
     def prepare(self, graph: NodeGraph) -> None:
         """Get ready for a capture that may hold updatable regions."""
 
+    def made_own(self, written: int) -> None:
+        """Note that the graph's own executable was made, and that so many parameters of a
+        recording were written into it."""
+
     def close_regions(self, graph: NodeGraph, number: int) -> None:
         """Do device work that is recorded behind the regions, for each recording anew.
 
@@ -115,13 +184,8 @@ class Applying:
             number: the recording's number; 0 is the capture.
         """
 
-    def require(self, graph: NodeGraph) -> None:
-        """Raise UpdateTopologyError if no recording can be applied."""
-
     def deserves_executable(self, graph: NodeGraph, recording: NodeRecording) -> bool:
         """Whether ``recording``, which has no executable of its own, shall get one."""
-        if graph.random is not False:
-            return False
         if not recording.exact:
             return True
         if recording.executable_bytes <= graph.pool.recordings.room:
@@ -129,9 +193,9 @@ class Applying:
         return recording.uses >= _USES_WHEN_FULL
 
     def write(self, graph: NodeGraph, recording: NodeRecording) -> None:
-        """Write ``recording`` into the graph's own executable, which is torch's."""
-        backend = graph.backend
-        backend.driver.write(recording.updates, backend.raw_executable(graph._native))
+        """Write ``recording`` into the graph's own executable."""
+        assert graph._own is not None
+        graph._own.write(recording)
 
     def launches(
         self, graph: NodeGraph, recording: NodeRecording, executable: Executable
@@ -143,9 +207,10 @@ class Applying:
 class NodeGraph(TorchGraph):
     """One captured graph, its executable, and the recordings of its regions.
 
-    The graph's *own* executable is torch's. It holds the parameters of one recording at a time and
-    is launched through torch until it is known that the graph draws no random numbers, because
-    only torch advances the generators. Without random numbers, recordings may have executables.
+    torch has the capture's memory and random numbers, and a capture without work: the driver's
+    graph is this object's, which makes the *own* executable of it. So executables can go and come
+    back, and torch's replay, which launches nothing, is what must come before a launch of a graph
+    that draws random numbers, because only torch advances the generators.
     """
 
     _torch: NodeBackend
@@ -163,26 +228,22 @@ class NodeGraph(TorchGraph):
         self._stream: Any = None
         self._pattern: RegionPattern | None = None
         self._current: NodeRecording | None = None
-        self._held: NodeRecording | None = None
-        self.random: bool | None = None
-        """Whether the graph draws random numbers; None before its first launch."""
         self.applying = self._torch.applying_type()
-        self._own: Executable = self._unready
+        self._own: _Own | None = None
+        self._remade: Executable = self._unready
         self._closing: tuple[int, ...] = ()
 
     # Capture and launch.
 
     def begin(self, mode: str, *, spec: HostSpec | None = None) -> None:
-        # Only a graph that may hold updatable regions has to keep its nodes.
         self._updatable = spec is not None and (bool(spec.declared) or _some_context())
         super().begin(mode, spec=spec)
 
-    def _make_native(self) -> Any:
-        if not self._updatable:
-            return super()._make_native()
-        self._stream = self._torch.namespace.current_stream(self._torch.device)
-        self.applying.prepare(self)
-        return self._torch.make_kept_graph()
+    def _begin(self, mode: str) -> None:
+        if self._updatable:
+            self._stream = self._torch.namespace.current_stream(self._torch.device)
+            self.applying.prepare(self)
+        super()._begin(mode)
 
     def _end(self) -> Executable:
         runtime, stream = self._runtime, self._torch.current_stream_id()
@@ -194,34 +255,37 @@ class NodeGraph(TorchGraph):
             self._nodes = runtime.count(capture[1])
             if self.names_side_streams:
                 unjoined = self._torch.side_streams.unjoined(stream, capture)
-        self._may_be_empty = not self._nodes
         try:
             super()._end()
         except UnjoinedStreamError as error:
             if not unjoined:
                 raise
             raise UnjoinedStreamError(name_streams(unjoined)) from error
-        if self._nodes and self._updatable:
-            self._torch.instantiate(self._native)
+        own = self._own
+        assert own is not None and own.raw is not None
+        if self._nodes and self._torch.draws_random(self._native, self.pool):
+            own.prologue = self._native.replay
         if self._nodes and self.hits:
             regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
             regions.append(("(behind the regions)", self._closing))
-            graph = self._torch.raw_graph(self._native)
-            self._pattern = RegionPattern(runtime, graph, regions)
-        self._own = _FirstLaunch(self)
-        return self._own
+            self._pattern = RegionPattern(runtime, own.raw.graph, regions)
+        size = self._torch.meter.bytes_of(self._nodes)
+        self._remade = Remade(self, self.pool.recordings, make=own.make, drop=own.drop, nbytes=size)
+        return self._remade
 
-    def _own_executable(self) -> Executable:
-        """Return torch's executable, launched directly if that is the same."""
-        if self.random is not False:
-            return Call(self._native.replay)
-        return _Direct(self._torch, self._torch.raw_executable(self._native), self._native.replay)
+    def _close_capture(self) -> None:
+        stream = self._torch.current_stream_id()
+        self._own = _Own(self, self._runtime.end_capture(stream), self._nodes or 0)
+        self._runtime.begin_capture(stream)  # for torch to end, whose executable stays
+        super()._close_capture()
 
     def _abort(self) -> None:
         super()._abort()
         self._forget()
 
     def _free(self) -> None:
+        if self._own is not None:
+            self._own.close()
         super()._free()
         self._forget()
 
@@ -281,7 +345,8 @@ class NodeGraph(TorchGraph):
                 f"{error} (Its regions were recorded once more after the capture, as every new "
                 f"host argument will do.)"
             ) from error
-        self._current = self._held = recording
+        assert self._own is not None
+        self._current = self._own.captured = self._own.held = recording
         return recording
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
@@ -290,7 +355,6 @@ class NodeGraph(TorchGraph):
             recording = self._recorded(host)
         if not recording.exact:
             self._build_inexact(recording)
-        self.applying.require(self)
         return recording
 
     def _build_inexact(self, recording: NodeRecording) -> None:
@@ -299,13 +363,6 @@ class NodeGraph(TorchGraph):
         Raises:
             UpdateTopologyError: there can be none.
         """
-        if self.random is not False:
-            what = "draws random numbers" if self.random else "has not been replayed yet"
-            raise UpdateTopologyError(
-                f"for these host arguments a region launches a kernel in another way (cluster "
-                f"size, cooperation or geometry of a copy), which only a new executable can do, "
-                f"and this graph {what}, so that only torch's own executable may run."
-            )
         try:
             self._build(recording)
         except RuntimeCallError as error:
@@ -327,9 +384,11 @@ class NodeGraph(TorchGraph):
             self.pool.recordings.recharge(recording)
 
     def _build(self, recording: NodeRecording) -> None:
+        own = self._own
+        assert own is not None and own.raw is not None
         with self.pool.recordings.making():
-            recording.build(self._torch.raw_graph(self._native))
-        recording.direct = _Direct(self._torch, recording.executable)
+            recording.build(own.raw.graph)
+        recording.direct = _Direct(self._torch, recording.executable, own.prologue)
 
     def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
         pattern = self._pattern
@@ -344,7 +403,7 @@ class NodeGraph(TorchGraph):
         picks = [hit.index for hit in self.hits if hit.mark not in parts]
         with self.pool.region_memory():
             graph, bounds = self._capture_regions(picks, host)
-        scratch = Scratch(self._runtime, graph)
+        scratch = RawGraph(self._runtime, graph)
         *matched, closing = pattern.match([*picks, len(self.hits)], graph, bounds)
         updates: dict[Mark, list[Update]] = {}
         for pick, found in zip(picks, matched, strict=True):
@@ -415,20 +474,16 @@ class NodeGraph(TorchGraph):
         with backend.on_device() if backend.elsewhere() else contextlib.nullcontext():
             if not recording.direct and self.applying.deserves_executable(self, recording):
                 self._give_executable(recording)
-            if not recording.direct and self._held is not recording:
-                self._held = None
+            if not recording.direct and self._own and self._own.held is not recording:
                 self.applying.write(self, recording)
-                self._held = recording
-        self.use(self.applying.launches(self, recording, recording.direct or self._own))
+        self.use(self.applying.launches(self, recording, recording.direct or self._remade))
         self._current = recording
 
     # What ``Applying`` calls.
 
     def renew_executable(self) -> None:
-        """Make the graph's own executable anew, which holds what was captured."""
-        self._torch.instantiate(self._native)
-        if self.random is not None:
-            self._own = self._own_executable()
+        """Let the graph's own executable be made anew."""
+        self.pool.recordings.drop_own(self)
 
     def mark_dirty(self) -> None:
         """Be dirty: what the last launch did was wrong."""
@@ -438,18 +493,14 @@ class NodeGraph(TorchGraph):
 class NodeBackend(TorchBackend):
     """What graphs with node parameters need besides a torch namespace.
 
-    A vendor names what its graph and stream objects call the driver's handles, or overrides the
-    methods that ask them, and calls ``use_runtime`` once; without a runtime graphs are plain ones
-    of torch, with neither updates nor counts.
+    A vendor names what its stream objects call the driver's handle, or overrides the method that
+    asks them, and calls ``use_runtime`` once; without a runtime graphs are plain ones of torch,
+    with neither updates nor counts, and their executables stay.
     """
 
     graph_type: type[TorchGraph] = NodeGraph
     applying_type: Callable[[], Applying] = Applying
     """Makes what a graph applies its recordings with."""
-    raw_graph_name: str = ""
-    """Name of the native graph's method that returns the handle of a kept graph."""
-    raw_executable_name: str = ""
-    """Name of the native graph's method that returns the handle of its executable."""
     stream_handle_name: str = ""
     """Name of the attribute that is the handle of a stream."""
     runtime: NodeRuntime | None = None
@@ -475,24 +526,6 @@ class NodeBackend(TorchBackend):
     def bind_worker(self, index: int) -> None:
         super().bind_worker(index)
         self.use_runtime(self.runtime)  # streams and memory are those of the device
-
-    # What the vendor's graph and stream objects are asked for.
-
-    def make_kept_graph(self) -> Any:
-        """Return a new, empty graph that keeps its nodes; ``instantiate`` makes it launchable."""
-        return getattr(self.namespace, self.graph_class_name)(keep_graph=True)
-
-    def instantiate(self, native: Any) -> None:
-        """Make the executable of a kept graph, anew if it has one."""
-        native.instantiate()
-
-    def raw_graph(self, native: Any) -> int:
-        """Return the driver's handle of a kept graph."""
-        return int(getattr(native, self.raw_graph_name)())
-
-    def raw_executable(self, native: Any) -> int:
-        """Return the driver's handle of the executable that ``native`` launches."""
-        return int(getattr(native, self.raw_executable_name)())
 
     def stream_handle(self, stream: Any) -> int:
         """Return the driver's handle of a stream."""
@@ -524,36 +557,35 @@ class NodeBackend(TorchBackend):
         return run
 
     def draws_random(self, native: Any, pool: TorchPool) -> bool:
-        """Replay ``native`` once; return whether that drew random numbers.
+        """Whether what ``native`` captured draws random numbers; a replay of it launches nothing.
+        Called in the session, behind the capture.
 
         A torch that registers generators with every capture tells by the default generator's
         offset (another generator could not be captured). One that registers them when they are
         first used refuses to replay such a graph, and no other, inside a capture.
         """
+        # A capture that failed has taken the keeper along; then it is left open which torch it is.
+        if self._lazy_generators is None and pool.keeper is not None:
+            self._lazy_generators = not self._refuses_in_capture(pool.keeper)
+        if self._lazy_generators is not False:
+            return self._refuses_in_capture(native)
         generator = self.namespace.default_generators[self._device.index or 0]
         before = generator.get_offset()
         native.replay()
-        if generator.get_offset() != before:
-            return True
-        # A capture that failed has taken the keeper along; then it is left open which torch it is.
-        if self._lazy_generators is None and pool.keeper is not None:
-            self._lazy_generators = not self._refuses_in_capture(pool.keeper, pool)
-        return self._lazy_generators is not False and self._refuses_in_capture(native, pool)
+        if generator.get_offset() == before:
+            return False
+        generator.set_offset(before)
+        return True
 
-    def _refuses_in_capture(self, native: Any, pool: TorchPool) -> bool:
-        runtime = self.driver
-        with self.exclusive(), self.namespace.stream(pool.stream):
-            stream = self.current_stream_id()
-            runtime.begin_capture(stream)
-            try:
-                native.replay()
-            except RuntimeError:
-                return True
-            finally:
-                try:
-                    runtime.destroy(runtime.end_capture(stream))
-                except RuntimeCallError:
-                    self.retire_if_capturing(pool.stream)
+    def _refuses_in_capture(self, native: Any) -> bool:
+        runtime, stream = self.driver, self.current_stream_id()
+        runtime.begin_capture(stream)
+        try:
+            native.replay()
+        except RuntimeError:
+            return True
+        finally:
+            runtime.destroy(runtime.end_capture(stream))
         return False
 
 

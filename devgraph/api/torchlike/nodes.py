@@ -11,7 +11,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import attrs
 
-from devgraph.api.errors import DeviceGraphError, UpdateError, UpdateTopologyError
+from devgraph.api.errors import (
+    DeviceGraphError,
+    ResourceError,
+    UpdateError,
+    UpdateTopologyError,
+)
 
 KERNEL, MEMCPY, MEMSET, EMPTY = "kernel", "memcpy", "memset", "empty"
 
@@ -25,6 +30,10 @@ class RuntimeCallError(DeviceGraphError):
     def __init__(self, message: str, error_code: int) -> None:
         super().__init__(message)
         self.error_code = error_code
+
+
+class DriverMemoryError(RuntimeCallError, ResourceError):
+    """A driver call failed for want of memory."""
 
 
 class Update(NamedTuple):

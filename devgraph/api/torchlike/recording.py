@@ -60,8 +60,13 @@ class ExecutableMeter:
         self._live -= nodes
 
 
-class Scratch:
-    """A graph that holds re-captured regions; recordings read their parameters from it."""
+class RawGraph:
+    """A graph of the driver that lives as long as this object: what was captured, or regions that
+    were captured again, of which recordings read their parameters.
+
+    Args:
+        graph: the driver's handle.
+    """
 
     def __init__(self, runtime: NodeRuntime, graph: int) -> None:
         self._runtime = runtime
@@ -79,7 +84,7 @@ class RegionUpdate:
     key: Hashable
     """What ``DeviceGraph.key_of`` says of the mark's host values."""
     updates: Sequence[Update]
-    scratch: Scratch
+    scratch: RawGraph
     """Owns the memory that ``updates`` point to."""
 
 

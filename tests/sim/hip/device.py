@@ -89,6 +89,9 @@ class _Generator:
     def get_offset(self) -> int:
         return self.offset
 
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
 
 class _Graph:
     """What torch.cuda.CUDAGraph does, in the order in which it does it."""
