@@ -182,13 +182,9 @@ class Device(abc.ABC):
             if held and held[0]:
                 lock.release()
 
-    @property
-    def lost(self) -> bool:
-        """Whether an earlier call found the device in an error state that does not end."""
-        return bool(self._lost)
-
     def require_alive(self) -> None:
-        """Raise DeviceLost if the device is ``lost``."""
+        """Raise DeviceLost if an earlier call found the device in an error state that does not
+        end."""
         if self._lost:
             raise DeviceLost(f"{self.device} is lost ({self._lost}); start a new process.")
 
