@@ -90,6 +90,17 @@ class InputArena:
             if names is None or name in names
         }
 
+    def real_views(
+        self, padded: Size, real: Size, names: frozenset[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return the real rows in the static view of each slot of ``names`` for ``padded``."""
+        return {
+            name: view
+            if (axis := self.slots[name].axis) is None
+            else view.narrow(axis, 0, self.slots[name].shape(real)[axis])
+            for name, view in self.views(padded, names).items()
+        }
+
     def holds(self, size: Size) -> bool:
         """Whether the static buffers are large enough for a batch of ``size``."""
         return size.requests <= self.largest.requests and size.tokens <= self.largest.tokens

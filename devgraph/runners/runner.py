@@ -332,6 +332,7 @@ class Runner:
             logger.debug("%s: %s", self._name, error)
             graph = step.graph
             decision = Decision.eager(reason_of(error), graph.key)
+            inputs = step.loaded(inputs)
             return self._run_eager(inputs, host_args, step.real, graph.options, decision, clone)
         outputs = step.outputs() if step.tail is None else step.result(host_args)
         return self._handed(outputs, clone) if clone or self._debug else outputs

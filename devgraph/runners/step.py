@@ -14,7 +14,7 @@ from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, end_batch
 from devgraph.runners.decisions import GraphKey, canonical_variant
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
-from devgraph.runners.lease import LeaseClock
+from devgraph.runners.lease import LeaseClock, LeasedTensor
 from devgraph.runners.load import CopyPlan
 from devgraph.runners.observe import in_range
 from devgraph.runners.outputs import OutputStore
@@ -243,7 +243,11 @@ class GraphStep:
             self.replay = graph.timing.over(self.replay)
         if step.prepare is not None:
             self.replay = self._planning(step, self.replay)
-        self._tensors = {**inputs.views(real, inputs.graph_slots), **self._run_tensors}
+        self._tensors = {
+            **inputs.real_views(graph.size, real, inputs.graph_slots),
+            **self._run_tensors,
+        }
+        self._overlaps = inputs.buffers.overlaps
 
     def run(self, inputs: Mapping[str, Any], host_args: Mapping[str, Any] | None) -> None:
         """Load a batch and replay the graph on it. Called under the pool's lock.
@@ -286,6 +290,15 @@ class GraphStep:
         self._order()
         self._copy(inputs)
         self._live.size, self._live.tensors = self.real, self._run_tensors
+
+    def loaded(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``inputs``, and what was loaded of those that this overwrote or made stale."""
+        return {
+            name: self._tensors[name]
+            if isinstance(tensor, LeasedTensor) or self._overlaps(tensor)
+            else tensor
+            for name, tensor in inputs.items()
+        }
 
     def result(self, host_args: Mapping[str, Any] | None) -> Any:
         """Return the whole step's outputs after a replay, real rows only."""

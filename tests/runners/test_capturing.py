@@ -647,6 +647,20 @@ def test_a_step_whose_executable_finds_no_memory_runs_eagerly(monkeypatch):
     assert (stats.eager, stats.graph_steps) == ({"executable_memory": 1}, 1)
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_step_without_memory_runs_on_the_data_that_it_was_given(monkeypatch, debug):
+    """Of the last output and of static buffers, which the step has written by then."""
+    runner = double_runner(config={"memory": 0}, debug=debug)
+    last = runner.run({"x": rows_of_x(2)})
+    with monkeypatch.context() as patched:
+        _no_memory_for_executables(patched)
+        assert torch.equal(runner.run({"x": last}, clone=True), rows_of_x(2) * 4)
+        given = runner.buffers["x"][3:6]
+        given.copy_(rows_of_x(3))
+        assert torch.equal(runner.run({"x": given}, clone=True), rows_of_x(3) * 2)
+    assert runner.stats().eager == {"executable_memory": 2}
+
+
 def test_strict_raises_where_an_executable_finds_no_memory(monkeypatch):
     """FAULTS 44."""
     runner = double_runner(config={"memory": 0, "strict": True})

@@ -190,6 +190,26 @@ def test_the_tail_receives_real_rows_sizes_and_host_values():
     assert torch.equal(out, rows_of_x(5).sum(0, keepdim=True) * 6)
 
 
+@pytest.mark.parametrize("policy", ["full", "breakable", "disabled"])
+@pytest.mark.parametrize("rows", [5, 8])
+def test_the_tail_reads_slots_whose_tokens_are_not_the_first_dim(policy, rows):
+    position = InputSlot("position", (3, "tokens"), torch.int64, pad=Pad.zero())
+    runner = dg.PrefillRunner(
+        lambda batch: batch.x * 2,
+        [X, position, STARTS],
+        tail=lambda hidden, batch: batch.position.T[batch.starts[1:] - 1] + 0,
+        outputs=OutputSlot(rows="requests"),
+        config={"policy": policy, "buckets": [8]},
+        backend="cpu",
+        max_tokens=8,
+        max_requests=4,
+    )
+    runner.capture()
+    positions = torch.arange(3 * rows).reshape(3, rows)
+    inputs = {"x": rows_of_x(rows), "position": positions, "starts": tokens(0, 2, rows)}
+    assert torch.equal(runner.run(inputs), positions[:, [1, rows - 1]].T)
+
+
 def test_tail_and_body_run_without_grad():
     modes = []
     weight = torch.ones(3, requires_grad=True)
