@@ -59,19 +59,20 @@ def summed(x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
     out.copy_(x[:, :length].sum(1, keepdim=True) + x)
 
 
+def summing(batch: Any) -> torch.Tensor:
+    out = torch.empty_like(batch.x)
+    summed(batch.x, out, length=batch.host.length)
+    return out
+
+
 @declares("region_update")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prepare_returns_host_arguments(kit: Kit, policy: str) -> None:
     lengths = [1]
 
-    def forward(batch: Any) -> torch.Tensor:
-        out = torch.empty_like(batch.x)
-        summed(batch.x, out, length=batch.host.length)
-        return out
-
     runner = runner_of(
         kit,
-        forward,
+        summing,
         config=policy,
         host_args={"length": 1},
         prepare=lambda batch: {"length": lengths[-1]},
@@ -274,18 +275,13 @@ def test_a_loop_draws_as_single_steps_do(kit: Kit) -> None:
 
 @declares("region_update")
 def test_a_host_argument_holds_for_every_step_of_a_loop(kit: Kit) -> None:
-    def forward(batch: Any) -> torch.Tensor:
-        out = torch.empty_like(batch.x)
-        summed(batch.x, out, length=batch.host.length)
-        return out
-
     def grow(batch: Any, out: torch.Tensor) -> None:
         batch.host.length = 2
 
     def copy(batch: Any, out: torch.Tensor) -> None:
         batch.x.copy_(out)
 
-    runner = runner_of(kit, forward, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=copy))
+    runner = runner_of(kit, summing, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=copy))
     x = kit.tensor(3, WIDTH)
     for length in (2, 5, 2):
         first = x[:, :length].sum(1, keepdim=True) + x
@@ -293,7 +289,7 @@ def test_a_host_argument_holds_for_every_step_of_a_loop(kit: Kit) -> None:
         out = runner.run({"x": x}, host_args={"length": length})
         kit.same(out.outputs, torch.stack([first, second]), f"the steps with {length}")
     with pytest.raises(dg.HostArgumentError, match="lengths"):
-        runner_of(kit, forward, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=grow))
+        runner_of(kit, summing, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=grow))
 
 
 def test_replays_are_timed_from_when_somebody_asks(kit: Kit) -> None:
