@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import (
@@ -77,6 +78,10 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self._trees: dict[str, Any] = {}
         self._held: list[Entry] = []
         self._bound: dict[str, Bound] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[int] = []
+        self._alike: dict[bool, Callable[..., bool]] = {}
+        """Whether bound tensors are as they were, by whether that is asked in inference mode."""
         own = [self._memory] if total or not shared else []
         self._ranges = [byte_range(memory) for memory in (*own, *shared.values())]
         self.start = min(first for first, _ in self._ranges)
@@ -139,6 +144,9 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         """Take every bound tensor as it is now and where it lies now."""
         tensors = {k: t for name, tree in self._trees.items() for k, t in _leaves(name, tree)}
         self._bound = {name: Bound(t, f"bound tensor {name!r}") for name, t in tensors.items()}
+        self._tensors = [*{id(tensor): tensor for tensor in tensors.values()}.values()]
+        self._places = [*map(torch.Tensor.data_ptr, self._tensors)]
+        self._alike = {}
         self._held = list(entries_in(self._trees.values()))
 
     @property
@@ -148,9 +156,23 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
     def check(self) -> None:
         """Raise StateError when a bound tensor is not where and as it was when it was bound."""
+        if not self._bound:
+            return
+        alike = self._alike.get(torch.is_inference_mode_enabled())
+        if (
+            alike is None
+            or [*map(torch.Tensor.data_ptr, self._tensors)] != self._places
+            or not alike(*self._tensors)
+        ):
+            self._look_closely()
+        require_entries(self._held)
+
+    def _look_closely(self) -> None:
+        """Ask one bound tensor after the other, and from then on all together."""
         for bound in self._bound.values():
             bound.check()
-        require_entries(self._held)
+        if all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in self._tensors):
+            self._alike[torch.is_inference_mode_enabled()] = alike_to(self._tensors)
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Whether any byte that ``tensor`` can reach lies in these buffers."""
@@ -201,6 +223,17 @@ class Bound:
                 f"it as it was. Undo what changed it in place (t_(), resize_(), ...), or capture "
                 f"again."
             )
+
+
+def alike_to(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return what tells whether as many tensors are like ``tensors``, all asked in one call.
+
+    Alike are their types, shapes, strides, dtypes, devices and modes, and whether autograd follows
+    them. The same tensor given twice is like no two.
+    """
+    shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
 _LEAVES = frozenset({type(None), bool, int, float, str})

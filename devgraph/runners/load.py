@@ -15,8 +15,8 @@ from typing import Any
 
 import attrs
 import torch
-from torch._C._dynamo.guards import TensorGuards
 
+from devgraph.api.buffers import alike_to
 from devgraph.runners.inputs import InputArena, Staging
 from devgraph.runners.padding import Pad, Padding
 from devgraph.runners.slots import InputSlot, Size
@@ -202,11 +202,7 @@ class CopyPlan:
         self._seen.clear()
         self._alike = _never
         if all(map(operator.is_, values, map(inputs.__getitem__, self._names))):
-            shapes: list[Any] = [list(value.shape) for value in values]
-            strides: list[Any] = [list(value.stride()) for value in values]
-            self._alike = TensorGuards(
-                *values, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides
-            ).check
+            self._alike = alike_to(values)
         return self._copies(values) or []
 
     def _copies(

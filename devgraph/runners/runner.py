@@ -172,9 +172,7 @@ class Runner:
         self._closed = False
         # Where this is False, a size that once ran in a graph needs no decision any more: the
         # table of bound steps is emptied whenever a decision could change.
-        self._decide_always = bool(
-            options.weights_epoch or options.bound or config.max_seq_len is not None
-        )
+        self._decide_always = bool(options.weights_epoch or config.max_seq_len is not None)
 
     # Decisions.
 
@@ -274,6 +272,8 @@ class Runner:
                 if decision is None and not self._decide_always and inputs is not None:
                     step = self._steps.known(inputs, variant)
                     if step is not None:
+                        if self._options.bound:
+                            self.buffers.check()
                         return self._replay(step, inputs, host_args, clone)
                 options = self.graphs.asked(variant)
                 return self._run_decided(inputs, host_args, options, decision, longest, clone)

@@ -99,6 +99,26 @@ def test_a_bound_tensor_with_another_layout_at_its_address_is_refused_until_boun
         buffers.check()
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_bound_tensors_are_watched_as_closely_after_they_were_found_in_order(inference):
+    buffers = make()
+    first, second = torch.ones(2, 3), torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    buffers.bind("caches", [first, second, first])
+    with torch.inference_mode(inference):
+        for _ in range(3):
+            buffers.check()
+        second.requires_grad_()
+        buffers.check()
+        first.t_()
+        with pytest.raises(dg.StateError, match=r"caches\[0\]' had \(2, 3\) .* another layout now"):
+            buffers.check()
+        first.t_()
+        buffers.check()
+        second.data = torch.ones(3)
+        with pytest.raises(dg.StateError, match=r"caches\[1\]' has moved"):
+            buffers.check()
+
+
 def test_a_bound_tensor_is_kept_alive():
     buffers = make(x=((1,), torch.float32))
     buffers.bind("cache", torch.full((4,), 5.0))
