@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.document import read_json
-from devgraph.api.config.phase import KEYS, PHASES, Setting, check, unknown_name
+from devgraph.api.config.phase import KEYS, PHASES, Setting, unknown_name
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 
@@ -53,7 +53,8 @@ class OlderFlag:
 def _reading(values: Mapping[tuple[str, str], Any], flag: str, *left_out: str) -> Reading:
     return Reading(
         settings={
-            (None, phase, key): check(key, value, flag) for (phase, key), value in values.items()
+            (None, phase, key): KEYS[key].read(value, flag)
+            for (phase, key), value in values.items()
         },
         left_out=left_out,
     )
@@ -107,7 +108,7 @@ def _phases_json(value: Any, flag: str) -> Reading:
             if item is None:
                 continue  # an engine's own "not chosen"
             name = _JSON_KEYS[key]
-            checked = check(name, item, f"{flag}: {phase}.{key}")
+            checked = KEYS[name].read(item, f"{flag}: {phase}.{key}")
             earlier = found.get((phase, name))
             found[phase, name] = checked if earlier is None else min(earlier, checked)
     return _reading(found, flag, *left_out)

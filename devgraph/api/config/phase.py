@@ -101,7 +101,8 @@ class Key:
     default: Any
     """``attrs.NOTHING`` where it depends on the phase."""
     read: Callable[[object, str], Any]
-    """Takes a value and the path that an error begins with; returns what ``PhaseConfig`` holds."""
+    """Takes a value and the path that an error begins with; returns what ``PhaseConfig`` holds, or
+    raises ``ConfigError``, for a value of the wrong kind ``ConfigTypeError``."""
     kind: str
     """What it accepts, in words, unless ``names`` says it."""
     optional: bool
@@ -120,15 +121,6 @@ class Key:
             return self.kind
         *others, last = (f"`{name}`" for name in self.names())
         return f"{', '.join(others)} or {last}"
-
-
-def check(key: str, value: object, path: str) -> Any:
-    """Return ``value`` in the form that ``PhaseConfig`` stores for ``key``.
-
-    Raises ``ConfigError``, or ``ConfigTypeError`` for a value of the wrong kind; the message
-    starts with ``path``.
-    """
-    return KEYS[key].read(value, path)
 
 
 # What keys accept: the part of a declaration that several keys share.

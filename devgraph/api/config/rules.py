@@ -25,7 +25,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.phase import KEYS, PHASES, RUNNER_POLICY, PhaseConfig, check
+from devgraph.api.config.phase import KEYS, PHASES, RUNNER_POLICY, PhaseConfig
 from devgraph.api.errors import ConfigError
 from devgraph.api.policy import BREAKS, UNTRACED, WHOLE, breaks, compiles, policies
 
@@ -64,7 +64,7 @@ class Rule:
     def result(self, facts: EngineFacts, phase: PhaseConfig) -> Any:
         """Return the value that the rule sets."""
         value = self.value(facts, phase) if callable(self.value) else self.value
-        return check(self.key, value, self.name)
+        return KEYS[self.key].read(value, self.name)
 
 
 _SGLANG = "https://github.com/sgl-project/sglang"
