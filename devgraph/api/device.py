@@ -49,6 +49,7 @@ class Device(abc.ABC):
         self.after_fork()
         process.identity.renewed.add(self)
         self._lost = ""
+        self._keeping = False
         self._buried: list[Any] = []
         self.graphs: weakref.WeakSet[_Told] = weakref.WeakSet()
         """Every living graph, which must be told when the device is lost."""
@@ -150,12 +151,17 @@ class Device(abc.ABC):
                 if collecting:
                     gc.enable()
 
+    def keep_memory(self) -> None:
+        """Give no memory back any more: a capture that nothing could end counts as under way until
+        the process ends."""
+        self._keeping = True
+
     def bury(self, *things: Any) -> None:
         """Keep ``things`` until no capture is under way, if one is, and those of a lost device.
 
         Device memory that is given back meanwhile would end the process.
         """
-        if self._lost:
+        if self._lost or self._keeping:
             keep_for_ever(*things)
         elif self._capturing is not None:
             self._buried.append(things)

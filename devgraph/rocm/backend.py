@@ -13,7 +13,6 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.api.device import keep_for_ever
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.torchlike.base import FULL_BUILD, TorchPool
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
@@ -31,17 +30,6 @@ _MOST_STREAMS = 64
 """torch hands out 32 streams in turn: this many requests see each of them."""
 
 
-class RocmPool(TorchPool):
-    """Graph memory, and what a stuck capture leaves behind."""
-
-    def renew(self, stuck: Any) -> None:
-        # Destroying a graph object of torch synchronises the device, which the stream that is
-        # stuck in capture mode refuses: the process would end. It lives as long as the process,
-        # and so does the memory that it counts as a user of.
-        keep_for_ever(stuck, self._memory, self.keeper)
-        super().renew(stuck)
-
-
 class RocmBackend(NodeBackend):
     """AMD GPUs through the ROCm build of torch, which calls its namespace torch.cuda as well."""
 
@@ -49,7 +37,6 @@ class RocmBackend(NodeBackend):
     device_type = "cuda"
     graph_class_name = "CUDAGraph"
     stream_handle_name = "cuda_stream"
-    pool_type = RocmPool
     # hipError_t: uncorrectable memory error, illegal address, launch time-out, assertion, launch
     # failure, unknown (hip/hip_runtime_api.h).
     sticky_errors = frozenset({214, 700, 702, 710, 719, 999})

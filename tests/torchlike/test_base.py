@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +89,25 @@ def test_stream_and_memory_of_an_end_that_cannot_be_undone_are_retired(
     assert pool.handle != handle
     _works(backend, pool)
     assert "could not be undone" in caplog.text
+
+
+@pytest.mark.parametrize("undone", [True, False])
+def test_memory_goes_with_its_pool_unless_a_capture_is_under_way_for_ever(
+    backend: FakeBackend, undone: bool
+):
+    """torch ends the process when it frees a pool while it counts a capture as under way."""
+    _works(backend, other := backend.make_pool())
+    backend.namespace.failing_ends, backend.namespace.reopens = 1, undone
+    with contextlib.suppress(RuntimeError):
+        _capture(backend, backend.make_graph(other))
+    pool = backend.make_pool()
+    _works(backend, pool)
+    memory = weakref.ref(pool._memory)
+    del pool
+    backend.namespace.pools.clear()
+    backend.namespace.made.clear()
+    gc.collect()
+    assert (memory() is None) == undone
 
 
 def test_stream_that_stays_in_capture_mode_is_retired(

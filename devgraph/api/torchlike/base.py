@@ -121,7 +121,7 @@ class TorchPool(Pool):
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
-            self._torch.bury(self._memory, self._region_memory, self.keeper, self._stuck)
+            self._torch.bury(self._memory, self._region_memory, self.keeper, *self._stuck)
             # A memory pool gives its memory back only as the last of its owners.
             self.keeper = None
             self._stuck.clear()
@@ -148,6 +148,8 @@ class TorchPool(Pool):
 
         The next capture makes its keeper: the stream may be stuck as well, and is retired only now.
         """
+        if stuck is not None:
+            self._torch.keep_memory()  # torch counts a capture as under way, and asserts none
         self._stuck.append((stuck, self._memory, self.keeper))
         self._memory = self._torch.namespace.MemPool()
         self.handle = self._memory.id
