@@ -117,8 +117,8 @@ def measure_replay(backend: Any, model: Model, repeats: int) -> dict[str, float]
     data = inputs(BUCKET, backend.device)
     captured = dg.capture(model, *data.values(), backend=backend)
     graph = captured.segments[0]
-    (native,), *kept = capture_by_hand(backend, model, [BUCKET])
-    runs = {"native": native.replay, "devgraph": graph.replay}
+    by_hand = capture_by_hand(backend, model, [BUCKET])
+    runs = {"native": by_hand[0][0].replay, "devgraph": graph.replay}
     result = interleaved(runs, backend.synchronize, repeats)
     nodes = graph.info().nodes
     captured.close()
@@ -148,8 +148,8 @@ def measure_runner(backend: Any, model: Model, repeats: int) -> dict[str, float]
     """Host time of a padded run above the native replay of a graph of the same work."""
     runner = make_runner(backend, model, [BUCKET])
     data = inputs(BUCKET - 3, backend.device)
-    (native,), *kept = capture_by_hand(backend, model, [BUCKET])
-    runs = {"native": native.replay, "run": lambda: runner.run(data)}
+    by_hand = capture_by_hand(backend, model, [BUCKET])
+    runs = {"native": by_hand[0][0].replay, "run": lambda: runner.run(data)}
     result = interleaved(runs, backend.synchronize, repeats)
     runner.close()
     return {**result, "above": result["run"] - result["native"]}
