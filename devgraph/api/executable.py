@@ -1,4 +1,4 @@
-"""Executable: what a graph launches.
+"""Executable: what a graph launches, and the byte budget for all that graphs of a pool launch.
 
 A graph holds one at a time in its slot, swaps it with ``use`` and refers to it strongly. So an
 executable holds what it launches and never the graph: that cycle would keep device memory until a
@@ -8,11 +8,31 @@ collection.
 from __future__ import annotations
 
 import abc
+import contextlib
+import functools
+import logging
+import time
 import weakref
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from devgraph.api.errors import StateError
+import attrs
+import torch
+
+from devgraph.api.errors import ExecutableError, ResourceError, StateError
+
+DEFAULT_BUDGET_BYTES = 256 * 2**20
+"""Recordings of a pool may take this much where nobody gave a budget: about 160 executables of a
+36-layer decode step at 1.6 MiB each (measured on one H200, see docs/benchmarks.md)."""
+
+logger = logging.getLogger(__name__)
+
+EXHAUSTED = (ResourceError, torch.OutOfMemoryError, MemoryError)
+"""What is raised where memory or another resource of the device runs out."""
+
+_OWN = object()
+"""In the place of a key: the executable of the graph itself."""
 
 
 class Executable(Protocol):
@@ -123,3 +143,368 @@ def held(reference: Callable[[], _Held | None]) -> _Held:
     if found is None:
         raise StateError("cannot replay a graph that is gone: keep the graph, not its replay.")
     return found
+
+
+class Recording(Protocol):
+    """A region set's parameters for one key, made by a backend; owned by the pool."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the recording takes."""
+
+    def close(self) -> None:
+        """Free it; safe while a replay that used it is in flight."""
+
+
+@runtime_checkable
+class Shrinkable(Recording, Protocol):
+    """A recording that can give up memory and still be used."""
+
+    def shrink(self) -> None:
+        """Free what a later use can make again without running a region."""
+
+
+class Owner(Protocol):
+    """What recordings belong to: a graph."""
+
+    pinned: bool
+    """Whether its own executable stays."""
+    key: Hashable
+    """The key of the host values that the next launch uses."""
+
+    def launch_by(self, executable: Executable, launch: Callable[[], None]) -> None:
+        """Let ``launch`` stand for the launch of ``executable``, if that is launched next."""
+
+
+@attrs.define
+class _Kept:
+    owner: weakref.ref[Owner]
+    recording: Any
+    charged: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Residency:
+    """What the graphs of a pool keep to launch, and what keeping it within the budget has cost."""
+
+    bytes: int
+    """Taken now by executables and recordings."""
+    budget_bytes: int | None
+    made: int
+    """Executables made so far, again and for the first time."""
+    evicted: int
+    """Executables and recordings that gave up their memory for others."""
+    seconds: float
+    """Time that making executables took; where torch makes one in a capture, that time is the
+    capture's."""
+
+
+class Recordings:
+    """What graphs launch, under one byte budget: least recently used first out.
+
+    Recordings are kept by graph and key, a graph's own executable by graph. When the budget is
+    exceeded, what can be made again without running a region goes first, executables that is, and
+    then recordings, oldest first. The newest and what a graph's next launch uses stay, and so do
+    pinned executables and those that a vendor cannot make again, which count all the same.
+
+    Without a budget graphs keep their executables, and recordings may take what is the default.
+    """
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self.bytes = 0
+        self.hits = 0
+        self.misses = 0
+        self.evictions = 0
+        """Recordings that went."""
+        self._own_bytes = 0
+        self._made = 0
+        self._dropped = 0
+        self._seconds = 0.0
+        self._items: OrderedDict[tuple[int, Hashable], _Kept] = OrderedDict()
+        # Bytes of executables that stay as long as their graphs, by the graph's id: a pool has
+        # thousands, which no search for what may go should pass.
+        self._resident: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.kept())
+
+    def kept(self) -> list[Any]:
+        """Return the recordings, least recently used first."""
+        return [kept.recording for (_, key), kept in self._items.items() if key is not _OWN]
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left in the budget."""
+        return max(-self._excess, 0)
+
+    @property
+    def _excess(self) -> int:
+        if self.budget_bytes is None:
+            return self.bytes - self._own_bytes - DEFAULT_BUDGET_BYTES
+        return self.bytes - self.budget_bytes
+
+    def limit(self, budget_bytes: int) -> None:
+        """Lower the budget to ``budget_bytes``, unless it is lower already."""
+        if self.budget_bytes is None or budget_bytes < self.budget_bytes:
+            self.budget_bytes = budget_bytes
+            for (_, key), kept in self._items.items():
+                if key is _OWN:
+                    kept.recording.watch()
+            self.trim()
+
+    def residency(self) -> Residency:
+        """Return what is kept now, and the counters."""
+        return Residency(
+            bytes=self.bytes,
+            budget_bytes=self.budget_bytes,
+            made=self._made,
+            evicted=self.evictions + self._dropped,
+            seconds=self._seconds,
+        )
+
+    def holds(self, owner: object, key: Hashable) -> bool:
+        """Whether there is a recording for ``key``; counts nothing."""
+        return (id(owner), key) in self._items
+
+    def get(self, owner: object, key: Hashable) -> Any:
+        """Return the recording for ``key`` or None, and count the hit or the miss."""
+        found = self._items.get((id(owner), key))
+        if found is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        self._items.move_to_end((id(owner), key))
+        return found.recording
+
+    def put(self, owner: Owner, key: Hashable, recording: Recording) -> None:
+        """Keep ``recording`` and bring the rest under the budget."""
+        if (id(owner), key) in self._items:
+            self._remove((id(owner), key))
+        self._items[id(owner), key] = kept = _Kept(weakref.ref(owner), recording)
+        self._charge(kept, recording.bytes, own=key is _OWN)
+        self.trim()
+
+    def count_resident(self, owner: Owner, nbytes: int) -> None:
+        """Count the executable of ``owner`` itself, which stays as long as ``owner`` has it, and
+        bring the rest under the budget."""
+        self._made += 1
+        self._resident[id(owner)] = nbytes
+        self._add(nbytes, own=True)
+        self._trim(None)
+
+    def put_own(self, owner: Owner, executable: Remade) -> None:
+        """Keep the executable of ``owner`` itself and bring the rest under the budget."""
+        self.put(owner, _OWN, executable)
+
+    def touching_own(self, owner: int) -> Callable[[], None]:
+        """Return a call that notes a launch of the own executable, which is kept, of the graph
+        with this ``id``."""
+        return functools.partial(self._items.move_to_end, (owner, _OWN))
+
+    def settle_own(self, owner: int) -> None:
+        """Drop the own executable of a graph, which was launched, if nothing else could go."""
+        if self._excess > 0 and not self._in_use((owner, _OWN)):
+            self._shrink((owner, _OWN))
+
+    def drop_own(self, owner: object) -> None:
+        """Drop the own executable of a graph, if it is made; its next launch makes it again."""
+        if (id(owner), _OWN) in self._items:
+            self._remove((id(owner), _OWN))
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Count the executable that the block makes."""
+        started = time.perf_counter()
+        yield
+        self._made += 1
+        self._seconds += time.perf_counter() - started
+
+    def made(self, make: Callable[[], Executable]) -> Executable:
+        """Return ``make()``, an executable; where there is no memory for it, others go.
+
+        Raises:
+            ExecutableError: there is no memory even so.
+        """
+        with self.making():
+            try:
+                return make()
+            except EXHAUSTED as error:
+                logger.info("no memory for an executable, so that others go: %s", error)
+            try:
+                for item in self._spare():
+                    self._shrink(item)
+                return make()
+            except EXHAUSTED as error:
+                raise ExecutableError(
+                    f"there is no memory to make the executable of a graph: {error}. The graph is "
+                    f"ready as before; launch it again when there is memory."
+                ) from error
+
+    def recharge(self, recording: Recording) -> None:
+        """Count anew what ``recording`` takes, and bring the rest under the budget."""
+        for kept in self._items.values():
+            if kept.recording is recording:
+                self._charge(kept, recording.bytes)
+                self.trim()
+                return
+
+    def trim(self) -> None:
+        """Shrink, then evict, the least recently used until the budget holds."""
+        self._trim(next(reversed(self._items), None))
+
+    def _trim(self, newest: tuple[int, Hashable] | None) -> None:
+        if self._excess <= 0:
+            return
+        spare = [item for item in self._spare() if item != newest]
+        for item in spare:
+            self._shrink(item)
+            if self._excess <= 0:
+                return
+        for item in spare:
+            if item in self._items:
+                self._remove(item)
+                self.evictions += 1
+            if self._excess <= 0:
+                return
+
+    def count(self, owner: object) -> int:
+        """Number of recordings of ``owner``."""
+        return sum(1 for known, key in self._items if known == id(owner) and key is not _OWN)
+
+    def bytes_of(self, owner: object) -> int:
+        """Bytes that recordings of ``owner`` take."""
+        items = self._items.items()
+        return sum(k.charged for (o, key), k in items if o == id(owner) and key is not _OWN)
+
+    def drop(self, owner: object) -> None:
+        """Free every recording of ``owner``, and its own executable."""
+        for item in [item for item in self._items if item[0] == id(owner)]:
+            self._remove(item)
+        self._add(-self._resident.pop(id(owner), 0), own=True)
+
+    def _spare(self) -> list[tuple[int, Hashable]]:
+        return [item for item in list(self._items) if not self._in_use(item)]
+
+    def _in_use(self, item: tuple[int, Hashable]) -> bool:
+        kept = self._items[item]
+        graph = kept.owner()
+        if item[1] is not _OWN:
+            return graph is not None and graph.key == item[1]
+        return self.budget_bytes is None or (graph is not None and graph.pinned)
+
+    def _shrink(self, item: tuple[int, Hashable]) -> None:
+        kept = self._items[item]
+        if item[1] is _OWN:
+            self._remove(item)
+            self._dropped += 1
+        elif isinstance(kept.recording, Shrinkable):
+            before, thin = kept.charged, kept.recording
+            thin.shrink()
+            self._charge(kept, thin.bytes)
+            self._dropped += kept.charged < before
+
+    def _charge(self, kept: _Kept, size: int, *, own: bool = False) -> None:
+        self._add(size - kept.charged, own=own)
+        kept.charged = size
+
+    def _add(self, more: int, *, own: bool) -> None:
+        self.bytes += more
+        if own:
+            self._own_bytes += more
+
+    def _remove(self, item: tuple[int, Hashable]) -> None:
+        kept = self._items.pop(item)
+        self._charge(kept, 0, own=item[1] is _OWN)
+        kept.recording.close()
+
+
+class Remade:
+    """The own executable of a graph where it can be dropped while the graph stays: it is made when
+    it is launched.
+
+    What was bound to it stays valid, for that is this object: a step in whose middle it is dropped
+    makes it again. Without a budget it is not dropped while the graph can be launched, and graphs
+    and steps launch what was made directly.
+
+    Args:
+        graph: launches it.
+        recordings: the budget.
+        make: makes what is launched.
+        drop: frees that; safe while a launch of it is in flight.
+        nbytes: what it takes.
+    """
+
+    def __init__(
+        self,
+        graph: Owner,
+        recordings: Recordings,
+        *,
+        make: Callable[[], Executable],
+        drop: Callable[[], None],
+        nbytes: int,
+    ) -> None:
+        self._graph = weakref.ref(graph)
+        self._owner = id(graph)
+        self._recordings = recordings
+        self._touch = recordings.touching_own(id(graph))
+        self._make, self._drop = make, drop
+        self._made: Executable | None = None
+        self.bytes = nbytes
+
+    def launch(self) -> None:
+        """Launch once, made before if need be.
+
+        Raises:
+            ExecutableError: there is no memory to make it; nothing was launched.
+        """
+        made = self._made
+        if made is None:
+            self._launch_anew()
+        else:
+            self._touch()
+            made.launch()
+
+    def bound(self, stream: int | None) -> Callable[[], None]:
+        """Return the launch, by what the executable that is then made binds to ``stream``."""
+        if stream is not None and self._made is not None and self._recordings.budget_bytes is None:
+            return self._made.bound(stream)  # asked for anew when a budget comes
+        touch, anew = self._touch, self._launch_anew
+        bound_to: Executable | None = None
+        call = anew
+
+        def launch() -> None:
+            nonlocal bound_to, call
+            made = self._made
+            if made is None:
+                anew()
+                return
+            if made is not bound_to:
+                bound_to, call = made, made.bound(stream)
+            touch()
+            call()
+
+        return launch
+
+    def close(self) -> None:
+        """Give up the memory until the next launch. Idempotent."""
+        if self._made is not None:
+            self.watch()
+            self._made = None
+            self._drop()
+
+    def watch(self) -> None:
+        """See every launch from now on: what is launched directly cannot be dropped."""
+        graph = self._graph()
+        if graph is not None:
+            graph.launch_by(self, self.launch)
+
+    def _launch_anew(self) -> None:
+        graph = held(self._graph)
+        made = self._recordings.made(self._make)
+        self._recordings.put_own(graph, self)
+        self._made = made  # counted: an interrupt before leaves it to be made anew
+        made.launch()
+        self._recordings.settle_own(self._owner)
+        if self._recordings.budget_bytes is None:
+            graph.launch_by(self, made.launch)

@@ -41,11 +41,11 @@ from devgraph.api.errors import (
     StateError,
     UpdateUnsupportedError,
 )
-from devgraph.api.executable import Call, Executable, LaunchSlot, weakly
+from devgraph.api.executable import Call, Executable, LaunchSlot, Recording, weakly
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
-from devgraph.api.pool import Pool, Recording
+from devgraph.api.pool import Pool
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.executable import Call, Executable
+from devgraph.api.executable import Call, Executable, Recording, Remade
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Absorbed, Mark, entered
-from devgraph.api.pool import Pool, Recording, Remade
+from devgraph.api.pool import Pool
 from devgraph.cpu.check import check
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Knowledge, Recorder

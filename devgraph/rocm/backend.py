@@ -16,7 +16,7 @@ import torch
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.torchlike.base import FULL_BUILD, TorchPool
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
-from devgraph.rocm.guard import HostReadGuard
+from devgraph.rocm.host_reads import HostReadGuard
 from devgraph.rocm.runtime import Runtime
 from devgraph.rocm.verification import Verification, Verifying
 

@@ -19,9 +19,10 @@ from devgraph.api.backend import ReplayPace
 from devgraph.api.capture import Captured, capture
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import AgreementError, InputTypeError, ResourceError, StateError, brief
+from devgraph.api.executable import EXHAUSTED
 from devgraph.api.policy import compiles
 from devgraph.api.policy.budget import UpdateBudget
-from devgraph.api.pool import EXHAUSTED, Pool
+from devgraph.api.pool import Pool
 from devgraph.api.session import session
 from devgraph.runners.decisions import Decision, Reason
 from devgraph.runners.graphs import BucketGraph, Emulated, Graphs

@@ -18,7 +18,7 @@ import torch
 
 from devgraph.api.buffers import alike_to
 from devgraph.runners.inputs import InputArena, Staging
-from devgraph.runners.padding import Pad, Padding
+from devgraph.runners.padding import Pad, Padding, cut
 from devgraph.runners.slots import InputSlot, Size
 
 _PLACE = torch.Tensor.data_ptr
@@ -128,7 +128,7 @@ class CopyPlan:
                 self._padding.add(tail, slot.pad, slot.axis, last=last)
             else:
                 tails.append(tail)
-                pads.append(template[: tail.numel()].view(tail.shape))
+                pads.append(cut(template, tail))
         targets = [*heads, *tails]
         if as_words:
             targets, pads = [*map(_words, targets)], [*map(_words, pads)]

@@ -1,7 +1,8 @@
 """The padding of slots: the rule of each, and all that writes by it.
 
 Rows that no real request owns hold pad values: in a capture all of them, in a run those behind the
-real ones (``Padding``), between the steps of a loop those of requests that are done (``pad_rows``).
+real ones (``Padding``; constants travel with the inputs of a ``CopyPlan``), between the steps of a
+loop those of requests that are done (``pad_rows``).
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Padding:
         elif pad.kind == "last" and last is not None:
             self._copy(part, last)
         elif template is not None and template.numel() >= part.numel():
-            self._copy(part, template[: part.numel()].view(part.shape))
+            self._copy(part, cut(template, part))
         elif pad.kind in ("fill", "last"):
             self._fills.append((part, pad.value))
         else:
@@ -147,6 +148,11 @@ class Padding:
             torch._foreach_copy_(self._targets, self._sources)
         for part, last, steps in self._ramps:
             torch.add(last, steps, out=part)
+
+
+def cut(template: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return as much of a flat ``template`` of one pad value as fills ``part``, in its shape."""
+    return template[: part.numel()].view(part.shape)
 
 
 def pad_rows(tensor: torch.Tensor, pad: Pad, axis: int, real: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.backend import ReplayPace
-from devgraph.api.pool import Residency
+from devgraph.api.executable import Residency
 from devgraph.runners.decisions import Reason
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena

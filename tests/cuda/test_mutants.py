@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.pool import Recordings
+from devgraph.api.executable import Recordings
 from devgraph.api.torchlike.base import TorchPool
 from devgraph.api.torchlike.nodes import RegionPattern
 from devgraph.cuda.runtime import Runtime

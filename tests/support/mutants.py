@@ -15,9 +15,8 @@ import attrs
 import torch
 
 import devgraph as dg
-from devgraph.api.executable import Call, Executable
+from devgraph.api.executable import Call, Executable, Recordings
 from devgraph.api.marks.marks import Mark
-from devgraph.api.pool import Recordings
 from devgraph.cpu.backend import CpuBackend, CpuGraph, CpuPool, CpuRecording
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Recorder

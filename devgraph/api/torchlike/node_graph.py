@@ -24,12 +24,11 @@ from devgraph.api.errors import (
     UpdateError,
     UpdateTopologyError,
 )
-from devgraph.api.executable import Executable
+from devgraph.api.executable import Executable, Remade
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
-from devgraph.api.pool import Remade
 from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
