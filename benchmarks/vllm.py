@@ -3,9 +3,10 @@
     python benchmarks/vllm.py OUTDIR [--deadline 150] [--model 0.6b] [--jobs JOB ...]
 
 A job is RUNNER:MODE, for example v2:default v2:devgraph v1:devgraph. Every job is an engine in a
-process of its own. They import vLLM at the same time, start one after the other (so that start-up,
-first captures and memory are each one's own), stay, and then measure in turns, so that clocks and
-heat are the same for all. Weights are random and equal; prompts are equal.
+process of its own; v2:devgraph#2 is another one of the same kind. They import vLLM at the same
+time, start one after the other (so that start-up, first captures and memory are each one's own),
+stay, and then measure in turns, so that clocks and heat are the same for all. Weights are random
+and equal; prompts are equal.
 
 Captures are compared inside each engine of mode devgraph: all of its graphs are freed and captured
 anew, by vLLM's own code and by devgraph's in turns, each time into new memory. They do not compare
@@ -14,6 +15,13 @@ between processes (docs/vllm.md, Measured).
 Engines that compile share one new folder of caches, those that do not share another: the first of
 each kind starts cold, the later ones do not say how long a start takes. With --own-caches each has
 a folder of its own: all start cold.
+
+With --together all engines start at the same time, each with caches of its own and a KV cache of
+8 GiB, and wait for each other before they capture, one after the other: captures and their memory
+are each one's own as before, and the seconds of starts say nothing.
+
+Last, each engine says what a forward of 8 takes on the device, before and after all streams of its
+process were brought back to full pace (docs/fast-replay.md).
 
 With --dry-run nothing touches a device: the children import vLLM, install devgraph and name the
 places that they would measure.
@@ -51,8 +59,16 @@ NEW_TOKENS = 128
 FIRST_STEPS = 12
 PROMPT = 32
 PREFILLS = 12
+KV_CACHE = 8 * 2**30
 CHECKS = (7, 33, 100, 200, 300, 450)
-FACTS = ("start_s", "compile_s", "capture_s", "graph_gib")
+FACTS = ("start_s", "compile_s", "capture_s", "graph_gib", "pool_gib", "served_gib")
+PHASES = (
+    "init_device",
+    "load_model",
+    "determine_available_memory",
+    "initialize_from_config",
+    "compile_or_warm_up_model",
+)
 RECAPTURE = ("devgraph_s", "vllm_s", "ratio")
 UNCOMPILED = ("eager", "breakable")
 JOBS = ("v2:default", "v2:devgraph", "v2:breakable", "v1:devgraph", "v1:default")
@@ -125,6 +141,8 @@ class Subject:
         self.model, self.runner_name, self.mode, self.folder = model, runner, mode, folder
         self.facts: dict[str, Any] = {}
         self.timing = ""
+        self.before_captures: Callable[[], None] | None = None
+        self.streams: dict[int, Any] = {}
         self.host: list[float] = []
         self.events: list[Any] = []
         self.ends: list[float] = []
@@ -135,7 +153,7 @@ class Subject:
         from vllm import LLM  # noqa: F401
         from vllm.model_executor.models import qwen3  # noqa: F401
         from vllm.v1.attention.backends import flash_attn  # noqa: F401
-        from vllm.v1.worker import gpu_worker  # noqa: F401
+        from vllm.v1.worker import gpu_worker
         from vllm.v1.worker.gpu import cudagraph_utils
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
@@ -146,6 +164,9 @@ class Subject:
         self.layers = {"vllm": self._layer()}
         for cls in (First, Second):
             self._hook(cls)
+        for name in PHASES:
+            self._time_phase(gpu_worker.Worker, name)
+        self._watch_streams()
 
     def _layer(self) -> tuple[Any, Any]:
         """What of the V2 managers' module differs between the two graph layers."""
@@ -155,14 +176,17 @@ class Subject:
         capture, load = cls.capture_model, cls.load_model
 
         def capture_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
-            self.torch.cuda.synchronize()
-            started = time.perf_counter()
-            taken = capture(runner, *args, **kwargs)
             if kwargs.get("profile_only"):
-                return taken
+                return capture(runner, *args, **kwargs)
+            if self.before_captures is not None:
+                self.before_captures()
+            self.torch.cuda.synchronize()
+            reserved, started = self.torch.cuda.memory_reserved(), time.perf_counter()
+            taken = capture(runner, *args, **kwargs)
             self.torch.cuda.synchronize()
             self.facts["capture_s"] = time.perf_counter() - started
             self.facts["graph_gib"] = taken / 2**30
+            self.facts["pool_gib"] = (self.torch.cuda.memory_reserved() - reserved) / 2**30
             return taken
 
         def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,10 +195,38 @@ class Subject:
 
         cls.capture_model, cls.load_model = capture_model, load_model
 
-    def start(self) -> dict[str, Any]:
-        """Build the engine and give the first token."""
+    def _time_phase(self, cls: Any, name: str) -> None:
+        phase = getattr(cls, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = phase(*args, **kwargs)
+            phases = self.facts.setdefault("phases_s", {})
+            phases[name] = phases.get(name, 0.0) + time.perf_counter() - started
+            return result
+
+        setattr(cls, name, timed)
+
+    def _watch_streams(self) -> None:
+        """Note every stream that becomes current."""
+        put = self.torch.cuda.set_stream
+
+        def set_stream(stream: Any) -> None:
+            if stream is not None:
+                self.streams[stream.cuda_stream] = stream
+            put(stream)
+
+        self.torch.cuda.set_stream = set_stream
+
+    def start(self, wait: Callable[[], None] | None = None) -> dict[str, Any]:
+        """Build the engine and give the first token.
+
+        Args:
+            wait: called before the captures; the size of the KV cache is given then.
+        """
         from vllm import LLM
 
+        self.before_captures = wait
         started = time.perf_counter()
         self.install()
         self.llm = LLM(
@@ -186,8 +238,10 @@ class Subject:
             gpu_memory_utilization=0.12 if self.model == "0.6b" else 0.25,
             enable_prefix_caching=False,
             seed=0,
+            kv_cache_memory_bytes=None if wait is None else KV_CACHE,
             **ENGINE.get(self.mode, {}),
         )
+        self.before_captures = None
         self.generate([self.prompt(random.Random(1), 8)], 1)
         config = self.llm.llm_engine.vllm_config.compilation_config
         self.facts.update(
@@ -196,6 +250,7 @@ class Subject:
             cudagraph_mode=str(config.cudagraph_mode),
             runner=type(self.runner).__module__,
             sizes=len(config.cudagraph_capture_sizes or []),
+            served_gib=0.0,
         )
         self._fill_weights()
         self._watch_forward()
@@ -324,6 +379,7 @@ class Subject:
         and on the device."""
         rng = random.Random(batch)
         prompts = [self.prompt(rng, PROMPT) for _ in range(batch)]
+        free = self.torch.cuda.mem_get_info()[0]
         self.host.clear()
         self.ends.clear()
         self.events.clear()
@@ -336,12 +392,24 @@ class Subject:
         self.generate(prompts, 3 * FIRST_STEPS)
         self.timing = ""
         device = [before.elapsed_time(after) for before, after in self.events[FIRST_STEPS:]]
+        # Executables that are made at first launch, and what the engine itself still allocates.
+        self.facts["served_gib"] += (free - self.torch.cuda.mem_get_info()[0]) / 2**30
         return {
             "step_ms": statistics.median(steps) * 1e3,
             "mean_step_ms": statistics.fmean(steps) * 1e3,
             "host_us": statistics.median(host) * 1e6 if host else float("nan"),
             "device_ms": statistics.median(device) if device else float("nan"),
         }
+
+    def pace(self) -> dict[str, float]:
+        """What a forward of 8 takes on the device: as it is, and after every stream of the process
+        was brought back to full pace."""
+        from devgraph.cuda import recover_pace
+
+        found = {"as_it_is_ms": self.decode(8)["device_ms"]}
+        for stream in (self.torch.cuda.default_stream(), *self.streams.values()):
+            recover_pace(stream)
+        return {**found, "streams": len(self.streams), "recovered_ms": self.decode(8)["device_ms"]}
 
     def prefill(self, length: int, batch: int) -> dict[str, float]:
         """One round of prefill alone."""
@@ -385,9 +453,16 @@ class Subject:
         return {
             "gpu": self.torch.cuda.get_device_name(),
             "torch": self.torch.__version__,
+            "served_gib": self.facts["served_gib"],
             "vllm": engine.__version__,
             "devgraph": vllm.stats() if self.mode in INSTALL else None,
         }
+
+
+def runner_and_mode(job: str) -> tuple[str, str]:
+    """Return the runner and the mode of a job."""
+    runner, mode = job.split("#")[0].split(":")
+    return runner, mode
 
 
 def child(model: str, job: str, folder: str, log: str) -> None:
@@ -396,16 +471,26 @@ def child(model: str, job: str, folder: str, log: str) -> None:
     written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(written, 1)
     os.dup2(written, 2)
-    runner, mode = job.split(":")
+    runner, mode = runner_and_mode(job)
     subject = Subject(model, runner, mode, folder)
-    subject.load()
-    answers.write("true\n")
-    answers.flush()
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        result = getattr(subject, name)(*arguments)
+
+    def answer(result: Any) -> None:
         answers.write(json.dumps(result) + "\n")
         answers.flush()
+
+    def wait() -> None:
+        answer({"waits": "captures"})
+        sys.stdin.readline()
+
+    subject.load()
+    answer(True)
+    # Not an iteration, which would read ahead of ``wait``.
+    while line := sys.stdin.readline():
+        name, *arguments = json.loads(line)
+        if name == "start_together":
+            answer(subject.start(wait))
+        else:
+            answer(getattr(subject, name)(*arguments))
 
 
 class Job:
@@ -413,14 +498,15 @@ class Job:
 
     def __init__(self, model: str, name: str, out: Path, cache: str) -> None:
         self.name = name
+        self.runner, self.mode = runner_and_mode(name)
         self.result: dict[str, Any] = {"decode": {}, "prefill": {}}
         self.alive = True
         folder = out / "model"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(MODELS[model]))
-        label = name.replace(":", "_")
+        label = name.replace(":", "_").replace("#", "_")
         environment = {**os.environ, **ENVIRONMENT}
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if name.startswith("v2") else "0"
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if self.runner == "v2" else "0"
         environment["VLLM_CACHE_ROOT"] = cache
         environment["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/inductor"
         environment["TRITON_CACHE_DIR"] = f"{cache}/triton"
@@ -435,16 +521,20 @@ class Job:
 
     def ask(self, *command: Any) -> Any:
         """Return the answer to ``command``, or None if the process has ended."""
-        if not self.alive:
-            return None
+        self.tell(*command)
+        return self.answer(command[0])
+
+    def tell(self, *command: Any) -> None:
+        """Send ``command`` and do not wait."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(command) + "\n")
             self.process.stdin.flush()
-        return self.answer(command[0])
 
     def answer(self, what: str) -> Any:
         """Wait for the next answer; None if the process has ended instead."""
+        if not self.alive:
+            return None
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -453,6 +543,17 @@ class Job:
             print(f"{self.name}: ended at {what}; see its log", flush=True)
             return None
         return json.loads(line)
+
+
+def start_together(jobs: list[Job]) -> None:
+    """Start engines at the same time, and let them capture one after the other."""
+    for job in jobs:
+        job.tell("start_together")
+    answers = {job.name: job.answer("start") or {} for job in jobs}
+    for job in jobs:
+        if "waits" in answers[job.name]:
+            answers[job.name] = job.ask("capture") or {}
+        job.result.update(answers[job.name])
 
 
 def recapture(job: Job, count: int, seconds: float) -> None:
@@ -498,8 +599,9 @@ def measure(
 def report(jobs: list[Job]) -> str:
     """Return one line per job."""
     lines = []
-    reference = next((j.result.get("tokens") for j in jobs if j.name.endswith(":default")), None)
+    references = {job.runner: job.result.get("tokens") for job in jobs if job.mode == "default"}
     for job in jobs:
+        reference = references.get(job.runner)
         found = job.result
         tokens, padded = found.get("tokens"), found.get("tokens_padded_eager")
         times = " ".join(f"{key}={found.get(key, 0):.3f}" for key in FACTS)
@@ -511,6 +613,8 @@ def report(jobs: list[Job]) -> str:
                 f"b{batch}={value['step_ms']:.3f}ms,{value['host_us']:.1f}us,"
                 f"{value['device_ms']:.3f}ms"
             )
+        if found.get("pace"):
+            parts += [f"{key}={value:.3f}" for key, value in found["pace"].items()]
         for label, value in found["prefill"].items():
             parts.append(f"{label}={value['ms']:.2f}ms")
         for name, count in ((found.get("devgraph") or {}).get("modes") or {}).items():
@@ -544,6 +648,11 @@ def main() -> None:
         action="store_true",
         help="a folder of caches for each engine: all start cold",
     )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="start all engines at the same time; captures stay one after the other",
+    )
     parser.add_argument("--dry-run", action="store_true", help="measure nothing")
     parser.add_argument("--child")
     parser.add_argument("--folder")
@@ -558,7 +667,8 @@ def main() -> None:
     caches = collections.defaultdict(lambda: tempfile.mkdtemp(prefix="vllm-"))
 
     def cache_of(name: str) -> str:
-        return caches[name if arguments.own_caches else name.split(":")[1] in UNCOMPILED]
+        own = arguments.own_caches or arguments.together
+        return caches[name if own else runner_and_mode(name)[1] in UNCOMPILED]
 
     jobs = [Job(arguments.model, name, out, cache_of(name)) for name in arguments.jobs]
     for job in jobs:
@@ -578,11 +688,13 @@ def main() -> None:
         (out / "results.json").write_text(json.dumps(results, indent=1))
 
     def group(members: list[Job]) -> None:
+        if arguments.together:
+            start_together(members)
         for job in members:
-            if not late():
+            if not arguments.together and not late():
                 job.result.update(job.ask("start") or {})
         for job in members:
-            if job.name.endswith(":devgraph") and "start_s" in job.result and arguments.captures:
+            if job.mode == "devgraph" and "start_s" in job.result and arguments.captures:
                 left = arguments.deadline - (time.monotonic() - began)
                 recapture(job, arguments.captures, left / 2)
         for job in members:
@@ -591,20 +703,25 @@ def main() -> None:
                 save()
         started = [job for job in members if job.result.get("tokens")]
         for job in started:
-            if job.name == "v2:breakable":
+            if job.name.startswith("v2:breakable"):
                 job.result["tokens_padded_eager"] = job.ask("check_padded_eager")
         if arguments.repeats:
             measure(started, arguments.repeats, late, save)
         for job in started:
             job.result.update(job.ask("stats") or {})
+            if arguments.repeats and not late():
+                job.result["pace"] = job.ask("pace")
         save()
         print(report(started), flush=True)
         for job in members:
             job.process.kill()  # the memory is for the next ones
             job.process.wait()
 
-    for runner in dict.fromkeys(job.name.split(":")[0] for job in jobs):
-        group([job for job in jobs if job.name.startswith(runner + ":")])
+    if arguments.together:
+        group(jobs)
+        return
+    for runner in dict.fromkeys(job.runner for job in jobs):
+        group([job for job in jobs if job.runner == runner])
 
 
 if __name__ == "__main__":

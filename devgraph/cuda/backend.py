@@ -84,7 +84,10 @@ class CudaBackend(NodeBackend):
 
     def join(self, current: Any, side: Any) -> None:
         super().join(current, side)
-        self.recover_pace(side)
+        # An engine that captures has run its warm-ups on the stream that is current, a new one that
+        # it then leaves: it is remembered as well.
+        for stream in (side, current):
+            self.recover_pace(stream)
 
     def recover_pace(self, stream: Any) -> None:
         """Let graphs go at full pace again after launches on ``stream``, a torch stream."""

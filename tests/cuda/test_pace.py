@@ -122,3 +122,17 @@ def test_runner_says_how_fast_graphs_go_after_its_captures():
     assert 0.5 < pace.microseconds < 3
     assert "replay_pace_microseconds" in runner.stats().to_prometheus()
     runner.close()
+
+
+@pytest.mark.cuda
+def test_stream_that_a_capture_began_on_is_brought_back_as_well(monkeypatch):
+    """An engine runs its warm-ups there, and never comes back to it."""
+    backend = dg.get_backend("cuda")
+    x, pool = torch.ones(64, device=backend.device), backend.make_pool()
+    graph, engine = backend.make_graph(pool), torch.cuda.Stream()
+    recovered: list[torch.cuda.Stream] = []
+    monkeypatch.setattr(backend, "recover_pace", recovered.append)
+    with torch.cuda.stream(engine), backend.capture_context(graph):
+        x.add_(0)
+    assert recovered == [pool.stream, engine]
+    graph.close()
