@@ -4,6 +4,7 @@ host inputs to the device."""
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, InputError, InputTypeError, did_you_mean
+from devgraph.api.graph import DeviceGraph
 from devgraph.runners.lease import LeasedTensor, released
 from devgraph.runners.padding import Pad, Padding
 from devgraph.runners.slots import InputSlot, Size
@@ -52,7 +54,7 @@ class InputArena:
         """The slots that callers pass."""
         self.run_slots = run_slots
         self.graph_slots = frozenset(slots) - run_slots
-        self._backend = backend
+        self.backend = backend
         self.buffers = StaticBuffers(
             {name: (slot.shape(largest), slot.dtype) for name, slot in slots.items()},
             device=backend.device,
@@ -60,6 +62,8 @@ class InputArena:
         )
         self.device = self.buffers.device
         self.staging = StagingMemory(backend, self.device)
+        self.copies: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
+        """The captured copies of inputs."""
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
     def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
@@ -232,7 +236,7 @@ class InputArena:
     def _own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == self.device:
             return tensor.clone(memory_format=torch.contiguous_format)
-        return self._backend.pin(tensor.contiguous()).to(self.device, non_blocking=True)
+        return self.backend.pin(tensor.contiguous()).to(self.device, non_blocking=True)
 
 
 def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[str]) -> str:

@@ -9,6 +9,7 @@ dtypes share one grouped copy, as words of four bytes, where that pays.
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,9 +18,15 @@ import attrs
 import torch
 
 from devgraph.api.buffers import alike_to
+from devgraph.api.errors import CaptureError
+from devgraph.api.executable import EXHAUSTED
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.pool import Pool
 from devgraph.runners.inputs import InputArena, Staging
 from devgraph.runners.padding import Pad, Padding, cut
 from devgraph.runners.slots import InputSlot, Size
+
+logger = logging.getLogger(__name__)
 
 _PLACE = torch.Tensor.data_ptr
 _WORD = torch.int32
@@ -30,8 +37,31 @@ measured on the host of an H200."""
 MOST_PLACES = 16
 """Sets of addresses that a plan remembers having seen."""
 
+USES_TO_CAPTURE = 100
+"""At this use the copies from a set of addresses are captured, where a launch of a graph is
+quicker: a capture takes as long as some hundred launches save."""
+
+MOST_GRAPHS = 64
+"""Graphs of copies that a runner has at a time: each took 120 KiB of an H200's memory."""
+
+Values = tuple[torch.Tensor, ...]
+"""The inputs of a batch, in the order of a plan's copies."""
+
 _Copy = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets and sources of one grouped copy."""
+
+
+@attrs.define
+class _Kept:
+    """Copies from a set of addresses that inputs came back to.
+
+    They own no memory, and serve inputs of exactly their layout at these addresses.
+    """
+
+    copies: list[_Copy]
+    uses: int = 0
+    graph: DeviceGraph | None = None
+    """The same, captured."""
 
 
 @attrs.frozen
@@ -53,10 +83,9 @@ class CopyPlan:
         padded: the size of the graph.
         run_tensors: where the slots go that belong to the run and not to the graph, at the real
             size.
+        pool: of the graphs; None keeps nothing of the addresses that inputs come from.
         join: copy slots of different dtypes together where that pays; by default on devices, where
             a copy is a launch.
-        bare: returns a tensor at the same place that owns no memory, or what it was given where
-            the backend has no such tensors.
     """
 
     def __init__(
@@ -66,11 +95,11 @@ class CopyPlan:
         padded: Size,
         run_tensors: Mapping[str, torch.Tensor],
         *,
+        pool: Pool | None = None,
         join: bool | None = None,
-        bare: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._arena = arena
-        self._bare = bare
+        self._pool = pool
         self._real = real
         self._padded = padded
         self._run_tensors = run_tensors
@@ -87,13 +116,14 @@ class CopyPlan:
         self._order = sorted(arena.given.values(), key=kind)
         self._count = len(self._order)
         self._names = [slot.name for slot in self._order]
+        self._of: Callable[[Any], Any] = operator.itemgetter(*self._names)
         self._alike: Callable[..., bool] = _never
         """Whether inputs are like the last ones that were looked at: in shapes, strides, dtypes,
         devices, and in that no autograd takes part."""
         self._away: tuple[int, ...] = ()
         """Which of those inputs come from the host."""
         self._seen: set[tuple[int, ...]] = set()
-        self._known: dict[tuple[int, ...], list[_Copy]] = {}
+        self._known: dict[tuple[int, ...], _Kept] = {}
         """Copies by the addresses of their inputs."""
         self._words = [
             i for i, s in enumerate(self._order) if s.name in joined and s.dtype is not _WORD
@@ -149,36 +179,65 @@ class CopyPlan:
             return view, None
         return view.narrow(axis, 0, rows), view.narrow(axis, rows, missing)
 
-    def load(self, inputs: Mapping[str, Any]) -> None:
+    def alike(self, inputs: Mapping[str, Any]) -> Values | None:
+        """Return the inputs in the order of the copies if they are like those that were looked at
+        closely; they are of the plan's size then."""
+        try:
+            values: Any = self._of(inputs)
+            if self._count == 1:
+                values = (values,)
+            return values if len(inputs) == self._count and self._alike(*values) else None
+        except (KeyError, TypeError):
+            return None
+
+    def load(self, inputs: Mapping[str, Any], values: Values | None = None) -> None:
         """Copy ``inputs`` into the static buffers and pad the rest, on the current stream.
 
         Nothing is written when an input is refused. Raises as ``InputArena.admit``.
+
+        Args:
+            values: what ``alike`` returned for the inputs, where the caller knows it.
         """
-        try:
-            values = [*map(inputs.__getitem__, self._names)]
-            alike = len(inputs) == self._count and self._alike(*values)
-        except (KeyError, TypeError):
-            alike = False
-        copies = None
-        if alike:
+        values = values or self.alike(inputs)
+        if values is None:
+            _copy(self._admitted(inputs))
+        else:
             places = tuple(map(_PLACE, values))
-            copies = self._known.get(places) or self._copies(values, places)
-        for targets, sources in copies or self._admitted(inputs):
-            torch._foreach_copy_(targets, sources)
+            kept = self._known.get(places)
+            if kept is None:
+                _copy(self._copies(values, places) or self._admitted(inputs))
+            elif kept.graph is None:
+                self._again(kept)
+            else:
+                kept.graph.launch()
         if self._pads_apart:
             self._padding.write()
 
-    def _keep(
-        self,
-        copies: Sequence[_Copy],
-        places: tuple[int, ...],
-        bare: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
+    def _again(self, kept: _Kept) -> None:
+        """Make copies that were made before, and capture them if they are made all the time."""
+        _copy(kept.copies)
+        kept.uses += 1
+        backend, pool = self._arena.backend, self._pool
+        assert pool is not None
+        budgeted = pool.recordings.budget_bytes is not None  # others need its room more
+        wanted = kept.uses == USES_TO_CAPTURE and backend.launches_quickly and not budgeted
+        if not wanted or len(self._arena.copies) >= MOST_GRAPHS:
+            return
+        graph = backend.make_graph(pool)
+        try:
+            with backend.capture_context(graph):
+                _copy(kept.copies)
+        except (CaptureError, *EXHAUSTED) as error:
+            logger.info("the copies of inputs stay out of a graph: %s", error)
+        else:
+            kept.graph = graph
+            self._arena.copies.add(graph)
+
+    def _keep(self, copies: list[_Copy], places: tuple[int, ...], pool: Pool) -> None:
         """Keep ``copies`` of what lies at ``places``, if inputs come back to them.
 
         Engines hand over the same buffers again and again, and reinterpreting tensors takes longer
-        than all else here. What is kept owns no memory, and serves inputs of exactly this layout at
-        these addresses.
+        than all else here.
         """
         if places not in self._seen:
             if len(self._seen) >= MOST_PLACES:
@@ -187,10 +246,10 @@ class CopyPlan:
             self._seen.add(places)
             return
         sources = [source for _, found in copies for source in found]
-        if bare(sources[0]) is sources[0]:
-            self._bare = None
+        if pool.bare(sources[0]) is sources[0]:
+            self._pool = None  # the device has no tensors without memory
         elif {*places}.issubset(map(_PLACE, sources)):
-            self._known[places] = [(targets, [*map(bare, found)]) for targets, found in copies]
+            self._known[places] = _Kept([(to, [*map(pool.bare, found)]) for to, found in copies])
 
     def _admitted(self, inputs: Mapping[str, Any]) -> list[_Copy]:
         """Return the copies of inputs after a close look at them; later ones that are alike need
@@ -229,8 +288,8 @@ class CopyPlan:
         copies = []
         for group in self._groups:
             copies.append((group.targets, sources[group.first : group.last] + group.pads))
-        if places and self._words and self._bare is not None and not self._away:
-            self._keep(copies, places, self._bare)
+        if places and self._pool is not None and not self._away:
+            self._keep(copies, places, self._pool)
         return copies
 
     def _send(self, sources: list[torch.Tensor], away: tuple[int, ...]) -> None:
@@ -242,6 +301,11 @@ class CopyPlan:
             staging = self._stagings[away] = Staging(self._arena.staging, layouts)
         for index, tensor in zip(away, staging.send([sources[i] for i in away]), strict=True):
             sources[index] = tensor
+
+
+def _copy(copies: list[_Copy]) -> None:
+    for targets, sources in copies:
+        torch._foreach_copy_(targets, sources)
 
 
 def _never(*values: object) -> bool:

@@ -47,6 +47,7 @@ from devgraph.runners.decisions import (
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.lease import LeaseClock, lease
+from devgraph.runners.load import Values
 from devgraph.runners.observe import Timing
 from devgraph.runners.options import EMULATE_VARIABLE, Options, switched_on
 from devgraph.runners.outputs import OutputStore, copied
@@ -270,11 +271,11 @@ class Runner:
                 if not clone and self._step.clock.caller != get_ident():
                     self._step.clock.called_by(get_ident())
                 if decision is None and not self._decide_always and inputs is not None:
-                    step = self._steps.known(inputs, variant)
-                    if step is not None:
+                    known = self._steps.known(inputs, variant)
+                    if known is not None:
                         if self._options.bound:
                             self.buffers.check()
-                        return self._replay(step, inputs, host_args, clone)
+                        return self._replay(known[0], inputs, host_args, clone, known[1])
                 options = self.graphs.asked(variant)
                 return self._run_decided(inputs, host_args, options, decision, longest, clone)
             except Exception as error:
@@ -322,9 +323,10 @@ class Runner:
         inputs: Mapping[str, Any],
         host_args: Mapping[str, Any] | None,
         clone: bool,
+        values: Values | None = None,
     ) -> Any:
         try:
-            step.run(inputs, host_args)
+            step.run(inputs, host_args, values)
         except (UpdateUnsupportedError, UpdateTopologyError, ExecutableError) as error:
             partly = isinstance(error, ExecutableError) and error.partly
             if self._config.strict or partly:

@@ -15,7 +15,7 @@ from devgraph.runners.decisions import GraphKey, canonical_variant
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.lease import LeaseClock, LeasedTensor
-from devgraph.runners.load import CopyPlan
+from devgraph.runners.load import CopyPlan, Values
 from devgraph.runners.observe import in_range
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.slots import Size
@@ -234,7 +234,8 @@ class GraphStep:
         self._name = step.name
         self._clock, self._live, self.tail = step.clock, step.live, step.tail
         self._run_tensors = inputs.run_views(real)
-        self._copy = CopyPlan(inputs, real, graph.size, self._run_tensors, bare=step.pool.bare).load
+        plan = CopyPlan(inputs, real, graph.size, self._run_tensors, pool=step.pool)
+        self._copy, self.alike = plan.load, plan.alike
         self.replay: _Replay = graph.captured.run
         """Replays the graph on what was loaded."""
         if step.ranges:
@@ -249,19 +250,27 @@ class GraphStep:
         }
         self._overlaps = inputs.buffers.overlaps
 
-    def run(self, inputs: Mapping[str, Any], host_args: Mapping[str, Any] | None) -> None:
+    def run(
+        self,
+        inputs: Mapping[str, Any],
+        host_args: Mapping[str, Any] | None,
+        values: Values | None = None,
+    ) -> None:
         """Load a batch and replay the graph on it. Called under the pool's lock.
 
         Raises as ``CopyPlan.load`` and ``HostArgs.resolve``, before anything is changed.
+
+        Args:
+            values: what ``alike`` returned for the inputs, where the caller knows it.
         """
         # Everything is bound beforehand: this is host time of every step.
-        values: Mapping[str, Any] = {}
+        host: Mapping[str, Any] = {}
         if host_args or self._declares_host:
-            values = self._host_of(host_args, self.real, self._padded)
-        self.load(inputs)
+            host = self._host_of(host_args, self.real, self._padded)
+        self.load(inputs, values)
         self._clock.now += 1
         try:
-            self.replay(values)
+            self.replay(host)
         except Exception as error:
             note(error, f"in {self._name}, bucket {self.graph.key}, {self.real}")
             raise
@@ -284,11 +293,11 @@ class GraphStep:
 
         return planned
 
-    def load(self, inputs: Mapping[str, Any]) -> None:
+    def load(self, inputs: Mapping[str, Any], values: Values | None = None) -> None:
         """Order what follows behind the pool's other work, copy and pad the inputs, and make this
         run the one that eager bodies see."""
         self._order()
-        self._copy(inputs)
+        self._copy(inputs, values)
         self._live.size, self._live.tensors = self.real, self._run_tensors
 
     def loaded(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -327,6 +336,8 @@ class BoundSteps:
         self._tokens = _lead(step.inputs, by_requests=False)
         self._requests = _lead(step.inputs, by_requests=True)
         self._bound: dict[Any, GraphStep] = {}
+        self._last: GraphStep | None = None
+        """What the last batch ran that asked for no variant."""
 
     def measured(self, inputs: Any) -> tuple[int | None, int | None]:
         """Return requests and tokens of a batch as its inputs show them.
@@ -345,9 +356,17 @@ class BoundSteps:
         tokens, requests = found
         return requests, tokens
 
-    def known(self, inputs: Any, variant: Mapping[str, Any] | None) -> GraphStep | None:
-        """Return the step for a batch of which one of the same size and variant was bound."""
-        if type(inputs) is not dict and not isinstance(inputs, Mapping):
+    def known(
+        self, inputs: Any, variant: Mapping[str, Any] | None
+    ) -> tuple[GraphStep, Values | None] | None:
+        """Return the step for a batch of which one of the same size and variant was bound, and
+        the inputs in its order if they are like those of the last batch."""
+        plain = type(inputs) is dict
+        if plain and not variant and (last := self._last) is not None:
+            values = last.alike(inputs)
+            if values is not None:
+                return last, values
+        if not plain and not isinstance(inputs, Mapping):
             return None
         requests = tokens = None
         try:  # as ``measured``, without a loop
@@ -358,7 +377,12 @@ class BoundSteps:
         except (KeyError, TypeError, AttributeError, IndexError):
             return None
         key = canonical_variant(variant) if variant else ()
-        return self._bound.get((requests, tokens, key, None))
+        step = self._bound.get((requests, tokens, key, None))
+        if step is None:
+            return None
+        if not variant:
+            self._last = step
+        return step, None
 
     def get(
         self,
@@ -388,6 +412,7 @@ class BoundSteps:
     def clear(self) -> None:
         """Forget all of them, because a decision could be another now."""
         self._bound.clear()
+        self._last = None
 
 
 def _lead(arena: InputArena, *, by_requests: bool) -> tuple[str, int, int] | None:

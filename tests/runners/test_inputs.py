@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import devgraph as dg
+from devgraph.api.torchlike.base import TorchPool
+from devgraph.cpu.backend import CpuPool
 from devgraph.runners import InputSlot, Pad, Size
 from devgraph.runners import inputs as inputs_module
+from devgraph.runners import load as load_module
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.load import MOST_PLACES, CopyPlan
 from tests.support.runner_steps import (
@@ -136,7 +141,7 @@ def test_mixed_slots_of_any_layout_arrive_whole(join, data):
         given_inputs[slot.name] = values
         arena.buffers[slot.name].fill_(99)
         expected[slot.name] = slow_pad(slot, values, padded)
-    plan = CopyPlan(arena, real, padded, {}, join=join, bare=bare)
+    plan = CopyPlan(arena, real, padded, {}, join=join, pool=BarePool(dg.get_backend("cpu")))
     for _ in range(3):  # looked at, seen at their places, known there
         for name in given_inputs:
             arena.buffers[name].fill_(99)
@@ -145,13 +150,10 @@ def test_mixed_slots_of_any_layout_arrive_whole(join, data):
             assert torch.equal(view, expected[name]), name
 
 
-def bare(tensor):
-    """A tensor at the same place that does not own it."""
-    storage = tensor.untyped_storage()
-    place = storage.data_ptr(), tensor.device, storage.nbytes()
-    there = torch._C._construct_storage_from_data_pointer(*place)
-    empty = torch.empty(0, dtype=tensor.dtype)
-    return empty.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
+class BarePool(CpuPool):
+    """A pool whose device has tensors that do not own their memory, as torch's devices have."""
+
+    bare = TorchPool.bare
 
 
 def joined_plan():
@@ -159,7 +161,8 @@ def joined_plan():
     ids = InputSlot("ids", ("tokens",), torch.int64, pad=Pad.fill(-1))
     scale = InputSlot("scale", ("tokens",), torch.float32, pad=Pad.zero())
     arena = arena_of(ids, scale)
-    plan = CopyPlan(arena, Size(3, 3, 1), Size(4, 4, 1), {}, join=True, bare=bare)
+    pool = BarePool(dg.get_backend("cpu"))
+    plan = CopyPlan(arena, Size(3, 3, 1), Size(4, 4, 1), {}, join=True, pool=pool)
     return plan, arena.views(Size(4, 4, 1))
 
 
@@ -175,6 +178,41 @@ def test_inputs_that_come_back_to_their_places_are_read_there_and_not_kept():
     assert torch._C._storage_Use_Count(ids.untyped_storage()._cdata) == owners
     plan.load({"ids": tokens(7, 8, 9), "scale": scale})
     assert views["ids"].tolist() == [7, 8, 9, -1]
+
+
+def test_copies_that_are_made_all_the_time_are_a_graph(monkeypatch):
+    monkeypatch.setattr(load_module, "USES_TO_CAPTURE", 2)
+    monkeypatch.setattr(dg.get_backend("cpu"), "launches_quickly", True)
+    plan, views = joined_plan()
+    ids, scale = tokens(1, 2, 3), torch.ones(3)
+    for step in range(8):
+        ids.add_(1)
+        plan.load({"ids": ids, "scale": scale})
+        assert views["ids"].tolist() == [2 + step, 3 + step, 4 + step, -1]
+    (kept,) = plan._known.values()
+    assert kept.graph is not None and kept.graph.state == "ready"
+    plan.load({"ids": torch.arange(6)[::2], "scale": scale})  # another layout, looked at anew
+    assert views["ids"].tolist() == [0, 2, 4, -1]
+    assert not plan._known
+
+
+def test_copies_that_cannot_be_captured_are_made_one_by_one(monkeypatch):
+    backend = dg.get_backend("cpu")
+    monkeypatch.setattr(load_module, "USES_TO_CAPTURE", 2)
+    monkeypatch.setattr(backend, "launches_quickly", True)
+    monkeypatch.setattr(backend, "capture_context", lambda graph: raising(dg.CaptureBusyError()))
+    plan, views = joined_plan()
+    ids, scale = tokens(1, 2, 3), torch.ones(3)
+    for step in range(8):
+        ids.add_(1)
+        plan.load({"ids": ids, "scale": scale})
+        assert views["ids"].tolist() == [2 + step, 3 + step, 4 + step, -1]
+
+
+@contextlib.contextmanager
+def raising(error):
+    raise error
+    yield
 
 
 def test_another_layout_at_a_known_place_is_read_as_it_is():

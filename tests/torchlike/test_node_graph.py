@@ -17,6 +17,7 @@ from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import ExecutableError
 from devgraph.api.torchlike.node_graph import NodeBackend
 from devgraph.rocm.runtime import Runtime
+from devgraph.runners import load
 from tests.sim.hip import Fake
 from tests.sim.hip.device import Device, Recorder
 from tests.support.fake_hip import KEEP_ALL, check, scaled, step
@@ -216,3 +217,31 @@ def test_error_of_a_region_that_draws_nothing_is_its_own(be: AcmeBackend) -> Non
     with pytest.raises(RuntimeError, match="electricity"):
         graph.update(n=7)
     assert graph.state == "ready"
+
+
+@pytest.mark.parametrize("budget", [None, 10**6])
+def test_copies_of_inputs_that_are_a_graph_go_with_their_runner(
+    be: AcmeBackend, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "USES_TO_CAPTURE", 2)
+    be.launches_quickly = True
+    pool, graphs = be.make_pool(budget), 4 if budget is None else 2
+    slots = [
+        dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero()),
+        dg.InputSlot("ids", ("tokens",), torch.int64, pad=dg.Pad.fill(7)),
+    ]
+    options: dict[str, Any] = {"config": {"buckets": [2, 4]}, "max_requests": 4}
+    with dg.DecodeRunner(
+        lambda batch: batch.x * 2 + batch.ids[:, None], slots, backend=be, pool=pool, **options
+    ) as runner:
+        runner.capture()
+        batches = [{"x": torch.randn(n, 4), "ids": torch.arange(n)} for n in (1, 3)]
+        for _ in range(7):
+            for batch in batches:
+                batch["x"].add_(1)
+                same = batch["x"] * 2 + batch["ids"][:, None]
+                assert torch.equal(runner.run(batch), same)
+        # Under a budget they stay out of graphs, which need it more.
+        assert pool.recordings.residency().made == graphs
+        before = be.fake.get("live_execs")
+    assert be.fake.get("live_execs") == before - graphs
