@@ -7,7 +7,6 @@ collection.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import logging
@@ -15,7 +14,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import attrs
 import torch
@@ -85,47 +84,6 @@ class LaunchSlot:
             calls[0]()
 
         return launch
-
-
-class Launches(Protocol):
-    """A graph, as an executable that replaces itself sees it."""
-
-    def use(self, executable: Executable) -> None:
-        """Launch ``executable`` from now on."""
-
-
-_Graph = TypeVar("_Graph", bound=Launches)
-
-
-class Finding(abc.ABC, Generic[_Graph]):
-    """An executable that finds something out in its first launch and then replaces itself.
-
-    Args:
-        graph: the graph that uses it.
-    """
-
-    def __init__(self, graph: _Graph) -> None:
-        self._graph = weakref.ref(graph)
-
-    @property
-    def graph(self) -> _Graph:
-        """The graph that uses it."""
-        return held(self._graph)
-
-    @abc.abstractmethod
-    def find(self) -> Executable:
-        """Launch once, and return what takes this one's place.
-
-        If it raises, this one stays, unless it gave the graph another.
-        """
-
-    def launch(self) -> None:
-        """Launch once, and let the graph use what was found."""
-        self.graph.use(self.find())
-
-    def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return the launch; what replaces it is asked for anew."""
-        return self.launch
 
 
 _Held = TypeVar("_Held")
@@ -208,6 +166,9 @@ class Recordings:
     pinned executables and those that a vendor cannot make again, which count all the same.
 
     Without a budget graphs keep their executables, and recordings may take what is the default.
+
+    In the midst of every method an interrupt may come, and a graph may end, which drops what is
+    kept for it.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
@@ -222,16 +183,16 @@ class Recordings:
         self._dropped = 0
         self._seconds = 0.0
         self._items: OrderedDict[tuple[int, Hashable], _Kept] = OrderedDict()
-        # Bytes of executables that stay as long as their graphs, by the graph's id: a pool has
-        # thousands, which no search for what may go should pass.
-        self._resident: dict[int, int] = {}
+        # Executables that stay as long as their graphs, by the graph's id: a pool has thousands,
+        # which no search for what may go should pass.
+        self._resident: dict[int, _Kept] = {}
 
     def __len__(self) -> int:
         return len(self.kept())
 
     def kept(self) -> list[Any]:
         """Return the recordings, least recently used first."""
-        return [kept.recording for (_, key), kept in self._items.items() if key is not _OWN]
+        return [kept.recording for (_, key), kept in self._all() if key is not _OWN]
 
     @property
     def room(self) -> int:
@@ -248,7 +209,7 @@ class Recordings:
         """Lower the budget to ``budget_bytes``, unless it is lower already."""
         if self.budget_bytes is None or budget_bytes < self.budget_bytes:
             self.budget_bytes = budget_bytes
-            for (_, key), kept in self._items.items():
+            for (_, key), kept in self._all():
                 if key is _OWN:
                     kept.recording.watch()
             self.trim()
@@ -265,32 +226,33 @@ class Recordings:
 
     def holds(self, owner: object, key: Hashable) -> bool:
         """Whether there is a recording for ``key``; counts nothing."""
-        return (id(owner), key) in self._items
+        found = self._items.get((id(owner), key))
+        # An interrupt may have kept a graph that is gone from dropping what it had.
+        return found is not None and found.owner() is owner
 
     def get(self, owner: object, key: Hashable) -> Any:
         """Return the recording for ``key`` or None, and count the hit or the miss."""
-        found = self._items.get((id(owner), key))
-        if found is None:
+        if not self.holds(owner, key):
             self.misses += 1
             return None
         self.hits += 1
         self._items.move_to_end((id(owner), key))
-        return found.recording
+        return self._items[id(owner), key].recording
 
     def put(self, owner: Owner, key: Hashable, recording: Recording) -> None:
         """Keep ``recording`` and bring the rest under the budget."""
-        if (id(owner), key) in self._items:
-            self._remove((id(owner), key))
-        self._items[id(owner), key] = kept = _Kept(weakref.ref(owner), recording)
+        item, kept = (id(owner), key), _Kept(weakref.ref(owner), recording)
+        self._remove(item)
         self._charge(kept, recording.bytes, own=key is _OWN)
+        self._items[item] = kept
         self.trim()
 
     def count_resident(self, owner: Owner, nbytes: int) -> None:
         """Count the executable of ``owner`` itself, which stays as long as ``owner`` has it, and
         bring the rest under the budget."""
         self._made += 1
-        self._resident[id(owner)] = nbytes
-        self._add(nbytes, own=True)
+        kept = self._resident.setdefault(id(owner), _Kept(weakref.ref(owner), None))
+        self._charge(kept, nbytes, own=True)
         self._trim(None)
 
     def put_own(self, owner: Owner, executable: Remade) -> None:
@@ -309,8 +271,7 @@ class Recordings:
 
     def drop_own(self, owner: object) -> None:
         """Drop the own executable of a graph, if it is made; its next launch makes it again."""
-        if (id(owner), _OWN) in self._items:
-            self._remove((id(owner), _OWN))
+        self._remove((id(owner), _OWN))
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
@@ -343,7 +304,7 @@ class Recordings:
 
     def recharge(self, recording: Recording) -> None:
         """Count anew what ``recording`` takes, and bring the rest under the budget."""
-        for kept in self._items.values():
+        for _, kept in self._all():
             if kept.recording is recording:
                 self._charge(kept, recording.bytes)
                 self.trim()
@@ -370,53 +331,70 @@ class Recordings:
 
     def count(self, owner: object) -> int:
         """Number of recordings of ``owner``."""
-        return sum(1 for known, key in self._items if known == id(owner) and key is not _OWN)
+        return sum(1 for (known, key), _ in self._all() if known == id(owner) and key is not _OWN)
 
     def bytes_of(self, owner: object) -> int:
         """Bytes that recordings of ``owner`` take."""
-        items = self._items.items()
+        items = self._all()
         return sum(k.charged for (o, key), k in items if o == id(owner) and key is not _OWN)
 
     def drop(self, owner: object) -> None:
         """Free every recording of ``owner``, and its own executable."""
-        for item in [item for item in self._items if item[0] == id(owner)]:
-            self._remove(item)
-        self._add(-self._resident.pop(id(owner), 0), own=True)
+        for item, _ in self._all():
+            if item[0] == id(owner):
+                self._remove(item)
+        if id(owner) in self._resident:
+            self._charge(self._resident[id(owner)], 0, own=True)
+            del self._resident[id(owner)]
+
+    def _all(self) -> Iterator[tuple[tuple[int, Hashable], _Kept]]:
+        """Iterate over what is kept, from which items may go meanwhile."""
+        for item in list(self._items):
+            if (kept := self._items.get(item)) is not None:
+                yield item, kept
 
     def _spare(self) -> list[tuple[int, Hashable]]:
-        return [item for item in list(self._items) if not self._in_use(item)]
+        return [item for item, _ in self._all() if not self._in_use(item)]
 
     def _in_use(self, item: tuple[int, Hashable]) -> bool:
-        kept = self._items[item]
-        graph = kept.owner()
+        kept = self._items.get(item)
+        graph = None if kept is None else kept.owner()
+        if graph is None:
+            return False
         if item[1] is not _OWN:
-            return graph is not None and graph.key == item[1]
-        return self.budget_bytes is None or (graph is not None and graph.pinned)
+            return graph.key == item[1]
+        return self.budget_bytes is None or graph.pinned
 
     def _shrink(self, item: tuple[int, Hashable]) -> None:
-        kept = self._items[item]
+        kept = self._items.get(item)
         if item[1] is _OWN:
             self._remove(item)
             self._dropped += 1
-        elif isinstance(kept.recording, Shrinkable):
+        elif kept is not None and isinstance(kept.recording, Shrinkable):
             before, thin = kept.charged, kept.recording
             thin.shrink()
-            self._charge(kept, thin.bytes)
+            if item in self._items:
+                self._charge(kept, thin.bytes)
             self._dropped += kept.charged < before
 
     def _charge(self, kept: _Kept, size: int, *, own: bool = False) -> None:
-        self._add(size - kept.charged, own=own)
-        kept.charged = size
-
-    def _add(self, more: int, *, own: bool) -> None:
+        # Without a call: an interrupt comes before all of it or behind.
+        more, kept.charged = size - kept.charged, size
         self.bytes += more
         if own:
             self._own_bytes += more
 
     def _remove(self, item: tuple[int, Hashable]) -> None:
-        kept = self._items.pop(item)
-        self._charge(kept, 0, own=item[1] is _OWN)
-        kept.recording.close()
+        kept = self._items.get(item)
+        if kept is None:
+            return
+        own = item[1] is _OWN
+        if own:  # what was interrupted is done by the next launch
+            kept.recording.close()
+        self._charge(kept, 0, own=own)
+        self._items.pop(item, None)
+        if not own:  # nobody may find it any more
+            kept.recording.close()
 
 
 class Remade:
@@ -491,7 +469,7 @@ class Remade:
         if self._made is not None:
             self.watch()
             self._made = None
-            self._drop()
+        self._drop()
 
     def watch(self) -> None:
         """See every launch from now on: what is launched directly cannot be dropped."""
@@ -501,6 +479,7 @@ class Remade:
 
     def _launch_anew(self) -> None:
         graph = held(self._graph)
+        self._recordings.drop_own(graph)  # what an interrupt left
         made = self._recordings.made(self._make)
         self._recordings.put_own(graph, self)
         self._made = made  # counted: an interrupt before leaves it to be made anew

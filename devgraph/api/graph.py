@@ -36,6 +36,7 @@ from devgraph.api.errors import (
     CapabilityError,
     CaptureError,
     EmptyCaptureError,
+    ExecutableError,
     HostArgumentError,
     NestedCaptureError,
     StateError,
@@ -238,7 +239,7 @@ class DeviceGraph(abc.ABC):
         self._require("reset", GraphState.READY, GraphState.DIRTY, GraphState.STALE)
         with self.pool.lock:
             self.pool.require_free("reset a graph")
-            self._clear(GraphState.EMPTY)
+            self._clear(GraphState.EMPTY, self._free)
 
     def close(self) -> None:
         """Free everything for good. Idempotent; refused only while capturing."""
@@ -251,7 +252,7 @@ class DeviceGraph(abc.ABC):
         else:
             with self.pool.lock:
                 self.pool.require_free("close a graph")
-                self._clear(GraphState.CLOSED)
+                self._clear(GraphState.CLOSED, self._free)
 
     def expire(self) -> None:
         """Mark a ready graph stale: what it captured (weights, buffers) is no longer valid."""
@@ -372,14 +373,12 @@ class DeviceGraph(abc.ABC):
         exception stays."""
         if self._state in (GraphState.EMPTY, GraphState.CLOSED):
             return
+        capturing = self._state is GraphState.CAPTURING
         try:
-            (self._abort if self._state is GraphState.CAPTURING else self._free)()
+            self._clear(GraphState.EMPTY, self._abort if capturing else self._free)
         except Exception:
             logger.exception("cleaning up after a failed capture failed as well")
-        self.hits, self.touchable = [], ()
-        self.key = None
-        self.pool.recordings.drop(self)
-        self._leave_for(GraphState.EMPTY)
+            self._state = GraphState.EMPTY
 
     def capture_region(
         self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
@@ -419,6 +418,8 @@ class DeviceGraph(abc.ABC):
         self.require_ready()
         try:
             self._apply(recording)
+        except ExecutableError:
+            raise  # nothing was written
         except BaseException:
             if not self.applies_at_once:
                 self._leave_for(GraphState.DIRTY)
@@ -497,14 +498,15 @@ class DeviceGraph(abc.ABC):
         if own is not None:
             self.pool.recordings.put(self, self.key, own)
 
-    def _clear(self, state: GraphState) -> None:
+    def _clear(self, state: GraphState, free: Callable[[], None]) -> None:
         """Free what was captured; called under the pool's lock."""
-        self._leave_for(state)
+        self._leave_for(GraphState.DIRTY)  # an interrupt leaves the rest to the next call
         self.pool.recordings.drop(self)
-        self._free()
         self.hits, self.touchable = [], ()
         self._host = {}
         self.key = None
+        free()
+        self._state = state
 
     def _require(self, call: str, *allowed: GraphState) -> None:
         if call != "reset":
@@ -541,7 +543,7 @@ class DeviceGraph(abc.ABC):
         try:
             if self._state not in (GraphState.CLOSED, GraphState.EMPTY):
                 with self.pool.lock:
-                    self._clear(GraphState.CLOSED)
+                    self._clear(GraphState.CLOSED, self._free)
         # The lock is refused in a forked child; at the interpreter's end modules are gone.
         except Exception:
             pass

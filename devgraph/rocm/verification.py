@@ -16,7 +16,7 @@ import attrs
 import torch
 
 from devgraph.api.errors import UpdateError, UpdateTopologyError
-from devgraph.api.executable import Executable, Finding
+from devgraph.api.executable import Executable, held
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.node_graph import Applying, NodeGraph
 from devgraph.api.torchlike.nodes import RegionPattern, RuntimeCallError
@@ -145,20 +145,13 @@ class Verifying(Applying):
         self._verification = verification
         self.leaked_bytes = 0
         """What updates of the graph's own executable may have leaked since it was made."""
-        self._as_captured = True
-        self._verified: weakref.WeakSet[object] = weakref.WeakSet()
-        """Executables of recordings, and recordings that the graph's own one was seen to run."""
-        self._own_verified = False
-        """Whether the graph's own one, since it was made last, was seen to use what was written."""
+        self._own: _Verified | None = None
+        self._seen: weakref.WeakSet[NodeRecording] = weakref.WeakSet()
+        """Recordings that an own executable was seen to run."""
 
     def prepare(self, graph: NodeGraph) -> None:
         self._verification.find_out(graph.backend.device)
         self._verification.word_of(graph.pool)
-
-    def made_own(self, written: int) -> None:
-        self._own_verified = False
-        self.leaked_bytes = written * LEAKED_BYTES_PER_NODE
-        self._as_captured = not written
 
     def close_regions(self, graph: NodeGraph, number: int) -> None:
         self._verification.word_of(graph.pool).fill_(number)
@@ -171,52 +164,69 @@ class Verifying(Applying):
         if self.leaked_bytes and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
             logger.debug("rocm: %d bytes leaked, making the executable anew", self.leaked_bytes)
             graph.renew_executable()
-            self._own_verified, self.leaked_bytes = False, 0
-        self._as_captured = False
+            self.leaked_bytes = 0
         super().write(graph, recording)
         self.leaked_bytes += more
+        if self._own is not None:
+            seen = self._own.verified and recording in self._seen
+            self._own.expected = None if seen else recording
 
     def launches(
-        self, graph: NodeGraph, recording: NodeRecording, executable: Executable
+        self,
+        graph: NodeGraph,
+        executable: Executable,
+        recording: NodeRecording | None,
+        *,
+        own: bool,
     ) -> Executable:
-        direct = recording.direct
-        if direct is None and self._as_captured:
-            return executable  # the graph's own, into which nothing was written
-        if (direct or recording) in self._verified and (direct or self._own_verified):
+        if not graph.hits:
             return executable
-        return _Verified(graph, self, recording, executable)
+        found = _Verified(graph, self, executable, recording)
+        if own:
+            self._own = found
+            self.leaked_bytes = len(recording.updates) * LEAKED_BYTES_PER_NODE if recording else 0
+        return found
 
-    def verify(self, graph: NodeGraph, number: int, launched: object) -> None:
-        """Raise UpdateError unless the last launch was of the recording ``number``.
-
-        Args:
-            launched: its own executable, or the recording for the graph's own.
-        """
+    def verify(self, graph: NodeGraph, launched: _Verified, recording: NodeRecording) -> None:
+        """Raise UpdateError unless the last launch was of ``recording``."""
         found = int(self._verification.word_of(graph.pool).item())
-        if found != number:
+        if found != recording.number:
             graph.mark_dirty()
-            self._verification.refuse_stale(number, found)
-        self._verified.add(launched)
-        self._own_verified = self._own_verified or isinstance(launched, NodeRecording)
+            self._verification.refuse_stale(recording.number, found)
+        launched.expected, launched.verified = None, True
+        if launched is self._own:
+            self._seen.add(recording)
 
 
-class _Verified(Finding[NodeGraph]):
-    """Verifies in its first launch that the runtime uses the parameters that were written."""
+class _Verified:
+    """Launches an executable, and verifies in the launch behind each change of it that the runtime
+    uses the parameters that were written."""
 
     def __init__(
-        self, graph: NodeGraph, how: Verifying, recording: NodeRecording, executable: Executable
+        self,
+        graph: NodeGraph,
+        how: Verifying,
+        executable: Executable,
+        recording: NodeRecording | None,
     ) -> None:
-        super().__init__(graph)
+        self._graph = weakref.ref(graph)
         self._how = how
-        self._number = recording.number
-        self._launched = recording.direct or recording
-        self._executable = executable
+        self._launch = executable.launch
+        self.expected = recording
+        """What the next launch has to be seen to run; None if nothing was written since."""
+        self.verified = False
+        """Whether it was seen to use what was written."""
 
-    def find(self) -> Executable:
-        inner = self._executable
-        if isinstance(inner, Finding):
-            self._executable = inner.find()
-        else:
-            inner.launch()
-        self._how.verify(self.graph, self._number, self._launched)
-        return self._executable
+    def launch(self) -> None:
+        """Launch once.
+
+        Raises:
+            UpdateError: the runtime used other parameters.
+        """
+        self._launch()
+        if self.expected is not None:
+            self._how.verify(held(self._graph), self, self.expected)
+
+    def bound(self, stream: int | None) -> Callable[[], None]:
+        """Return the launch: of a graph with regions nothing else is bound."""
+        return self.launch

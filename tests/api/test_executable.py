@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,27 +10,11 @@ import torch
 
 import devgraph as dg
 from devgraph.api.errors import ExecutableError
-from devgraph.api.executable import EXHAUSTED, Call, Executable, Finding, Recordings
+from devgraph.api.executable import EXHAUSTED, Call, Recordings
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.session import session
 from devgraph.cpu.tape import Tape
 from devgraph.testing.conformance.support import Kit, same
-
-
-class Counting(Finding[dg.DeviceGraph]):
-    """Finds nothing out but how often it was asked."""
-
-    def __init__(self, graph: dg.DeviceGraph, then: Executable) -> None:
-        super().__init__(graph)
-        self.then = then
-        self.error: BaseException | None = None
-        self.asked = 0
-
-    def find(self) -> Executable:
-        self.asked += 1
-        if self.error is not None:
-            raise self.error
-        return self.then
 
 
 @pytest.fixture
@@ -49,32 +34,6 @@ def test_replay_launches_what_was_put_to_use_last(graph: dg.DeviceGraph) -> None
         replay()
         graph.bound()()
     assert launched == ["first", "first", "second", "second"]
-
-
-def test_finding_replaces_itself_once_and_voids_what_was_bound(graph: dg.DeviceGraph) -> None:
-    launched: list[int] = []
-    finding = Counting(graph, Call(lambda: launched.append(1)))
-    graph.use(finding)
-    epoch = graph.pool.epoch
-    for _ in range(3):
-        graph.replay()
-    assert finding.asked == 1 and len(launched) == 2
-    assert graph.pool.epoch > epoch
-
-
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
-def test_finding_that_raises_stays_for_the_next_launch(
-    graph: dg.DeviceGraph, error: BaseException
-) -> None:
-    finding = Counting(graph, Call(lambda: None))
-    finding.error = error
-    graph.use(finding)
-    with pytest.raises(type(error)):
-        graph.replay()
-    finding.error = None
-    graph.replay()
-    graph.replay()
-    assert finding.asked == 2
 
 
 @pytest.mark.parametrize("leave", ["expire", "reset", "close"])
@@ -155,6 +114,16 @@ def test_recordings_of_a_dropped_owner_can_go() -> None:
     assert first.closed
 
 
+def test_recordings_of_an_owner_that_is_gone_are_no_other_owners() -> None:
+    """An interrupt may end the drop of what a graph had, and another graph may have its place."""
+    owner: Any = _Owner()
+    kept = Recordings(None)
+    kept.put(owner, 0, _Item(4))
+    kept._items[id(owner), 0].owner = weakref.ref(_Owner())
+    assert kept.get(owner, 0) is None
+    assert not kept.holds(owner, 0)
+
+
 def test_recharge_counts_what_a_recording_takes_now() -> None:
     owner: Any = _Owner()
     kept = Recordings(10)
@@ -167,6 +136,29 @@ def test_recharge_counts_what_a_recording_takes_now() -> None:
     assert (old.bytes, grown.bytes) == (1, 9)
     assert kept.bytes == 10
     assert kept.room == 0
+
+
+@pytest.mark.parametrize("when", ["shrunk", "closed"])
+def test_a_graph_may_end_while_another_gives_up_its_memory(when: str) -> None:
+    """What is freed may hold the last reference to it, and so may what a collection finds."""
+    first: Any = _Owner()
+    second: Any = _Owner()
+    kept = Recordings(10)
+    thick, item = _Thick(6), _Item(4)
+
+    def end() -> None:
+        kept.drop(second)
+        kept.drop(first)
+        thick.bytes = 1
+
+    setattr(thick, "shrink" if when == "shrunk" else "close", end)
+    kept.put(first, "thick", thick)
+    kept.put(second, "item", item)
+    kept.put(second, "more", _Item(1))
+    kept.put(first, "last", _Item(20))
+    assert item.closed
+    assert kept.count(second) == 0
+    assert kept.bytes == kept.bytes_of(first) == 20 * len(kept)
 
 
 def test_executables_that_stay_count_and_make_recordings_go() -> None:

@@ -6,7 +6,7 @@ import itertools
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,17 +18,36 @@ def bench() -> Iterator[Bench]:
     yield Bench()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_interrupt_anywhere_leaves_the_next_operation_right(bench: Bench, name: str) -> None:
-    """FAULTS 40."""
-    operation, stride = OPERATIONS[name]
+@pytest.fixture(scope="module")
+def bench_with_budget() -> Iterator[Bench]:
+    yield Bench(budget_bytes=0)
+
+
+def interrupt_everywhere(
+    bench: Bench, operation: Callable[[Bench, int], object], stride: int
+) -> None:
     for place in itertools.count(1, stride):
         n = place % 9 + 1
         if not interrupted(lambda n=n: operation(bench, n), place):  # type: ignore[misc]
             break
         bench.check(n)
     assert place > stride
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_interrupt_anywhere_leaves_the_next_operation_right(bench: Bench, name: str) -> None:
+    """FAULTS 40."""
+    interrupt_everywhere(bench, *OPERATIONS[name])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["replay in segments", "replay of a graph", "run"])
+def test_interrupt_in_a_step_that_makes_its_executables_anew_leaves_the_next_right(
+    bench_with_budget: Bench, name: str
+) -> None:
+    """FAULTS 40."""
+    interrupt_everywhere(bench_with_budget, OPERATIONS[name][0], 5)
 
 
 @pytest.mark.slow

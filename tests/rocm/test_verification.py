@@ -10,7 +10,7 @@ import torch
 
 import devgraph as dg
 from devgraph.api.torchlike import node_graph as nodegraph
-from devgraph.api.torchlike.nodes import RuntimeCallError
+from devgraph.api.torchlike.nodes import DriverMemoryError, RuntimeCallError
 from devgraph.rocm import verification
 from devgraph.rocm.verification import LEAK_BUDGET_BYTES, LEAKED_BYTES_PER_NODE
 from tests.support.fake_hip import (
@@ -119,6 +119,35 @@ def test_executable_that_was_made_anew_is_verified_again(
                 graph.replay()
 
 
+def test_executable_that_the_budget_dropped_is_verified_when_it_is_made_again():
+    with on_fake() as be:
+        x = noise()
+        graph, out = recorded(be, step, x)
+        graph.update(n=3)
+        graph.replay()
+        for drop in (False, True):
+            if drop:
+                graph.pool.recordings.drop_own(graph)
+            graph.replay()
+            assert torch.equal(out, step(x, n=3))
+        graph.pool.recordings.drop_own(graph)
+        with be.fake.with_settings(stale=-1), pytest.raises(dg.UpdateError, match="earlier one"):
+            graph.replay()
+        assert graph.state == "dirty"
+
+
+def test_executable_that_is_made_again_as_captured_is_not_taken_for_stale():
+    with on_fake() as be:
+        x = noise()
+        graph, out = recorded(be, step, x)
+        for n in (3, 2, 3, 2):
+            graph.pool.recordings.drop_own(graph)
+            graph.update(n=n)
+            for _ in range(2):
+                graph.replay()
+                assert torch.equal(out, step(x, n=n))
+
+
 def test_runtime_that_was_found_stale_writes_into_no_executable_again():
     with on_fake() as be:
         x = noise()
@@ -188,6 +217,54 @@ def test_executable_that_still_holds_its_capture_is_not_taken_for_stale():
                 check(cap, switching, x, n=n)
             assert be.fake.get("writes") > before
             assert cap.stats()["copies"] == 0
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_no_memory_for_an_executable_that_a_key_needs_leaves_the_graph_as_it_was(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+):
+    @dg.region(host_args=("n",))
+    def switching(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * n if n < 10 else x + n
+
+    def exhausted(graph: int) -> int:
+        raise DriverMemoryError("hipGraphInstantiateWithFlags failed (2: out of memory)", 2)
+
+    with on_fake() as be:
+        x = noise()
+        graph, out = recorded(be, switching, x)
+        graph.replay()
+        if known:
+            graph.update(n=12)
+            recording = graph._current
+            graph.update(n=2)
+            recording.shrink()
+        with monkeypatch.context() as patch:
+            patch.setattr(be.runtime, "instantiate", exhausted)
+            with pytest.raises(dg.ResourceError, match="launch it again when there is memory"):
+                graph.update(n=12)
+        for n in (2, 12):
+            graph.replay()
+            assert torch.equal(out, switching(x, n=n))
+            graph.update(n=12)
+
+
+def test_executable_that_cannot_be_freed_is_told_and_the_replay_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refused(executable: int) -> None:
+        raise RuntimeCallError("hipGraphExecDestroy failed (1: invalid value)", 1)
+
+    with on_fake() as be:
+        x = noise()
+        with captured(be, step, x) as cap:
+            for n in (2, 3, 2, 3):  # until they have executables
+                check(cap, step, x, n=n)
+            with monkeypatch.context() as patch:
+                patch.setattr(be.runtime, "destroy_executable", refused)
+                cap.pool.recordings.limit(0)
+                check(cap, step, x, n=2)
+        assert "was not freed" in caplog.text
 
 
 def test_one_stale_packet_is_found_by_prove():

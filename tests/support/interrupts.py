@@ -34,9 +34,9 @@ def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
 class Bench:
     """One pool with a capture of each kind, a graph and a runner."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget_bytes: int | None = None) -> None:
         self.backend = dg.get_backend("cpu")
-        self.pool = self.backend.make_pool()
+        self.pool = self.backend.make_pool(budget_bytes)
         self.x = torch.randn(4, WIDTH)
         self.captured = {policy: self.capture(policy) for policy in ("full", "breakable")}
         self.graph, self.y = self.record()
@@ -85,12 +85,17 @@ class Bench:
         thread.join()
         assert free == [True, True]
         want = step(self.x, n=n)
+        if self.graph.state != "ready":
+            self.graph.close()
+            self.graph, self.y = self.record()
         self.graph.update(n=n)
         self.graph.replay()
         assert torch.equal(self.y, want)
         assert torch.equal(self.run(n), want)
         for captured in self.captured.values():
             assert torch.equal(captured.replay(n=n), want)
+        kept = self.pool.recordings._items.values()
+        assert self.pool.recordings.bytes == sum(one.charged for one in kept)
 
 
 OPERATIONS: dict[str, tuple[Callable[[Bench, int], object], int]] = {
@@ -99,6 +104,7 @@ OPERATIONS: dict[str, tuple[Callable[[Bench, int], object], int]] = {
     "replay of a graph": (lambda bench, n: bench.graph.replay(), 1),
     "update": (lambda bench, n: bench.graph.update(n=n), 1),
     "run": (lambda bench, n: bench.run(n), 1),
+    "close": (lambda bench, n: bench.graph.close(), 5),
     "capture": (lambda bench, n: bench.capture("full"), 13),
     "capture in segments": (lambda bench, n: bench.capture("breakable"), 13),
     "capture context": (lambda bench, n: bench.record(), 13),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RawGraph, RegionUpdate
+from devgraph.api.torchlike.recording import Executables, NodeRecording, RawGraph, RegionUpdate
 from tests.support.node_driver import Driver, kernel, pattern_of
 
 
@@ -24,20 +24,20 @@ class Memory:
 
 
 def recording_of(
-    driver: Driver, graph: int, meter: ExecutableMeter, values: Sequence[Any]
+    driver: Driver, graph: int, executables: Executables, values: Sequence[Any]
 ) -> NodeRecording:
     pattern = pattern_of(driver, graph, ("attend", 0, len(driver.nodes(graph))))
     scratch = driver.graph(*(kernel(v) for v in values))
     (updates,) = pattern.match([0], scratch, [len(values)])
     part = RegionUpdate((), updates, RawGraph(driver, scratch))
     nodes = len(driver.nodes(graph))
-    return NodeRecording(driver, meter, nodes, {None: part}, 1)
+    return NodeRecording(executables, nodes, {None: part}, 1)
 
 
 def test_recording_is_written_or_built_and_charges_for_what_it_holds(driver: Driver) -> None:
     graph = driver.graph(kernel(0), kernel(1))
     own = driver.instantiate(graph)
-    recording = recording_of(driver, graph, ExecutableMeter(lambda: 10**9), ["a", "b"])
+    recording = recording_of(driver, graph, Executables(driver, lambda: 10**9), ["a", "b"])
     driver.write(recording.updates, own)
     assert list(driver.executables[own].values()) == ["a", "b"]
     without = recording.bytes
@@ -56,10 +56,10 @@ def test_closed_recording_frees_its_scratch_graph_with_the_last_that_shares_it(
     driver: Driver,
 ) -> None:
     graph = driver.graph(kernel(0))
-    first = recording_of(driver, graph, ExecutableMeter(lambda: 10**9), ["a"])
+    first = recording_of(driver, graph, Executables(driver, lambda: 10**9), ["a"])
     (part,) = first.parts.values()
     scratch = part.scratch.graph
-    second = NodeRecording(driver, ExecutableMeter(lambda: 10**9), 1, first.parts, 2)
+    second = NodeRecording(Executables(driver, lambda: 10**9), 1, first.parts, 2)
     del part
     first.close()
     assert scratch not in driver.destroyed
@@ -67,23 +67,26 @@ def test_closed_recording_frees_its_scratch_graph_with_the_last_that_shares_it(
     assert scratch in driver.destroyed
 
 
-def test_meter_learns_what_executables_take_once_there_are_enough(driver: Driver) -> None:
+def test_what_executables_take_is_learned_once_there_are_enough(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = Memory()
-    meter = ExecutableMeter(lambda: memory.free)
-    guess = meter.bytes_of(1000)
+    executables = Executables(driver, lambda: memory.free)
+    guess = executables.bytes_of(1000)
+    taken = 2 << 20
 
-    def make(taken: int) -> Callable[[], int]:
-        def run() -> int:
-            memory.free -= taken
-            return 7
+    def instantiate(graph: int) -> int:
+        memory.free -= taken
+        return 7
 
-        return run
-
-    assert meter.measured(make(2 << 20), 1000) == 7
-    assert meter.bytes_of(1000) == guess
+    monkeypatch.setattr(driver, "instantiate", instantiate)
+    monkeypatch.setattr(driver, "destroy_executable", lambda executable: None)
+    assert executables.make(1, 1000) == 7
+    assert executables.bytes_of(1000) == guess
     for _ in range(4):
-        meter.measured(make(2 << 20), 1000)
-    assert meter.bytes_of(5000) == pytest.approx(5 * (2 << 20), rel=0.01)
-    meter.freed(5000)
-    meter.measured(make(0), 1000)  # the driver reuses what was given back
-    assert meter.bytes_of(5000) == pytest.approx(5 * (2 << 20), rel=0.01)
+        executables.make(1, 1000)
+    assert executables.bytes_of(5000) == pytest.approx(5 * (2 << 20), rel=0.01)
+    executables.free(7, 5000)
+    taken = 0
+    executables.make(1, 1000)  # the driver reuses what was given back
+    assert executables.bytes_of(5000) == pytest.approx(5 * (2 << 20), rel=0.01)

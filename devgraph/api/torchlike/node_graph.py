@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import logging
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from devgraph.api.errors import (
     UpdateError,
     UpdateTopologyError,
 )
-from devgraph.api.executable import Executable, Remade
+from devgraph.api.executable import Executable, Remade, held
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec
@@ -33,7 +34,7 @@ from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
 from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError, Update
-from devgraph.api.torchlike.recording import ExecutableMeter, NodeRecording, RawGraph, RegionUpdate
+from devgraph.api.torchlike.recording import Executables, NodeRecording, RawGraph, RegionUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +110,8 @@ class _Own:
     """
 
     def __init__(self, graph: NodeGraph, raw: int, nodes: int) -> None:
+        self._graph = weakref.ref(graph)
         self._backend = graph.backend
-        self._applying = graph.applying
         self._nodes = nodes
         self._executable = 0
         self.raw: RawGraph | None = RawGraph(self._backend.driver, raw)
@@ -124,20 +125,19 @@ class _Own:
 
     def make(self) -> Executable:
         """Make the executable of what was captured, with the parameters of ``held``."""
-        backend, held = self._backend, self.held
+        backend, graph = self._backend, held(self._graph)
         if self.raw is None:
             raise StateError("cannot replay a graph that was closed or reset.")
         self.drop()  # what an interrupt left
-        make = functools.partial(backend.driver.instantiate, self.raw.graph)
-        self._executable = backend.meter.measured(make, self._nodes)
-        written = () if held is None or held is self.captured else held.updates
+        self._executable = backend.executables.make(self.raw.graph, self._nodes)
+        recording = None if self.held is self.captured else self.held
         try:
-            backend.driver.write(written, self._executable)
+            backend.driver.write(recording.updates if recording else (), self._executable)
         except BaseException:
             self.drop()
             raise
-        self._applying.made_own(len(written))
-        return _Direct(backend, self._executable, self.prologue)
+        direct = _Direct(backend, self._executable, self.prologue)
+        return graph.applying.launches(graph, direct, recording, own=True)
 
     def close(self) -> None:
         """Free everything; what was bound may keep this object."""
@@ -147,13 +147,8 @@ class _Own:
     def drop(self) -> None:
         """Free the executable, if there is one; safe while it is in flight."""
         executable, self._executable = self._executable, 0
-        if not executable:
-            return
-        try:
-            self._backend.driver.destroy_executable(executable)
-        except RuntimeCallError as error:
-            logger.warning("%s: an executable was not freed: %s", self._backend.name, error)
-        self._backend.meter.freed(self._nodes)
+        if executable:
+            self._backend.executables.free(executable, self._nodes)
 
     def write(self, recording: NodeRecording) -> None:
         """Launch ``recording`` from now on."""
@@ -171,10 +166,6 @@ class Applying:
 
     def prepare(self, graph: NodeGraph) -> None:
         """Get ready for a capture that may hold updatable regions."""
-
-    def made_own(self, written: int) -> None:
-        """Note that the graph's own executable was made, and that so many parameters of a
-        recording were written into it."""
 
     def close_regions(self, graph: NodeGraph, number: int) -> None:
         """Do device work that is recorded behind the regions, for each recording anew.
@@ -197,9 +188,19 @@ class Applying:
         graph._own.write(recording)
 
     def launches(
-        self, graph: NodeGraph, recording: NodeRecording, executable: Executable
+        self,
+        graph: NodeGraph,
+        executable: Executable,
+        recording: NodeRecording | None,
+        *,
+        own: bool,
     ) -> Executable:
-        """Return what launches ``recording``, which ``executable`` holds."""
+        """Return what launches ``executable``, which was just made.
+
+        Args:
+            recording: whose parameters it holds; None for those of the capture.
+            own: whether it is the graph's own, into which others are written.
+        """
         return executable
 
 
@@ -268,7 +269,7 @@ class NodeGraph(TorchGraph):
             regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
             regions.append(("(behind the regions)", self._closing))
             self._pattern = RegionPattern(runtime, own.raw.graph, regions)
-        size = self._torch.meter.bytes_of(self._nodes)
+        size = self._torch.executables.bytes_of(self._nodes)
         self._remade = Remade(self, self.pool.recordings, make=own.make, drop=own.drop, nbytes=size)
         return self._remade
 
@@ -291,7 +292,7 @@ class NodeGraph(TorchGraph):
     def _size(self) -> tuple[int | None, int]:
         if not self._nodes:
             return self._nodes, 0
-        return self._nodes, self._torch.meter.bytes_of(self._nodes)
+        return self._nodes, self._torch.executables.bytes_of(self._nodes)
 
     def region_size(self, hit: MarkedCall) -> int | None:
         return len(hit.note.nodes) if isinstance(hit.note, _Span) else None
@@ -353,41 +354,37 @@ class NodeGraph(TorchGraph):
             self._stream = self._torch.namespace.current_stream(self._torch.device)
             recording = self._recorded(host)
         if not recording.exact:
-            self._build_inexact(recording)
+            try:
+                self.pool.recordings.made(functools.partial(self._build, recording))
+            except RuntimeCallError as error:
+                recording.close()
+                raise UpdateTopologyError(
+                    f"for these host arguments a region launches a kernel in another way, and the "
+                    f"driver made no executable of the captured graph with it: {error}"
+                ) from error
         return recording
 
-    def _build_inexact(self, recording: NodeRecording) -> None:
-        """Make the executable of a recording that no other executable can take.
-
-        Raises:
-            UpdateTopologyError: there can be none.
-        """
-        try:
-            self._build(recording)
-        except RuntimeCallError as error:
-            recording.close()
-            raise UpdateTopologyError(
-                f"for these host arguments a region launches a kernel in another way, and the "
-                f"driver made no executable of the captured graph with it: {error}"
-            ) from error
-
     def _give_executable(self, recording: NodeRecording) -> None:
-        try:
-            self._build(recording)
-        except RuntimeCallError as error:
-            if not recording.exact:
-                raise
-            recording.shrink()  # an update serves as well; the next try comes later
-            logger.info("no executable for recording %d: %s", recording.number, error)
+        build, recordings = functools.partial(self._build, recording), self.pool.recordings
+        if not recording.exact:  # no other executable can take it
+            recordings.made(build)
         else:
-            self.pool.recordings.recharge(recording)
+            try:
+                with recordings.making():
+                    build()
+            except RuntimeCallError as error:
+                recording.shrink()  # an update serves as well; the next try comes later
+                logger.info("no executable for recording %d: %s", recording.number, error)
+                return
+        recordings.recharge(recording)
 
-    def _build(self, recording: NodeRecording) -> None:
+    def _build(self, recording: NodeRecording) -> Executable:
         own = self._own
         assert own is not None and own.raw is not None
-        with self.pool.recordings.making():
-            recording.build(own.raw.graph)
-        recording.direct = _Direct(self._torch, recording.executable, own.prologue)
+        recording.build(own.raw.graph)
+        direct = _Direct(self._torch, recording.executable, own.prologue)
+        recording.direct = self.applying.launches(self, direct, recording, own=False)
+        return recording.direct
 
     def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
         pattern = self._pattern
@@ -410,7 +407,7 @@ class NodeGraph(TorchGraph):
         for mark, own in updates.items():
             parts[mark] = RegionUpdate(keys[mark], own, scratch)
         parts[None] = RegionUpdate((), closing, scratch)
-        return NodeRecording(self._runtime, self._torch.meter, self._nodes, parts, self._made)
+        return NodeRecording(self._torch.executables, self._nodes, parts, self._made)
 
     def _capture_regions(
         self, picks: Sequence[int], host: Mapping[Mark, dict[str, Any]]
@@ -475,7 +472,7 @@ class NodeGraph(TorchGraph):
                 self._give_executable(recording)
             if not recording.direct and self._own and self._own.held is not recording:
                 self.applying.write(self, recording)
-        self.use(self.applying.launches(self, recording, recording.direct or self._remade))
+        self.use(recording.direct or self._remade)
         self._current = recording
 
     # What ``Applying`` calls.
@@ -512,7 +509,9 @@ class NodeBackend(TorchBackend):
             self.graph_type = TorchGraph
             return
         namespace = self.namespace
-        self.meter = ExecutableMeter(lambda: int(namespace.mem_get_info(self._device)[0]))
+        self.executables = Executables(
+            runtime, lambda: int(namespace.mem_get_info(self._device)[0])
+        )
         make = functools.partial(namespace.Stream, self._device)
         self.side_streams = SideStreams(runtime, make, self.stream_handle)
 

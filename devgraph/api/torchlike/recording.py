@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
+import logging
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -12,7 +12,9 @@ import attrs
 
 from devgraph.api.executable import Executable
 from devgraph.api.marks.marks import Mark
-from devgraph.api.torchlike.nodes import NodeRuntime, Update
+from devgraph.api.torchlike.nodes import NodeRuntime, RuntimeCallError, Update
+
+logger = logging.getLogger(__name__)
 
 _HOST_BYTES_PER_NODE = 2048
 """Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
@@ -26,14 +28,16 @@ _MEASURABLE_NODES = 4096
 steps of 2 MiB."""
 
 
-class ExecutableMeter:
-    """What executables take of the device's memory, learned from what the driver reports free.
+class Executables:
+    """Makes and frees executables, and learns what they take from what the driver reports free.
 
     Args:
+        runtime: the driver's graph calls.
         free_bytes: returns the free device memory.
     """
 
-    def __init__(self, free_bytes: Callable[[], int]) -> None:
+    def __init__(self, runtime: NodeRuntime, free_bytes: Callable[[], int]) -> None:
+        self._runtime = runtime
         self._free_bytes = free_bytes
         self._taken = 0
         self._live = 0
@@ -45,19 +49,28 @@ class ExecutableMeter:
             return nodes * _DEVICE_BYTES_PER_NODE
         return nodes * max(self._taken // self._most, 1)
 
-    def measured(self, make: Callable[[], int], nodes: int) -> int:
-        """Return ``make()``, an executable of ``nodes`` nodes, and learn from it."""
-        before = self._free_bytes()
-        executable = make()
-        self._taken += max(before - self._free_bytes(), 0)
+    def make(self, graph: int, nodes: int, updates: Sequence[Update] = ()) -> int:
+        """Return an executable of ``graph``, which has so many nodes, with new parameters."""
+        source = self._runtime.clone(graph, updates) if updates else graph
+        try:
+            before = self._free_bytes()
+            executable = self._runtime.instantiate(source)
+            self._taken += max(before - self._free_bytes(), 0)
+        finally:
+            if updates:
+                self._runtime.destroy(source)
         self._live += nodes
         # The driver reuses what earlier executables gave back: only the largest total counts.
         self._most = max(self._most, self._live)
         return executable
 
-    def freed(self, nodes: int) -> None:
-        """Note that an executable of ``nodes`` nodes is gone."""
+    def free(self, executable: int, nodes: int) -> None:
+        """Free an executable; safe while it is in flight."""
         self._live -= nodes
+        try:
+            self._runtime.destroy_executable(executable)
+        except RuntimeCallError as error:
+            logger.warning("an executable was not freed: %s", error)
 
 
 class RawGraph:
@@ -106,15 +119,13 @@ class NodeRecording:
 
     def __init__(
         self,
-        runtime: NodeRuntime,
-        meter: ExecutableMeter,
+        executables: Executables,
         nodes: int,
         parts: Mapping[Mark | None, RegionUpdate],
         number: int,
     ) -> None:
         self.number = number
-        self._runtime = runtime
-        self._meter = meter
+        self._executables = executables
         self._nodes = nodes
         self.parts = dict(parts)
         self.updates = tuple(itertools.chain.from_iterable(map(_updates_of, parts.values())))
@@ -128,22 +139,18 @@ class NodeRecording:
 
     @property
     def bytes(self) -> int:
-        own = self._meter.bytes_of(self._nodes) if self.executable else 0
+        own = self.executable_bytes if self.executable else 0
         return own + _HOST_BYTES_PER_NODE * len(self.updates)
 
     @property
     def executable_bytes(self) -> int:
         """What an executable of its own would take."""
-        return self._meter.bytes_of(self._nodes)
+        return self._executables.bytes_of(self._nodes)
 
     def build(self, graph: int) -> None:
         """Make an executable of its own from the captured graph."""
-        clone = self._runtime.clone(graph, self.updates)
-        try:
-            make = functools.partial(self._runtime.instantiate, clone)
-            self.executable = self._meter.measured(make, self._nodes)
-        finally:
-            self._runtime.destroy(clone)
+        self.shrink()  # what an interrupt left
+        self.executable = self._executables.make(graph, self._nodes, self.updates)
 
     def shrink(self) -> None:
         """Give up the executable; safe while it is in flight."""
@@ -151,8 +158,7 @@ class NodeRecording:
         self.direct = None
         self.uses = 0
         if executable:
-            self._runtime.destroy_executable(executable)
-            self._meter.freed(self._nodes)
+            self._executables.free(executable, self._nodes)
 
     def close(self) -> None:
         """Free everything."""
