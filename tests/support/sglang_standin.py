@@ -255,6 +255,7 @@ _FILES = (
 # The stand-in of those files.
 
 _current: ContextVar[Any] = ContextVar("current", default=None)
+_current_stream: ContextVar[Any] = ContextVar("current stream", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -439,6 +440,8 @@ class BreakableCUDAGraphCapture:
 def _standin_files() -> dict[str, dict[str, Any]]:
     breaks = {
         "_current_capture_var": _current,
+        "_current_stream_var": _current_stream,
+        "get_device_module": device_module,
         "eager_on_graph": eager_on_graph,
         "BreakableCUDAGraph": BreakableCUDAGraph,
         "BreakableCUDAGraphCapture": BreakableCUDAGraphCapture,

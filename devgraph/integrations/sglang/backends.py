@@ -29,7 +29,8 @@ from devgraph.integrations.sglang.updated import WholeCapture, planned_on_host, 
 MODEL = "sglang.srt.model_executor"
 
 _WARMUPS = 2
-"""Eager runs before a capture, as SGLang's own backends make."""
+"""Eager runs before the first capture of a session, as SGLang's own backends make before each; one
+before every later shape, whose kernels only have to be chosen and loaded."""
 
 
 class Shared:
@@ -58,11 +59,14 @@ class _OnDevgraph:
     """The name under which its graphs are counted."""
     _graphs: dict[Any, Any]
     _outputs: dict[Any, Any]
+    _capture_stream: Any
     _memory_saver_adapter: Any
     _device_module: Any
     _tp_group: Any
     _pool: Any
     _devgraph_pool: Pool | None = None
+    _warm = False
+    """Whether a shape was warmed up in this session."""
     _places: Any
     """Return where the tensors of what a warm-up returned go; None if they may stay."""
     _capture: Any
@@ -85,8 +89,11 @@ class _OnDevgraph:
     def capture_session(self, stream: Any) -> Iterator[None]:
         """Capture shapes inside; they take memory from the pool of all of SGLang's backends."""
         self._open_pool()
+        # SGLang's stream, on which it warms up: each stream more costs a workspace of cuBLAS.
+        self._capture_stream, self._warm = stream, False
         with self.replay_session():  # type: ignore[attr-defined]
             yield
+        shared().memory.settle()
         shared().publisher.captured()
 
     def _open_pool(self) -> None:
@@ -110,15 +117,19 @@ class _OnDevgraph:
     def _warm_up(self, forward: Callable[[], Any], after: Callable[[], None] | None) -> Any:
         precarve = getattr(self, "_precarve", None)
         output = None
-        for _ in range(_WARMUPS):
-            self._device_module.synchronize()
-            self._tp_group.barrier()
-            with contextlib.nullcontext() if precarve is None else precarve.measure():
-                output = forward()
-            self._step_profiler()
-            if after is not None:
-                after()  # attention puts back what the warm-up changed
-        shared().memory.settle()
+        for run in range(_WARMUPS):
+            if run == 0 or not self._warm:
+                self._device_module.synchronize()
+                self._tp_group.barrier()
+                with contextlib.nullcontext() if precarve is None else precarve.measure():
+                    output = forward()
+                if after is not None:
+                    after()  # attention puts back what the warm-up changed
+            self._step_profiler()  # which counts on so many runs
+        if not self._warm:
+            # The largest shape: what later ones take at most is then in the pool or cached.
+            shared().memory.settle()
+            self._warm = True
         return output
 
     def _step_profiler(self) -> None:
@@ -197,7 +208,8 @@ def full_backend() -> Any:
 
         def _capture(self, pool: Pool, body: Callable[[], Any]) -> tuple[Any, Any]:
             backend = shared().memory.backend
-            with recorded(backend, pool, self._count) as graph:
+            within = session(pool, stream=self._capture_stream)
+            with recorded(backend, pool, self._count, within=within) as graph:
                 output = body()
             return CapturedStep(graph, self._count), output
 
@@ -232,11 +244,11 @@ def breakable_backend() -> Any:
             )
 
         def _capture(self, pool: Pool, body: Callable[[], Any]) -> tuple[Any, Any]:
-            segments = segment_class(shared().memory.backend, self._count)
+            segments = segment_class(shared().memory.backend, pool, self._count)
             started = time.perf_counter()
             try:
                 with (
-                    session(pool) as held,
+                    session(pool, stream=self._capture_stream) as held,
                     capture_class(segments, held, self._tp_group.barrier) as capture,
                 ):
                     output = capture.run_eagerly(body) if self._debug_eager else body()

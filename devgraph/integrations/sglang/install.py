@@ -26,7 +26,7 @@ _USED = {
     f"{MODEL}.runner_utils.pool": "get_global_graph_memory_pool set_global_graph_memory_pool",
     BREAKS: (
         "BreakableCUDAGraph.replay BreakableCUDAGraphCapture._begin_new_segment "
-        "BreakableCUDAGraphCapture._end_current_segment"
+        "BreakableCUDAGraphCapture._end_current_segment _current_stream_var get_device_module"
     ),
     "sglang.srt.distributed.device_communicators.pynccl_allocator": "set_graph_pool_id",
 }

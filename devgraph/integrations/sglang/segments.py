@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
 
 from devgraph.api.backend import Backend
 from devgraph.api.graph import GraphInfo
+from devgraph.api.pool import Pool
 from devgraph.api.session import Session
 from devgraph.integrations.engine.ledger import ModeCount
-from devgraph.integrations.engine.steps import CapturedStep
 
 BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 """SGLang's module of marks, and of the capture to which they talk."""
@@ -26,22 +27,43 @@ def segment_classes() -> tuple[Any, Any]:
     class Segments(engine.BreakableCUDAGraph):  # type: ignore[misc]
         """SGLang's list of segments and eager bodies; the segments are graphs of devgraph."""
 
-        def __init__(self, backend: Backend, count: ModeCount) -> None:
+        def __init__(self, backend: Backend, pool: Pool, count: ModeCount) -> None:
             super().__init__(None)
             self.backend = backend
+            self._pool = pool
             self._count = count
-            self._own = ModeCount()
+            self._calls: dict[int | None, list[Callable[[], Any]]] = {}
+            self._epoch: int | None = None
             self.seconds = 0.0
 
         def _append_segment(self, graph: Any, needs_instantiate: bool) -> None:
-            self._segments.append(CapturedStep(graph.graph, self._own))
+            self._segments.append(graph.graph)
 
         def replay(self) -> None:
+            """Run segments and eager bodies in order on the current stream, as SGLang does, by
+            calls that were bound to that stream beforehand."""
+            pool = self._pool
             self._count.replays += 1
-            super().replay()
+            token = engine._current_stream_var.set(engine.get_device_module().current_stream())
+            try:
+                with pool.lock:
+                    pool.order()
+                    if self._epoch != pool.epoch:
+                        self._calls, self._epoch = {}, pool.epoch
+                    for call in self._calls.get(pool.ordered_stream) or self._bound_calls():
+                        call()
+            finally:
+                engine._current_stream_var.reset(token)
+
+        def _bound_calls(self) -> list[Callable[[], Any]]:
+            stream = self._pool.ordered_stream
+            launches = [segment.bound(stream) for segment in self._segments]
+            calls = itertools.chain(*itertools.zip_longest(launches, self._break_fns))
+            self._calls[stream] = [call for call in calls if call is not None]
+            return self._calls[stream]
 
         def info(self) -> GraphInfo:
-            infos = [segment.graph.info() for segment in self._segments]
+            infos = [segment.info() for segment in self._segments]
             return GraphInfo(
                 state=infos[0].state if infos else "closed",
                 nodes=None,
@@ -54,9 +76,9 @@ def segment_classes() -> tuple[Any, Any]:
 
         def reset(self) -> None:
             for segment in self._segments:
-                segment.reset()
-            self._segments.clear()
-            self._break_fns.clear()
+                segment.close()
+            for kept in (self._segments, self._break_fns, self._calls):
+                kept.clear()
 
     class SegmentCapture(engine.BreakableCUDAGraphCapture):  # type: ignore[misc]
         """SGLang's capture, which its marks talk to, recording graphs of devgraph.
@@ -70,10 +92,8 @@ def segment_classes() -> tuple[Any, Any]:
             super().__init__(cuda_graph=segments, barrier_fn=barrier_fn)
             self._session = session
             self._current_graph: Any = None
-            self._leaving = False
 
         def __exit__(self, *error: Any) -> Any:
-            self._leaving = True
             if error[0] is not None:
                 self._current_graph = None  # the session destroys it
             return super().__exit__(*error)
@@ -88,6 +108,7 @@ def segment_classes() -> tuple[Any, Any]:
 
         def _begin_new_segment(self) -> None:
             graph = self.cuda_graph.backend.make_graph(self._session.pool)
+            graph.names_side_streams = False  # SGLang joins those that a segment forked
             self._session.begin(graph)
             # SGLang ends what it records by this name.
             end = functools.partial(self._session.end, allow_empty=True)
@@ -95,11 +116,7 @@ def segment_classes() -> tuple[Any, Any]:
             self._current_graph_needs_instantiate = False
 
         def _end_current_segment(self) -> None:
-            if self._current_graph is None:  # a body between two segments raised
-                return
-            super()._end_current_segment()
-            if not self._leaving:
-                # The eager body that follows reads what this segment writes.
-                self.cuda_graph._segments[-1].launch()
+            if self._current_graph is not None:  # None if a body between two segments raised
+                super()._end_current_segment()
 
     return Segments, SegmentCapture
