@@ -6,8 +6,13 @@ MODEL is a folder with a configuration and weights. A job is LAYER:MODE: the lay
 devgraph, the mode default (decode full, prefill breakable), full, breakable or eager. Every job is
 SGLang's ModelRunner in a process of its own, through SGLang's benchmark.one_batch. They import
 SGLang at the same time, start one after the other, so that captures and memory are each one's own,
-stay, and then measure in turns: the least of all rounds counts. The last line of each job is how
-fast its device goes from kernel to kernel of a graph, where that can change (docs/fast-replay.md).
+stay, and then measure in turns: the least of all rounds counts, of milliseconds a step and of the
+host's alone. The memory of the graphs is that after the captures, and that after a trace in which
+each of them ran. The last line of each job is how fast its device goes from kernel to kernel of a
+graph, where that can change (docs/fast-replay.md).
+
+With --engine a job is sglang.Engine with its processes: milliseconds a token, the median of all
+rounds. devgraph has to be installed for that, for SGLang looks for its entry point.
 
 With --dry-run a job captures nothing, on the CPU: it shows that SGLang starts and measures.
 """
@@ -18,6 +23,7 @@ import argparse
 import importlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -35,10 +41,68 @@ MODES = {
     "breakable": {"decode": {"backend": "breakable"}, "prefill": {"backend": "breakable"}},
     "eager": {"decode": {"backend": "disabled"}, "prefill": {"backend": "disabled"}},
 }
+FLAGS = ("dry_run", "engine")
 JOBS = ("own:default", "devgraph:default", "own:full", "devgraph:full")
 DECODES = (1, 8, 64, 256)
 PREFILLS = ((1, 500), (8, 60))
 PROMPT, STEPS = 32, 64
+
+# All jobs share the device.
+SHARE = {"mem_fraction_static": 0.3, "max_total_tokens": 65536, "context_length": 4096}
+DRY = {
+    "device": "cpu",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 4096,
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+}
+
+
+def options(mode: str, dry: bool) -> dict[str, Any]:
+    """Return what SGLang is given."""
+    chosen = {"cuda_graph_config": MODES[mode]} if MODES[mode] else {}
+    return {"grammar_backend": "none", **chosen, **SHARE, **(DRY if dry else {})}
+
+
+def prompts(requests: int, tokens: int) -> list[list[int]]:
+    return [[(7 * row + place) % 500 for place in range(tokens)] for row in range(requests)]
+
+
+class Engine:
+    """One job: an engine, and what is measured on it."""
+
+    def __init__(self, model: str, layer: str, mode: str, dry: bool) -> None:
+        import sglang
+
+        os.environ["DEVGRAPH_SGLANG"] = "strict" if layer == "devgraph" else "0"
+        self.steps = 4 if dry else 2 * STEPS
+        self.facts: dict[str, float] = {}
+        started = time.perf_counter()
+        self.engine = sglang.Engine(
+            model_path=model,
+            skip_tokenizer_init=True,
+            disable_radix_cache=True,
+            **options(mode, dry),
+        )
+        self.facts["start_s"] = time.perf_counter() - started
+
+    def _generate(self, requests: int, prompt: int, steps: int) -> tuple[float, list[int]]:
+        sampling = {"temperature": 0.0, "max_new_tokens": steps, "ignore_eos": True}
+        started = time.perf_counter()
+        found = self.engine.generate(input_ids=prompts(requests, prompt), sampling_params=sampling)
+        taken = 1e3 * (time.perf_counter() - started)
+        return taken, [token for output in found for token in output["output_ids"]]
+
+    def decode(self, batch: int) -> tuple[float, None, list[int]]:
+        """Return milliseconds a token after the first of each request, and all tokens."""
+        first = min(self._generate(batch, PROMPT, 1)[0] for _ in range(3))
+        taken, tokens = self._generate(batch, PROMPT, 1 + self.steps)
+        return (taken - first) / self.steps, None, tokens
+
+    def prefill(self, requests: int, tokens: int) -> tuple[float, None, list[int]]:
+        """Return milliseconds to the first tokens, and these."""
+        taken, found = min(self._generate(requests, tokens, 1) for _ in range(3))
+        return taken, None, found
 
 
 class Worker:
@@ -48,17 +112,11 @@ class Worker:
         from sglang.benchmark import one_batch
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        options: dict[str, Any] = {"cuda_graph_config": MODES[mode]} if MODES[mode] else {}
-        # All jobs share the device.
-        options |= {"mem_fraction_static": 0.2, "max_total_tokens": 65536, "context_length": 4096}
-        if dry:
-            options = {"device": "cpu", "disable_cuda_graph": True, "max_total_tokens": 4096}
-            options |= {"attention_backend": "torch_native", "sampling_backend": "pytorch"}
         if layer == "devgraph":
             from devgraph.integrations import sglang
 
             sglang.install()
-        arguments = ServerArgs(model_path=model, grammar_backend="none", **options)
+        arguments = ServerArgs(model_path=model, **options(mode, dry))
         arguments.resolve_once()
         one_batch.publish(
             arguments,
@@ -78,41 +136,69 @@ class Worker:
         captures = kind.init_cuda_graphs
 
         def init_cuda_graphs(runner: Any, *args: Any, **kwargs: Any) -> Any:
-            before, started = self._free(), time.perf_counter()
+            before, allocated = self._free(), self._allocated()
+            started = time.perf_counter()
             result = captures(runner, *args, **kwargs)
             self.facts["capture_s"] = time.perf_counter() - started
             self.facts["graph_gib"] = (before - self._free()) / 2**30
+            self.facts["allocator_gib"] = (self._allocated() - allocated) / 2**30
             return result
 
         kind.init_cuda_graphs = init_cuda_graphs
 
+    def _allocated(self) -> int:
+        return 0 if self.dry else torch.cuda.memory_reserved()
+
     def _free(self) -> int:
-        return 0 if self.dry else torch.cuda.mem_get_info()[0]
+        """Return the device's free bytes; what the allocator has cached counts as free."""
+        if self.dry:
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    def trace(self) -> float:
+        """Run every captured shape once; return the GiB that this took and that stayed."""
+        if self.dry:
+            return 0.0
+        self._extend(1, PROMPT)  # nothing but graphs is new to what follows
+        before, runner = self._free(), self.runner.torch_runner
+        for tokens in getattr(runner.prefill_cuda_graph_runner, "capture_num_tokens", ()):
+            requests = -(-tokens // 4000)
+            self._extend(requests, tokens // requests)
+        for batch in getattr(runner.decode_cuda_graph_runner, "capture_bs", ()):
+            tokens, _, state = self._extend(batch, PROMPT)
+            self.runner.decode(tokens, state)
+        return (before - self._free()) / 2**30
 
     def _extend(self, requests: int, tokens: int) -> Any:
         self.runner.clear()
-        words = [[(7 * row + place) % 500 for place in range(tokens)] for row in range(requests)]
         make = self.engine.prepare_synthetic_inputs_for_latency_test
-        return self.runner.extend(make(requests, tokens, words))
+        return self.runner.extend(make(requests, tokens, prompts(requests, tokens)))
 
-    def decode(self, batch: int) -> tuple[float, list[int]]:
-        """Return milliseconds a step without waiting for each, and the tokens of the last one."""
+    def decode(self, batch: int) -> tuple[float, float, list[int]]:
+        """Return milliseconds a step without waiting for each, those of the host alone, and the
+        tokens of the last one."""
         tokens, _, state = self._extend(batch, PROMPT)
         steps = 4 if self.dry else STEPS
         self.runner.synchronize()
         started = time.perf_counter()
         for _ in range(steps):
             tokens, _ = self.runner.decode(tokens, state)
+        host = time.perf_counter() - started
         self.runner.synchronize()
-        return 1e3 * (time.perf_counter() - started) / steps, tokens.tolist()
+        wall = time.perf_counter() - started
+        return 1e3 * wall / steps, 1e3 * host / steps, tokens.tolist()
 
-    def prefill(self, requests: int, tokens: int) -> tuple[float, list[int]]:
-        """Return milliseconds of one step, and its tokens."""
+    def prefill(self, requests: int, tokens: int) -> tuple[float, float, list[int]]:
+        """Return milliseconds of one step, those of the host alone, and its tokens."""
         self.runner.synchronize()
         started = time.perf_counter()
         found, _, _ = self._extend(requests, tokens)
+        host = time.perf_counter() - started
         self.runner.synchronize()
-        return 1e3 * (time.perf_counter() - started), found.tolist()
+        wall = time.perf_counter() - started
+        return 1e3 * wall, 1e3 * host, found.tolist()
 
     def pace(self) -> str:
         """Say how fast graphs go now; needs devgraph's probe, in whichever layer."""
@@ -121,19 +207,23 @@ class Worker:
         return str(devgraph.get_backend("auto").replay_pace())
 
 
-def work(model: str, job: str, dry: bool) -> None:
+def work(model: str, job: str, dry: bool, engine: bool) -> None:
     """Answer one line of JSON for each: a list of a method's name and its arguments."""
     answers = os.dup(1)
     os.dup2(2, 1)  # SGLang prints
     layer, mode = job.split(":")
-    importlib.import_module("sglang.benchmark.one_batch")
+    importlib.import_module(
+        f"sglang.{'srt.entrypoints.engine' if engine else 'benchmark.one_batch'}"
+    )
     sys.stdin.readline()
     with torch.no_grad(), os.fdopen(answers, "w") as out:
-        worker = Worker(model, layer, mode, dry)
+        worker: Any = (Engine if engine else Worker)(model, layer, mode, dry)
         print(json.dumps(worker.facts), file=out, flush=True)
         for line in sys.stdin:
             name, *arguments = json.loads(line)
             print(json.dumps(getattr(worker, name)(*arguments)), file=out, flush=True)
+        if engine:
+            worker.engine.shutdown()
     os._exit(0)  # without SGLang's own ends of processes, which differ between versions
 
 
@@ -143,7 +233,10 @@ class Job:
     def __init__(self, options: argparse.Namespace, name: str) -> None:
         command = [sys.executable, __file__, options.model, "--work", name]
         self.process = subprocess.Popen(
-            [*command, *(["--dry-run"] if options.dry_run else [])],
+            [
+                *command,
+                *(f"--{name}".replace("_", "-") for name in FLAGS if getattr(options, name)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -172,11 +265,12 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--jobs", nargs="+", default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dry-run", action="store_true")
+    for flag in FLAGS:
+        parser.add_argument(f"--{flag}".replace("_", "-"), action="store_true")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(options.model, options.work, options.dry_run)
+        work(options.model, options.work, options.dry_run, options.engine)
         return
     jobs = {name: Job(options, name) for name in options.jobs}
     for job in jobs.values():
@@ -184,25 +278,29 @@ def main() -> None:
     calls = [("decode", b) for b in DECODES] + [("prefill", *shape) for shape in PREFILLS]
     if options.dry_run:
         calls = [("decode", 1), ("prefill", 1, 50)]
-    first = next(iter(jobs))
-    print("| job | capture s | graph GiB |", *[f" {' '.join(map(str, call))} |" for call in calls])
-    print("| --- |", "--- |" * (2 + len(calls)))
-    least: dict[tuple[str, Any], float] = {}
-    tokens: dict[tuple[str, Any], list[int]] = {}
+    if not options.engine:
+        for job in jobs.values():
+            job.facts["graph_gib_after"] = job.facts["graph_gib"] + job.ask("trace")
+    found: dict[tuple[str, Any], list[Any]] = {}
     for _ in range(options.rounds):
         for call in calls:
             for name, job in jobs.items():
-                taken, tokens[name, call] = job.ask(*call)
-                least[name, call] = min(taken, least.get((name, call), taken))
+                found.setdefault((name, call), []).append(job.ask(*call))
+    facts, first = list(jobs[options.jobs[0]].facts), options.jobs[0]
+    kept = statistics.median if options.engine else min
+    print("| job |", *[f"{name} |" for name in (*facts, *[" ".join(map(str, c)) for c in calls])])
+    print("| --- |", "--- |" * (len(facts) + len(calls)))
     for name, job in jobs.items():
-        facts = f"{job.facts['capture_s']:.1f} | {job.facts['graph_gib']:.2f}"
-        print(f"| {name} | {facts} |", *[f"{least[name, call]:.3f} |" for call in calls])
+        for part, what in enumerate([name] if options.engine else [name, "... host"]):
+            cells = [f"{job.facts[fact]:.2f}" if part == 0 else "" for fact in facts]
+            cells += [f"{kept(r[part] for r in found[name, call]):.3f}" for call in calls]
+            print(f"| {what} | {' | '.join(cells)} |")
     for name, job in jobs.items():
-        same = sum(
-            a == b for c in calls for a, b in zip(tokens[name, c], tokens[first, c], strict=True)
-        )
-        total = sum(len(tokens[name, call]) for call in calls)
-        print(f"{name}: {same} of {total} tokens as {first}; pace {job.ask('pace')}")
+        pairs = [pair for c in calls for pair in zip(found[name, c], found[first, c], strict=True)]
+        same = sum(a == b for one, two in pairs for a, b in zip(one[2], two[2], strict=True))
+        total = sum(len(one[2]) for one, _ in pairs)
+        pace = "" if options.engine else f"; pace {job.ask('pace')}"
+        print(f"{name}: {same} of {total} tokens as {first}{pace}")
         job.process.stdin.close()  # type: ignore[union-attr]
         job.process.wait(60)
 

@@ -269,7 +269,7 @@ class DeviceGraph(abc.ABC):
             segments=1,
             bytes=size,
             capture_seconds=self._capture_seconds,
-            recordings=self.pool.recordings.count(self),
+            recordings=self.pool.recordings.count(self) if self.hits else 0,
         )
 
     def give_up(self) -> None:
