@@ -128,13 +128,17 @@ class Backend(Device):
         """Return what else a report should tell of this backend's runtime, by topic."""
         return {}
 
-    def make_pool(self, budget_bytes: int | None = None) -> Pool:
+    def make_pool(self, budget_bytes: int | None = None, *, releasable: bool = False) -> Pool:
         """Return a new pool.
 
         Args:
             budget_bytes: the most that recordings of its graphs may take; None for the default.
+            releasable: make one whose memory ``Pool.release`` can give back to the device.
+
+        Raises:
+            CapabilityError: there are no releasable ones here.
         """
-        return Pool(self, budget_bytes)
+        return Pool(self, budget_bytes, releasable=releasable)
 
     def poison(self, tensor: torch.Tensor) -> None:
         """Fill ``tensor`` with values that no correct result contains."""
@@ -204,14 +208,15 @@ class Backend(Device):
         """
         return run
 
-    def own_pool(self, pool: Pool | None) -> Pool:
+    def own_pool(self, pool: Pool | None, *, releasable: bool = False) -> Pool:
         """Return ``pool``, or a new one for None.
 
         Raises:
             InputTypeError: it is no pool. StateError: it belongs to another backend.
+            CapabilityError: as ``make_pool``.
         """
         if pool is None:
-            return self.make_pool()
+            return self.make_pool(releasable=True) if releasable else self.make_pool()
         if not isinstance(pool, Pool):
             raise InputTypeError(f"pool must come from backend.make_pool(), got {brief(pool)}")
         pool.check(self)

@@ -60,6 +60,10 @@ class Capabilities:
     """What a graph launches can be dropped for the budget of its pool, and made again from the
     graph; elsewhere it stays as long as the graph, and counts."""
 
+    releasable_memory: bool = _may("Pool._release", "TorchBackend.make_pages")
+    """A pool made for it gives its memory back to the device, and gets it back at the same
+    addresses, so that its graphs need no capture."""
+
     max_streams: int | None = None
     """Streams that captured graphs may take in all, or None where it is not a scarce resource."""
 

@@ -133,6 +133,9 @@ class Owner(Protocol):
     def launch_by(self, executable: Executable, launch: Callable[[], None]) -> None:
         """Let ``launch`` stand for the launch of ``executable``, if that is launched next."""
 
+    def apply_again(self) -> None:
+        """What the recording of ``key`` launched was dropped: apply it anew at the next launch."""
+
 
 @attrs.define
 class _Kept:
@@ -183,6 +186,8 @@ class Recordings:
         self._dropped = 0
         self._seconds = 0.0
         self._items: OrderedDict[tuple[int, Hashable], _Kept] = OrderedDict()
+        self.released = False
+        """Whether the pool's memory was given back: then nothing is made."""
         # Executables that stay as long as their graphs, by the graph's id: a pool has thousands,
         # which no search for what may go should pass.
         self._resident: dict[int, _Kept] = {}
@@ -287,6 +292,7 @@ class Recordings:
         Raises:
             ExecutableError: there is no memory even so.
         """
+        self.require_memory()
         with self.making():
             try:
                 return make()
@@ -301,6 +307,24 @@ class Recordings:
                     f"there is no memory to make the executable of a graph: {error}. The graph is "
                     f"ready as before; launch it again when there is memory."
                 ) from error
+
+    def release(self) -> None:
+        """Drop every executable that can be made again, and make none until ``released`` is
+        False."""
+        self.released = True
+        for item, kept in self._all():
+            self._shrink(item)
+            graph = kept.owner()
+            if graph is not None and graph.key == item[1]:
+                graph.apply_again()
+
+    def require_memory(self) -> None:
+        """Raise ExecutableError if the pool's memory was given back."""
+        if self.released:
+            raise ExecutableError(
+                "the device memory of this graph's pool was given back: call resume() of the "
+                "runner that was suspended, or restore() of the pool, first."
+            )
 
     def recharge(self, recording: Recording) -> None:
         """Count anew what ``recording`` takes, and bring the rest under the budget."""

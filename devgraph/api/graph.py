@@ -279,8 +279,9 @@ class DeviceGraph(abc.ABC):
     # What scopes and policies call.
 
     def require_ready(self) -> None:
-        """Raise the StateError of ``replay`` if the graph cannot be replayed now."""
+        """Raise the error of ``replay`` if the graph cannot be replayed now."""
         self._require("replay", GraphState.READY)
+        self.pool.recordings.require_memory()
 
     def use(self, executable: Executable) -> None:
         """Launch ``executable`` from now on: the one place where a graph changes what it launches.
@@ -319,6 +320,9 @@ class DeviceGraph(abc.ABC):
     def recorded_nothing(self) -> bool:
         """Whether the capture is known to have recorded no device work."""
         return self._size()[0] == 0
+
+    def apply_again(self) -> None:  # noqa: B027
+        """What the recording of ``key`` launched was dropped: apply it anew at the next launch."""
 
     def use_pool(self, pool: Pool) -> None:
         """Move an empty graph to ``pool``."""
@@ -411,6 +415,7 @@ class DeviceGraph(abc.ABC):
                 f"policy='breakable', or read the value from a device tensor."
             )
         recordings = self.pool.recordings
+        recordings.require_memory()
         recording = recordings.get(self, key)
         if recording is None:
             recording = self._record(host)

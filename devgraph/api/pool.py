@@ -15,7 +15,7 @@ import torch
 
 from devgraph.api import process
 from devgraph.api.device import Device
-from devgraph.api.errors import InputError, InputTypeError, StateError, brief
+from devgraph.api.errors import CapabilityError, InputError, InputTypeError, StateError, brief
 from devgraph.api.executable import Recordings
 
 if TYPE_CHECKING:
@@ -32,9 +32,18 @@ class Pool:
         backend: the backend that made it (``backend.make_pool()``).
         budget_bytes: the most that executables and recordings of this pool's graphs may take; see
             ``Recordings``.
+        releasable: whether ``release`` can give the memory back.
     """
 
-    def __init__(self, backend: Device, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self, backend: Device, budget_bytes: int | None = None, *, releasable: bool = False
+    ) -> None:
+        if releasable and not backend.capabilities.releasable_memory:
+            raise CapabilityError(
+                f"backend {backend.name!r} cannot give the memory of a pool back to the device and "
+                f"map it at the same addresses again (releasable_memory). Close the graphs and "
+                f"capture them again instead: invalidate() and capture() of a runner."
+            )
         if budget_bytes is not None:
             if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
                 raise InputTypeError(
@@ -44,6 +53,7 @@ class Pool:
                 raise InputError(f"budget_bytes must be at least 0, got {budget_bytes}")
         self.backend = backend
         self.recordings = Recordings(budget_bytes)
+        self.releasable = releasable
         self._lock = backend.new_replay_lock()
         self._process = process.identity.token
         self.occupied = False
@@ -76,6 +86,53 @@ class Pool:
                 f"segments around it count on the pool's memory. Do it before or after the step, "
                 f"or use a pool of its own (backend.make_pool())."
             )
+
+    def release(self) -> None:
+        """Give the device memory of the graphs and their executables back until ``restore``.
+
+        Every graph stays, and is replayed at the same addresses afterwards, without a capture. A
+        replay writes what it reads, so what graphs had written is not kept: captured outputs must
+        not be touched before the next replay. What regions and eager bodies allocated is.
+        Idempotent.
+
+        Raises:
+            CapabilityError: the pool was not made by ``make_pool(releasable=True)``.
+            StateError: this thread captures, or is inside an eager body of a step on the pool.
+        """
+        with self.lock:
+            self.require_free("release the memory of a pool")
+            if self.backend.recording_here:
+                raise StateError("cannot release the memory of a pool inside a capture.")
+            if not self.releasable:
+                raise CapabilityError(
+                    "the memory of this pool cannot be given back: make it with "
+                    "backend.make_pool(releasable=True) and hand it to what captures."
+                )
+            if self.recordings.released:
+                return
+            self.backend.synchronize()
+            self.epoch += 1
+            self.recordings.release()
+            self._release()
+
+    def restore(self) -> None:
+        """Take memory for what ``release`` gave back. Idempotent.
+
+        Raises:
+            ResourceError: there is not enough; nothing is lost, and it may be tried again.
+        """
+        with self.lock:
+            if self.recordings.released:
+                self._restore()
+                self.recordings.released = False
+
+    def _release(self) -> None:
+        """Give the memory back; the device has nothing to do."""
+        raise NotImplementedError
+
+    def _restore(self) -> None:
+        """Take memory at the same addresses; raises ResourceError and changes nothing."""
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def eager_body(self) -> Iterator[None]:

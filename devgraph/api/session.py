@@ -100,6 +100,7 @@ def session(
     # the pool may replay while its memory and its capture stream are in use here.
     with backend.locked(pool.lock), backend.quiet():
         pool.require_free("capture")
+        pool.recordings.require_memory()
         try:
             backend.recording = True
             with (

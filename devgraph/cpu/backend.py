@@ -47,14 +47,22 @@ class CpuRecording:
 class CpuPool(Pool):
     """Blocks for graphs, and blocks for the temporaries of regions that are recorded again."""
 
-    def __init__(self, backend: CpuBackend, budget_bytes: int | None = None) -> None:
-        super().__init__(backend, budget_bytes)
+    def __init__(
+        self, backend: CpuBackend, budget_bytes: int | None = None, *, releasable: bool = False
+    ) -> None:
+        super().__init__(backend, budget_bytes, releasable=releasable)
         self.blocks = BlockPool()
         self.regions = BlockPool()
 
     @property
     def bytes(self) -> int:
         return self.blocks.reserved_bytes + self.regions.reserved_bytes
+
+    def _release(self) -> None:
+        self.blocks.release()
+
+    def _restore(self) -> None:
+        self.blocks.restore()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided or not tensor.is_cpu:
@@ -184,6 +192,7 @@ class CpuBackend(Backend):
         concurrent_threads=True,
         node_counts=True,
         remakes_executables=True,
+        releasable_memory=True,
         piecewise=True,
         compilers=("eager", "inductor"),
     )
@@ -197,8 +206,8 @@ class CpuBackend(Backend):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def make_pool(self, budget_bytes: int | None = None) -> CpuPool:
-        return CpuPool(self, budget_bytes)
+    def make_pool(self, budget_bytes: int | None = None, *, releasable: bool = False) -> CpuPool:
+        return CpuPool(self, budget_bytes, releasable=releasable)
 
     def make_graph(self, pool: Pool | None = None) -> CpuGraph:
         pool = self.own_pool(pool)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import logging
+import mmap
 import threading
 import weakref
 from collections import deque
@@ -98,18 +99,21 @@ class _Ranges:
         return at < len(self.all) and self.all[at][0] < end
 
 
+_PRIVATE: dict[str, int] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
+"""What keeps a forked child's writes to itself, where there is fork."""
+
+
 class _Slab:
     """A contiguous reservation; alive as long as anything points into it."""
 
     def __init__(self, size: int) -> None:
-        self.bytes = torch.empty(size, dtype=torch.uint8)
-        self.base = self.bytes.data_ptr()
+        self.pages = mmap.mmap(-1, size, **_PRIVATE)
+        self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
         self.end = self.base + size
         self.free = _Ranges((self.base, self.end))
-        kind: Any = type("SlabBytes", (ctypes.c_char * size,), {})  # takes attributes
-        array = kind.from_address(self.base)
-        array.slab = self.bytes
-        self.window = memoryview(array)
+        self.window = memoryview(self.pages)
         """The bytes; a slice of it keeps the slab, and nothing else, alive."""
 
 
@@ -148,6 +152,7 @@ class BlockPool:
         # What died; filled without the lock, from any thread and from inside any call.
         self._dead: deque[_Owner] = deque()
         self._holds: set[weakref.ref[Hold]] = set()
+        self._released = False
         self._recording = 0
         self._unread = _Ranges()
         """What died in the recording under way and is older than it."""
@@ -164,7 +169,21 @@ class BlockPool:
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds, used or free."""
         self._tidy()
-        return sum(slab.end - slab.base for slab in self._slabs)
+        return 0 if self._released else sum(slab.end - slab.base for slab in self._slabs)
+
+    def release(self) -> None:
+        """Give the pages of all blocks back, and what they held."""
+        self._tidy()
+        self._released = True
+        for slab in self._slabs:
+            if hasattr(mmap, "MADV_DONTNEED"):
+                slab.pages.madvise(mmap.MADV_DONTNEED)
+
+    def restore(self) -> None:
+        """Take pages again at the same addresses; they hold poison."""
+        for slab in self._slabs:
+            ctypes.memset(slab.base, _poison_byte(torch.float32), slab.end - slab.base)
+        self._released = False
 
     def live(self) -> list[Block]:
         """Return the blocks that live tensors own, oldest first."""

@@ -11,10 +11,11 @@ import torch
 
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.registry import get_backend
-from devgraph.api.torchlike.base import FULL_BUILD
+from devgraph.api.torchlike.base import FULL_BUILD, Pages
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
 from devgraph.api.torchlike.nodes import NodeRuntime
 from devgraph.cuda.pace import PaceKeeper
+from devgraph.cuda.pages import MappedPages, compiler
 from devgraph.cuda.runtime import Runtime
 
 _OF_NODES = ("region_update", "node_counts", "remakes_executables")
@@ -31,9 +32,10 @@ class CudaBackend(NodeBackend):
     # cudaError: illegal address, launch timeout, assert, hardware stack, instruction, alignment,
     # address space, program counter, launch failure, ECC, unknown (CUDA Runtime API).
     sticky_errors = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 999})
-    capabilities = FULL_BUILD
+    capabilities = attrs.evolve(FULL_BUILD, releasable_memory=True)
     needs: Mapping[str, str] = {
         **dict.fromkeys(_OF_NODES, "a driver of CUDA 12.3 or newer"),
+        "releasable_memory": "a driver of CUDA 12.3 or newer and a C compiler, on Linux",
         "compilers": "Triton for inductor",
     }
 
@@ -46,6 +48,7 @@ class CudaBackend(NodeBackend):
             region_update=updates,
             node_counts=updates,
             remakes_executables=updates,
+            releasable_memory=updates and compiler() is not None,
             compilers=compilers(),
         )
 
@@ -104,6 +107,9 @@ class CudaBackend(NodeBackend):
             return None
         with self.exclusive(), self.on_device():
             return self._pace.measure(self.capture_stream)
+
+    def make_pages(self) -> Pages:
+        return MappedPages.made()
 
     def elsewhere(self) -> bool:
         return bool(torch._C._cuda_getDevice() != self._device.index)

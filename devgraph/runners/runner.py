@@ -113,7 +113,7 @@ class Runner:
         if share is not None:
             pool = _pool_with(share, pool)
         backend = backend if isinstance(backend, Backend) else get_backend(backend)
-        pool = backend.own_pool(pool)
+        pool = backend.own_pool(pool, releasable=config.releasable)
         arena = InputArena(
             slots,
             Size(max(size.requests for size in largest), max(size.tokens for size in largest)),
@@ -549,15 +549,33 @@ class Runner:
                     if graph.captured is not None:
                         graph.captured.pin(pinned)
 
-    def suspend(self) -> None:
-        """Run eagerly until ``resume``; graphs are kept. Idempotent."""
+    def suspend(self, *, release: str | None = None) -> None:
+        """Run eagerly until ``resume``; graphs are kept. Idempotent.
+
+        Args:
+            release: "memory" gives the device memory of the graphs' pool, with its executables,
+                back to the device; steps of other runners on that pool run eagerly as well.
+
+        Raises:
+            CapabilityError: the pool cannot do that: see ``Pool.release``, and ``releasable`` in
+                the configuration.
+        """
         with self._between_steps("suspend"):
+            if release == "memory":
+                self.pool.release()
+            elif release is not None:
+                raise InputError(f"release must be 'memory' or None, got {brief(release)}")
             self._suspended = True
             self._steps.clear()
 
     def resume(self) -> None:
-        """Use the graphs again. Idempotent."""
+        """Use the graphs again, in the memory that they were captured in. Idempotent.
+
+        Raises:
+            ResourceError: there is no device memory for them; the runner stays suspended.
+        """
         with self._between_steps("resume"):
+            self.pool.restore()
             self._suspended = False
 
     def close(self) -> None:

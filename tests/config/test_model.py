@@ -127,6 +127,7 @@ def phase_configs() -> st.SearchStrategy[PhaseConfig]:
         "warmup": st.integers(0, 9),
         "strict": st.booleans(),
         "emulate": st.booleans(),
+        "releasable": st.booleans(),
         "min_speedup": st.none() | st.floats(0.001, 1e6),
         "memory": st.none() | st.floats(0, 1, exclude_max=True) | st.integers(2, 10**12),
         "memory_budget_bytes": st.none() | st.integers(1, 1 << 40),

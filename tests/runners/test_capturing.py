@@ -465,6 +465,61 @@ def test_suspend_and_resume_keep_the_graphs():
     assert (stats.graph_steps, stats.eager, stats.captures) == (1, {"suspended": 1}, 4)
 
 
+def test_suspend_gives_memory_back_and_resume_replays_without_a_capture():
+    """FAULTS 10, 44."""
+    runner = double_runner(config={"releasable": True})
+    pool = runner.pool
+    other = double_runner(pool=pool)
+    held = pool.bytes
+    x = rows_of_x(2)
+    for cycle in range(3):
+        held_by_the_caller = runner.run({"x": x})
+        for _ in range(2):
+            runner.suspend(release="memory")
+        assert pool.bytes == 0 < held and held_by_the_caller.eq(x * 2).all()
+        for each in (runner, other):
+            assert each.run({"x": x}).eq(x * 2).all()
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(dg.ResourceError):
+            patched.setattr(pool.blocks, "restore", _without_memory)
+            runner.resume()
+        assert runner.can_run(2).reason is Reason.SUSPENDED
+        runner.resume()
+        assert pool.bytes == held
+        assert other.run({"x": x}).eq(x * 2).all()
+        assert runner.stats().captures == 4 and runner.stats().graph_steps == cycle + 1
+        assert other.stats().eager == {"executable_memory": cycle + 1}
+    with pytest.raises(dg.InputError, match="'memory' or None"):
+        runner.suspend(release="everything")
+    with pytest.raises(dg.CapabilityError, match="releasable=True"):
+        double_runner().suspend(release="memory")
+
+
+def test_suspend_inside_a_step_is_refused_and_fifty_cycles_are_flat():
+    """FAULTS 37, 38."""
+
+    def prepare(batch):
+        if sleepy:
+            with pytest.raises(dg.StateError, match="inside its own step"):
+                runner.suspend(release="memory")
+
+    sleepy = False
+    runner = double_runner(config={"releasable": True, "buckets": [2]}, prepare=prepare)
+    held, x = runner.pool.bytes, rows_of_x(2)
+    sleepy = True
+    assert runner.run({"x": x}).eq(x * 2).all()
+    sleepy = False
+    for _ in range(50):
+        runner.suspend(release="memory")
+        runner.resume()
+        assert runner.run({"x": x}).eq(x * 2).all()
+    assert (runner.pool.bytes, runner.stats().captures) == (held, 1)
+    assert runner.stats().executables.made == 51
+
+
+def _without_memory() -> None:
+    raise dg.ResourceError("no memory")
+
+
 def test_close_frees_the_graphs_and_refuses_every_later_call():
     """FAULTS 28."""
     runner = double_runner()

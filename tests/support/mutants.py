@@ -52,8 +52,8 @@ class _MutantBackend(CpuBackend):
         self.capabilities = attrs.evolve(CpuBackend.capabilities, **mutant.capabilities)
         self._mutant = mutant
 
-    def make_pool(self, budget_bytes: int | None = None) -> CpuPool:
-        return self._mutant.pool(self, budget_bytes)
+    def make_pool(self, budget_bytes: int | None = None, *, releasable: bool = False) -> CpuPool:
+        return self._mutant.pool(self, budget_bytes, releasable=releasable)
 
     def make_graph(self, pool: dg.Pool | None = None) -> CpuGraph:
         pool = self.make_pool() if pool is None else pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -168,6 +168,55 @@ def test_want_of_memory_for_an_executable_is_typed_and_loses_nothing(
     graphs[0].close()
     with pytest.raises(dg.StateError, match="closed"):
         bound()
+
+
+class AcmePages:
+    """Memory of the fake, which stays: who takes it is noted."""
+
+    allocator = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.lacking = False
+
+    def release(self, addresses: Sequence[int]) -> None:
+        self.calls.append("release")
+
+    def restore(self, addresses: Sequence[int]) -> None:
+        self.calls.append("restore")
+        if self.lacking:
+            raise dg.ResourceError("no memory")
+
+
+def test_graphs_launch_what_they_last_did_after_their_memory_was_given_back(
+    be: AcmeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 44."""
+    be.capabilities = attrs.evolve(be.capabilities, releasable_memory=True)
+    monkeypatch.setattr(be, "make_pages", AcmePages)
+    make_memory = be.namespace.MemPool
+    monkeypatch.setattr(be.namespace, "MemPool", lambda allocator: make_memory())
+    monkeypatch.setattr(be.namespace, "empty_cache", lambda: None, raising=False)
+    x, pool = noise(), be.make_pool(releasable=True)
+    pages = pool._pages
+    with dg.capture(step, x, backend=be, host_args={"n": 2}, budget=KEEP_ALL, pool=pool) as cap:
+        for n in (2, 3, 5, 3, 5, 2):  # written into the own executable, and launched directly
+            check(cap, step, x, n=n)
+            pool.release()
+            assert not any(recording.executable for recording in pool.recordings.kept())
+            for launch in (cap.segments[0].replay, functools.partial(cap.replay, n=7)):
+                with pytest.raises(ExecutableError, match="restore"):
+                    launch()
+            pages.lacking = True
+            with pytest.raises(dg.ResourceError, match="no memory"):
+                pool.restore()
+            pages.lacking = False
+            pool.restore()
+            cap.segments[0].replay()
+            assert torch.equal(cap.outputs, step(x, n=n))
+            check(cap, step, x, n=n)
+    # Where there is none, torch's own is asked for, and what was taken is given back.
+    assert pages.calls[:4] == ["release", "restore", "restore", "release"]
 
 
 def test_fork_that_is_not_joined_is_named_by_its_handle(be: AcmeBackend) -> None:

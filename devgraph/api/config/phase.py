@@ -309,6 +309,12 @@ class PhaseConfig:
         "phases that share a pool the lowest holds. None: executables stay.",
         default=None,
     )
+    releasable: bool = _key(
+        {"kind": "`true` or `false`", "read": _flag},
+        "The pool that is made for this phase can give its memory back to the device: "
+        '`suspend(release="memory")`.',
+        default=False,
+    )
     memory_budget_bytes: int | None = _key(
         _optional(_COUNT),
         "Device memory for the graphs of this phase; buckets beyond it are dropped. None: no "

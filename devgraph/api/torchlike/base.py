@@ -12,14 +12,14 @@ import ctypes
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.errors import BackendUnavailableError, UnjoinedStreamError
+from devgraph.api.errors import BackendUnavailableError, ResourceError, UnjoinedStreamError
 from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
@@ -44,6 +44,24 @@ FULL_BUILD = Capabilities(
 """What a vendor declares whose captures are graphs of nodes and whose torch lacks nothing."""
 
 
+class Pages(Protocol):
+    """Device memory whose addresses stay while what is behind them goes and comes back."""
+
+    @property
+    def allocator(self) -> Any:
+        """What a MemPool of the namespace takes."""
+
+    def release(self, addresses: Sequence[int]) -> None:
+        """Give the memory of segments back, of which some may have none; the device is idle."""
+
+    def restore(self, addresses: Sequence[int]) -> None:
+        """Take memory for segments, of which some may have theirs.
+
+        Raises:
+            ResourceError: there is none.
+        """
+
+
 class TorchPool(Pool):
     """Graph memory in a private pool of torch's caching allocator, and the stream to capture on.
 
@@ -53,11 +71,14 @@ class TorchPool(Pool):
     because the allocator reuses blocks only within one stream.
     """
 
-    def __init__(self, backend: TorchBackend, budget_bytes: int | None = None) -> None:
-        super().__init__(backend, budget_bytes)
+    def __init__(
+        self, backend: TorchBackend, budget_bytes: int | None = None, *, releasable: bool = False
+    ) -> None:
+        super().__init__(backend, budget_bytes, releasable=releasable)
         self._torch = backend
-        namespace = backend.namespace
-        self._memory = namespace.MemPool()
+        self._pages = backend.make_pages() if releasable else None
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._memory = self._make_memory()
         self._region_memory: Any = None
         self.handle: Any = self._memory.id
         self._last_stream: Any = None
@@ -67,6 +88,43 @@ class TorchPool(Pool):
         self._stuck: list[Any] = []
         self.keeper: Any = None
         """The one-node graph that owns the handle; None before the first capture."""
+
+    def _make_memory(self) -> Any:
+        """Return a MemPool."""
+        make = self._torch.namespace.MemPool
+        return make() if self._pages is None else make(self._pages.allocator)
+
+    def _segments(self, *memories: Any) -> dict[int, int]:
+        """Return what the allocator holds of MemPools: sizes by address."""
+        found = [self.snapshot(memory) for memory in memories if memory is not None]
+        return {each["address"]: each["total_size"] for segments in found for each in segments}
+
+    def _release(self) -> None:
+        assert self._pages is not None
+        # A replay writes what it reads in the graphs' memory; what regions returned stays.
+        device = self._torch.device
+        for address, size in self._segments(self._region_memory).items():
+            storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+            there = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            self._saved.append((there, there.cpu()))
+        self._pages.release([*self._segments(self._memory, self._region_memory)])
+
+    def _restore(self) -> None:
+        assert self._pages is not None
+        addresses = [*self._segments(self._memory, self._region_memory)]
+        try:
+            try:
+                self._pages.restore(addresses)
+            except ResourceError:
+                self._torch.namespace.empty_cache()  # what torch keeps for itself
+                self._pages.restore(addresses)
+        except ResourceError:
+            self._pages.release(addresses)
+            raise
+        for there, saved in self._saved:
+            there.copy_(saved)
+        self._saved.clear()
+        self._torch.synchronize()  # whichever stream is the next
 
     def keep_alive(self) -> None:
         """Capture the ``keeper``; called on the capture stream."""
@@ -95,8 +153,9 @@ class TorchPool(Pool):
 
     @property
     def bytes(self) -> int:
-        used = [memory for memory in (self._memory, self._region_memory) if memory is not None]
-        return sum(segment["total_size"] for memory in used for segment in self.snapshot(memory))
+        if self.recordings.released:
+            return 0
+        return sum(self._segments(self._memory, self._region_memory).values())
 
     def snapshot(self, memory: Any) -> Any:
         """Return the allocator's segments of ``memory``, a MemPool, as torch describes them."""
@@ -151,7 +210,7 @@ class TorchPool(Pool):
         if stuck is not None:
             self._torch.keep_memory()  # torch counts a capture as under way, and asserts none
         self._stuck.append((stuck, self._memory, self.keeper))
-        self._memory = self._torch.namespace.MemPool()
+        self._memory = self._make_memory()
         self.handle = self._memory.id
         self.keeper = None
 
@@ -172,7 +231,7 @@ class TorchPool(Pool):
             return True
         if address in self._foreign:
             return False
-        segments = sorted((s["address"], s["total_size"]) for s in self.snapshot(self._memory))
+        segments = sorted(self._segments(self._memory).items())
         self._starts = [start for start, _ in segments]
         self._sizes = [size for _, size in segments]
         if self._find(address):
@@ -197,7 +256,7 @@ class TorchPool(Pool):
         that is given back while allocations go to another one ends the process.
         """
         if self._region_memory is None:
-            self._region_memory = self._torch.namespace.MemPool()
+            self._region_memory = self._make_memory()
         routed: contextlib.AbstractContextManager[Any] = self._torch.namespace.use_mem_pool(
             self._region_memory, self._torch.device
         )
@@ -357,8 +416,16 @@ class TorchBackend(Backend):
     def device_name(self) -> str:
         return str(self.namespace.get_device_name(self._device))
 
-    def make_pool(self, budget_bytes: int | None = None) -> TorchPool:
-        return self.pool_type(self, budget_bytes)
+    def make_pool(self, budget_bytes: int | None = None, *, releasable: bool = False) -> TorchPool:
+        return self.pool_type(self, budget_bytes, releasable=releasable)
+
+    def make_pages(self) -> Pages:
+        """Return what gives the memory of pools back and takes it again.
+
+        Raises:
+            CapabilityError: there is none after all.
+        """
+        raise NotImplementedError(f"backend {self.name!r} declares releasable_memory and has none")
 
     def make_graph(self, pool: Pool | None = None) -> TorchGraph:
         pool = self.own_pool(pool)

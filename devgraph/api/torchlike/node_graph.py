@@ -25,7 +25,7 @@ from devgraph.api.errors import (
     UpdateError,
     UpdateTopologyError,
 )
-from devgraph.api.executable import Executable, Remade, held
+from devgraph.api.executable import Call, Executable, Remade, held, weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec
@@ -474,6 +474,15 @@ class NodeGraph(TorchGraph):
                 self.applying.write(self, recording)
         self.use(recording.direct or self._remade)
         self._current = recording
+
+    def apply_again(self) -> None:
+        self.use(Call(weakly(self._launch_applied_again)))
+
+    def _launch_applied_again(self) -> None:
+        self.pool.recordings.require_memory()
+        assert self._current is not None
+        self._apply(self._current)
+        self._slot.executable.launch()
 
     # What ``Applying`` calls.
 

@@ -177,7 +177,8 @@ class Engine:
         self._stats = EngineStats()
         self.closed = False
         self._captured = False
-        self.pool = self.backend.make_pool()
+        asked = self.config.prefill.releasable or self.config.decode.releasable
+        self.pool = self.backend.own_pool(None, releasable=asked)
         varies = self.model.packed_host_args and not self.model.slotted
         if not breaks(self.config.prefill.policy) and varies:
             logger.warning(
@@ -494,6 +495,18 @@ class Engine:
         for runner in reversed(self.runners):
             runner.invalidate(reason)
         self._captured = False
+
+    def suspend(self, *, release: str | None = None) -> None:
+        """Run eagerly until ``resume``; ``release`` as for ``Runner.suspend``."""
+        self._check_open()
+        for runner in self.runners:
+            runner.suspend(release=release)
+
+    def resume(self) -> None:
+        """Use the graphs again; raises as ``Runner.resume``."""
+        self._check_open()
+        for runner in self.runners:
+            runner.resume()
 
     def stats(self) -> EngineStats:
         """Return a copy of the counters."""

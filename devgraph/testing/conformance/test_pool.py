@@ -297,3 +297,88 @@ def test_executables_that_went_for_the_budget_are_made_again(
     assert found.evicted >= 6 and found.made >= 6
     buckets.close()
     assert pool.recordings.bytes == 0
+
+
+@declares("releasable_memory")
+@pytest.mark.parametrize(("policy", "step"), STEPS)
+def test_memory_that_was_given_back_returns_with_every_graph(
+    kit: Kit, policy: str, step: Callable[..., Any]
+) -> None:
+    """FAULTS 10, 44."""
+    pool = kit.backend.make_pool(releasable=True)
+    buckets = Buckets(kit, pool, step, (64, 17, 1), policy)
+    held = pool.bytes
+    for cycle in range(3):
+        for size in (17, 64, 1):
+            buckets.check(size, seed=10 * cycle + size)
+        for _ in range(2):
+            pool.release()
+        assert pool.recordings.bytes == 0 and pool.bytes <= held // 20
+        with pytest.raises(dg.DeviceGraphError, match="restore"):
+            buckets.captured[17].replay()
+        with pytest.raises(dg.DeviceGraphError, match="restore"):
+            kit.capture(step, buckets.inputs[17], buckets.weight, policy=policy, pool=pool)
+        for _ in range(2):
+            pool.restore()
+    for size in (1, 64, 17):
+        buckets.check(size, seed=100 + size)
+    pool.release()
+    buckets.close()
+
+
+@declares("releasable_memory")
+def test_updates_are_right_after_memory_was_given_back(kit: Kit) -> None:
+    @dg.region(host_args=("n",))
+    def scaled(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return (x + 1) * n
+
+    pool, x = kit.backend.make_pool(releasable=True), kit.tensor(8, WIDTH)
+    graph, out = kit.record(lambda: scaled(x * 2, n=2) + 1, pool=pool, host_args={"n": 2})
+    for n in (2, 3, 5, 3, 5, 2, 7):
+        if kit.backend.capabilities.region_update:
+            graph.update(n=n)
+        else:
+            n = 2
+        for _ in range(2):
+            graph.replay()
+            kit.same(out, (x * 2 + 1) * n + 1)
+            pool.release()
+            with pytest.raises(dg.DeviceGraphError, match="restore"):
+                graph.replay()
+            pool.restore()
+
+
+def test_memory_that_cannot_be_given_back_is_refused_with_what_can(kit: Kit) -> None:
+    plain = kit.backend.make_pool()
+    with pytest.raises(dg.CapabilityError, match="cannot be given back"):
+        plain.release()
+    if not kit.backend.capabilities.releasable_memory:
+        with pytest.raises(dg.CapabilityError, match="capture them again"):
+            kit.backend.make_pool(releasable=True)
+
+
+@declares("releasable_memory")
+def test_memory_is_not_given_back_under_a_step(kit: Kit) -> None:
+    """FAULTS 38."""
+    pool = kit.backend.make_pool(releasable=True)
+    refused: list[dg.StateError] = []
+
+    @dg.no_graph
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(dg.StateError, match="release the memory") as caught:
+            pool.release()
+        refused.append(caught.value)
+        return x * 2
+
+    x = kit.tensor(8)
+    captured = kit.capture(lambda x: body(x + 1) - 1, x, policy="breakable", pool=pool)
+    kit.check(captured, lambda x: (x + 1) * 2 - 1, x)
+    assert len(refused) >= 2
+    with pytest.raises(dg.StateError, match="release the memory"):
+        kit.record(pool.release, pool=pool, warm=False)
+    pool.release()
+    with pytest.raises(dg.DeviceGraphError, match="restore") as caught:  # no body has run
+        captured.replay()
+    assert isinstance(caught.value, dg.ResourceError) and len(refused) >= 2
+    pool.restore()
+    kit.check(captured, lambda x: (x + 1) * 2 - 1, x)
