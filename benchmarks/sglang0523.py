@@ -2,14 +2,15 @@
 
     python benchmarks/sglang0523.py MODEL [--jobs own:default devgraph:default ...] [--rounds 5]
 
-MODEL is a folder with a configuration and weights. A job is LAYER:MODE: the layer is own or
-devgraph, the mode default (decode full, prefill breakable), full, breakable or eager. Every job is
-SGLang's ModelRunner in a process of its own, through SGLang's benchmark.one_batch. They import
-SGLang at the same time, start one after the other, so that captures and memory are each one's own,
-stay, and then measure in turns: the least of all rounds counts, of milliseconds a step and of the
-host's alone. The memory of the graphs is that after the captures, and that after a trace in which
-each of them ran. The last line of each job is how fast its device goes from kernel to kernel of a
-graph, where that can change (docs/fast-replay.md).
+MODEL is a folder with a configuration and weights. A job is LAYER:MODE: the layer is own, devgraph
+or devgraph+64, with a budget of 64 MiB for what graphs launch ("memory" in docs/modes.md); the mode
+is default (decode full, prefill breakable), full, breakable or eager. Every job is SGLang's
+ModelRunner in a process of its own, through SGLang's benchmark.one_batch. They import SGLang at the
+same time, start one after the other, so that captures and memory are each one's own, stay, and then
+measure in turns: the least of all rounds counts, of milliseconds a step and of the host's alone.
+The memory of the graphs is that after the captures, and that after a trace in which each of them
+ran. The last line of each job is how fast its device goes from kernel to kernel of a graph, where
+that can change (docs/fast-replay.md).
 
 With --engine a job is sglang.Engine with its processes: milliseconds a token, the median of all
 rounds. devgraph has to be installed for that, for SGLang looks for its entry point.
@@ -41,6 +42,7 @@ MODES = {
     "breakable": {"decode": {"backend": "breakable"}, "prefill": {"backend": "breakable"}},
     "eager": {"decode": {"backend": "disabled"}, "prefill": {"backend": "disabled"}},
 }
+PHASES = ("decode", "prefill")
 FLAGS = ("dry_run", "engine")
 JOBS = ("own:default", "devgraph:default", "own:full", "devgraph:full")
 DECODES = (1, 8, 64, 256)
@@ -112,10 +114,12 @@ class Worker:
         from sglang.benchmark import one_batch
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        if layer == "devgraph":
+        name, _, memory = layer.partition("+")
+        if name == "devgraph":
             from devgraph.integrations import sglang
 
-            sglang.install()
+            budget = {"memory": int(memory) * 2**20} if memory else None
+            sglang.install(mode=json.dumps(dict.fromkeys(PHASES, budget)) if budget else None)
         arguments = ServerArgs(model_path=model, **options(mode, dry))
         arguments.resolve_once()
         one_batch.publish(
@@ -191,14 +195,17 @@ class Worker:
         return 1e3 * wall / steps, 1e3 * host / steps, tokens.tolist()
 
     def prefill(self, requests: int, tokens: int) -> tuple[float, float, list[int]]:
-        """Return milliseconds of one step, those of the host alone, and its tokens."""
-        self.runner.synchronize()
-        started = time.perf_counter()
-        found, _, _ = self._extend(requests, tokens)
-        host = time.perf_counter() - started
-        self.runner.synchronize()
-        wall = time.perf_counter() - started
-        return 1e3 * wall, 1e3 * host, found.tolist()
+        """Return milliseconds of one step, those of the host alone, the least of five runs each,
+        and its tokens."""
+        host, wall = [], []
+        for _ in range(5):
+            self.runner.synchronize()
+            started = time.perf_counter()
+            found, _, _ = self._extend(requests, tokens)
+            host.append(1e3 * (time.perf_counter() - started))
+            self.runner.synchronize()
+            wall.append(1e3 * (time.perf_counter() - started))
+        return min(wall), min(host), found.tolist()
 
     def pace(self) -> str:
         """Say how fast graphs go now; needs devgraph's probe, in whichever layer."""

@@ -177,10 +177,6 @@ class Backend(Device):
         """Return the microseconds from kernel to kernel of a graph."""
         return None
 
-    def memory_info(self) -> tuple[int, int] | None:
-        """Return (free, total) bytes of device memory, or None where that is not known."""
-        return None
-
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``'s data in host memory from which copies to the device are async."""
         return tensor

@@ -70,6 +70,10 @@ class Device(abc.ABC):
     def synchronize(self) -> None:
         """Wait until all work of the device is done."""
 
+    def memory_info(self) -> tuple[int, int] | None:
+        """Return (free, total) bytes of device memory, or None where that is not known."""
+        return None
+
     def elsewhere(self) -> bool:
         """Whether this thread's current device is another one than the backend's."""
         return False

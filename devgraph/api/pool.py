@@ -15,7 +15,14 @@ import torch
 
 from devgraph.api import process
 from devgraph.api.device import Device
-from devgraph.api.errors import CapabilityError, InputError, InputTypeError, StateError, brief
+from devgraph.api.errors import (
+    CapabilityError,
+    ConfigError,
+    InputError,
+    InputTypeError,
+    StateError,
+    brief,
+)
 from devgraph.api.executable import Recordings
 
 if TYPE_CHECKING:
@@ -142,6 +149,26 @@ class Pool:
             yield
         finally:
             self.occupied = False
+
+    def limit(self, memory: float) -> None:
+        """Give executables and recordings a budget, unless it is lower already.
+
+        Args:
+            memory: bytes, or between 0 and 1 a share of the device's memory.
+
+        Raises:
+            ConfigError: it is a share, and the backend does not know its memory.
+        """
+        share = 0 < memory < 1
+        info = self.backend.memory_info() if share else None
+        if share and info is None:
+            raise ConfigError(
+                f"memory={memory!r} is a share, and backend {self.backend.name!r} cannot tell the "
+                f"memory of its device; give a number of bytes"
+            )
+        with self.lock:
+            self.require_free("give a budget to a pool")
+            self.recordings.limit(int(memory * info[1] if info else memory))
 
     def register(self, buffers: StaticBuffers) -> None:
         """Let regions touch ``buffers``, and what is bound there, in every recording."""

@@ -125,9 +125,7 @@ class Runner:
             arena.buffers.bind(name, tree)
         pool.register(arena.buffers)
         if config.memory is not None:
-            with pool.lock:
-                pool.require_free("give a budget to a pool")
-                pool.recordings.limit(_bytes_of(config.memory, backend))
+            pool.limit(config.memory)
         self.phase: Phase = counting.phase
         self.backend: Backend = backend
         self.pool: Pool = pool
@@ -769,23 +767,6 @@ def _check_config(config: PhaseConfig, options: Options) -> None:
             f"max_graphs={options.max_graphs} is for graphs that are captured when they are wanted "
             f"(capture='lazy'), not with capture={config.capture!r}; list the buckets to have"
         )
-
-
-def _bytes_of(memory: float, backend: Backend) -> int:
-    """Return ``memory`` of a configuration in bytes.
-
-    Raises:
-        ConfigError: it is a share, and the backend does not know its memory.
-    """
-    if not 0 < memory < 1:
-        return int(memory)
-    info = backend.memory_info()
-    if info is None:
-        raise ConfigError(
-            f"memory={memory!r} is a share, and backend {backend.name!r} cannot tell the memory of "
-            f"its device; give a number of bytes"
-        )
-    return int(memory * info[1])
 
 
 def _pool_with(share: object, pool: Pool | None) -> Pool:

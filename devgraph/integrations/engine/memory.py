@@ -31,6 +31,9 @@ class GraphMemory:
         self._name = backend
         self.made: Backend | None = None
         """The backend, or None before the first capture."""
+        self.limits: tuple[float, ...] = ()
+        """Budgets for what the graphs of a pool launch, of which the lowest holds; see
+        ``Pool.limit``."""
         self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
 
     @property
@@ -56,8 +59,14 @@ class GraphMemory:
         """Return the pool that stands for ``handle``, a new one if nobody holds one."""
         pool = self._pools.get(handle)
         if pool is None:
-            pool = self.backend.make_pool()
+            pool = self._made_pool()
             self._pools[handle] = pool
+        return pool
+
+    def _made_pool(self) -> Pool:
+        pool = self.backend.make_pool()
+        for limit in self.limits:
+            pool.limit(limit)
         return pool
 
     def shared(self, handle: Hashable | None) -> tuple[Pool, Hashable]:
@@ -69,7 +78,7 @@ class GraphMemory:
         Args:
             handle: what the engine has now; None for new memory.
         """
-        pool = self.backend.make_pool() if handle is None else self.pool(handle)
+        pool = self._made_pool() if handle is None else self.pool(handle)
         own: Hashable = getattr(pool, "handle", None) or handle or object()
         self._pools[own] = pool
         return pool, own

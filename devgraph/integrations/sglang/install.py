@@ -9,7 +9,7 @@ from typing import Any
 
 from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
-from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend
+from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend, shared
 from devgraph.integrations.sglang.modes import EngineMode, engine_mode
 from devgraph.integrations.sglang.segments import BREAKS
 from devgraph.integrations.sglang.updated import with_region
@@ -95,6 +95,7 @@ def _put_mode(changes: Changes, mode: EngineMode) -> None:
         mode.check(self)
 
     changes.change(arguments, name, resolved)
+    changes.change(shared().memory, "limits", mode.limits)
 
 
 def _platform() -> str:

@@ -33,6 +33,8 @@ class EngineMode:
 
     text: str
     phases: dict[str, dict[str, Any]]
+    limits: tuple[float, ...] = ()
+    """What ``memory`` of each phase allows executables, which is devgraph's and not SGLang's."""
 
     def put_into(self, arguments: Any) -> None:
         """Write it into SGLang's ``ServerArgs``, before they are resolved.
@@ -102,15 +104,16 @@ def engine_mode(text: str, backend: str) -> EngineMode:
     """
     config = DeviceGraphConfig.from_json(text).for_backend(backend)
     phases = {"decode": config.decode, "prefill": config.prefill}
-    return EngineMode(text, {name: _values(name, value) for name, value in phases.items()})
+    limits = tuple(value.memory for value in phases.values() if value.memory is not None)
+    return EngineMode(text, {name: _values(name, value) for name, value in phases.items()}, limits)
 
 
 def _values(phase: str, config: PhaseConfig) -> dict[str, Any]:
-    extra = sorted(config.explicit - set(_KEYS))
+    extra = sorted(config.explicit - {*_KEYS, "memory"})
     if extra:
         raise ConfigError(
             f"{MODE_VARIABLE}: SGLang has nothing like {', '.join(extra)} of {phase}; it can be "
-            f"given {', '.join(_KEYS)}. Use SGLang's own options for the rest."
+            f"given {', '.join(_KEYS)} and memory. Use SGLang's own options for the rest."
         )
     if "policy" in config.explicit and config.policy not in _POLICIES:
         raise ConfigError(

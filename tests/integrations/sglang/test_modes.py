@@ -9,6 +9,7 @@ import pytest
 
 import devgraph as dg
 from devgraph.integrations import sglang
+from devgraph.integrations.sglang import backends
 from devgraph.integrations.sglang.modes import engine_mode
 from tests.support.sglang_steps import module
 
@@ -37,6 +38,15 @@ def test_named_phases_are_put_in_and_the_others_left_to_sglang(made: Any) -> Non
     }
     sglang.uninstall()
     assert made().cuda_graph_config is None
+
+
+def test_memory_is_the_budget_of_what_graphs_launch(engine: Any) -> None:
+    sglang.install(mode='{"decode": {"memory": 4096}, "prefill": {"memory": 8192}}')
+    first, _ = backends.shared().memory.shared(None)
+    assert first.recordings.budget_bytes == 4096
+    sglang.uninstall()
+    second, _ = backends.shared().memory.shared(None)
+    assert (first is not second, second.recordings.budget_bytes) == (True, None)
 
 
 @pytest.mark.parametrize(
