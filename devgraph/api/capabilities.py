@@ -64,6 +64,9 @@ class Capabilities:
     """A pool made for it gives its memory back to the device, and gets it back at the same
     addresses, so that its graphs need no capture."""
 
+    loops: bool = _may("DeviceGraph._loop")
+    """A graph can hold a loop that the device repeats for as long as a tensor says."""
+
     max_streams: int | None = None
     """Streams that captured graphs may take in all, or None where it is not a scarce resource."""
 

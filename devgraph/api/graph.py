@@ -188,6 +188,14 @@ class DeviceGraph(abc.ABC):
     def _region_end(self, hit: MarkedCall) -> None:  # noqa: B027
         """It ends here; ``hit.note`` is the vendor's to use."""
 
+    def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
+        """Record what ``body``, called once, launches, for replays to repeat while the bool
+        ``going`` is true; return the number of nodes.
+
+        What it allocates must not be memory that the rest of the graph uses again.
+        """
+        raise NotImplementedError
+
     def region_size(self, hit: MarkedCall) -> int | None:
         """Return the number of nodes of a region, or None where the backend cannot tell."""
         return None
@@ -397,6 +405,11 @@ class DeviceGraph(abc.ABC):
         hit.alias_bridges()
         self.hits.append(hit)
         return result
+
+    def capture_loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
+        """Capture a loop, as ``_loop`` does."""
+        self._refuse_spoiled()
+        return self._loop(body, going)
 
     def select(self, host: Mapping[Mark, dict[str, Any]], key: Hashable = None) -> None:
         """Make the next launch use the host values of ``host``; does nothing for the same key.

@@ -142,6 +142,10 @@ class CpuGraph(DeviceGraph):
         assert self._recorder is not None
         self._recorder.end_span(hit.note)
 
+    def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
+        assert self._recorder is not None
+        return self._recorder.loop(body, going)
+
     def _own_recording(self) -> Recording:
         return CpuRecording(changes={hit.note: hit.note.entries for hit in self.hits})
 
@@ -195,6 +199,7 @@ class CpuBackend(Backend):
         releasable_memory=True,
         piecewise=True,
         compilers=("eager", "inductor"),
+        loops=True,
     )
 
     def after_fork(self) -> None:

@@ -189,6 +189,27 @@ class Recorder:
         finally:
             self.end_span(span)
 
+    def loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
+        """Record what ``body`` does as one step, which repeats it while ``going`` is true; return
+        the number of operations in it."""
+        outer, pool, op = self.parts, self._pool, self._op("a loop")
+        # What was made before may come free in the body, whose next turn still reads it.
+        self.parts, self._pool = [], self._pools[1]
+        self._pool.begin_recording()
+        try:
+            body()
+            tape = Tape(self.parts, ())
+        finally:
+            self.parts, self._pool = outer, pool
+        held = self._hold(going)
+
+        def run() -> None:
+            while held.item():
+                tape.replay()
+
+        self.parts.append(Entry(run, op, tape))
+        return len(tape)
+
     def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> list[Violation]:
         """Return the allocations of this recording that outlive it and are not ``outputs``.
 

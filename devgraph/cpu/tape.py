@@ -33,6 +33,8 @@ class Entry:
 
     run: Callable[[], object]
     op: Op
+    body: Tape | None = None
+    """What it repeats, where it is a loop."""
 
 
 @attrs.define(eq=False)
@@ -70,14 +72,22 @@ class Tape:
         return [entry.op for entry in self._entries]
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + sum(map(len, self._bodies))
+
+    @property
+    def _bodies(self) -> list[Tape]:
+        return [entry.body for entry in self._entries if entry.body is not None]
 
     def make(self) -> None:
         """Make what ``replay`` runs. Idempotent."""
+        for body in self._bodies:
+            body.make()
         self._calls = [entry.run for entry in self._entries]
 
     def drop(self) -> None:
         """Drop what ``replay`` runs, until ``make``; the entries stay."""
+        for body in self._bodies:
+            body.drop()
         self._calls = None
 
     def replay(self) -> None:

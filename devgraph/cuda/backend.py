@@ -18,7 +18,7 @@ from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.pages import MappedPages, compiler
 from devgraph.cuda.runtime import Runtime
 
-_OF_NODES = ("region_update", "node_counts", "remakes_executables")
+_OF_NODES = ("region_update", "node_counts", "remakes_executables", "loops")
 """Capabilities that come from the driver's calls on nodes."""
 
 
@@ -32,7 +32,7 @@ class CudaBackend(NodeBackend):
     # cudaError: illegal address, launch timeout, assert, hardware stack, instruction, alignment,
     # address space, program counter, launch failure, ECC, unknown (CUDA Runtime API).
     sticky_errors = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 999})
-    capabilities = attrs.evolve(FULL_BUILD, releasable_memory=True)
+    capabilities = attrs.evolve(FULL_BUILD, releasable_memory=True, loops=True)
     needs: Mapping[str, str] = {
         **dict.fromkeys(_OF_NODES, "a driver of CUDA 12.3 or newer"),
         "releasable_memory": "a driver of CUDA 12.3 or newer and a C compiler, on Linux",
@@ -43,11 +43,10 @@ class CudaBackend(NodeBackend):
         super().__init__()
         self.use_runtime(Runtime.find(lambda: torch.cuda.mem_get_info(self._device)))
         updates = self.runtime is not None
+        of_nodes: Any = dict.fromkeys(_OF_NODES, updates)
         self.capabilities = attrs.evolve(
             type(self).capabilities,
-            region_update=updates,
-            node_counts=updates,
-            remakes_executables=updates,
+            **of_nodes,
             releasable_memory=updates and compiler() is not None,
             compilers=compilers(),
         )

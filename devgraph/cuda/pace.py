@@ -8,16 +8,15 @@ docs/fast-replay.md has the experiments.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from ctypes import addressof, c_int, c_uint, c_uint64, c_void_p
+from ctypes import addressof, c_int
 from typing import Any
 
 import torch
 
 from devgraph.api.torchlike.node_calls import structure
 from devgraph.api.torchlike.nodes import RuntimeCallError
-from devgraph.cuda.runtime import Runtime
+from devgraph.cuda.runtime import LaunchConfig, Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +35,7 @@ _EMPTY_KERNEL = b""".version 8.0
 _PROGRAMMATIC_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
 
-
 _Attribute = structure("CUlaunchAttribute", id=c_int, pad=c_int, value=c_int * 16)
-_Config = structure(
-    "CUlaunchConfig",
-    grid=c_uint * 3,
-    block=c_uint * 3,
-    shared_bytes=c_uint,
-    stream=c_void_p,
-    attributes=c_void_p,
-    attribute_count=c_uint,
-)
 
 
 class PaceKeeper:
@@ -57,7 +46,7 @@ class PaceKeeper:
         self._device = device
         self._function = 0
         self._attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (c_int * 16)(1))
-        self._config = _Config((1, 1, 1), (32, 1, 1), 0, None, addressof(self._attribute), 1)
+        self._config = LaunchConfig((1, 1, 1), (32, 1, 1), 0, None, addressof(self._attribute), 1)
         self._probe: Any = None
         self._event: Any = torch.cuda.Event
         # Processors before Hopper know no programmatic serialization.
@@ -70,7 +59,7 @@ class PaceKeeper:
             return
         try:
             if not self._function:
-                self._function = self._load()
+                self._function = self._runtime.kernel(_EMPTY_KERNEL, b"empty")
             self._config.stream = stream
             config = addressof(self._config)
             for _ in range(LAUNCHES):
@@ -111,9 +100,3 @@ class PaceKeeper:
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self.recover(stream.cuda_stream)
         return graph, word
-
-    def _load(self) -> int:
-        text = ctypes.create_string_buffer(_EMPTY_KERNEL)
-        name = ctypes.create_string_buffer(b"empty")
-        module = c_uint64(self._runtime.made("ModuleLoadData", addressof(text)))
-        return self._runtime.made("ModuleGetFunction", module.value, addressof(name))

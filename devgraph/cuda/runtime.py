@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from ctypes import addressof, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
 from devgraph.api.torchlike.node_calls import BRIEF, Arguments, NodeCalls, structure
-from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET, Read
+from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET, Read, RuntimeCallError
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,57 @@ _HOST_MEMORY, _ANY_MEMORY = 1, 4
 _MEMORY_TYPE = 2
 """CU_POINTER_ATTRIBUTE_MEMORY_TYPE"""
 
+_SET_GOING = b""".version 6.4
+.target sm_70
+.address_size 64
+.extern .func cudaGraphSetConditional(.param .b64 handle, .param .b32 value);
+.visible .entry set_going(.param .u64 handle, .param .u64 going)
+{
+    .reg .b32 %value;
+    .reg .b64 %handle, %going;
+    .param .b64 first;
+    .param .b32 second;
+    ld.param.u64 %handle, [handle];
+    ld.param.u64 %going, [going];
+    cvta.to.global.u64 %going, %going;
+    ld.global.u8 %value, [%going];
+    st.param.b64 [first], %handle;
+    st.param.b32 [second], %value;
+    call.uni cudaGraphSetConditional, (first, second);
+    ret;
+}
+"""
 
+_CONDITIONAL, _WHILE = 13, 1
+"""CU_GRAPH_NODE_TYPE_CONDITIONAL and CU_GRAPH_COND_TYPE_WHILE"""
+
+_THREAD_LOCAL, _RELAXED = 1, 2
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and _RELAXED"""
+
+_SET_DEPENDENCIES = 1
+"""CU_STREAM_SET_CAPTURE_DEPENDENCIES"""
+
+
+LaunchConfig = structure(
+    "CUlaunchConfig",
+    grid=c_uint * 3,
+    block=c_uint * 3,
+    shared_bytes=c_uint,
+    stream=c_void_p,
+    attributes=c_void_p,
+    attribute_count=c_uint,
+)
+_ConditionalParams = structure(
+    "CUgraphNodeParams of a conditional node",
+    type=c_int,
+    reserved0=c_int * 3,
+    handle=c_uint64,
+    kind=c_int,
+    size=c_uint,
+    bodies=c_void_p,
+    context=c_void_p,
+    reserved1=c_uint64 * 26,
+)
 KernelParams = structure(
     "CUDA_KERNEL_NODE_PARAMS_v2",
     func=c_void_p,
@@ -101,6 +152,11 @@ class Runtime(NodeCalls):
         "ModuleLoadData": (c_void_p, c_void_p),
         "ModuleGetFunction": (c_void_p, c_void_p, c_void_p),
         "LaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+        "ThreadExchangeStreamCaptureMode": (c_void_p,),
+        "StreamUpdateCaptureDependencies": (c_void_p, c_void_p, c_size_t, c_uint),
+        "StreamBeginCaptureToGraph": (*(c_void_p,) * 4, c_size_t, c_int),
+        "GraphConditionalHandleCreate": (c_void_p, c_void_p, c_void_p, c_uint, c_uint),
+        "GraphAddNode": (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p),
     }
     structures: ClassVar[Mapping[str, type[Any]]] = {
         KERNEL: KernelParams,
@@ -112,6 +168,7 @@ class Runtime(NodeCalls):
     def __init__(self, brief: Any, waiting: Any, enter: Callable[[], object]) -> None:
         super().__init__(brief, waiting)
         self._enter = enter
+        self._set_going = 0
 
     @staticmethod
     def find(enter: Callable[[], object]) -> Runtime | None:
@@ -147,6 +204,57 @@ class Runtime(NodeCalls):
             self._enter()
             context = self.made("CtxGetCurrent")
         return (context,)
+
+    def kernel(self, text: bytes, name: bytes) -> int:
+        """Return the kernel ``name`` of an assembly text."""
+        source, named = ctypes.create_string_buffer(text), ctypes.create_string_buffer(name)
+        module = self.made("ModuleLoadData", addressof(source))
+        return self.made("ModuleGetFunction", module, addressof(named))
+
+    @contextlib.contextmanager
+    def looping(self, stream: int, body: int, going: int) -> Iterator[Callable[[], int]]:
+        graph, (context,) = self._captured(stream)[0], self.context()
+        handle = self.made("GraphConditionalHandleCreate", graph, context, 0, 0)
+        self._launch_set_going(stream, handle, going)
+        before = self._captured(stream)[1]
+        node = _ConditionalParams(
+            type=_CONDITIONAL, handle=handle, kind=_WHILE, size=1, context=context
+        )
+        came = (c_uint64 * len(before))(*before)
+        made = c_uint64(
+            self.made("GraphAddNode", graph, addressof(came), len(before), addressof(node))
+        )
+        self.call("StreamUpdateCaptureDependencies", stream, addressof(made), 1, _SET_DEPENDENCIES)
+        inner = c_uint64.from_address(node.bodies).value
+        self.call("StreamBeginCaptureToGraph", body, inner, None, None, 0, _THREAD_LOCAL)
+        try:
+            yield lambda: self.count(inner)
+            self._launch_set_going(body, handle, going)
+        except BaseException:
+            with contextlib.suppress(RuntimeCallError):
+                self.end_capture(body)
+            raise
+        self.end_capture(body)
+
+    def _captured(self, stream: int) -> tuple[int, list[int]]:
+        """Return the graph that ``stream`` captures into, and the nodes that it goes on from."""
+        capture = self.capture_of(stream)
+        assert capture is not None, "a loop outside of a capture"
+        return capture[1:]
+
+    def _launch_set_going(self, stream: int, handle: int, going: int) -> None:
+        """Let a conditional node take what the byte at ``going`` then says."""
+        if not self._set_going:
+            mode = c_int(_RELAXED)  # in which a capture bears that a module is loaded
+            self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
+            try:
+                self._set_going = self.kernel(_SET_GOING, b"set_going")
+            finally:
+                self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
+        config = LaunchConfig((1, 1, 1), (1, 1, 1), 0, stream)
+        values = c_uint64(handle), c_uint64(going)
+        where = (c_void_p * 2)(*map(addressof, values))
+        self.call("LaunchKernelEx", addressof(config), self._set_going, addressof(where), None)
 
     def copy_attributes(self, source: int, target: int) -> None:
         super().copy_attributes(target, source)  # this driver names the target first

@@ -84,7 +84,7 @@ class DecodeRunner(Runner):
         slots = check_slots(inputs, SLOTS if loop else ())
         step = forward
         if loop is not None:
-            step, outputs = loop.unrolled(forward, slots, outputs), looped_outputs(outputs)
+            step, outputs = loop.around(forward, slots, outputs), looped_outputs(outputs)
         super().__init__(
             slots=slots,
             function=step,

@@ -1,6 +1,7 @@
-"""Several decode steps in one launch: a step around the engine's own, unrolled and under a mask.
+"""Several decode steps in one launch: a step around the engine's own, repeated under a mask.
 
-The graph of a bucket holds the steps one after another. ``batch.running`` says on the device which
+The graph of a bucket repeats the step while a request runs, where the device can; elsewhere it
+holds the steps one after another. ``batch.running`` says on the device which
 requests take a step: those of the run, without those that are done. All others are padding: after
 every step their rows get their slots' pad values again, whatever ``advance`` wrote there.
 """
@@ -15,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief
+from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
 from devgraph.runners.outputs import slots_by_leaf
 from devgraph.runners.padding import Pad, pad_rows
@@ -70,6 +72,9 @@ class Loop:
     on the device, and a host argument is a bound that holds for the last step too. ``prepare``
     plans once for all of them.
 
+    A graph may hold one step, which the device repeats. So what one step hands to the next lies in
+    tensors that were made before the launch, never in Python objects.
+
     Raises:
         ConfigError: not at least one step. ``ConfigTypeError`` where something is no function.
     """
@@ -88,7 +93,7 @@ class Loop:
             if not callable(given) and (name == "advance" or given is not None):
                 raise ConfigTypeError(f"{name} of a loop must be a function: {brief(given)}")
 
-    def unrolled(
+    def around(
         self, forward: Callable[[Batch], Any], slots: Mapping[str, InputSlot], outputs: Any
     ) -> Callable[[Batch], LoopResult]:
         """Return all steps as one.
@@ -102,6 +107,8 @@ class Loop:
             raise ConfigTypeError(f"the step of a runner must be callable: {brief(forward)}")
 
         given = [slot for slot in slots.values() if slot.real is None]
+        seen: list[Any] = []
+        """The layout of what the last step returned: in a capture that of its warm-up."""
 
         def looped(batch: Batch) -> LoopResult:
             if batch.width is None:
@@ -109,13 +116,12 @@ class Loop:
                     "a loop of decode steps needs the same number of tokens for every request of a "
                     "batch; split the batch by width"
                 )
-            found, alive = [], []
-            tensors = {name: getattr(batch, name) for name in slots}
-            for _ in range(self.steps):
+            width, tensors = batch.width, {name: getattr(batch, name) for name in slots}
+
+            def step() -> tuple[torch.Tensor, Any]:
                 running = batch.running.clone()
-                alive.append(running)
                 result = forward(batch)
-                found.append(_masked(result, outputs, running, batch.width))
+                found = _masked(result, outputs, running, width)
                 self.advance(batch, result)
                 if self.done is not None:
                     batch.running.logical_and_(self._done(batch, result).logical_not())
@@ -129,8 +135,16 @@ class Loop:
                 for slot in given:
                     going = moving if slot.fixed_in_proofs else batch.running
                     if slot.axis is not None:
-                        real = _rows(going, slot.row_dim, batch.width)
+                        real = _rows(going, slot.row_dim, width)
                         pad_rows(getattr(batch, slot.name), slot.pad, slot.axis, real)
+                return running, found
+
+            compiled = torch.compiler.is_compiling()  # which unrolls the loop
+            if seen and not compiled and (repeat := repeater()) is not None:
+                return _repeated(step, self.steps, batch.running, repeat, seen[-1])
+            alive, found = zip(*(step() for _ in range(self.steps)), strict=True)
+            if not compiled:
+                seen[:] = [pytree.tree_map(_layout_of, found[0])]
             went = torch.stack(alive)
             return LoopResult(pytree.tree_map(_stacked, *found), went.any(1).sum(), went.sum(0))
 
@@ -188,6 +202,57 @@ def _rows(running: torch.Tensor, dim: str | None, width: int) -> torch.Tensor:
         followed = running.flip(0).cumsum(0).flip(0) > 0
         return torch.cat([followed.new_ones(1), followed])
     return running.any()
+
+
+def _repeated(
+    step: Callable[[], tuple[torch.Tensor, Any]],
+    most: int,
+    running: torch.Tensor,
+    repeat: Repeat,
+    like: Any,
+) -> LoopResult:
+    """Return what ``most`` steps return, where a replay repeats the step while a request runs.
+
+    Args:
+        like: tensors of the layout of what a step returns.
+    """
+    taken = torch.zeros_like(running, dtype=torch.int64)
+    at = taken.new_zeros(1)
+    going = running.any()
+    layouts, spec = pytree.tree_flatten(like)
+    rows = [_empty_rows(layout, most, at.device) for layout in layouts]
+
+    def turn() -> None:
+        ran, found = step()
+        for place, leaf in enumerate(spec.flatten_up_to(found)):
+            if isinstance(leaf, torch.Tensor):
+                _put(rows[place], at, leaf)
+            else:
+                rows[place] = leaf
+        taken.add_(ran)
+        at.add_(1)
+        going.copy_((at[0] < most).logical_and(running.any()))
+
+    repeat(turn, going)
+    return LoopResult(pytree.tree_unflatten(rows, spec), taken.max(), taken)
+
+
+def _layout_of(leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _empty_rows(leaf: Any, most: int, device: torch.device) -> Any:
+    """Return ``most`` rows of zeros like ``leaf``."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.zeros(most, *leaf.shape, dtype=leaf.dtype, device=device)
+
+
+def _put(rows: torch.Tensor, at: torch.Tensor, leaf: torch.Tensor) -> None:
+    """Make ``leaf`` the row ``at``."""
+    if leaf.itemsize == 1:  # not every type of a byte can be copied so
+        rows, leaf = rows.view(torch.uint8), leaf.view(torch.uint8)
+    rows.index_copy_(0, at, leaf[None])
 
 
 def _stacked(*steps: Any) -> Any:

@@ -120,7 +120,7 @@ class RunnerStats(RunnerFacts):
     ``piecewise`` activate and compile before them."""
     updates: Mapping[str, float]
     """What the policy counted over the present graphs: how host arguments were applied, or, under
-    ``piecewise``, pieces and compilations."""
+    ``piecewise``, pieces and compilations; loops, with why they were unrolled."""
     graph_bytes: int
     replay_pace: ReplayPace | None
     """How fast graphs went after the last captures; None where a device has but one pace."""

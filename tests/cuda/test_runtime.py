@@ -10,8 +10,8 @@ import pytest
 
 from devgraph.api.torchlike.nodes import RuntimeCallError, Update
 from devgraph.cuda import runtime as cuda_runtime
-from devgraph.cuda.runtime import CopyParams, FillParams, KernelParams, Runtime
-from tests.support.stub_driver import GRAPH, REFUSED, StubDriver
+from devgraph.cuda.runtime import CopyParams, FillParams, KernelParams, LaunchConfig, Runtime
+from tests.support.stub_driver import GRAPH, StubDriver
 
 CONTEXT = 77
 DEVICE, UNIFIED, HOST = 2, 4, 1
@@ -27,6 +27,7 @@ class Driver(StubDriver):
         self.pinned: set[int] = set()
         self.context = CONTEXT
         self.needs_context = False
+        self.mode = 1
 
     def kernel(self, function: int, kernel: int = 0, **launch: Any) -> int:
         node = self.node("kernel", KernelParams(func=function, kern=kernel))
@@ -56,13 +57,52 @@ class Driver(StubDriver):
         return 0
 
     def ModuleLoadData(self, module: int, text: int) -> int:
-        return REFUSED
+        c_uint64.from_address(module).value = 5
+        return self.note("load", self.mode)
 
     def ModuleGetFunction(self, function: int, module: int, name: int) -> int:
-        return REFUSED
+        c_uint64.from_address(function).value = 10 * module
+        return 0
 
-    def LaunchKernelEx(self, config: int, function: int, params: None, extra: None) -> int:
-        return REFUSED
+    def ThreadExchangeStreamCaptureMode(self, mode: int) -> int:
+        found = c_int.from_address(mode)
+        self.mode, found.value = found.value, self.mode
+        return 0
+
+    def LaunchKernelEx(self, config: int, function: int, params: int, extra: None) -> int:
+        found = LaunchConfig.from_address(config)
+        assert (*found.grid, *found.block, found.shared_bytes) == (1, 1, 1, 1, 1, 1, 0)
+        where = (c_uint64 * 2).from_address(params)
+        values = [c_uint64.from_address(one).value for one in where]
+        return self.note("launch", function, found.stream, *values)
+
+    def GraphConditionalHandleCreate(
+        self, handle: int, graph: int, context: int, first: int, flags: int
+    ) -> int:
+        assert (context, first, flags) == (self.context, 0, 0)
+        c_uint64.from_address(handle).value = 33
+        return self.note("handle", graph)
+
+    def GraphAddNode(self, node: int, graph: int, before: int, count: int, params: int) -> int:
+        self._bodies = c_uint64(GRAPH)
+        c_uint64.from_address(node).value = 44
+        # At the offsets of the driver's header: type, handle, kind, size, bodies, context.
+        kind, handle = c_int.from_address(params).value, c_uint64.from_address(params + 16).value
+        loop = (c_int * 2).from_address(params + 24)[:]
+        c_uint64.from_address(params + 32).value = ctypes.addressof(self._bodies)
+        assert c_uint64.from_address(params + 40).value == self.context
+        came = (c_uint64 * count).from_address(before)[:]
+        return self.note("node", graph, came, kind, handle, loop)
+
+    def StreamUpdateCaptureDependencies(
+        self, stream: int, nodes: int, count: int, flags: int
+    ) -> int:
+        return self.note("go on", stream, (c_uint64 * count).from_address(nodes)[:], flags)
+
+    def StreamBeginCaptureToGraph(
+        self, stream: int, graph: int, before: None, kinds: None, count: int, mode: int
+    ) -> int:
+        return self.note("begin", stream, graph, mode)
 
     def GetErrorName(self, error: int, text: int) -> int:
         self._text = ctypes.create_string_buffer(b"CUDA_ERROR_INVALID_VALUE")
@@ -282,3 +322,33 @@ def test_failed_call_raises_with_the_name_and_the_code(runtime: Runtime) -> None
     ) as caught:
         runtime.destroy(0)
     assert caught.value.error_code == 1
+
+
+def test_loop_is_a_node_whose_body_says_whether_it_is_repeated(
+    driver: Driver, runtime: Runtime
+) -> None:
+    driver.captured = [1, 2, 3]
+    with runtime.looping(1, 9, 0x1000) as count:
+        driver.note("body")
+    assert count() == 3
+    before = [2**47 + 1, 7]  # what the capture of stream 1 goes on from
+    assert driver.calls == [
+        ("handle", GRAPH),
+        ("load", 2),
+        ("launch", 50, 1, 33, 0x1000),
+        ("node", GRAPH, before, 13, 33, [1, 1]),
+        ("go on", 1, [44], 1),
+        ("begin", 9, GRAPH, 1),
+        ("body",),
+        ("launch", 50, 9, 33, 0x1000),
+        ("end", 9),
+    ]
+    assert driver.mode == 1, "a capture mode that is not the thread's own"
+
+
+def test_loop_whose_body_fails_leaves_its_stream_without_a_capture(
+    driver: Driver, runtime: Runtime
+) -> None:
+    with pytest.raises(KeyError), runtime.looping(1, 9, 0x1000):
+        raise KeyError("the body")
+    assert driver.calls[-1] == ("end", 9)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ import devgraph as dg
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import ExecutableError
+from devgraph.api.marks.scopes import repeater
 from devgraph.api.torchlike.node_graph import NodeBackend
 from devgraph.rocm.runtime import Runtime
 from devgraph.runners import load
@@ -58,6 +60,31 @@ class AcmeDevice(Device):
             yield
 
 
+class AcmeRuntime(Runtime):
+    """The fake's driver with loops: a kernel that launches the body again and again."""
+
+    device: AcmeDevice
+
+    @contextlib.contextmanager
+    def looping(self, stream: int, body: int, going: int) -> Iterator[Callable[[], int]]:
+        device, flag, found = self.device, ctypes.c_bool.from_address(going), []
+        self.begin_capture(body)
+        try:
+            yield lambda: found[0]
+        except BaseException:
+            self.destroy(self.end_capture(body))
+            raise
+        graph = self.end_capture(body)
+        found.append(self.count(graph))
+        once = self.bound(self.instantiate(graph), 0)
+
+        def run() -> None:
+            while flag.value:
+                once()
+
+        device.fake.launch(stream, device.kernel("loop"), ctypes.c_int64(device.remember(run)))
+
+
 class AcmeBackend(NodeBackend):
     """A backend over that namespace, with the fake's driver."""
 
@@ -66,7 +93,7 @@ class AcmeBackend(NodeBackend):
     graph_class_name = "AcmeGraph"
     stream_handle_name = "address"
     capabilities = Capabilities(
-        region_update=True, rng=True, node_counts=True, remakes_executables=True
+        region_update=True, rng=True, node_counts=True, remakes_executables=True, loops=True
     )
 
     def __init__(self, fake: Fake) -> None:
@@ -76,7 +103,9 @@ class AcmeBackend(NodeBackend):
         self._device = torch.device("cpu")
         self._capture_stream = None
         self.current_stream_id = self._make_current_stream_id()
-        self.use_runtime(Runtime(fake.path))
+        runtime = AcmeRuntime(fake.path)
+        runtime.device = self.namespace
+        self.use_runtime(runtime)
 
     @contextlib.contextmanager
     def side_stream(self, pool: Any, stream: Any = None) -> Iterator[None]:
@@ -294,3 +323,74 @@ def test_copies_of_inputs_that_are_a_graph_go_with_their_runner(
         assert pool.recordings.residency().made == graphs
         before = be.fake.get("live_execs")
     assert be.fake.get("live_execs") == before - graphs
+
+
+def summed(x: torch.Tensor, times: torch.Tensor, turn: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Add ``turn(x)`` to ``x`` so many times, four at most."""
+    total, at = x.clone(), torch.zeros(1, dtype=torch.int64)
+    going = (at < times)[0]
+
+    def add() -> None:
+        total.add_(turn(x).masked_fill(going.logical_not(), 0))
+        at.add_(1)
+        going.copy_((at < times)[0])
+
+    repeat = repeater()
+    if repeat is not None:
+        repeat(add, going)
+    else:
+        for _ in range(4):
+            add()
+    return total * 2
+
+
+def test_loop_is_repeated_by_the_device_and_counts_its_nodes(be: AcmeBackend) -> None:
+    turns: list[int] = []
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        turns.append(be.namespace.current_stream().address)
+        return x * 3
+
+    x, times = noise(), torch.tensor([2])
+    pool = be.make_pool(budget_bytes=0)
+    with dg.capture(summed, x, times, turn, backend=be, pool=pool, warmup=1) as cap:
+        assert turns[4:] == [be.loop_stream.address] != [be.capture_stream.address]
+        assert cap.stats() == {"loops": 1, "loop_nodes": 7}
+        assert cap.info().nodes == 7 + 5
+        for _ in range(2):
+            for most in (0, 4, 1, 3):
+                times.fill_(most)
+                x.copy_(noise())
+                assert torch.equal(cap.replay(), summed(x, times, lambda x: x * 3))
+
+
+@pytest.mark.parametrize("case", ["random", "region", "swallowed"])
+def test_loop_that_the_device_cannot_repeat_is_unrolled(be: AcmeBackend, case: str) -> None:
+    @dg.region(host_args=("n",))
+    def times_n(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * n
+
+    def turn(x: torch.Tensor, **host: Any) -> torch.Tensor:
+        if case == "random":
+            return x + torch.rand(4, 8)
+        try:
+            return times_n(x, **host)
+        except dg.CaptureError:
+            if case == "region":
+                raise
+            return x
+
+    def fn(x: torch.Tensor, times: torch.Tensor, *, n: int) -> torch.Tensor:
+        return summed(x, times, lambda x: turn(x, n=n))
+
+    x, times = noise(), torch.tensor([2])
+    pool = be.make_pool()
+    pool.used = True  # others were captured, so that the outputs are moved
+    with dg.capture(fn, x, times, backend=be, host_args={"n": 2}, pool=pool, warmup=1) as cap:
+        assert cap.stats()[f"loops_unrolled_{'failed' if case == 'random' else 'region'}"] == 1
+        assert "loops" not in cap.stats()
+        for n in (2, 3):
+            be.set_rng_state(rng := be.get_rng_state())
+            got = cap.replay(n=n).clone()
+            be.set_rng_state(rng)
+            assert torch.equal(got, fn(x, times, n=n))

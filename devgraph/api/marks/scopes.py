@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import CaptureError, FrozenValueError, brief
 from devgraph.api.marks.host_values import HostSpec, is_tracked
-from devgraph.api.marks.marks import Absorbed, Mark, entered, refuse_no_graph
+from devgraph.api.marks.marks import Absorbed, Mark, current_scope, entered, refuse_no_graph
 from devgraph.api.marks.source import user_line
 
 if TYPE_CHECKING:
@@ -95,6 +95,31 @@ def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any
         )
 
 
+Repeat = Callable[[Callable[[], None], torch.Tensor], None]
+"""Called with a body, which it calls once, and a bool tensor of one entry: a replay repeats what
+the body launched for as long as the tensor is true. What goes on from one turn to the next lies in
+tensors that were made before."""
+
+
+class LoopError(CaptureError):
+    """A step cannot be captured with the loop in it, and may be without.
+
+    Args:
+        reason: the name under which that is counted.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def repeater() -> Repeat | None:
+    """Return what records a loop in the capture of this thread; None where none is captured, and
+    where a loop is unrolled, which is counted."""
+    scope = current_scope()
+    return scope.repeater() if isinstance(scope, GraphScope) else None
+
+
 class GraphScope:
     """Everything goes into one graph; dynamic regions are remembered so that they can be updated.
 
@@ -102,6 +127,7 @@ class GraphScope:
         accept_equal: see ``captured_call``.
         host: host keyword arguments by mark that are known already; others are resolved from the
             values of capture.
+        unrolls: why loops are unrolled, as it is counted; "" if they are not.
     """
 
     def __init__(
@@ -111,11 +137,39 @@ class GraphScope:
         *,
         accept_equal: bool = False,
         host: Mapping[Mark, dict[str, Any]] | None = None,
+        unrolls: str = "here",
     ) -> None:
         self._graph = graph
         self._spec = spec
         self._accept_equal = accept_equal
         self._host_of: dict[Mark, dict[str, Any]] = dict(host or {})
+        self._unrolls = unrolls
+        self._repeating = False
+        self.loops: dict[str, int] = {}
+        """Counts of loops, and of the nodes that they repeat."""
+
+    def repeater(self) -> Repeat | None:
+        """See ``repeater``."""
+        if self._unrolls:
+            self._count(f"loops_unrolled_{self._unrolls}", 1)
+            return None
+        return self._repeat
+
+    def _repeat(self, body: Callable[[], None], going: torch.Tensor) -> None:
+        self._repeating = True
+        try:
+            nodes = self._graph.capture_loop(body, going)
+        except LoopError:
+            raise
+        except Exception as error:
+            raise LoopError("failed", f"a loop could not be captured: {error}") from error
+        finally:
+            self._repeating = False
+        self._count("loops", 1)
+        self._count("loop_nodes", nodes)
+
+    def _count(self, name: str, number: int) -> None:
+        self.loops[name] = self.loops.get(name, 0) + number
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":
@@ -123,6 +177,11 @@ class GraphScope:
         with entered(Absorbed(mark, "full")):
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
+            if self._repeating:
+                self._graph.spoiled = LoopError(
+                    "region", f"updatable region {mark.name} was called in a loop"
+                )
+                raise self._graph.spoiled
             args, kwargs, host = captured_call(
                 mark, args, kwargs, self._spec, self._host_of, accept_equal=self._accept_equal
             )

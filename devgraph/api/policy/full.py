@@ -8,11 +8,13 @@ same output tensors.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Hashable
 from typing import Any
 
+import attrs
 import torch
 from torch.utils import _pytree as pytree
 
@@ -22,7 +24,7 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import describe, memory_of
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
-from devgraph.api.marks.scopes import GraphScope
+from devgraph.api.marks.scopes import GraphScope, LoopError
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.budget import MissBudget, UpdateBudget
 from devgraph.api.policy.job import Job, Policy
@@ -251,15 +253,29 @@ class UpdatablePlan:
 
 class _Full(Policy):
     def capture(self, job: Job, session: Session) -> FullPlan | UpdatablePlan:
+        if not job.backend.capabilities.loops:
+            return self._captured(job, session, unrolls="backend")
+        # What failed has used its own outputs up.
+        trial = attrs.evolve(job, outputs=copy.copy(job.outputs))
+        try:
+            return self._captured(trial, session)
+        except LoopError as error:
+            logger.info("captured with its loop unrolled: %s", error)
+            return self._captured(job, session, unrolls=error.reason)
+
+    def _captured(
+        self, job: Job, session: Session, *, unrolls: str = ""
+    ) -> FullPlan | UpdatablePlan:
         graph = job.backend.make_graph(job.pool)
         graph.touchable = job.tensors
-        with session.recording(GraphScope(graph, job.spec)):
+        scope = GraphScope(graph, job.spec, unrolls=unrolls)
+        with session.recording(scope):
             session.begin(graph, spec=job.spec)
             outputs = job.outputs.filled(job.fn(*job.args, **job.kwargs, **job.spec.tracked()))
             session.end()
-        if graph.hits:
-            return UpdatablePlan(job, graph, outputs)
-        return FullPlan(graph, outputs)
+        plan = UpdatablePlan(job, graph, outputs) if graph.hits else FullPlan(graph, outputs)
+        plan.notes.update(scope.loops)
+        return plan
 
 
 POLICY = _Full()

@@ -6,6 +6,7 @@ nearly the same arguments. What one of them has besides, or otherwise, is in its
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_int, c_size_t, c_uint64
@@ -191,6 +192,12 @@ class NodeCalls:
     def context(self) -> tuple[Any, ...]:
         """Return what writing a copy or a fill into an executable takes at the end."""
         return ()
+
+    def looping(
+        self, stream: int, body: int, going: int
+    ) -> contextlib.AbstractContextManager[Callable[[], int]]:
+        """See ``NodeRuntime``."""
+        raise NotImplementedError
 
     def copy_attributes(self, source: int, target: int) -> None:
         """Give a kernel node the launch attributes of another."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from devgraph.api.errors import (
     CaptureError,
@@ -30,6 +31,7 @@ from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
+from devgraph.api.marks.scopes import LoopError
 from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
@@ -225,6 +227,7 @@ class NodeGraph(TorchGraph):
 
     def _forget(self) -> None:
         self._nodes: int | None = None
+        self._repeated = 0
         self._stream: Any = None
         self._pattern: RegionPattern | None = None
         self._current: NodeRecording | None = None
@@ -252,7 +255,7 @@ class NodeGraph(TorchGraph):
         capture = runtime.capture_of(stream)
         self._nodes, unjoined = 0, []
         if capture is not None:
-            self._nodes = runtime.count(capture[1])
+            self._nodes = runtime.count(capture[1]) + self._repeated
             if self.names_side_streams:
                 unjoined = self._torch.side_streams.unjoined(stream, capture)
         try:
@@ -263,7 +266,14 @@ class NodeGraph(TorchGraph):
             raise UnjoinedStreamError(name_streams(unjoined)) from error
         own = self._own
         assert own is not None and own.raw is not None
+        if self._repeated:  # a driver says only now what it does not repeat
+            try:
+                runtime.destroy_executable(runtime.instantiate(own.raw.graph))
+            except RuntimeCallError as error:
+                raise LoopError("failed", f"a loop has no executable: {error}") from error
         if self._nodes and self._torch.draws_random(self._native, self.pool):
+            if self._repeated:  # each turn would draw the numbers of the first
+                raise LoopError("random", "a step with a loop draws random numbers")
             own.prologue = self._native.replay
         if self._nodes and self.hits:
             regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
@@ -296,6 +306,18 @@ class NodeGraph(TorchGraph):
 
     def region_size(self, hit: MarkedCall) -> int | None:
         return len(hit.note.nodes) if isinstance(hit.note, _Span) else None
+
+    def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
+        backend, stream = self._torch, self._torch.current_stream_id()
+        other = backend.loop_stream
+        # A graph's pool takes allocations from the capture that torch knows of only.
+        with backend.namespace.stream(other), self.pool.region_memory():
+            looping = self._runtime.looping(stream, backend.stream_handle(other), going.data_ptr())
+            with looping as count:
+                body()
+        nodes = count()
+        self._repeated += nodes
+        return nodes
 
     # Regions in a capture.
 
@@ -514,6 +536,7 @@ class NodeBackend(TorchBackend):
         """Take the driver's graph calls from ``runtime``."""
         self.runtime = runtime
         self._lazy_generators: bool | None = None
+        self._loop_stream: Any = None
         if runtime is None:
             self.graph_type = TorchGraph
             return
@@ -529,6 +552,14 @@ class NodeBackend(TorchBackend):
         """The driver's graph calls, for the graphs that are made of nodes."""
         assert self.runtime is not None
         return self.runtime
+
+    @property
+    def loop_stream(self) -> Any:
+        """The stream that the bodies of loops are captured on, while another captures the rest."""
+        if self._loop_stream is None:
+            made = [self.namespace.Stream(self._device) for _ in range(2)]  # handed out in turn
+            self._loop_stream = next(one for one in made if one != self.capture_stream)
+        return self._loop_stream
 
     def bind_worker(self, index: int) -> None:
         super().bind_worker(index)

@@ -6,6 +6,7 @@ parameters. What differs is behind ``NodeRuntime``: plain calls on raw handles, 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -84,6 +85,15 @@ class NodeRuntime(Protocol):
 
     def end_capture(self, stream: int) -> int:
         """End the capture on ``stream`` and return its graph, which the caller owns."""
+
+    def looping(
+        self, stream: int, body: int, going: int
+    ) -> contextlib.AbstractContextManager[Callable[[], int]]:
+        """Record what the block launches on the stream ``body`` as a loop in the capture on
+        ``stream``, repeated while the byte at the address ``going`` is not zero.
+
+        Yields what counts, behind the block, the nodes of the body.
+        """
 
     # Graphs.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import types
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -255,6 +256,102 @@ def test_a_loop_goes_with_what_else_a_runner_does(kit: Kit, options: dict[str, A
     kit.same(out.outputs, torch.stack([x * 2, x * 4, x * 8]), "all steps")
     assert planned[before:] == [3] and out.taken.tolist() == [3, 3, 3]
     assert runner.prove().ok
+
+
+LEFT = slot("left", ("requests",), torch.int64, dg.Pad.zero())
+
+
+class Counting:
+    """A step that counts how often it runs, until each request has none of its steps ``left``."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.turns = torch.zeros(1, dtype=torch.int64, device=kit.device)
+
+    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
+        self.turns.add_(1)
+        # Temporary memory, of which rows that were written before must be no part.
+        grown = (batch.x.repeat(1, 4).cumsum(1) * 2).view(-1, 4, WIDTH)[:, 0] - batch.x.cumsum(1)
+        return {"grown": grown, "odd": batch.left % 2 == 1}
+
+    def loop(self, steps: int = 5) -> dg.Loop:
+        def advance(batch: Any, found: dict[str, torch.Tensor]) -> None:
+            batch.x.add_(1)
+            batch.left.sub_(1)
+
+        return dg.Loop(steps=steps, advance=advance, done=lambda batch, found: batch.left <= 0)
+
+    def check(self, kit: Kit, runner: dg.DecodeRunner, left: list[int], seed: int) -> None:
+        """Fail unless a run takes the steps that are left, and no more."""
+        x = kit.tensor(len(left), WIDTH, seed=seed).round()
+        given = torch.tensor(left, device=kit.device)
+        self.turns.zero_()
+        out = runner.run({"x": x, "left": given}, clone=True)
+        kit.backend.synchronize()
+        taken = [min(one, 5) for one in left]
+        assert (int(self.turns), int(out.steps)) == (max(taken), max(taken))
+        assert out.taken.tolist() == taken
+        for step in range(5):
+            went = (torch.tensor(taken) > step).to(kit.device)
+            want = (x + step).cumsum(1) * went[:, None]
+            kit.same(out.outputs["grown"][step], want, f"step {step} of {left}")
+            odd = ((given - step) % 2 == 1) & went
+            kit.same(out.outputs["odd"][step], odd, f"the bools of {left}")
+
+
+@declares("loops")
+def test_a_loop_ends_when_every_request_is_done(kit: Kit) -> None:
+    model = Counting(kit)
+    runner = runner_of(
+        kit,
+        model.forward,
+        [X, LEFT],
+        outputs={"grown": dg.OutputSlot(), "odd": dg.OutputSlot()},
+        loop=model.loop(),
+    )
+    assert runner.stats().updates == {"loops": 3, "loop_nodes": ANY}
+    batches = [[1], [2, 9, 4], [1, 1, 1, 1], [5, 2], [3], [7, 6, 5, 4], [9], [2, 3]]
+    for seed, left in enumerate([*batches, *reversed(batches)]):
+        model.check(kit, runner, left, seed)
+    assert runner.prove().ok
+
+
+@declares("loops", "streams")
+def test_a_loop_may_fork_to_other_streams(kit: Kit) -> None:
+    side = kit.side_stream()
+
+    def forward(batch: Any) -> torch.Tensor:
+        current = kit.streams.current_stream()
+        side.wait_stream(current)
+        with kit.streams.stream(side):
+            doubled: torch.Tensor = batch.x * 2
+        other: torch.Tensor = batch.x + 1
+        current.wait_stream(side)
+        return doubled + other
+
+    loop = dg.Loop(steps=3, advance=lambda batch, out: batch.x.copy_(out))
+    runner = runner_of(kit, forward, loop=loop)
+    assert runner.stats().updates == {"loops": 3, "loop_nodes": ANY}
+    for count in (3, 1, 4):
+        x = kit.tensor(count, WIDTH, seed=count).round()
+        want = torch.stack([3 * x + 1, 9 * x + 4, 27 * x + 13])
+        kit.same(runner.run({"x": x}).outputs, want, f"{count} requests")
+
+
+@declares("loops", "remakes_executables")
+def test_a_loop_whose_executable_was_dropped_is_made_again(kit: Kit) -> None:
+    model = Counting(kit)
+    runner = runner_of(
+        kit,
+        model.forward,
+        [X, LEFT],
+        outputs={"grown": dg.OutputSlot(), "odd": dg.OutputSlot()},
+        loop=model.loop(),
+        config={"policy": "full", "memory": 0},
+    )
+    for seed, left in enumerate([[3], [2, 9, 4], [1, 1, 1, 1], [5, 2], [3]]):
+        model.check(kit, runner, left, seed)
+    kept = runner.stats().executables
+    assert kept is not None and kept.made >= 5 and kept.evicted >= 4
 
 
 @declares("rng")
