@@ -49,7 +49,8 @@ class Device(abc.ABC):
         self.after_fork()
         process.identity.renewed.add(self)
         self._lost = ""
-        self._keeping = False
+        self.keeps_memory = False
+        """Whether memory of graphs is not given back any more."""
         self._buried: list[Any] = []
         self.graphs: weakref.WeakSet[_Told] = weakref.WeakSet()
         """Every living graph, which must be told when the device is lost."""
@@ -156,16 +157,17 @@ class Device(abc.ABC):
                     gc.enable()
 
     def keep_memory(self) -> None:
-        """Give no memory back any more: a capture that nothing could end counts as under way until
-        the process ends."""
-        self._keeping = True
+        """Give no memory back any more: the device is lost, or a capture that nothing could end
+        counts as under way until the process ends."""
+        self.keeps_memory = True
+        keep_for_ever(*self._buried)
 
     def bury(self, *things: Any) -> None:
-        """Keep ``things`` until no capture is under way, if one is, and those of a lost device.
+        """Keep ``things`` until no capture is under way, if one is; for ever with ``keep_memory``.
 
         Device memory that is given back meanwhile would end the process.
         """
-        if self._lost or self._keeping:
+        if self.keeps_memory:
             keep_for_ever(*things)
         elif self._capturing is not None:
             self._buried.append(things)
@@ -203,7 +205,7 @@ class Device(abc.ABC):
         reason = self.lost_reason(error)
         if reason is not None and not isinstance(error, DeviceLost):
             self._lost = reason
-            keep_for_ever(*self._buried)
+            self.keep_memory()
             for graph in list(self.graphs):
                 graph.give_up()
             raise DeviceLost(

@@ -139,6 +139,9 @@ class Burials:
                 del graph  # and with it perhaps a pool, which is buried then
             while may_wait and self._memory:
                 things = self._memory.pop()
+                if self._backend.keeps_memory:
+                    keep_for_ever(things)
+                    continue
                 try:
                     self._backend.namespace.synchronize(self._backend.device)
                 except Exception as error:

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -61,6 +62,22 @@ def test_memory_goes_with_its_pool_after_dynamo_took_over_the_calls_of_frames(ba
     del pool
     gc.collect()
     assert segments() == 0
+
+
+def test_memory_is_kept_where_a_capture_that_nothing_could_end_counts_as_under_way(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = [backend.make_pool() for _ in range(2)]
+    alive = [weakref.ref(pool._memory) for pool in pools]
+    with backend.quiet():
+        pools.pop()  # waits until the capture is over
+    assert alive.pop()() is None
+    with backend.quiet():
+        monkeypatch.setattr(backend, "keeps_memory", False)
+        pools.pop()
+        backend.keep_memory()
+    backend.synchronize()
+    assert alive.pop()() is not None
 
 
 # Graphs -----------------------------------------------------------------------------------------
