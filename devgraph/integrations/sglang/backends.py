@@ -64,6 +64,8 @@ class _OnDevgraph:
     _device_module: Any
     _tp_group: Any
     _pool: Any
+    _precarve: Any = None
+    _reuse_output_buffer = False
     _devgraph_pool: Pool | None = None
     _warm = False
     """Whether a shape was warmed up in this session."""
@@ -109,19 +111,14 @@ class _OnDevgraph:
             )
             allocator.set_graph_pool_id(self._pool)
 
-    def _open(self) -> Pool:
-        if self._devgraph_pool is None:
-            raise StateError("capture_one was called outside capture_session")
-        return self._devgraph_pool
-
     def _warm_up(self, forward: Callable[[], Any], after: Callable[[], None] | None) -> Any:
-        precarve = getattr(self, "_precarve", None)
+        measured = self._precarve.measure if self._precarve else contextlib.nullcontext
         output = None
         for run in range(_WARMUPS):
             if run == 0 or not self._warm:
                 self._device_module.synchronize()
                 self._tp_group.barrier()
-                with contextlib.nullcontext() if precarve is None else precarve.measure():
+                with measured():
                     output = forward()
                 if after is not None:
                     after()  # attention puts back what the warm-up changed
@@ -146,11 +143,14 @@ class _OnDevgraph:
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
         """Warm the step up and capture it; a replay of ``shape_key`` is one of what it did."""
-        pool = self._open()
+        pool = self._devgraph_pool
+        if pool is None:
+            raise StateError("capture_one was called outside capture_session")
         places = self._places(self._warm_up(forward_fn, post_warmup_hook))
 
         def body() -> Any:
-            self._carve()
+            if self._precarve:
+                self._precarve.mint()  # takes what was measured in one piece
             output = forward_fn()
             return output if places is None else copy_into(places, output)
 
@@ -167,12 +167,6 @@ class _OnDevgraph:
         with scope():
             yield
         self._step_profiler()
-
-    def _carve(self) -> None:
-        """Take the memory that SGLang measured in one piece, at the start of a capture."""
-        precarve = getattr(self, "_precarve", None)
-        if precarve is not None:
-            precarve.mint()
 
     def cleanup(self) -> None:
         """Free every graph; the backend can capture again."""
@@ -202,7 +196,7 @@ def full_backend() -> Any:
             return super().__new__(cls)
 
         def _places(self, warm: Any) -> list[torch.Tensor] | None:
-            if not getattr(self, "_reuse_output_buffer", False):
+            if not self._reuse_output_buffer:
                 return None
             return self._shared_outputs.places(warm, rows=None, capacity=None)
 
