@@ -37,11 +37,11 @@ def test_frames_are_those_of_the_walk_and_its_callees(walks: ModuleType) -> None
 MOST = {
     "mode": 300,
     "capture_region": 1000,
-    "replay": 14,
-    "known_key": 40,
-    "repeated_key": 18,
+    "replay": 10,
+    "known_key": 36,
+    "repeated_key": 14,
     "new_node_key": 170,
-    "decode": 22,
+    "decode": 20,
 }
 
 

@@ -159,6 +159,7 @@ class HostSpec:
         for name, value in self.declared.items():
             _refuse_singleton(name, value)
         self.defaults = _signature_defaults(fn, self.declared) if fn is not None else {}
+        self._kinds = {name: type(value) for name, value in self.declared.items()}
         self.required = frozenset(self.declared) - frozenset(self.defaults)
 
     def tracked(self) -> dict[str, Tracked]:
@@ -186,7 +187,10 @@ class HostSpec:
                 f"missing host arguments: {names}. Every declared host argument without a default "
                 f"must be passed to each replay; declared: {', '.join(sorted(self.declared))}."
             )
-        return {**self.defaults, **self.checked(given)}
+        for name, value in given.items():
+            if type(value) is not self._kinds.get(name):
+                return {**self.defaults, **self.checked(given)}
+        return {**self.defaults, **given}
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``given`` with every name and type checked against the declaration."""
