@@ -84,7 +84,8 @@ class DecodeRunner(Runner):
         slots = check_slots(inputs, SLOTS if loop else ())
         step = forward
         if loop is not None:
-            step, outputs = loop.around(forward, slots, outputs), looped_outputs(outputs)
+            step = loop.around(forward, slots, outputs, ranks=group is not None)
+            outputs = looped_outputs(outputs)
         super().__init__(
             slots=slots,
             function=step,

@@ -8,6 +8,7 @@ every step their rows get their slots' pad values again, whatever ``advance`` wr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -52,6 +53,9 @@ class LoopResult(NamedTuple):
     """How many steps each request took, int64 ``[requests]``."""
 
 
+_for_tensors = functools.partial(pytree.tree_map_only, torch.Tensor)
+
+
 @attrs.frozen(kw_only=True)
 class Loop:
     """Several decode steps in one launch, as ``DecodeRunner(loop=...)`` takes it.
@@ -94,7 +98,12 @@ class Loop:
                 raise ConfigTypeError(f"{name} of a loop must be a function: {brief(given)}")
 
     def around(
-        self, forward: Callable[[Batch], Any], slots: Mapping[str, InputSlot], outputs: Any
+        self,
+        forward: Callable[[Batch], Any],
+        slots: Mapping[str, InputSlot],
+        outputs: Any,
+        *,
+        ranks: bool,
     ) -> Callable[[Batch], LoopResult]:
         """Return all steps as one.
 
@@ -102,6 +111,7 @@ class Loop:
             forward: one step.
             slots: the input slots, ``SLOTS`` among them.
             outputs: the output slots of one step.
+            ranks: whether other ranks take the same steps.
         """
         if not callable(forward):
             raise ConfigTypeError(f"the step of a runner must be callable: {brief(forward)}")
@@ -140,11 +150,13 @@ class Loop:
                 return running, found
 
             compiled = torch.compiler.is_compiling()  # which unrolls the loop
-            if seen and not compiled and (repeat := repeater()) is not None:
+            why = "ranks" if ranks or _several_ranks() else ""
+            if seen and not compiled and (repeat := repeater(why)) is not None:
                 return _repeated(step, self.steps, batch.running, repeat, seen[-1])
             alive, found = zip(*(step() for _ in range(self.steps)), strict=True)
             if not compiled:
-                seen[:] = [pytree.tree_map(_layout_of, found[0])]
+                layout = functools.partial(torch.empty_like, device="meta")
+                seen[:] = [_for_tensors(layout, found[0])]
             went = torch.stack(alive)
             return LoopResult(pytree.tree_map(_stacked, *found), went.any(1).sum(), went.sum(0))
 
@@ -204,6 +216,12 @@ def _rows(running: torch.Tensor, dim: str | None, width: int) -> torch.Tensor:
     return running.any()
 
 
+def _several_ranks() -> bool:
+    """Whether a step may hold collectives, which hang where ranks differ in when they end."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _repeated(
     step: Callable[[], tuple[torch.Tensor, Any]],
     most: int,
@@ -219,33 +237,21 @@ def _repeated(
     taken = torch.zeros_like(running, dtype=torch.int64)
     at = taken.new_zeros(1)
     going = running.any()
-    layouts, spec = pytree.tree_flatten(like)
-    rows = [_empty_rows(layout, most, at.device) for layout in layouts]
+    rows = _for_tensors(
+        lambda one: torch.zeros(most, *one.shape, dtype=one.dtype, device=at.device), like
+    )
 
     def turn() -> None:
         ran, found = step()
-        for place, leaf in enumerate(spec.flatten_up_to(found)):
+        for into, leaf in zip(*map(pytree.tree_leaves, (rows, found)), strict=True):
             if isinstance(leaf, torch.Tensor):
-                _put(rows[place], at, leaf)
-            else:
-                rows[place] = leaf
+                _put(into, at, leaf)
         taken.add_(ran)
         at.add_(1)
         going.copy_((at[0] < most).logical_and(running.any()))
 
     repeat(turn, going)
-    return LoopResult(pytree.tree_unflatten(rows, spec), taken.max(), taken)
-
-
-def _layout_of(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _empty_rows(leaf: Any, most: int, device: torch.device) -> Any:
-    """Return ``most`` rows of zeros like ``leaf``."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return torch.zeros(most, *leaf.shape, dtype=leaf.dtype, device=device)
+    return LoopResult(rows, taken.max(), taken)
 
 
 def _put(rows: torch.Tensor, at: torch.Tensor, leaf: torch.Tensor) -> None:

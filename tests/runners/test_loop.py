@@ -128,3 +128,28 @@ def test_an_output_of_other_rows_than_declared_is_named() -> None:
             outputs=dg.OutputSlot(rows="tokens"),
             loop=dg.Loop(steps=2, advance=_stay),
         )
+
+
+def test_a_loop_of_several_ranks_is_unrolled() -> None:
+    def steps(**options: Any) -> Any:
+        runner = decode_of(
+            lambda batch: batch.x * 2, [X], loop=dg.Loop(steps=2, advance=_stay), **options
+        )
+        with runner:
+            runner.run({"x": torch.ones(2, 3)})
+            return runner.stats().updates
+
+    graphs = steps()["loops"]
+    group = dg.RankGroup(torch.distributed.HashStore(), 0, size=1, timeout_s=10)
+    assert steps(group=group) == {"loops_unrolled_ranks": graphs}
+
+
+def test_what_advance_leaves_to_python_is_not_repeated() -> None:
+    calls: list[int] = []
+
+    def advance(batch: Any, outputs: Any) -> None:
+        calls.append(batch.requests)
+
+    with decode_of(lambda batch: batch.x * 2, [X], loop=dg.Loop(steps=7, advance=advance)) as one:
+        assert calls.count(1) % 7 == 1, "one step in the capture, seven in each warm-up"
+        assert one.run({"x": torch.ones(1, 3)}).outputs.shape == (7, 1, 3)

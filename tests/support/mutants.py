@@ -286,6 +286,12 @@ class RecordingsOutliveTheCapture(CpuGraph):
         super()._apply(CpuRecording(changes=dict(zip(spans, entries, strict=False))))
 
 
+class LoopsAreNotRepeated(CpuGraph):
+    def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
+        body()
+        return 0
+
+
 class FailedUpdateLosesTheExecutable(CpuGraph):
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> CpuRecording:
         tape, self._tape = self._tape, None
@@ -385,6 +391,12 @@ MUTANTS = (
         "breaks do not keep alive what they read",
         "test_tensors_from_outside_are_kept_alive_by_the_breaks_that_read_them",
         pool=WeakPool,
+    ),
+    Mutant(
+        "loops-not-repeated",
+        "a loop takes one turn",
+        "test_a_loop_ends_when_every_request_is_done",
+        LoopsAreNotRepeated,
     ),
     Mutant(
         "rng-frozen",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -113,11 +114,15 @@ class LoopError(CaptureError):
         self.reason = reason
 
 
-def repeater() -> Repeat | None:
+def repeater(unrolls: str = "") -> Repeat | None:
     """Return what records a loop in the capture of this thread; None where none is captured, and
-    where a loop is unrolled, which is counted."""
+    where a loop is unrolled, which is counted.
+
+    Args:
+        unrolls: why the caller unrolls it; "" if it does not.
+    """
     scope = current_scope()
-    return scope.repeater() if isinstance(scope, GraphScope) else None
+    return scope.repeater(unrolls) if isinstance(scope, GraphScope) else None
 
 
 class GraphScope:
@@ -145,13 +150,13 @@ class GraphScope:
         self._host_of: dict[Mark, dict[str, Any]] = dict(host or {})
         self._unrolls = unrolls
         self._repeating = False
-        self.loops: dict[str, int] = {}
+        self.loops: Counter[str] = Counter()
         """Counts of loops, and of the nodes that they repeat."""
 
-    def repeater(self) -> Repeat | None:
+    def repeater(self, unrolls: str) -> Repeat | None:
         """See ``repeater``."""
-        if self._unrolls:
-            self._count(f"loops_unrolled_{self._unrolls}", 1)
+        if why := self._unrolls or unrolls:
+            self.loops[f"loops_unrolled_{why}"] += 1
             return None
         return self._repeat
 
@@ -165,11 +170,7 @@ class GraphScope:
             raise LoopError("failed", f"a loop could not be captured: {error}") from error
         finally:
             self._repeating = False
-        self._count("loops", 1)
-        self._count("loop_nodes", nodes)
-
-    def _count(self, name: str, number: int) -> None:
-        self.loops[name] = self.loops.get(name, 0) + number
+        self.loops.update(loops=1, loop_nodes=nodes)
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":
