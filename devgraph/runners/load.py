@@ -18,8 +18,7 @@ import attrs
 import torch
 
 from devgraph.api.buffers import alike_to
-from devgraph.api.errors import CaptureError
-from devgraph.api.executable import EXHAUSTED
+from devgraph.api.errors import DeviceGraphError, DeviceLost
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
 from devgraph.runners.inputs import InputArena, Staging
@@ -202,10 +201,11 @@ class CopyPlan:
         if values is None:
             _copy(self._admitted(inputs))
         else:
-            places = tuple(map(_PLACE, values))
+            found = self._send(values) if self._away else values
+            places = tuple(map(_PLACE, found))
             kept = self._known.get(places)
             if kept is None:
-                _copy(self._copies(values, places) or self._admitted(inputs))
+                _copy(self._copies(found, places) or self._admitted(inputs))
             elif kept.graph is None:
                 self._again(kept)
             else:
@@ -220,14 +220,17 @@ class CopyPlan:
         backend, pool = self._arena.backend, self._pool
         assert pool is not None
         budgeted = pool.recordings.budget_bytes is not None  # others need its room more
-        wanted = kept.uses == USES_TO_CAPTURE and backend.launches_quickly and not budgeted
-        if not wanted or len(self._arena.copies) >= MOST_GRAPHS:
+        wanted = kept.uses >= USES_TO_CAPTURE and backend.launches_quickly and not budgeted
+        # No step waits for the captures of another thread.
+        if not wanted or backend.recording or len(self._arena.copies) >= MOST_GRAPHS:
             return
-        graph = backend.make_graph(pool)
+        graph, kept.uses = backend.make_graph(pool), 0
         try:
             with backend.capture_context(graph):
                 _copy(kept.copies)
-        except (CaptureError, *EXHAUSTED) as error:
+        except DeviceLost:
+            raise
+        except (DeviceGraphError, RuntimeError, MemoryError) as error:
             logger.info("the copies of inputs stay out of a graph: %s", error)
         else:
             kept.graph = graph
@@ -262,12 +265,12 @@ class CopyPlan:
         self._alike = _never
         if all(map(operator.is_, values, map(inputs.__getitem__, self._names))):
             self._alike = alike_to(values)
-        return self._copies(values) or []
+        return self._copies(self._send(values)) or []
 
     def _copies(
         self, values: Sequence[torch.Tensor], places: tuple[int, ...] = ()
     ) -> list[_Copy] | None:
-        """Return what is to be copied where, with what comes from the host sent to the device.
+        """Return what is to be copied where, of values that are on the device.
 
         Args:
             places: addresses of inputs that are like those before; None is returned where one lies
@@ -277,8 +280,6 @@ class CopyPlan:
             if self._start <= place < self._stop:
                 return None
         sources = list(values)
-        if self._away:
-            self._send(sources, self._away)
         for index in self._words:
             try:
                 sources[index] = sources[index].view(_WORD)
@@ -288,19 +289,24 @@ class CopyPlan:
         copies = []
         for group in self._groups:
             copies.append((group.targets, sources[group.first : group.last] + group.pads))
-        if places and self._pool is not None and not self._away:
+        if places and self._pool is not None:
             self._keep(copies, places, self._pool)
         return copies
 
-    def _send(self, sources: list[torch.Tensor], away: tuple[int, ...]) -> None:
-        """Replace the tensors at ``away``, which are on the host, by their copies on the device."""
+    def _send(self, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return ``values`` with those that are on the host sent to fixed places on the device."""
+        away = self._away
+        if not away:
+            return values
         staging = self._stagings.get(away)
         if staging is None:
             slots = [self._order[i] for i in away]
             layouts = [(slot.shape(self._real), slot.dtype) for slot in slots]
             staging = self._stagings[away] = Staging(self._arena.staging, layouts)
-        for index, tensor in zip(away, staging.send([sources[i] for i in away]), strict=True):
-            sources[index] = tensor
+        sent = list(values)
+        for index, tensor in zip(away, staging.send([values[i] for i in away]), strict=True):
+            sent[index] = tensor
+        return sent
 
 
 def _copy(copies: list[_Copy]) -> None:

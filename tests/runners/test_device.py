@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.runners import InputSlot, Pad, Size
+from devgraph.runners import InputSlot, Pad, Size, load
 from devgraph.runners.inputs import InputArena, Staging, StagingMemory
 from devgraph.runners.load import CopyPlan
 
@@ -240,6 +240,31 @@ def test_a_joined_copy_writes_what_separate_copies_write(devgraph_backend, join)
         assert torch.equal(view[: real.shape[0]], real), name
         last = real[-1].item() if name == "offsets" else arena.slots[name].pad.value
         assert view[real.shape[0] :].eq(last).all(), name
+
+
+@pytest.mark.parametrize("away", [(), ("ids", "bias"), tuple(slot.name for slot in SLOTS)])
+def test_copies_from_the_host_and_the_device_are_right_as_a_graph(
+    devgraph_backend, monkeypatch, away
+):
+    monkeypatch.setattr(load, "USES_TO_CAPTURE", 2)
+    monkeypatch.setattr(devgraph_backend, "launches_quickly", True)
+    device = devgraph_backend.device
+    arena = InputArena({slot.name: slot for slot in SLOTS}, Size(8, 8, 1), devgraph_backend)
+    plan = CopyPlan(arena, Size(5, 5, 1), Size(8, 8, 1), {}, pool=devgraph_backend.make_pool())
+    inputs = {n: t.cpu() if n in away else t for n, t in batch_of(5, device).items()}
+    for seed in range(8):
+        for name, data in batch_of(5, device, seed).items():
+            inputs[name].copy_(data)
+        for buffer in arena.buffers.values():
+            devgraph_backend.poison(buffer)
+        plan.load(inputs)
+        for name, view in arena.views(Size(8, 8, 1)).items():
+            real = inputs[name].to(device)
+            assert torch.equal(view[: len(real)], real), name
+            last = real[-1] if name == "offsets" else arena.slots[name].pad.value
+            assert view[len(real) :].eq(last).all(), name
+    # The reference has no tensors without memory, by which copies are known again.
+    assert len(arena.copies) == (devgraph_backend.name != "cpu")
 
 
 @pytest.mark.cuda

@@ -16,7 +16,7 @@ from devgraph.runners import InputSlot, Pad, Size
 from devgraph.runners import inputs as inputs_module
 from devgraph.runners import load as load_module
 from devgraph.runners.inputs import InputArena
-from devgraph.runners.load import MOST_PLACES, CopyPlan
+from devgraph.runners.load import MOST_PLACES, USES_TO_CAPTURE, CopyPlan
 from tests.support.runner_steps import (
     IDS,
     OFFSETS,
@@ -196,17 +196,28 @@ def test_copies_that_are_made_all_the_time_are_a_graph(monkeypatch):
     assert not plan._known
 
 
-def test_copies_that_cannot_be_captured_are_made_one_by_one(monkeypatch):
+@pytest.mark.parametrize("error", [dg.CaptureBusyError(), RuntimeError("the driver's"), None])
+def test_copies_that_cannot_be_captured_are_made_one_by_one(monkeypatch, error):
     backend = dg.get_backend("cpu")
     monkeypatch.setattr(load_module, "USES_TO_CAPTURE", 2)
     monkeypatch.setattr(backend, "launches_quickly", True)
-    monkeypatch.setattr(backend, "capture_context", lambda graph: raising(dg.CaptureBusyError()))
+    if error is None:
+        monkeypatch.setattr(backend, "recording", True)  # another thread captures
+    else:
+        monkeypatch.setattr(backend, "capture_context", lambda graph: raising(error))
     plan, views = joined_plan()
     ids, scale = tokens(1, 2, 3), torch.ones(3)
     for step in range(8):
         ids.add_(1)
         plan.load({"ids": ids, "scale": scale})
         assert views["ids"].tolist() == [2 + step, 3 + step, 4 + step, -1]
+    (kept,) = plan._known.values()
+    assert kept.graph is None
+    monkeypatch.undo()
+    monkeypatch.setattr(backend, "launches_quickly", True)
+    kept.uses = USES_TO_CAPTURE
+    plan.load({"ids": ids, "scale": scale})
+    assert kept.graph is not None
 
 
 @contextlib.contextmanager
