@@ -490,9 +490,9 @@ class Remade:
 
     def close(self) -> None:
         """Give up the memory until the next launch. Idempotent."""
-        if self._made is not None:
+        if self._recordings.budget_bytes is None:
             self.watch()
-            self._made = None
+        self._made = None
         self._drop()
 
     def watch(self) -> None:

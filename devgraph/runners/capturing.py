@@ -114,8 +114,8 @@ class Capturing:
         graph.wants += 1
         graph.missed += 1
         # A rank alone never captures: several of them do so in ``idle``.
-        alone = self._ranks.size == 1 and self._deserves(graph) and not graph.dropped
-        return graph if alone else None
+        alone = self._ranks.size == 1 and not self._pool.recordings.released
+        return graph if alone and self._deserves(graph) and not graph.dropped else None
 
     def elect(self, *, ready: bool) -> BucketGraph | None:
         """Return the graph that all ranks capture between two steps, if there is one now.
@@ -131,6 +131,7 @@ class Capturing:
         Raises:
             AgreementError: ranks differ in what is left, or one did not come.
         """
+        ready = ready and not self._pool.recordings.released
         everything, room = list(self._graphs), bool(self.pending)
         left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
         numbers = [

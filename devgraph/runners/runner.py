@@ -453,7 +453,8 @@ class Runner:
         Raises:
             InputTypeError, StateError: ``profile`` is no path, or torch profiles already, which it
                 does once at a time. OSError: there cannot be such a folder.
-            ResourceError: memory or another resource ran out and the runner is strict.
+            ResourceError: memory or another resource ran out and the runner is strict, or another
+                runner on the pool was suspended and gave the memory back.
             AgreementError: ranks differ, or one failed, is late or gone.
             Exception: what the step raised in warm-up or capture; earlier captures are kept.
         """
@@ -461,6 +462,7 @@ class Runner:
             if self._config.policy == "disabled":
                 return
             require_folder(profile)
+            self.pool.recordings.require_memory()
             if everything or self.captures_first:
                 self._capture(self._capturing.pending, profile)
             else:

@@ -278,6 +278,9 @@ def test_a_step_whose_own_segments_are_over_the_budget_is_right(kit: Kit, launch
         x.fill_(value)
         same(captured.replay(), torch.full((4,), value * 8 + 1))
     assert pool.recordings.residency().evicted > 3
+    epoch = pool.epoch
+    captured.replay()
+    assert pool.epoch == epoch, "what was bound is not bound anew for that"
 
 
 def test_an_executable_and_recordings_share_the_budget(kit: Kit) -> None:

@@ -494,6 +494,25 @@ def test_suspend_gives_memory_back_and_resume_replays_without_a_capture():
         double_runner().suspend(release="memory")
 
 
+@pytest.mark.parametrize("capture", ["eager", "lazy", "background"])
+def test_buckets_wait_while_another_runner_on_the_pool_sleeps(capture):
+    runner = double_runner(config={"releasable": True})
+    config = {"capture": capture, "lazy_hits": 1} if capture == "lazy" else {"capture": capture}
+    other = double_runner(pool=runner.pool, captured=False, config=config)
+    runner.suspend(release="memory")
+    x = rows_of_x(2)
+    for _ in range(3):
+        assert other.run({"x": x}).eq(x * 2).all()
+        assert capture == "eager" or not other.idle()
+    with pytest.raises(dg.ResourceError, match="resume"):
+        other.capture()
+    assert {graph.state for graph in other.graphs} == {"pending"}
+    runner.resume()
+    other.capture(everything=True)
+    assert other.run({"x": x}).eq(x * 2).all()
+    assert other.stats().graph_steps == 1
+
+
 def test_suspend_inside_a_step_is_refused_and_fifty_cycles_are_flat():
     """FAULTS 37, 38."""
 

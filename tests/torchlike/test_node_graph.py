@@ -17,6 +17,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import ExecutableError
 from devgraph.api.marks.scopes import repeater
+from devgraph.api.torchlike.base import TorchPool
 from devgraph.api.torchlike.node_graph import NodeBackend
 from devgraph.rocm.runtime import Runtime
 from devgraph.runners import load
@@ -217,17 +218,36 @@ class AcmePages:
             raise dg.ResourceError("no memory")
 
 
-def test_graphs_launch_what_they_last_did_after_their_memory_was_given_back(
-    be: AcmeBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FAULTS 44."""
+@pytest.fixture
+def releasable(be: AcmeBackend, monkeypatch: pytest.MonkeyPatch) -> TorchPool:
     be.capabilities = attrs.evolve(be.capabilities, releasable_memory=True)
     monkeypatch.setattr(be, "make_pages", AcmePages)
     make_memory = be.namespace.MemPool
     monkeypatch.setattr(be.namespace, "MemPool", lambda allocator: make_memory())
     monkeypatch.setattr(be.namespace, "empty_cache", lambda: None, raising=False)
-    x, pool = noise(), be.make_pool(releasable=True)
-    pages = pool._pages
+    return be.make_pool(releasable=True)
+
+
+def test_graph_that_was_not_ready_is_not_so_after_its_memory_was_given_back(
+    be: AcmeBackend, releasable: TorchPool
+) -> None:
+    graph, x = be.make_graph(releasable), noise()
+    with be.capture_context(graph, host_args={"n": 2}):
+        step(x, n=2)
+    graph.replay()
+    graph.expire()
+    releasable.release()
+    releasable.restore()
+    with pytest.raises(dg.StateError, match="stale"):
+        graph.replay()
+
+
+def test_graphs_launch_what_they_last_did_after_their_memory_was_given_back(
+    be: AcmeBackend, releasable: TorchPool
+) -> None:
+    """FAULTS 44."""
+    x, pool = noise(), releasable
+    pages: Any = pool._pages
     with dg.capture(step, x, backend=be, host_args={"n": 2}, budget=KEEP_ALL, pool=pool) as cap:
         for n in (2, 3, 5, 3, 5, 2):  # written into the own executable, and launched directly
             check(cap, step, x, n=n)

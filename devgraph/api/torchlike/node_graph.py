@@ -498,7 +498,8 @@ class NodeGraph(TorchGraph):
         self._current = recording
 
     def apply_again(self) -> None:
-        self.use(Call(weakly(self._launch_applied_again)))
+        if self._state is GraphState.READY:
+            self.use(Call(weakly(self._launch_applied_again)))
 
     def _launch_applied_again(self) -> None:
         self.pool.recordings.require_memory()

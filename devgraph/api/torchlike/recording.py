@@ -51,14 +51,10 @@ class Executables:
 
     def make(self, graph: int, nodes: int, updates: Sequence[Update] = ()) -> int:
         """Return an executable of ``graph``, which has so many nodes, with new parameters."""
-        source = self._runtime.clone(graph, updates) if updates else graph
-        try:
-            before = self._free_bytes()
-            executable = self._runtime.instantiate(source)
-            self._taken += max(before - self._free_bytes(), 0)
-        finally:
-            if updates:
-                self._runtime.destroy(source)
+        changed = RawGraph(self._runtime, self._runtime.clone(graph, updates)) if updates else None
+        before = self._free_bytes()
+        executable = self._runtime.instantiate(changed.graph if changed else graph)
+        self._taken += max(before - self._free_bytes(), 0)
         self._live += nodes
         # The driver reuses what earlier executables gave back: only the largest total counts.
         self._most = max(self._most, self._live)
