@@ -89,6 +89,22 @@ def test_breakable_backend_runs_marked_code_with_live_state(engine: Any) -> None
     assert found["segments"] == 6
 
 
+@pytest.mark.parametrize("kind", ["full_backend", "breakable_backend"])
+def test_shapes_whose_executables_make_room_for_others_replay_all_the_same(
+    engine: Any, kind: str
+) -> None:
+    backends.shared().memory.limits = (0,)
+    marked = engine.eager(lambda hidden: hidden.sum(dim=-1, keepdim=True))
+    backend, case = getattr(sglang, kind)()(runner()), Case(marked)
+    captured(engine, backend, case, 8, 4)
+    for size in (4, 8, 8, 4):
+        case.fill()
+        with backend.replay_session():
+            out = backend.replay(engine.ShapeKey(size), None)
+        assert torch.equal(out, case.expected(size))
+    assert backend._devgraph_pool.recordings.residency().evicted > 0
+
+
 def test_segments_are_not_launched_while_capturing(engine: Any) -> None:
     # As in SGLang's own: what its marks see in a capture is not defined, and no executable is made.
     seen: list[torch.Tensor] = []
