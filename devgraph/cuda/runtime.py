@@ -212,7 +212,13 @@ class Runtime(NodeCalls):
         return self.made("ModuleGetFunction", module, addressof(named))
 
     @contextlib.contextmanager
-    def looping(self, stream: int, body: int, going: int) -> Iterator[Callable[[], int]]:
+    def looping(
+        self, stream: int, body: int, going: int, prepare: Callable[[], None]
+    ) -> Iterator[Callable[[], int]]:
+        with self._relaxed():
+            prepare()
+            if not self._set_going:
+                self._set_going = self.kernel(_SET_GOING, b"set_going")
         graph, (context,) = self._captured(stream)[0], self.context()
         handle = self.made("GraphConditionalHandleCreate", graph, context, 0, 0)
         self._launch_set_going(stream, handle, going)
@@ -236,6 +242,16 @@ class Runtime(NodeCalls):
             raise
         self.end_capture(body)
 
+    @contextlib.contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """Let this thread allocate and load in the block, although it captures."""
+        mode = c_int(_RELAXED)
+        self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
+        try:
+            yield
+        finally:
+            self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
+
     def _captured(self, stream: int) -> tuple[int, list[int]]:
         """Return the graph that ``stream`` captures into, and the nodes that it goes on from."""
         capture = self.capture_of(stream)
@@ -244,13 +260,6 @@ class Runtime(NodeCalls):
 
     def _launch_set_going(self, stream: int, handle: int, going: int) -> None:
         """Let a conditional node take what the byte at ``going`` then says."""
-        if not self._set_going:
-            mode = c_int(_RELAXED)  # in which a capture bears that a module is loaded
-            self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
-            try:
-                self._set_going = self.kernel(_SET_GOING, b"set_going")
-            finally:
-                self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
         config = LaunchConfig((1, 1, 1), (1, 1, 1), 0, stream)
         values = c_uint64(handle), c_uint64(going)
         where = (c_void_p * 2)(*map(addressof, values))

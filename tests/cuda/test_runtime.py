@@ -328,13 +328,14 @@ def test_loop_is_a_node_whose_body_says_whether_it_is_repeated(
     driver: Driver, runtime: Runtime
 ) -> None:
     driver.captured = [1, 2, 3]
-    with runtime.looping(1, 9, 0x1000) as count:
+    with runtime.looping(1, 9, 0x1000, lambda: driver.calls.append(driver.mode)) as count:
         driver.note("body")
     assert count() == 3
     before = [2**47 + 1, 7]  # what the capture of stream 1 goes on from
     assert driver.calls == [
-        ("handle", GRAPH),
+        2,
         ("load", 2),
+        ("handle", GRAPH),
         ("launch", 50, 1, 33, 0x1000),
         ("node", GRAPH, before, 13, 33, [1, 1]),
         ("go on", 1, [44], 1),
@@ -349,6 +350,6 @@ def test_loop_is_a_node_whose_body_says_whether_it_is_repeated(
 def test_loop_whose_body_fails_leaves_its_stream_without_a_capture(
     driver: Driver, runtime: Runtime
 ) -> None:
-    with pytest.raises(KeyError), runtime.looping(1, 9, 0x1000):
+    with pytest.raises(KeyError), runtime.looping(1, 9, 0x1000, lambda: None):
         raise KeyError("the body")
     assert driver.calls[-1] == ("end", 9)

@@ -67,7 +67,10 @@ class AcmeRuntime(Runtime):
     device: AcmeDevice
 
     @contextlib.contextmanager
-    def looping(self, stream: int, body: int, going: int) -> Iterator[Callable[[], int]]:
+    def looping(
+        self, stream: int, body: int, going: int, prepare: Callable[[], None]
+    ) -> Iterator[Callable[[], int]]:
+        prepare()
         device, flag, found = self.device, ctypes.c_bool.from_address(going), []
         self.begin_capture(body)
         try:

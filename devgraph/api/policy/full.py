@@ -255,13 +255,13 @@ class _Full(Policy):
     def capture(self, job: Job, session: Session) -> FullPlan | UpdatablePlan:
         if not job.backend.capabilities.loops:
             return self._captured(job, session, unrolls="backend")
-        # What failed has used its own outputs up.
-        trial = attrs.evolve(job, outputs=copy.copy(job.outputs))
+        outputs = copy.copy(job.outputs)  # a capture uses its own up
         try:
-            return self._captured(trial, session)
+            return self._captured(job, session)
         except LoopError as error:
             logger.info("captured with its loop unrolled: %s", error)
-            return self._captured(job, session, unrolls=error.reason)
+            reason = error.reason
+        return self._captured(attrs.evolve(job, outputs=outputs), session, unrolls=reason)
 
     def _captured(
         self, job: Job, session: Session, *, unrolls: str = ""

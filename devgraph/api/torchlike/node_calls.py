@@ -194,7 +194,7 @@ class NodeCalls:
         return ()
 
     def looping(
-        self, stream: int, body: int, going: int
+        self, stream: int, body: int, going: int, prepare: Callable[[], None]
     ) -> contextlib.AbstractContextManager[Callable[[], int]]:
         """See ``NodeRuntime``."""
         raise NotImplementedError

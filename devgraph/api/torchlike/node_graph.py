@@ -309,12 +309,15 @@ class NodeGraph(TorchGraph):
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
         backend, stream = self._torch, self._torch.current_stream_id()
-        other = backend.loop_stream
-        # A graph's pool takes allocations from the capture that torch knows of only.
-        with backend.namespace.stream(other), self.pool.region_memory():
-            looping = self._runtime.looping(stream, backend.stream_handle(other), going.data_ptr())
-            with looping as count:
-                body()
+        other, where = backend.loop_stream, going.data_ptr()
+        looping = functools.partial(self._runtime.looping, stream, backend.stream_handle(other))
+        with (
+            backend.namespace.stream(other),
+            looping(where, backend.prepare_stream) as count,
+            # A graph's pool takes allocations from the capture that torch knows of only.
+            self.pool.region_memory(),
+        ):
+            body()
         nodes = count()
         self._repeated += nodes
         return nodes

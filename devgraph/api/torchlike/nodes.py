@@ -87,10 +87,13 @@ class NodeRuntime(Protocol):
         """End the capture on ``stream`` and return its graph, which the caller owns."""
 
     def looping(
-        self, stream: int, body: int, going: int
+        self, stream: int, body: int, going: int, prepare: Callable[[], None]
     ) -> contextlib.AbstractContextManager[Callable[[], int]]:
         """Record what the block launches on the stream ``body`` as a loop in the capture on
         ``stream``, repeated while the byte at the address ``going`` is not zero.
+
+        Args:
+            prepare: called while ``body`` captures nothing, and may allocate.
 
         Yields what counts, behind the block, the nodes of the body.
         """
