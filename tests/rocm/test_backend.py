@@ -119,18 +119,14 @@ def test_error_of_a_step_stays_the_one_that_is_raised_whatever_fails_behind_it(p
 
 
 def test_stream_that_is_stuck_takes_no_other_along(monkeypatch: pytest.MonkeyPatch):
-    """What finds out whether a graph draws random numbers captures once more behind its capture:
-    work of a stream that joined a dead capture would never run."""
+    """Work of a stream that joined a dead capture would never run."""
     with on_fake() as be:
         x, pool = noise(), be.make_pool()
         captured(be, step, x, pool=pool).close()
-        be._lazy_generators = None  # to be found out again
-        user, stuck, call = be.namespace.Stream(), pool.stream, be.runtime.call
-        ends: list[str] = []
+        user, call = be.namespace.Stream(), be.runtime.call
 
         def refusing(name: str, *args: Any) -> None:
-            ends.extend([name] * (name == "StreamEndCapture"))
-            if len(ends) == 2:  # behind that of the capture itself
+            if name == "StreamEndCapture":
                 monkeypatch.undo()
                 be.fake.set(fail_call_in=1)
             call(name, *args)
@@ -139,7 +135,6 @@ def test_stream_that_is_stuck_takes_no_other_along(monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(be.runtime, "call", refusing)
             with pytest.raises(RuntimeCallError):
                 captured(be, step, x, pool=pool)
-            assert stuck.cuda_stream in be.retired
             assert not be.runtime.capturing([user.cuda_stream])
             with captured(be, step, x, pool=pool) as cap:
                 for n in (2, 3, 2):

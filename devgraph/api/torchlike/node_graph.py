@@ -18,6 +18,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import (
     CaptureError,
@@ -602,15 +603,15 @@ class NodeBackend(TorchBackend):
         """Whether what ``native`` captured draws random numbers; a replay of it launches nothing.
         Called in the session, behind the capture.
 
-        A torch that registers generators with every capture tells by the default generator's
-        offset (another generator could not be captured). One that registers them when they are
-        first used refuses to replay such a graph, and no other, inside a capture.
+        Before such a graph torch writes where its generators are, by operations. A torch that
+        registers the default generator with every capture writes always, and tells by that
+        generator's offset (another could not be captured).
         """
         # A capture that failed has taken the keeper along; then it is left open which torch it is.
         if self._lazy_generators is None and pool.keeper is not None:
-            self._lazy_generators = not self._refuses_in_capture(pool.keeper)
+            self._lazy_generators = not _replay_calls_operations(pool.keeper)
         if self._lazy_generators is not False:
-            return self._refuses_in_capture(native)
+            return _replay_calls_operations(native)
         generator = self.namespace.default_generators[self._device.index or 0]
         before = generator.get_offset()
         native.replay()
@@ -619,16 +620,27 @@ class NodeBackend(TorchBackend):
         generator.set_offset(before)
         return True
 
-    def _refuses_in_capture(self, native: Any) -> bool:
-        runtime, stream = self.driver, self.current_stream_id()
-        runtime.begin_capture(stream)
-        try:
+
+class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses the first operation, and knows of it."""
+
+    refused = False
+
+    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+        self.refused = True
+        raise RuntimeError("a replay is only asked for its operations")
+
+
+def _replay_calls_operations(native: Any) -> bool:
+    """Replay ``native``, up to the first operation of torch; whether it came that far."""
+    refusing = _Refusing()  # type: ignore[no-untyped-call]
+    try:
+        with refusing:
             native.replay()
-        except RuntimeError:
-            return True
-        finally:
-            runtime.destroy(runtime.end_capture(stream))
-        return False
+    except Exception:
+        if not refusing.refused:
+            raise
+    return refusing.refused
 
 
 def compilers() -> tuple[str, ...]:

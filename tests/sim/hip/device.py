@@ -134,8 +134,7 @@ class _Graph:
     def replay(self) -> None:
         device = self._device
         if self.random:
-            if device.is_current_stream_capturing():
-                raise RuntimeError("the generator is not registered with this capture")
+            device.seed.fill_(0)
             device.default_generators[0].offset += 4
         device.check(device.runtime.hipGraphLaunch(self._executable, device.current.cuda_stream))
 
@@ -184,6 +183,7 @@ class Device:
         self._here = threading.local()
         self.capturing: dict[int, _Graph] = {}
         self.default_generators = [_Generator()]
+        self.seed = torch.zeros(1)
         self.CUDAGraph = lambda keep_graph=False: _Graph(self, keep_graph)
         self.MemPool = _MemPool
         self.Event = _Event
