@@ -17,11 +17,12 @@ each kind starts cold, the later ones do not say how long a start takes. With --
 a folder of its own: all start cold.
 
 With --together all engines start at the same time, each with caches of its own and a KV cache of
-8 GiB, and wait for each other before they capture, one after the other: captures and their memory
-are each one's own as before, and the seconds of starts say nothing.
+8 GiB, and wait for each other before and after they capture, one after the other: captures and
+their memory are each one's own as before, and the seconds of starts say nothing.
 
-Last, each engine says what a forward of 8 takes on the device, before and after all streams of its
-process were brought back to full pace (docs/fast-replay.md).
+Last, each engine says what a forward of 8 takes on the device: as it is, after launches that slow
+graphs down, and after all streams of its process were brought back to full pace
+(docs/fast-replay.md).
 
 With --dry-run nothing touches a device: the children import vLLM, install devgraph and name the
 places that they would measure.
@@ -141,7 +142,7 @@ class Subject:
         self.model, self.runner_name, self.mode, self.folder = model, runner, mode, folder
         self.facts: dict[str, Any] = {}
         self.timing = ""
-        self.before_captures: Callable[[], None] | None = None
+        self.wait: Callable[[], None] | None = None
         self.streams: dict[int, Any] = {}
         self.host: list[float] = []
         self.events: list[Any] = []
@@ -178,8 +179,8 @@ class Subject:
         def capture_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("profile_only"):
                 return capture(runner, *args, **kwargs)
-            if self.before_captures is not None:
-                self.before_captures()
+            if self.wait is not None:
+                self.wait()
             self.torch.cuda.synchronize()
             reserved, started = self.torch.cuda.memory_reserved(), time.perf_counter()
             taken = capture(runner, *args, **kwargs)
@@ -187,6 +188,8 @@ class Subject:
             self.facts["capture_s"] = time.perf_counter() - started
             self.facts["graph_gib"] = taken / 2**30
             self.facts["pool_gib"] = (self.torch.cuda.memory_reserved() - reserved) / 2**30
+            if self.wait is not None:
+                self.wait()
             return taken
 
         def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,11 +225,11 @@ class Subject:
         """Build the engine and give the first token.
 
         Args:
-            wait: called before the captures; the size of the KV cache is given then.
+            wait: called before the captures and after; the size of the KV cache is given then.
         """
         from vllm import LLM
 
-        self.before_captures = wait
+        self.wait = wait
         started = time.perf_counter()
         self.install()
         self.llm = LLM(
@@ -241,7 +244,7 @@ class Subject:
             kv_cache_memory_bytes=None if wait is None else KV_CACHE,
             **ENGINE.get(self.mode, {}),
         )
-        self.before_captures = None
+        self.wait = None
         self.generate([self.prompt(random.Random(1), 8)], 1)
         config = self.llm.llm_engine.vllm_config.compilation_config
         self.facts.update(
@@ -402,14 +405,21 @@ class Subject:
         }
 
     def pace(self) -> dict[str, float]:
-        """What a forward of 8 takes on the device: as it is, and after every stream of the process
-        was brought back to full pace."""
+        """What a forward of 8 takes on the device: as it is, after launches on side streams, and
+        after every stream of the process was brought back to full pace."""
         from devgraph.cuda import recover_pace
 
         found = {"as_it_is_ms": self.decode(8)["device_ms"]}
+        word, sides = self.torch.zeros(1, device="cuda"), []
+        for _ in range(4):
+            sides.append(self.torch.cuda.Stream())
+            with self.torch.cuda.stream(sides[-1]):
+                for _ in range(16):
+                    word.add_(1)
+        found["slowed_ms"] = self.decode(8)["device_ms"]
         for stream in (self.torch.cuda.default_stream(), *self.streams.values()):
             recover_pace(stream)
-        return {**found, "streams": len(self.streams), "recovered_ms": self.decode(8)["device_ms"]}
+        return {**found, "recovered_ms": self.decode(8)["device_ms"]}
 
     def prefill(self, length: int, batch: int) -> dict[str, float]:
         """One round of prefill alone."""
@@ -479,7 +489,7 @@ def child(model: str, job: str, folder: str, log: str) -> None:
         answers.flush()
 
     def wait() -> None:
-        answer({"waits": "captures"})
+        answer("waits")
         sys.stdin.readline()
 
     subject.load()
@@ -549,11 +559,18 @@ def start_together(jobs: list[Job]) -> None:
     """Start engines at the same time, and let them capture one after the other."""
     for job in jobs:
         job.tell("start_together")
-    answers = {job.name: job.answer("start") or {} for job in jobs}
+    waiting = []
     for job in jobs:
-        if "waits" in answers[job.name]:
-            answers[job.name] = job.ask("capture") or {}
-        job.result.update(answers[job.name])
+        found = job.answer("start")
+        if found == "waits":
+            waiting.append(job)
+        else:  # without graphs
+            job.result.update(found or {})
+    waiting = [job for job in waiting if job.ask("capture") == "waits"]
+    for job in waiting:
+        job.tell("go on")
+    for job in waiting:
+        job.result.update(job.answer("start") or {})
 
 
 def recapture(job: Job, count: int, seconds: float) -> None:
@@ -583,7 +600,7 @@ def measure(
         for number in range(repeats + 1):
             if late():
                 break
-            for job in jobs:
+            for job in jobs if number % 2 else jobs[::-1]:
                 found = job.ask(*command)
                 if found is not None and number:  # the first round warms up
                     rounds[job.name].append(found)
@@ -593,6 +610,7 @@ def measure(
                 job.result[kind][label] = {
                     key: statistics.median(value[key] for value in values) for key in values[0]
                 }
+                job.result.setdefault("turns", {})[label] = values
         save()
 
 
