@@ -238,6 +238,34 @@ def test_capture_stub_runs_instead_of_the_body_while_capturing(kit: Kit, policy:
     kit.check(captured, step, x)
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_segments_run_in_a_capture_only_before_a_body_that_reads_them(
+    kit: Kit, reads: bool
+) -> None:
+    count = kit.tensor(1)
+    count.zero_()
+
+    @dg.no_graph(capture_stub=torch.zeros_like)
+    def costly(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @dg.no_graph
+    def reading(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        h: torch.Tensor = costly(x + count)
+        h = h + count.add_(1)
+        return reading(h) + 1 if reads else h + 1
+
+    x = kit.tensor(4)
+    captured = kit.capture(step, x, policy="breakable", warmup=0)
+    kit.same(count, torch.full((1,), 2.0 if reads else 0.0))
+    count.zero_()
+    kit.same(captured.replay(), ((x + 1) * 2 + 2) * (3 if reads else 1) + 1)
+
+
 @pytest.mark.parametrize("policy", BREAKING)
 def test_break_runs_in_the_gradient_mode_of_capture(kit: Kit, policy: str) -> None:
     seen = []

@@ -148,6 +148,21 @@ def test_error_in_the_broken_form_is_the_users_and_the_next_step_is_right() -> N
     assert not dg.is_capturing()
 
 
+def test_stub_does_not_stand_in_where_the_capture_of_the_broken_form_is_a_step() -> None:
+    @dg.region(host_args="n", capture_stub=lambda x, *, n: torch.zeros_like(x))
+    def scaled(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return x * n
+
+    def step(x: torch.Tensor, n: int) -> torch.Tensor:
+        return scaled(x + 1, n=n) + 1
+
+    cap, x = captured(step, 2, misses=0)
+    for n in (3, 4):
+        assert torch.equal(cap.replay(n=n), step(x, n))
+    assert cap.stats()["broken_over_miss_budget"] == 2
+    cap.close()
+
+
 def test_closing_closes_copies_and_the_broken_form() -> None:
     cap, x = captured(uneven_step, 2, misses=1)
     for n in (5, 6, 7, 9):

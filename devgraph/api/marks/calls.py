@@ -282,7 +282,8 @@ class MarkedCall:
         for members in memories.values():
             results = [out[index] for index in members]
             # What a stub returns says nothing of what the function will.
-            named, pinned = (False, False) if body else (_named(results), _held(results))
+            stub = body not in (None, self.mark.fn)
+            named, pinned = (False, False) if stub else (_named(results), _held(results))
             if named or pinned:
                 copies = [r if r.requires_grad else r.detach() for r in results]
                 for index, kept, copy in zip(members, results, copies, strict=True):

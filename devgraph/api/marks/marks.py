@@ -374,7 +374,7 @@ def region(
         fake: returns what the function returns, for fake tensors; piecewise needs it where the
             function returns tensors.
         capture_stub: called instead of the function while a breakable capture runs; same
-            arguments, and a result of the same shapes.
+            arguments, which nothing may have written yet, and a result of the same shapes.
 
     Raises:
         HostArgumentError: a name is no parameter of the function.

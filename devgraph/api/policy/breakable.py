@@ -152,9 +152,13 @@ class BreakablePlan:
 class _BreakableScope:
     """The capture in progress, and what of it is finished."""
 
-    def __init__(self, job: Job, session: Session, host: Mapping[Mark, dict[str, Any]]) -> None:
+    def __init__(
+        self, job: Job, session: Session, host: Mapping[Mark, dict[str, Any]], *, stubs: bool
+    ) -> None:
         self._job = job
         self._session = session
+        self._stubs = stubs
+        self._unrun: list[DeviceGraph] = []
         self.segments: list[Any] = []
         self.host = {mark: dict(values) for mark, values in host.items()}
         self._spoiled: CaptureError | None = None
@@ -164,25 +168,26 @@ class _BreakableScope:
         graph.touchable = self._job.tensors
         self._session.begin(graph)
 
-    def finish_segment(self) -> DeviceGraph | None:
+    def finish_segment(self) -> None:
         """End the current graph; keep it unless it is empty."""
         if self._spoiled is not None:
             raise self._spoiled
         graph = self._session.end(allow_empty=True)
         if graph.recorded_nothing:
             graph.close()
-            return None
+            return
         self.segments.append(graph)
-        return graph
+        self._unrun.append(graph)
 
     def run_finished(self) -> None:
-        """End the current graph and run it, so that what comes next sees written inputs."""
-        finished = self.finish_segment()
-        if finished is None:
-            return
+        """End the current graph and run what did not run, so that what comes next sees written
+        inputs."""
+        self.finish_segment()
         try:
             with entered(None):
-                finished.replay()
+                while self._unrun:
+                    self._unrun[0].replay()
+                    del self._unrun[0]
         except ExecutableError as error:  # in a broken form, which is captured as the step runs
             error.partly = len(self.segments) > 1
             raise
@@ -202,12 +207,16 @@ class _BreakableScope:
     def _call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         job = self._job
         args, kwargs, host = captured_call(mark, args, kwargs, job.spec, self.host)
-        self.run_finished()
+        stub = mark.capture_stub if self._stubs else None
+        if stub is None:
+            self.run_finished()
+        else:
+            self.finish_segment()
         with entered(None), job.pool.eager_body():
             if job.before_break is not None:
                 job.before_break()
             hit = MarkedCall(job.pool, mark, args, kwargs, len(self.segments))
-            result = hit.first_run(args, kwargs, host, body=mark.capture_stub)
+            result = hit.first_run(args, kwargs, host, body=stub)
         segment = EagerSegment(hit, host)
         self._session.on_failure(segment.reset)
         self.segments.append(segment)
@@ -228,9 +237,9 @@ def capture_segments(
         host: host keyword arguments by mark that are known already. Others are resolved from the
             values declared at capture.
         finish: called with the outputs as the last captured work; then the last segment runs too,
-            so that this capture is itself one complete step.
+            and no stub in place of a body, so that this capture is itself one complete step.
     """
-    scope = _BreakableScope(job, session, host or {})
+    scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):
         scope.open()
         outputs = job.outputs.filled(job.fn(*job.args, **job.kwargs, **job.spec.tracked()))

@@ -55,7 +55,13 @@ def _region_of(op: Any, name: str) -> Callable[..., Any]:
         return op(*args, **kwargs)
 
     attention.__name__ = attention.__qualname__ = name
-    return region(attention)
+    return _region(attention)
+
+
+def _region(body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``body`` as a region that runs in a capture on what is not written yet, as it does in
+    vLLM's own: so that no executable is made before a step needs it."""
+    return region(body, capture_stub=body)
 
 
 class AttentionBreaks(TorchFunctionMode):
@@ -91,7 +97,7 @@ class AttentionBreaks(TorchFunctionMode):
     def add_eager(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` now and at every replay, between graphs; vLLM's marks call it."""
         self.calls += 1
-        return region(body)()
+        return _region(body)()
 
     def __torch_function__(
         self,
