@@ -61,7 +61,7 @@ def _region_of(op: Any, name: str) -> Callable[..., Any]:
 def _region(body: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``body`` as a region that runs in a capture on what is not written yet, as it does in
     vLLM's own: so that no executable is made before a step needs it."""
-    return region(body, capture_stub=body)
+    return region(capture_stub=body)(body)
 
 
 class AttentionBreaks(TorchFunctionMode):
