@@ -1,8 +1,7 @@
 """Executable: what a graph launches, and the byte budget for all that graphs of a pool launch.
 
-A graph holds one at a time in its slot, swaps it with ``use`` and refers to it strongly. So an
-executable holds what it launches and never the graph: that cycle would keep device memory until a
-collection.
+A graph holds one at a time, swaps it with ``use`` and refers to it strongly. So an executable holds
+what it launches and never the graph: that cycle would keep device memory until a collection.
 """
 
 from __future__ import annotations
@@ -61,29 +60,6 @@ class Call:
     def bound(self, stream: int | None) -> Callable[[], None]:
         """Return the call."""
         return self.launch
-
-
-class LaunchSlot:
-    """The one place that says what the next replay of a graph launches.
-
-    Args:
-        executable: what to launch first.
-    """
-
-    def __init__(self, executable: Executable) -> None:
-        self.executable = executable
-        """What the next replay launches."""
-        self.calls = [executable.launch]
-        """Its launch, alone; what was bound beforehand calls ``calls[0]`` and holds no graph."""
-
-    def launcher(self) -> Callable[[], None]:
-        """Return a call that launches what the slot then holds."""
-        calls = self.calls
-
-        def launch() -> None:
-            calls[0]()
-
-        return launch
 
 
 _Held = TypeVar("_Held")
@@ -259,10 +235,6 @@ class Recordings:
         kept = self._resident.setdefault(id(owner), _Kept(weakref.ref(owner), None))
         self._charge(kept, nbytes, own=True)
         self._trim(None)
-
-    def put_own(self, owner: Owner, executable: Remade) -> None:
-        """Keep the executable of ``owner`` itself and bring the rest under the budget."""
-        self.put(owner, _OWN, executable)
 
     def touching_own(self, owner: int) -> Callable[[], None]:
         """Return a call that notes a launch of the own executable, which is kept, of the graph
@@ -505,7 +477,7 @@ class Remade:
         graph = held(self._graph)
         self._recordings.drop_own(graph)  # what an interrupt left
         made = self._recordings.made(self._make)
-        self._recordings.put_own(graph, self)
+        self._recordings.put(graph, _OWN, self)
         self._made = made  # counted: an interrupt before leaves it to be made anew
         made.launch()
         self._recordings.settle_own(self._owner)

@@ -42,7 +42,7 @@ from devgraph.api.errors import (
     StateError,
     UpdateUnsupportedError,
 )
-from devgraph.api.executable import Call, Executable, LaunchSlot, Recording, weakly
+from devgraph.api.executable import Call, Executable, Recording, weakly
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
@@ -149,8 +149,11 @@ class DeviceGraph(abc.ABC):
         self._process = process.identity.token
         self._state = GraphState.EMPTY
         self._unready = Call(weakly(self._refuse_replay))
-        self._slot = LaunchSlot(self._unready)
-        self.launch = self._slot.launcher()
+        self.executable: Executable = self._unready
+        """What the next replay launches."""
+        self._calls = calls = [self._unready.launch]
+        """Its launch, alone: what is bound beforehand calls the first and holds no graph."""
+        self.launch = lambda: calls[0]()
         self.replay = self._make_replay()
         self._capture_seconds = 0.0
         self._spec = NO_HOST_ARGS
@@ -296,14 +299,14 @@ class DeviceGraph(abc.ABC):
 
         What an earlier executable was bound to is void, as ``pool.epoch`` tells.
         """
-        self._slot.executable = executable
+        self.executable = executable
         self.launch_by(executable, executable.launch)
 
     def launch_by(self, executable: Executable, launch: Callable[[], None]) -> None:
         """Let ``launch`` stand for the launch of ``executable``, if that is launched next."""
-        if self._slot.executable is not executable:
+        if self.executable is not executable:
             return
-        self._slot.calls[0] = launch
+        self._calls[0] = launch
         if not self.hits:  # of a graph with regions nothing is bound
             self.pool.epoch += 1
 
@@ -322,7 +325,7 @@ class DeviceGraph(abc.ABC):
             StateError: the graph is not ready.
         """
         self.require_ready()
-        return self.replay if self.hits else self._slot.executable.bound(stream)
+        return self.replay if self.hits else self.executable.bound(stream)
 
     @property
     def recorded_nothing(self) -> bool:
@@ -472,9 +475,9 @@ class DeviceGraph(abc.ABC):
         """Return ``replay`` with everything bound, for a native replay takes about 4 us itself.
 
         It refers to the graph weakly, so that dropping the last reference frees device memory at
-        once, and launches what ``use`` put into the slot last.
+        once.
         """
-        calls, refuse, scope = self._slot.calls, self._unready, current_scope
+        calls, refuse, scope = self._calls, self._unready, current_scope
         pool, order, lock = self.pool, self.pool.order, self.pool.lock
         identity, known, graph_of = process.identity, self._process, weakref.ref(self)
 

@@ -163,7 +163,7 @@ class Verifying(Applying):
         more = len(recording.updates) * LEAKED_BYTES_PER_NODE
         if self.leaked_bytes and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
             logger.debug("rocm: %d bytes leaked, making the executable anew", self.leaked_bytes)
-            graph.renew_executable()
+            graph.pool.recordings.drop_own(graph)
             self.leaked_bytes = 0
         super().write(graph, recording)
         self.leaked_bytes += more

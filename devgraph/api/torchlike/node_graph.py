@@ -509,13 +509,7 @@ class NodeGraph(TorchGraph):
         self.pool.recordings.require_memory()
         assert self._current is not None
         self._apply(self._current)
-        self._slot.executable.launch()
-
-    # What ``Applying`` calls.
-
-    def renew_executable(self) -> None:
-        """Let the graph's own executable be made anew."""
-        self.pool.recordings.drop_own(self)
+        self.executable.launch()
 
     def mark_dirty(self) -> None:
         """Be dirty: what the last launch did was wrong."""
