@@ -371,8 +371,11 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
     for runner in engine.runners:
         watch(runner, sums)
     launch_all(engine, "prefill", "decode")
-    want, held = list(sums), start - device.free()
-    found |= {"held_mib": held / MIB, "pool_mib": engine.pool.bytes / MIB}
+    want = list(sums)
+    static = sum(stats.input_bytes + stats.output_bytes for stats in map(stats_of, engine.runners))
+    held = start - device.free() - static  # static buffers stay, as outputs that callers hold do
+    found |= {"static_mib": static / MIB, "pool_mib": engine.pool.bytes / MIB}
+    found["held_mib"] = held / MIB
     found["executables_mib"] = engine.decode.stats().executables.bytes / MIB
     suspends, resumes, firsts = [], [], []
     for cycle in range(CYCLES):
@@ -382,7 +385,7 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
         engine.suspend(release="memory")
         suspends.append((time.perf_counter() - begun) * 1e3)
         if cycle in (0, CYCLES - 1):
-            left = start - device.free()
+            left = start - device.free() - static
             found[f"left_mib_{cycle}"] = left / MIB
             found[f"share_{cycle}"] = 1 - left / max(held, 1)
         begun = time.perf_counter()
@@ -397,7 +400,7 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
             launch_all(engine, "prefill", "decode")
             found[f"launch_all_s_{cycle}"] = time.perf_counter() - begun
             found[f"bit_identical_{cycle}"] = sums == want
-            found[f"held_mib_{cycle}"] = (start - device.free()) / MIB
+            found[f"held_mib_{cycle}"] = (start - device.free() - static) / MIB
     for name, taken in (("suspend", suspends), ("resume", resumes), ("first_replay", firsts)):
         found[f"{name}_ms"] = statistics.median(taken)
         found[f"{name}_worst_ms"] = max(taken)
@@ -406,6 +409,11 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
     del engine, runner
     found["closed_mib"] = (start - device.free()) / MIB
     return found
+
+
+def stats_of(runner: Any) -> Any:
+    """Return the statistics of a runner."""
+    return runner.stats()
 
 
 def watch(runner: Any, sums: list[int]) -> None:

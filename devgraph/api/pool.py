@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,6 +185,11 @@ class Pool:
         """Device memory that the pool holds, without recordings."""
         return 0
 
+    @property
+    def segments(self) -> Sequence[int]:
+        """The sizes in which that memory was taken from the device; no block lies in two."""
+        return [self.bytes]
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor over the same memory that does not keep this pool's block from reuse.
 
@@ -196,6 +201,11 @@ class Pool:
         """``alias`` for a tensor that is known to be the pool's, or whose owner outlives the use:
         nothing is looked up."""
         return self.alias(tensor)
+
+    def graph_memory(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what allocates from the pool outside captures, between segments of one. What is
+        freed before the last segment ends is reused by later segments, and by other graphs."""
+        return contextlib.nullcontext()
 
     def order(self) -> None:
         """Make the current stream wait for the pool's last replay. Called under ``lock``."""

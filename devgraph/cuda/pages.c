@@ -41,6 +41,9 @@ static int (*SetAccess)(uint64_t, size_t, const Access *, size_t);
 static int (*Granularity)(size_t *, const Allocation *, int);
 static int (*ExchangeMode)(int *);
 static int (*Attribute)(int *, int, int);
+static int (*Info)(size_t *, size_t *);
+static int (*Allocate)(uint64_t *, size_t);
+static int (*Free)(uint64_t);
 
 static const struct {
     const char *name;
@@ -56,6 +59,9 @@ static const struct {
     {"cuMemGetAllocationGranularity", &Granularity},
     {"cuThreadExchangeStreamCaptureMode", &ExchangeMode},
     {"cuDeviceGetAttribute", &Attribute},
+    {"cuMemGetInfo_v2", &Info},
+    {"cuMemAlloc_v2", &Allocate},
+    {"cuMemFree_v2", &Free},
 };
 
 typedef struct Segment {
@@ -187,6 +193,15 @@ int pages_release(const uint64_t *addresses, size_t count) {
     }
     pthread_mutex_unlock(&lock);
     return error;
+}
+
+/* The driver keeps the memory of executables that were destroyed, until memory runs out: ask for
+   more than this device, whose context takes a part of it, can have. */
+void pages_trim(void) {
+    size_t left, all;
+    uint64_t got;
+    if (!Info(&left, &all) && !Allocate(&got, all))
+        Free(got);
 }
 
 /* Segments that have their memory keep it; without memory for the rest, call pages_release. */

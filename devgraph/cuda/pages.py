@@ -120,6 +120,7 @@ class MappedPages:
     def release(self, addresses: Sequence[int]) -> None:
         """Give the memory of segments back, of which some may have none; the device is idle."""
         self._call("pages_release", addresses)
+        self._calls.pages_trim()
 
     def restore(self, addresses: Sequence[int]) -> None:
         """Take memory for segments, of which some may have theirs.

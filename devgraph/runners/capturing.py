@@ -256,20 +256,22 @@ class Capturing:
             self._learned.write(self._graphs)
 
     def sample_bytes(self) -> list[int]:
-        """Capture the two largest graphs into a throwaway pool and return what each added to it.
+        """Capture the two largest graphs into a throwaway pool and return what each will add.
 
-        In a shared pool the first costs what it needs and every later one about what the second
-        added, so that the list's last number stands for all the rest.
+        The first takes what finds no place in the runner's own pool, and every later one about what
+        the second added, so that the list's last number stands for all the rest.
         """
-        pool = self._backend.make_pool()
-        added, kept = [], []
+        pool, there = self._backend.make_pool(), self._pool.segments
+        added: list[int] = []
+        kept: list[Captured | Emulated] = []
         with torch.no_grad():
             try:
                 for graph in list(self._graphs)[:2]:
                     self.learn_outputs(self._backend.synchronize)
                     before = pool.bytes
                     kept.append(self._captured(graph, self._backend.synchronize, pool))
-                    added.append(max(0, pool.bytes - before) + kept[-1].info().bytes)
+                    grown = pool.bytes - before if added else _beyond(pool.segments, there)
+                    added.append(max(0, grown) + kept[-1].info().bytes)
             finally:
                 for captured in reversed(kept):
                     captured.close()
@@ -476,6 +478,17 @@ class Capturing:
                 f"{detail}. Buckets not captured: {keys}. Use fewer or smaller buckets, leave more "
                 f"memory for graphs, or allow eager steps with strict=False."
             )
+
+
+def _beyond(wanted: Sequence[int], there: Sequence[int]) -> int:
+    """Return the bytes of the segments that have no counterpart of their size ``there``."""
+    left, missing = sorted(there), 0
+    for size in sorted(wanted, reverse=True):
+        if left and left[-1] >= size:
+            left.pop()
+        else:
+            missing += size
+    return missing
 
 
 def require_folder(profile: object) -> None:

@@ -9,9 +9,11 @@
 enum { GRANULE = 1 << 16, NO_MEMORY = 2, INVALID = 1, MOST = 64 };
 
 static size_t room = MOST, reserved, sizes[MOST];
-static int mode, handles;
+static int mode, handles, kept;
 
 void driver_give(size_t granules) { room = granules; }
+void driver_keep(void) { kept = 1; }
+int driver_keeps(void) { return kept; }
 size_t driver_room(void) { return room; }
 size_t driver_reserved(void) { return reserved; }
 
@@ -31,6 +33,19 @@ int cuMemGetAllocationGranularity(size_t *size, const void *kind, int option) {
     *size = GRANULE;
     return kind && !option ? 0 : INVALID;
 }
+
+int cuMemGetInfo_v2(size_t *left, size_t *all) {
+    *left = room * GRANULE;
+    *all = MOST * GRANULE;
+    return 0;
+}
+
+int cuMemAlloc_v2(uint64_t *address, size_t size) {
+    kept = 0;
+    return address && size > room * GRANULE ? NO_MEMORY : INVALID;
+}
+
+int cuMemFree_v2(uint64_t address) { return INVALID; }
 
 int cuMemAddressReserve(uint64_t *address, size_t size, size_t align, uint64_t at,
                         unsigned long long flags) {

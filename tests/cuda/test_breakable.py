@@ -196,3 +196,31 @@ def test_capture_stub_stands_in_while_capturing_only(be: Any) -> None:
     assert calls == ["stub"]
     check(cap, step, x)
     assert calls == ["stub", "body", "body"]
+
+
+def test_results_of_eager_bodies_share_memory_between_buckets(be: Any) -> None:
+    """FAULTS 35."""
+
+    @dg.no_graph
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        first = outside(x)  # lives until the end
+        for k in range(8):
+            x = outside(x + k) - 1
+        return (x + first)[:1].clone()
+
+    pool, sizes = be.make_pool(), [(1 << 14) - 512 * n for n in range(6)]
+    inputs = {size: randn(size, 64) for size in sizes}
+
+    def capture(size: int) -> Any:
+        return dg.capture(step, inputs[size], policy="breakable", backend=be, pool=pool)
+
+    captured = {sizes[0]: capture(sizes[0])}
+    held, allocated = pool.bytes, torch.cuda.memory_allocated()
+    captured |= {size: capture(size) for size in sizes[1:]}
+    assert pool.bytes <= 1.2 * held
+    assert torch.cuda.memory_allocated() - allocated < inputs[sizes[0]].nbytes
+    for size in (*sizes, *reversed(sizes), *sizes[::2], *sizes[1::2]):
+        check(captured[size], step, inputs[size])

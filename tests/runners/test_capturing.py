@@ -535,6 +535,13 @@ def test_suspend_inside_a_step_is_refused_and_fifty_cycles_are_flat():
     assert runner.stats().executables.made == 51
 
 
+def test_a_sampled_plan_counts_what_the_pool_has_already():
+    alone = double_runner(captured=False).plan(sample=True)
+    first = double_runner()
+    second = double_runner(captured=False, pool=first.pool).plan(sample=True)
+    assert alone.graph_bytes - second.graph_bytes == first.pool.bytes > 0
+
+
 def _without_memory() -> None:
     raise dg.ResourceError("no memory")
 

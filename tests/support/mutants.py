@@ -120,8 +120,10 @@ class CapturesShareNothing(CpuGraph):
 
 
 class ManyPools(CpuPool):
-    def __init__(self, backend: CpuBackend, budget_bytes: int | None = None) -> None:
-        super().__init__(backend, budget_bytes)
+    def __init__(
+        self, backend: CpuBackend, budget_bytes: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(backend, budget_bytes, **options)
         self.private: list[BlockPool] = []
 
     @property
@@ -256,8 +258,10 @@ class RecordingsThatStay(Recordings):
 
 
 class PoolThatKeepsRecordings(CpuPool):
-    def __init__(self, backend: CpuBackend, budget_bytes: int | None = None) -> None:
-        super().__init__(backend, budget_bytes)
+    def __init__(
+        self, backend: CpuBackend, budget_bytes: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(backend, budget_bytes, **options)
         self.recordings = RecordingsThatStay(self.recordings.budget_bytes)
 
 
@@ -272,8 +276,10 @@ class RecordingsOfAnyGraph(RecordingsThatStay):
 
 
 class PoolThatMixesRecordings(CpuPool):
-    def __init__(self, backend: CpuBackend, budget_bytes: int | None = None) -> None:
-        super().__init__(backend, budget_bytes)
+    def __init__(
+        self, backend: CpuBackend, budget_bytes: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(backend, budget_bytes, **options)
         self.recordings = RecordingsOfAnyGraph(self.recordings.budget_bytes)
 
 

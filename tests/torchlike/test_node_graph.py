@@ -146,7 +146,7 @@ def test_executables_of_graphs_and_of_recordings_go_for_the_budget(be: AcmeBacke
         assert pool.recordings.residency().made == 0
         for n in (2, 3, 5, 3, 5):
             check(cap, step, x, n=n)
-        own = cap.segments[0].info().bytes
+        own = be.executables.bytes_of(12)
         before = pool.recordings.residency()
         assert before.made == 3 and before.bytes > 3 * own > 0
         for budget in (own, 0):
@@ -201,6 +201,29 @@ def test_want_of_memory_for_an_executable_is_typed_and_loses_nothing(
     graphs[0].close()
     with pytest.raises(dg.StateError, match="closed"):
         bound()
+
+
+def test_results_of_eager_bodies_lie_in_the_memory_of_the_graphs(
+    be: AcmeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[object] = []
+
+    def use(memory: object, device: object) -> contextlib.AbstractContextManager[None]:
+        taken.append(memory)
+        return contextlib.nullcontext()
+
+    @dg.no_graph
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        return outside(x + 1) - 1
+
+    monkeypatch.setattr(be.namespace, "use_mem_pool", use)
+    x, pool = noise(), be.make_pool()
+    with dg.capture(broken, x, backend=be, policy="breakable", pool=pool) as cap:
+        check(cap, broken, x)
+    assert taken == [pool._memory]
 
 
 class AcmePages:

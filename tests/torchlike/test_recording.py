@@ -16,13 +16,6 @@ def driver() -> Driver:
     return Driver()
 
 
-class Memory:
-    """Free device memory that a test moves."""
-
-    def __init__(self) -> None:
-        self.free = 10**9
-
-
 def recording_of(
     driver: Driver, graph: int, executables: Executables, values: Sequence[Any]
 ) -> NodeRecording:
@@ -37,7 +30,7 @@ def recording_of(
 def test_recording_is_written_or_built_and_charges_for_what_it_holds(driver: Driver) -> None:
     graph = driver.graph(kernel(0), kernel(1))
     own = driver.instantiate(graph)
-    recording = recording_of(driver, graph, Executables(driver, lambda: 10**9), ["a", "b"])
+    recording = recording_of(driver, graph, Executables(driver), ["a", "b"])
     driver.write(recording.updates, own)
     assert list(driver.executables[own].values()) == ["a", "b"]
     without = recording.bytes
@@ -56,37 +49,12 @@ def test_closed_recording_frees_its_scratch_graph_with_the_last_that_shares_it(
     driver: Driver,
 ) -> None:
     graph = driver.graph(kernel(0))
-    first = recording_of(driver, graph, Executables(driver, lambda: 10**9), ["a"])
+    first = recording_of(driver, graph, Executables(driver), ["a"])
     (part,) = first.parts.values()
     scratch = part.scratch.graph
-    second = NodeRecording(Executables(driver, lambda: 10**9), 1, first.parts, 2)
+    second = NodeRecording(Executables(driver), 1, first.parts, 2)
     del part
     first.close()
     assert scratch not in driver.destroyed
     second.close()
     assert scratch in driver.destroyed
-
-
-def test_what_executables_take_is_learned_once_there_are_enough(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = Memory()
-    executables = Executables(driver, lambda: memory.free)
-    guess = executables.bytes_of(1000)
-    taken = 2 << 20
-
-    def instantiate(graph: int) -> int:
-        memory.free -= taken
-        return 7
-
-    monkeypatch.setattr(driver, "instantiate", instantiate)
-    monkeypatch.setattr(driver, "destroy_executable", lambda executable: None)
-    assert executables.make(1, 1000) == 7
-    assert executables.bytes_of(1000) == guess
-    for _ in range(4):
-        executables.make(1, 1000)
-    assert executables.bytes_of(5000) == pytest.approx(5 * (2 << 20), rel=0.01)
-    executables.free(7, 5000)
-    taken = 0
-    executables.make(1, 1000)  # the driver reuses what was given back
-    assert executables.bytes_of(5000) == pytest.approx(5 * (2 << 20), rel=0.01)

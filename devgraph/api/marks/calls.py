@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -260,6 +262,7 @@ class MarkedCall:
         kwargs: dict[str, Any],
         host: dict[str, Any],
         body: Callable[..., Any] | None = None,
+        memory: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
         """Run the body for the first time and return what the caller of the mark receives.
 
@@ -268,6 +271,7 @@ class MarkedCall:
                 they do, so the aliases of later runs will not serve.
             host: the host keyword arguments of the mark.
             body: replaces the marked function for this run (a capture stub).
+            memory: makes what bridges are allocated in.
         """
         result = (body or self.mark.fn)(*args, **kwargs, **host)
         out, self._spec = pytree.tree_flatten(result)
@@ -289,7 +293,8 @@ class MarkedCall:
                 for index, kept, copy in zip(members, results, copies, strict=True):
                     self._known[index] = _Bridge(copy, kept, pinned=not named)
             else:
-                copies = _copies(results)
+                with memory():
+                    copies = _copies(results)
                 for index, copy in zip(members, copies, strict=True):
                     self._known[index] = _Bridge(copy)
             for index, copy in zip(members, copies, strict=True):

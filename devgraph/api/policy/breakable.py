@@ -216,7 +216,9 @@ class _BreakableScope:
             if job.before_break is not None:
                 job.before_break()
             hit = MarkedCall(job.pool, mark, args, kwargs, len(self.segments))
-            result = hit.first_run(args, kwargs, host, body=stub)
+            memory = job.pool.graph_memory
+            result = hit.first_run(args, kwargs, host, body=stub, memory=memory)
+        hit.alias_bridges()
         segment = EagerSegment(hit, host)
         self._session.on_failure(segment.reset)
         self.segments.append(segment)

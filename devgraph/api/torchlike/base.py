@@ -153,9 +153,11 @@ class TorchPool(Pool):
 
     @property
     def bytes(self) -> int:
-        if self.recordings.released:
-            return 0
-        return sum(self._segments(self._memory, self._region_memory).values())
+        return 0 if self.recordings.released else sum(self.segments)
+
+    @property
+    def segments(self) -> Sequence[int]:
+        return [*self._segments(self._memory, self._region_memory).values()]
 
     def snapshot(self, memory: Any) -> Any:
         """Return the allocator's segments of ``memory``, a MemPool, as torch describes them."""
@@ -250,15 +252,19 @@ class TorchPool(Pool):
 
     def region_memory(self) -> contextlib.AbstractContextManager[Any]:
         """Route this thread's allocations to the region pool: re-run regions never take blocks
-        that a graph believes to be its own.
+        that a graph believes to be its own."""
+        if self._region_memory is None:
+            self._region_memory = self._make_memory()
+        return self.allocating_in(self._region_memory)
+
+    def allocating_in(self, memory: Any) -> contextlib.AbstractContextManager[Any]:
+        """Route this thread's allocations to ``memory``, a MemPool.
 
         Other threads must leave pools alone meanwhile, and so must the garbage collector: a pool
         that is given back while allocations go to another one ends the process.
         """
-        if self._region_memory is None:
-            self._region_memory = self._make_memory()
         routed: contextlib.AbstractContextManager[Any] = self._torch.namespace.use_mem_pool(
-            self._region_memory, self._torch.device
+            memory, self._torch.device
         )
         return routed
 

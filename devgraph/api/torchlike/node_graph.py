@@ -37,7 +37,13 @@ from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
 from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError, Update
-from devgraph.api.torchlike.recording import Executables, NodeRecording, RawGraph, RegionUpdate
+from devgraph.api.torchlike.recording import (
+    EMPTY_GRAPH_BYTES,
+    Executables,
+    NodeRecording,
+    RawGraph,
+    RegionUpdate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +118,9 @@ class _Own:
     The executable holds the parameters of one recording at a time.
     """
 
-    def __init__(self, graph: NodeGraph, raw: int, nodes: int) -> None:
+    def __init__(self, graph: NodeGraph, raw: int) -> None:
         self._graph = weakref.ref(graph)
         self._backend = graph.backend
-        self._nodes = nodes
         self._executable = 0
         self.raw: RawGraph | None = RawGraph(self._backend.driver, raw)
         """None once the graph is freed."""
@@ -132,7 +137,7 @@ class _Own:
         if self.raw is None:
             raise StateError("cannot replay a graph that was closed or reset.")
         self.drop()  # what an interrupt left
-        self._executable = backend.executables.make(self.raw.graph, self._nodes)
+        self._executable = backend.executables.make(self.raw.graph)
         recording = None if self.held is self.captured else self.held
         try:
             backend.driver.write(recording.updates if recording else (), self._executable)
@@ -151,7 +156,7 @@ class _Own:
         """Free the executable, if there is one; safe while it is in flight."""
         executable, self._executable = self._executable, 0
         if executable:
-            self._backend.executables.free(executable, self._nodes)
+            self._backend.executables.free(executable)
 
     def write(self, recording: NodeRecording) -> None:
         """Launch ``recording`` from now on."""
@@ -205,6 +210,13 @@ class Applying:
             own: whether it is the graph's own, into which others are written.
         """
         return executable
+
+
+class NodePool(TorchPool):
+    """A pool that results of eager bodies share with the graphs around them."""
+
+    def graph_memory(self) -> contextlib.AbstractContextManager[Any]:
+        return self.allocating_in(self._memory)
 
 
 class NodeGraph(TorchGraph):
@@ -286,7 +298,7 @@ class NodeGraph(TorchGraph):
 
     def _close_capture(self) -> None:
         stream = self._torch.current_stream_id()
-        self._own = _Own(self, self._runtime.end_capture(stream), self._nodes or 0)
+        self._own = _Own(self, self._runtime.end_capture(stream))
         self._runtime.begin_capture(stream)  # for torch to end, whose executable stays
         super()._close_capture()
 
@@ -303,7 +315,7 @@ class NodeGraph(TorchGraph):
     def _size(self) -> tuple[int | None, int]:
         if not self._nodes:
             return self._nodes, 0
-        return self._nodes, self._torch.executables.bytes_of(self._nodes)
+        return self._nodes, self._torch.executables.bytes_of(self._nodes) + EMPTY_GRAPH_BYTES
 
     def region_size(self, hit: MarkedCall) -> int | None:
         return len(hit.note.nodes) if isinstance(hit.note, _Span) else None
@@ -525,6 +537,7 @@ class NodeBackend(TorchBackend):
     """
 
     graph_type: type[TorchGraph] = NodeGraph
+    pool_type = NodePool
     applying_type: Callable[[], Applying] = Applying
     """Makes what a graph applies its recordings with."""
     stream_handle_name: str = ""
@@ -540,9 +553,7 @@ class NodeBackend(TorchBackend):
             self.graph_type = TorchGraph
             return
         namespace = self.namespace
-        self.executables = Executables(
-            runtime, lambda: int(namespace.mem_get_info(self._device)[0])
-        )
+        self.executables = Executables(runtime)
         make = functools.partial(namespace.Stream, self._device)
         self.side_streams = SideStreams(runtime, make, self.stream_handle)
 

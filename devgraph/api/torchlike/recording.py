@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import attrs
 
@@ -19,50 +19,39 @@ logger = logging.getLogger(__name__)
 _HOST_BYTES_PER_NODE = 2048
 """Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
 
-_DEVICE_BYTES_PER_NODE = 3000
-"""Device memory of a node in an executable until it has been measured; on one H200 executables of
-540 nodes took 1.55 MiB each (docs/benchmarks.md)."""
+EMPTY_GRAPH_BYTES = 40 * 1024
+"""Device memory of what torch makes of each capture, whose work is taken out of it."""
 
-_MEASURABLE_NODES = 4096
-"""Executables that together have fewer nodes than this say little: the driver takes memory in
-steps of 2 MiB."""
+_EXECUTABLE_BYTES = 64 * 1024
+"""Device memory of an executable, however few nodes it has ..."""
+
+_DEVICE_BYTES_PER_NODE = 3100
+"""... and of each node: 3020, 3080 and 3270 bytes in decode graphs of three models, and 2700 in
+small elementwise kernels (one H200, docs/costs.md). What the driver reports free does not tell it:
+making an executable also loads kernels, and takes what earlier ones left."""
 
 
 class Executables:
-    """Makes and frees executables, and learns what they take from what the driver reports free.
+    """Makes and frees executables.
 
     Args:
         runtime: the driver's graph calls.
-        free_bytes: returns the free device memory.
     """
 
-    def __init__(self, runtime: NodeRuntime, free_bytes: Callable[[], int]) -> None:
+    def __init__(self, runtime: NodeRuntime) -> None:
         self._runtime = runtime
-        self._free_bytes = free_bytes
-        self._taken = 0
-        self._live = 0
-        self._most = 0
 
     def bytes_of(self, nodes: int) -> int:
         """Return what an executable of ``nodes`` nodes takes."""
-        if self._most < _MEASURABLE_NODES:
-            return nodes * _DEVICE_BYTES_PER_NODE
-        return nodes * max(self._taken // self._most, 1)
+        return _EXECUTABLE_BYTES + nodes * _DEVICE_BYTES_PER_NODE
 
-    def make(self, graph: int, nodes: int, updates: Sequence[Update] = ()) -> int:
-        """Return an executable of ``graph``, which has so many nodes, with new parameters."""
+    def make(self, graph: int, updates: Sequence[Update] = ()) -> int:
+        """Return an executable of ``graph`` with new parameters."""
         changed = RawGraph(self._runtime, self._runtime.clone(graph, updates)) if updates else None
-        before = self._free_bytes()
-        executable = self._runtime.instantiate(changed.graph if changed else graph)
-        self._taken += max(before - self._free_bytes(), 0)
-        self._live += nodes
-        # The driver reuses what earlier executables gave back: only the largest total counts.
-        self._most = max(self._most, self._live)
-        return executable
+        return self._runtime.instantiate(changed.graph if changed else graph)
 
-    def free(self, executable: int, nodes: int) -> None:
+    def free(self, executable: int) -> None:
         """Free an executable; safe while it is in flight."""
-        self._live -= nodes
         try:
             self._runtime.destroy_executable(executable)
         except RuntimeCallError as error:
@@ -146,7 +135,7 @@ class NodeRecording:
     def build(self, graph: int) -> None:
         """Make an executable of its own from the captured graph."""
         self.shrink()  # what an interrupt left
-        self.executable = self._executables.make(graph, self._nodes, self.updates)
+        self.executable = self._executables.make(graph, self.updates)
 
     def shrink(self) -> None:
         """Give up the executable; safe while it is in flight."""
@@ -154,7 +143,7 @@ class NodeRecording:
         self.direct = None
         self.uses = 0
         if executable:
-            self._executables.free(executable, self._nodes)
+            self._executables.free(executable)
 
     def close(self) -> None:
         """Free everything."""
