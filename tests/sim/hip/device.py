@@ -302,7 +302,8 @@ class Recorder(TorchDispatchMode):
         if not self._device.is_current_stream_capturing() or self._is_metadata(func, name):
             return func(*args, **kwargs)
         if name.startswith(("empty", "new_empty")):
-            return self._given(func(*args, **kwargs))
+            made = func(*args, **kwargs)
+            return made if made.is_meta else self._given(made)
         stream = self._device.current.cuda_stream
         if name in _READS:
             self._device.fake.unsafe(stream)
