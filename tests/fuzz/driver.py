@@ -281,7 +281,8 @@ def _fault_case(
     """
     counts, x = Counter[str](), torch.ones(4, 8, device=backend.device)
     with backend.namespace.stream(backend.namespace.Stream()):
-        program = _FaultProgram(backend, backend.make_pool(), x)
+        # Under no budget and under one that makes every launch make its executable.
+        program = _FaultProgram(backend, backend.make_pool(None if at % 3 else 0), x)
         order(at)
         for _ in range(2):
             with _refusals(counts):
