@@ -19,9 +19,10 @@ def backend(driver: Driver) -> Iterator[Any]:
     """The backend, without graphs of other tests, and with what a test sets taken back."""
     backend: Any = dg.get_backend("npu")
     backend.synchronize()
-    names = ("replay_first", "try_new_values", "attention_version", "budget", "channel")
+    # Memory is kept for ever once a test left a capture that nothing could end.
+    names = "replay_first try_new_values attention_version budget channel keeps_memory".split()
     kept, timeout = {name: getattr(backend, name) for name in names}, backend.channel.timeout
-    backend.budget = StreamBudget()
+    backend.budget, backend.keeps_memory = StreamBudget(), False
     yield backend
     for name, value in kept.items():
         setattr(backend, name, value)

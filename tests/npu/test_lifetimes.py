@@ -65,7 +65,7 @@ def test_memory_goes_with_its_pool_after_dynamo_took_over_the_calls_of_frames(ba
 
 
 def test_memory_is_kept_where_a_capture_that_nothing_could_end_counts_as_under_way(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
+    backend: Any,
 ) -> None:
     pools = [backend.make_pool() for _ in range(2)]
     alive = [weakref.ref(pool._memory) for pool in pools]
@@ -73,7 +73,6 @@ def test_memory_is_kept_where_a_capture_that_nothing_could_end_counts_as_under_w
         pools.pop()  # waits until the capture is over
     assert alive.pop()() is None
     with backend.quiet():
-        monkeypatch.setattr(backend, "keeps_memory", False)
         pools.pop()
         backend.keep_memory()
     backend.synchronize()
