@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ctypes import addressof, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from devgraph.api.torchlike.node_calls import BRIEF, KINDS, Arguments, NodeCalls, structure
+from devgraph.api.torchlike.node_calls import BRIEF, Arguments, NodeCalls, structure
 from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET, Read, RuntimeCallError
 
 logger = logging.getLogger(__name__)
@@ -47,13 +47,6 @@ _SET_GOING = b""".version 6.4
     ret;
 }
 """
-
-_DEVICE_LAUNCH, _NODE_PRIORITY = 4, 8
-"""CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH and _USE_NODE_PRIORITY"""
-
-_NODES_A_FILL = 64
-"""A graph that has a fill for so many nodes goes quicker in one piece: a fill between pieces costs
-as much as that takes for some 140 nodes longer (docs/fast-replay.md)."""
 
 _CONDITIONAL, _WHILE = 13, 1
 """CU_GRAPH_NODE_TYPE_CONDITIONAL and CU_GRAPH_COND_TYPE_WHILE"""
@@ -170,7 +163,7 @@ class Runtime(NodeCalls):
         MEMCPY: CopyParams,
         MEMSET: FillParams,
     }
-    instantiate_flags = 1 | _NODE_PRIORITY  # free what it allocates at its next launch
+    instantiate_flags = 1 | 8  # free what it allocates at its next launch; priorities of nodes
 
     def __init__(self, brief: Any, waiting: Any, enter: Callable[[], object]) -> None:
         super().__init__(brief, waiting)
@@ -274,18 +267,6 @@ class Runtime(NodeCalls):
 
     def copy_attributes(self, source: int, target: int) -> None:
         super().copy_attributes(target, source)  # this driver names the target first
-
-    def instantiate(self, graph: int) -> int:
-        nodes = self.nodes(graph)
-        ask, value = self.function("GraphNodeGetType"), c_int()
-        where, fill = addressof(value), KINDS.index(MEMSET)
-        fills = sum(not ask(node, where) and value.value == fill for node in nodes)
-        if fills * _NODES_A_FILL > len(nodes):
-            # Executables that the device could launch are launched in one piece, fills included.
-            with contextlib.suppress(RuntimeCallError):  # they hold no node of the host, ...
-                flags = _DEVICE_LAUNCH | _NODE_PRIORITY
-                return self.made("GraphInstantiateWithFlags", graph, flags)
-        return super().instantiate(graph)
 
     # What an executable's node takes.
 
