@@ -21,6 +21,7 @@ from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
 from devgraph.runners.outputs import slots_by_leaf
 from devgraph.runners.padding import Pad, pad_rows
+from devgraph.runners.ranks import several_ranks
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot
 
 RUNNING = InputSlot("running", ("requests",), torch.bool, pad=Pad.zero(), real=True)
@@ -150,7 +151,8 @@ class Loop:
                 return running, found
 
             compiled = torch.compiler.is_compiling()  # which unrolls the loop
-            why = "ranks" if ranks or _several_ranks() else ""
+            # Collectives hang where the device of one rank ends its loop before the others.
+            why = "ranks" if ranks or several_ranks() else ""
             if seen and not compiled and (repeat := repeater(why)) is not None:
                 return _repeated(step, self.steps, batch.running, repeat, seen[-1])
             alive, found = zip(*(step() for _ in range(self.steps)), strict=True)
@@ -214,12 +216,6 @@ def _rows(running: torch.Tensor, dim: str | None, width: int) -> torch.Tensor:
         followed = running.flip(0).cumsum(0).flip(0) > 0
         return torch.cat([followed.new_ones(1), followed])
     return running.any()
-
-
-def _several_ranks() -> bool:
-    """Whether a step may hold collectives, which hang where ranks differ in when they end."""
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _repeated(

@@ -43,6 +43,13 @@ _SPIN_S = 0.002
 """Seconds that ``wait`` asks without a pause: about one decode step of a small model."""
 
 
+def several_ranks() -> bool:
+    """Whether this process is one of several ranks of torch's process group."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class PeerFailed(AgreementError):
     """Another rank gave up the exchange that this rank waits in."""
 

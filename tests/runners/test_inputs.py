@@ -166,14 +166,19 @@ def joined_plan():
     return plan, arena.views(Size(4, 4, 1))
 
 
+def load_in_place(plan, views, ids, scale, *, times):
+    """Load the same tensors again and again, each time with other ids, from 2, 3, 4 on."""
+    for step in range(times):
+        ids.add_(1)
+        plan.load({"ids": ids, "scale": scale})
+        assert views["ids"].tolist() == [2 + step, 3 + step, 4 + step, -1]
+
+
 def test_inputs_that_come_back_to_their_places_are_read_there_and_not_kept():
     plan, views = joined_plan()
     ids, scale = tokens(1, 2, 3), torch.ones(3)
     owners = torch._C._storage_Use_Count(ids.untyped_storage()._cdata)
-    for step in range(5):
-        ids.add_(1)
-        plan.load({"ids": ids, "scale": scale})
-        assert views["ids"].tolist() == [2 + step, 3 + step, 4 + step, -1]
+    load_in_place(plan, views, ids, scale, times=5)
     assert len(plan._known) == 1
     assert torch._C._storage_Use_Count(ids.untyped_storage()._cdata) == owners
     plan.load({"ids": tokens(7, 8, 9), "scale": scale})
@@ -185,10 +190,7 @@ def test_copies_that_are_made_all_the_time_are_a_graph(monkeypatch):
     monkeypatch.setattr(dg.get_backend("cpu"), "launches_quickly", True)
     plan, views = joined_plan()
     ids, scale = tokens(1, 2, 3), torch.ones(3)
-    for step in range(8):
-        ids.add_(1)
-        plan.load({"ids": ids, "scale": scale})
-        assert views["ids"].tolist() == [2 + step, 3 + step, 4 + step, -1]
+    load_in_place(plan, views, ids, scale, times=8)
     (kept,) = plan._known.values()
     assert kept.graph is not None and kept.graph.state == "ready"
     plan.load({"ids": torch.arange(6)[::2], "scale": scale})  # another layout, looked at anew
@@ -207,10 +209,7 @@ def test_copies_that_cannot_be_captured_are_made_one_by_one(monkeypatch, error):
         monkeypatch.setattr(backend, "capture_context", lambda graph: raising(error))
     plan, views = joined_plan()
     ids, scale = tokens(1, 2, 3), torch.ones(3)
-    for step in range(8):
-        ids.add_(1)
-        plan.load({"ids": ids, "scale": scale})
-        assert views["ids"].tolist() == [2 + step, 3 + step, 4 + step, -1]
+    load_in_place(plan, views, ids, scale, times=8)
     (kept,) = plan._known.values()
     assert kept.graph is None
     monkeypatch.undo()

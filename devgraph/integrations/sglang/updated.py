@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import torch
 
 from devgraph.api.errors import CapabilityError
 from devgraph.api.marks.marks import is_capturing, region
 from devgraph.integrations.sglang.segments import BREAKS
+from devgraph.runners.ranks import several_ranks
 
 
 def planned_on_host(model_runner: Any) -> bool:
@@ -34,10 +34,9 @@ def planned_on_host(model_runner: Any) -> bool:
 
 def require_updatable(model_runner: Any) -> None:
     """Raise CapabilityError, which says why, if that attention cannot be updated here."""
-    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     window = getattr(model_runner.attn_backend, "use_sliding_window_kv_pool", False)
     for stands, reason in (
-        (several, "its ranks would have to capture together in the middle of serving"),
+        (several_ranks(), "its ranks would have to capture together in the middle of serving"),
         (window, "its sliding windows write where each batch says"),
         (model_runner.model_config.is_encoder_decoder, "cross-attention reads further lengths"),
         (model_runner.is_draft_worker, "it is a draft model, with which this was not tried"),

@@ -280,6 +280,11 @@ class Counting:
 
         return dg.Loop(steps=steps, advance=advance, done=lambda batch, found: batch.left <= 0)
 
+    def runner(self, kit: Kit, **options: Any) -> dg.DecodeRunner:
+        """Return a runner of loops of five steps."""
+        outputs = {"grown": dg.OutputSlot(), "odd": dg.OutputSlot()}
+        return runner_of(kit, self.forward, [X, LEFT], outputs=outputs, loop=self.loop(), **options)
+
     def check(self, kit: Kit, runner: dg.DecodeRunner, left: list[int], seed: int) -> None:
         """Fail unless a run takes the steps that are left, and no more."""
         x = kit.tensor(len(left), WIDTH, seed=seed).round()
@@ -301,13 +306,7 @@ class Counting:
 @declares("loops")
 def test_a_loop_ends_when_every_request_is_done(kit: Kit) -> None:
     model = Counting(kit)
-    runner = runner_of(
-        kit,
-        model.forward,
-        [X, LEFT],
-        outputs={"grown": dg.OutputSlot(), "odd": dg.OutputSlot()},
-        loop=model.loop(),
-    )
+    runner = model.runner(kit)
     assert runner.stats().updates == {"loops": 3, "loop_nodes": ANY}
     batches = [[1], [2, 9, 4], [1, 1, 1, 1], [5, 2], [3], [7, 6, 5, 4], [9], [2, 3]]
     for seed, left in enumerate([*batches, *reversed(batches)]):
@@ -340,14 +339,7 @@ def test_a_loop_may_fork_to_other_streams(kit: Kit) -> None:
 @declares("loops", "remakes_executables")
 def test_a_loop_whose_executable_was_dropped_is_made_again(kit: Kit) -> None:
     model = Counting(kit)
-    runner = runner_of(
-        kit,
-        model.forward,
-        [X, LEFT],
-        outputs={"grown": dg.OutputSlot(), "odd": dg.OutputSlot()},
-        loop=model.loop(),
-        config={"policy": "full", "memory": 0},
-    )
+    runner = model.runner(kit, config={"policy": "full", "memory": 0})
     for seed, left in enumerate([[3], [2, 9, 4], [1, 1, 1, 1], [5, 2], [3]]):
         model.check(kit, runner, left, seed)
     kept = runner.stats().executables
