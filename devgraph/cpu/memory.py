@@ -191,12 +191,7 @@ class BlockPool:
         return list(self._live.values())
 
     def empty(
-        self,
-        size: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        origin: Any = None,
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, *, origin: Any = None
     ) -> torch.Tensor:
         """Return a poisoned tensor over a block of its own.
 

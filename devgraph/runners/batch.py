@@ -193,12 +193,7 @@ class HostArgs:
         }
 
     def resolve(
-        self,
-        given: Mapping[str, Any] | None,
-        real: Size,
-        padded: Size,
-        *,
-        partly: bool = False,
+        self, given: Mapping[str, Any] | None, real: Size, padded: Size, *, partly: bool = False
     ) -> dict[str, Any]:
         """Return a value for every declared argument, sequences continued to ``padded``.
 

@@ -649,10 +649,7 @@ class Runner:
                     graph.timing = graph.timing or Timing(self.backend)
                     graph.timing.read()
         return RunnerStats.of(
-            self.graphs,
-            self._counters,
-            replay_pace=self._capturing.pace,
-            **self._identity(),
+            self.graphs, self._counters, replay_pace=self._capturing.pace, **self._identity()
         )
 
     def plan(self, *, sample: bool = False) -> RunnerPlan:

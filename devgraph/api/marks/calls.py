@@ -226,12 +226,7 @@ class MarkedCall:
     )
 
     def __init__(
-        self,
-        pool: Pool,
-        mark: Mark,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        index: int,
+        self, pool: Pool, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
     ) -> None:
         def alias(leaf: Any) -> Any:
             return pool.alias(leaf) if isinstance(leaf, torch.Tensor) else leaf
