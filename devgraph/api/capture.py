@@ -28,6 +28,7 @@ from devgraph.api.errors import (
     StateError,
     brief,
     note,
+    whole,
 )
 from devgraph.api.graph import DeviceGraph, GraphInfo
 from devgraph.api.inputs import Inputs, Pair, write
@@ -310,8 +311,7 @@ def capture(
     twice = sorted(set(kwargs or ()) & set(spec.declared))
     if twice:
         raise InputError(f"{', '.join(twice)}: given both in kwargs and in host_args")
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
-        raise InputError(f"warmup must be a whole number from 0, not {brief(warmup)}")
+    whole("warmup", warmup)
     device = backend if isinstance(backend, Backend) else get_backend(backend)
     chosen = get_policy(policy)
     memory = device.own_pool(pool)

@@ -15,14 +15,7 @@ import torch
 
 from devgraph.api import process
 from devgraph.api.device import Device
-from devgraph.api.errors import (
-    CapabilityError,
-    ConfigError,
-    InputError,
-    InputTypeError,
-    StateError,
-    brief,
-)
+from devgraph.api.errors import CapabilityError, ConfigError, StateError, whole
 from devgraph.api.executable import Recordings
 
 if TYPE_CHECKING:
@@ -52,12 +45,7 @@ class Pool:
                 f"capture them again instead: invalidate() and capture() of a runner."
             )
         if budget_bytes is not None:
-            if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
-                raise InputTypeError(
-                    f"budget_bytes must be a number of bytes, got {brief(budget_bytes)}"
-                )
-            if budget_bytes < 0:
-                raise InputError(f"budget_bytes must be at least 0, got {budget_bytes}")
+            whole("budget_bytes", budget_bytes)
         self.backend = backend
         self.recordings = Recordings(budget_bytes)
         self.releasable = releasable

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import bisect
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, overload
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, brief
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, whole
 
 Phase = Literal["decode", "prefill", "encoder"]
 """What a runner runs. The mode configuration has the first two; an encoder lists its budgets."""
@@ -48,8 +47,8 @@ def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buck
     """
     if phase not in _RANGES:
         raise ConfigError(f"{phase} buckets have no defaults: list them, such as [2048, 4096]")
-    maximum = _count("the maximum", maximum)
-    multiple_of = _count("multiple_of", multiple_of)
+    maximum = whole("the maximum", maximum, 1, ConfigError)
+    multiple_of = whole("multiple_of", multiple_of, 1, ConfigError)
     step = _RANGES[phase][-1][2]
     if maximum > MOST_DEFAULTS * step:
         raise ConfigError(
@@ -86,8 +85,8 @@ class Buckets(Sequence[int]):
         """
         if sizes is None:
             return default_buckets(phase, maximum, multiple_of=multiple_of)
-        maximum = _count("the maximum", maximum)
-        multiple_of = _count("multiple_of", multiple_of)
+        maximum = whole("the maximum", maximum, 1, ConfigError)
+        multiple_of = whole("multiple_of", multiple_of, 1, ConfigError)
         top = _round_up(maximum, multiple_of)
         if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
             raise ConfigTypeError(
@@ -152,7 +151,7 @@ def spans(sizes: Iterable[range]) -> str:
 
 
 def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int) -> int:
-    value = _count(f"a {phase} bucket", size)
+    value = whole(f"a {phase} bucket", size, 1, ConfigError)
     if value > top:
         raise ConfigError(
             f"{phase} bucket {value} is over the capacity of {maximum}: remove it or raise the "
@@ -166,18 +165,6 @@ def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int
             f"for: use {near}"
         )
     return value
-
-
-def _count(what: str, value: object) -> int:
-    if isinstance(value, bool):
-        raise ConfigTypeError(f"{what} must be a positive integer, got {brief(value)}")
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigTypeError(f"{what} must be a positive integer, got {brief(value)}") from None
-    if number < 1:
-        raise ConfigError(f"{what} must be at least 1, got {number}")
-    return number
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -26,11 +26,11 @@ from devgraph.api.errors import (
     UpdateTopologyError,
     UpdateUnsupportedError,
     brief,
+    whole,
 )
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
-from devgraph.api.prove import require_cases
 from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, Phase, spans
@@ -54,7 +54,7 @@ from devgraph.runners.outputs import OutputStore, copied
 from devgraph.runners.prove import RunnerReport, prove_batches, rows_to_try
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerPlan, RunnerStats, explained
-from devgraph.runners.slots import InputSlot, Size, whole
+from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import BoundSteps, GraphStep, Step
 
 logger = logging.getLogger(__name__)
@@ -713,7 +713,7 @@ class Runner:
             rtol, atol: tolerances against the real batch; torch's by default.
         """
         with self._between_steps("prove"):
-            require_cases(cases)
+            whole("cases", cases)
             self._step.clock.tick()
             tried = [
                 (graph, rows)

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.config.phase import PHASES, unknown_name
-from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.config.phase import FLAG, PHASES, choice, number, unknown_name
+from devgraph.api.errors import ConfigError
 from devgraph.api.policy import COMPILERS
 
 ROLES = ("both", *reversed(PHASES))
@@ -17,16 +17,16 @@ ATTENTION = ("never", "single_token_decode", "uniform_batch", "always")
 
 
 def _one_of(*known: str) -> Any:
-    return attrs.field(default=known[0], metadata={"known": known})
+    return attrs.field(default=known[0], metadata=choice("value", lambda: known))
 
 
 def _flag(default: bool = False) -> Any:
-    return attrs.field(default=default, metadata={"kind": bool})
+    return attrs.field(default=default, metadata=FLAG)
 
 
 def _count(default: int = 1) -> Any:
     """A number of at least its default."""
-    return attrs.field(default=default, metadata={"kind": int})
+    return attrs.field(default=default, metadata=number(int, default))
 
 
 @attrs.frozen(kw_only=True)
@@ -113,15 +113,8 @@ class EngineFacts:
     def __attrs_post_init__(self) -> None:
         for field in _FIELDS:
             value = getattr(self, field.name)
-            if value is field.default:
-                continue
-            known, kind = field.metadata.get("known"), field.metadata.get("kind")
-            if known is not None and value not in known:
-                raise unknown_name(field.name, value, known, what="value")
-            if kind is not None and type(value) is not kind:  # a bool is no count
-                raise ConfigTypeError(f"{field.name}: expected {kind.__name__}, got {value!r}")
-            if kind is int and value < field.default:
-                raise ConfigError(f"{field.name}: expected at least {field.default}, got {value}")
+            if field.metadata and value is not field.default:
+                field.metadata["read"](value, field.name)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, path: str = "facts") -> EngineFacts:
