@@ -42,7 +42,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks import marks
 from devgraph.api.marks.host_values import HostSpec
-from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.source import SourceLine, node_line, traced_line
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
@@ -95,8 +95,9 @@ def _host_value(name: str) -> Any:
     return _active().live[name]
 
 
-class _Tracing:
-    """What marks mean while the step is traced: they say what they return, and run nothing."""
+class _Tracing(Scope):
+    """What marks mean while the step is traced: they say what they return, and run nothing. The
+    split finds the calls of ``graph_break``."""
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, given = mark.split(args, kwargs)
@@ -113,9 +114,6 @@ class _Tracing:
                 f"call, or use policy='breakable'."
             )
         return result
-
-    def graph_break(self) -> None:
-        """Do nothing: the split finds the call."""
 
 
 def _untraceable(result: Any, index: str = "") -> str | None:
