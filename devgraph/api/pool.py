@@ -85,10 +85,10 @@ class Pool:
     def release(self) -> None:
         """Give the device memory of the graphs and their executables back until ``restore``.
 
-        Every graph stays, and is replayed at the same addresses afterwards, without a capture. A
-        replay writes what it reads, so what graphs had written is not kept: captured outputs must
-        not be touched before the next replay. What regions and eager bodies allocated is.
-        Idempotent.
+        Every graph stays, and is replayed at the same addresses afterwards, without a capture. What
+        tensors that are alive have in the pool is kept, on the host, and what regions and eager
+        bodies allocated: kernels may count on what an earlier launch left there. Of memory that
+        captures freed a replay writes what it reads. Idempotent.
 
         Raises:
             CapabilityError: the pool was not made by ``make_pool(releasable=True)``.

@@ -103,9 +103,11 @@ class GraphMemory:
     def release(self) -> None:
         """Give back the memory of graphs, of the pools that can, until ``restore``; replays raise
         ExecutableError meanwhile. Idempotent; see ``Pool.release``."""
+        before = self.bytes
         for pool in set(self._pools.values()):
             if pool.releasable:
                 pool.release()
+        logger.info("the device has %d MiB of graph memory back", (before - self.bytes) >> 20)
 
     def restore(self) -> None:
         """Take memory for what ``release`` gave back. Idempotent.
