@@ -70,8 +70,8 @@ class _Proof:
             if slot.real is not None and slot.sample is not None
         }
         given = self._host if self._host is not None else step.host.at_capture(real)
-        padded_host = step.host_of(given, real, graph.size)
-        real_host = step.host_of(given, real, real)
+        padded_host = step.host.resolve(given, real, graph.size)
+        real_host = step.host.resolve(given, real, real)
         rng = backend.get_rng_state()
         where = f"bucket {graph.key}, {real.requests} requests, {real.tokens} tokens"
         static = StaticBatch(step, graph)

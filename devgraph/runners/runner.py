@@ -141,7 +141,7 @@ class Runner:
             tail=tail,
             inputs=arena,
             outputs=OutputStore(outputs, share and share._step.outputs),
-            host=HostArgs(host_args),
+            host=HostArgs(host_args, partly=options.prepare is not None),
             prepare=options.prepare,
             clock=LeaseClock(options.name),
             ranges=options.ranges,

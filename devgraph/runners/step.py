@@ -84,7 +84,7 @@ class Step:
 
         Raises as ``InputArena.admit`` and ``HostArgs.resolve``, before anything is changed.
         """
-        host = self.host_of(host_args, size, size)
+        host = self.host.resolve(host_args, size, size)
         tensors = self.inputs.eager_views(inputs, size)
         self.clock.now += 1
         return self.call_eagerly(tensors, size, host, options)
@@ -105,15 +105,6 @@ class Step:
         graph.used = self.clock.now  # as on the ranks that have requests
         graph.hits += 1
 
-    def host_of(
-        self, given: Mapping[str, Any] | None, real: Size, padded: Size
-    ) -> Mapping[str, Any]:
-        """Return what a run passes of the host arguments; ``prepared`` adds the rest.
-
-        Raises as ``HostArgs.resolve``.
-        """
-        return self.host.resolve(given, real, padded, partly=self.prepare is not None)
-
     def prepared(self, batch: Batch, host: Mapping[str, Any], size: Size) -> Mapping[str, Any]:
         """Let the engine plan over ``batch``; return ``host`` with the host arguments it returned.
 
@@ -121,19 +112,8 @@ class Step:
         """
         if self.prepare is None:
             return host
-        grad = torch.is_grad_enabled()
-        try:
-            if grad:  # by a call: ``with torch.no_grad()`` takes twice as long
-                torch.set_grad_enabled(False)
-            found = self.prepare(batch)
-        finally:
-            if grad:
-                torch.set_grad_enabled(True)
-        if found is None and len(host) == len(self.host.declared):
-            return host
-        values = {**host, **self.host.resolve(found, size, size, partly=True)}
-        self.host.require_all(values)
-        return values
+        with torch.no_grad():
+            return self.host.completed(host, self.prepare(batch), size)
 
     def static_batch(self, graph: BucketGraph, host: Mapping[str, Any]) -> Batch:
         """Return the batch of ``graph``, over the static views."""
@@ -231,7 +211,7 @@ class GraphStep:
         self.outputs: Callable[[], Any] = step.outputs.views(graph.key.variant, graph.size, real)
         """Returns the graph's outputs, real rows only."""
         self._padded = graph.size
-        self._host_of = step.host_of if step.prepare else step.host.resolve
+        self._host_of = step.host.resolve
         self._planned: Mapping[str, Any] = {}
         """Host arguments that the engine planned in the last run."""
         self._declares_host = bool(step.host.declared)
@@ -287,14 +267,25 @@ class GraphStep:
     def _planning(self, step: Step, replay: _Replay) -> _Replay:
         """Return what lets the engine plan over the loaded batch, and replays the graph then."""
         batch = step.static_batch(self.graph, {})
+        prepare, declared, seen = step.prepare, len(step.host.declared), vars(batch.host)
+        assert prepare is not None
+        with_grad, enable_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
 
         def planned(given: Mapping[str, Any]) -> None:
-            if self._declares_host:
-                batch.host = HostValues(given)
-            values = step.prepared(batch, given, self._padded)
-            if values is not given:
-                self._planned = {n: v for n, v in values.items() if given.get(n) is not v}
-            replay(values)
+            # ``torch.no_grad`` and an attribute of ``batch.host`` would take longer than all else.
+            if grad := with_grad():
+                enable_grad(False)
+            try:
+                seen["_values"] = given
+                found, self._planned = prepare(batch), {}
+                if found is not None or len(given) != declared:
+                    values = step.host.completed(given, found, self._padded)
+                    self._planned = {n: v for n, v in values.items() if given.get(n) is not v}
+                    given = values
+                replay(given)
+            finally:
+                if grad:
+                    enable_grad(True)
 
         return planned
 
