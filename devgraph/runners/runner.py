@@ -136,7 +136,7 @@ class Runner:
         self._steps_per_launch = steps_per_launch
         self._implied = implied
         self._step = Step(
-            function,
+            function=function,
             whole=whole_step,
             tail=tail,
             inputs=arena,
@@ -145,6 +145,7 @@ class Runner:
             prepare=options.prepare,
             clock=LeaseClock(options.name),
             ranges=options.ranges,
+            name=options.name,
             backend=backend,
             pool=pool,
         )

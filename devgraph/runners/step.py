@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from devgraph.api.backend import Backend
@@ -27,51 +28,31 @@ MAX_STEPS = 4096
 """Bound steps that are kept; a step is a few KiB and costs some 20 us to bind again."""
 
 
+@attrs.define(kw_only=True, eq=False)
 class Step:
-    """The engine's functions, and the inputs, outputs and host arguments that they are given.
+    """The engine's functions, and the inputs, outputs and host arguments that they are given."""
 
-    Attributes:
-        live: what eager bodies of graphs see of the run that is under way.
-
-    Args:
-        function: what one graph does.
-        whole: the whole step, for eager runs.
-        tail: what follows a replay; None where the graph is the whole step.
-        inputs, outputs, host: its data.
-        prepare: plans the step over the filled batch; see ``Options.prepare``.
-        clock: counts the runs, each of which overwrites the outputs of the one before.
-        ranges: show replays in profiles; see ``Options.ranges``.
-        pool: the memory of its graphs.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[Batch], Any],
-        *,
-        whole: Callable[[Batch], Any],
-        tail: Callable[[Any, Batch], Any] | None,
-        inputs: InputArena,
-        outputs: OutputStore,
-        host: HostArgs,
-        prepare: Callable[[Batch], Mapping[str, Any] | None] | None,
-        clock: LeaseClock,
-        ranges: bool,
-        backend: Backend,
-        pool: Pool,
-    ) -> None:
-        self.function = function
-        self.tail = tail
-        self.inputs = inputs
-        self.outputs = outputs
-        self.host = host
-        self.prepare = prepare
-        self.clock = clock
-        self.ranges = ranges
-        self.name = clock.name
-        self.pool = pool
-        self.backend = backend
-        self.live = Live()
-        self._whole = whole
+    function: Callable[[Batch], Any]
+    """What one graph does."""
+    whole: Callable[[Batch], Any]
+    """The whole step, for eager runs."""
+    tail: Callable[[Any, Batch], Any] | None
+    """What follows a replay; None where the graph is the whole step."""
+    inputs: InputArena
+    outputs: OutputStore
+    host: HostArgs
+    prepare: Callable[[Batch], Mapping[str, Any] | None] | None
+    """Plans the step over the filled batch; see ``Options.prepare``."""
+    clock: LeaseClock
+    """Counts the runs, each of which overwrites the outputs of the one before."""
+    ranges: bool
+    """Show replays in profiles; see ``Options.ranges``."""
+    name: str
+    backend: Backend
+    pool: Pool
+    """The memory of its graphs."""
+    live: Live = attrs.field(factory=Live)
+    """What eager bodies of graphs see of the run that is under way."""
 
     def run_eagerly(
         self,
@@ -152,7 +133,7 @@ class Step:
         try:
             batch.host = HostValues(self.prepared(batch, host, size))
             with torch.no_grad():
-                return self._whole(batch)
+                return self.whole(batch)
         finally:
             end_batch(batch)
 
