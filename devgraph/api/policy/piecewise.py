@@ -43,6 +43,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks import marks
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark, Scope, entered
+from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.source import SourceLine, node_line, traced_line
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
@@ -77,8 +78,6 @@ class _Activation:
     entered_at: float = 0.0
     compiled: _Build | None = None
     """What was compiled for this step; None while older code serves it."""
-    modes: list[Any] = attrs.field(factory=list)
-    """The guards of the inference and autocast modes that are open, outermost first."""
 
 
 _activation: ContextVar[_Activation | None] = ContextVar("devgraph_piecewise", default=None)
@@ -150,14 +149,18 @@ class _Compiler:
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> _Entry:
         activation = _active()
         _bind_tokens(graph, activation.tokens)
-        split = _split(graph)
+        outside = Modes.current()
+        split, modes = _split(graph)
         build = _Build(self.name, activation.wrap)
         for name, piece in list(split.named_children()):
             assert isinstance(piece, GraphModule)
-            if any(_is_cut(node) for node in piece.graph.nodes):
-                _hold_modes(piece)
-            else:
-                setattr(split, name, _Piece(build.piece(piece)))
+            own, marked = modes[int(name.rpartition("_")[2])], any(map(_is_cut, piece.graph.nodes))
+            if self.name != "eager" and not marked:
+                # Compiled code makes no inference tensors anyway, and Inductor of torch 2.11 fails
+                # on views inside such a block.
+                own = own._replace(inference=outside.inference)
+            run = piece.forward if marked else build.piece(piece, own)
+            setattr(split, name, _Part(run, None if own == outside else own))
         activation.compiled = build
         return _Entry(split.forward, build.pieces)
 
@@ -202,158 +205,51 @@ def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node,
     node.args, node.kwargs = args, kwargs
 
 
-def _split(graph: GraphModule) -> GraphModule:
-    part = 0
+_OPENING = {_enter_inference_mode, _enter_autocast}
+_CLOSING = {_exit_inference_mode, _exit_autocast}
+_MODE_FUNCTIONS = {*_OPENING, *_CLOSING, torch._C._set_grad_enabled}
+"""What a trace switches modes with."""
+
+
+def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
+    """Return ``graph`` in parts, and the modes of each by the number at the end of its name.
+
+    It is cut at marked functions, and wherever modes change: the parts, which do not switch any,
+    run on their own, and an exception leaves one in the middle.
+    """
     parts: dict[Node, int] = {}
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if _is_cut(node):
-            part += 1
-            parts[node] = part
-            part += 1
-        else:
-            parts[node] = part
+    modes = [Modes.current()]
+    opened: dict[Node, Any] = {}
+    try:
+        for node in graph.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.target in _OPENING:
+                opened[node] = node.target(*node.args)
+            elif node.target in _CLOSING:
+                node.target(opened.pop(node.args[0]))
+            elif node.target in _MODE_FUNCTIONS:
+                node.target(*node.args)
+            elif _is_cut(node):
+                parts[node] = len(modes)
+                modes.append(modes[-1])
+            else:
+                parts[node] = len(modes) - 1
+                continue
+            modes.append(Modes.current())
+    finally:
+        for guard in reversed(opened.values()):
+            guard.__exit__(None, None, None)
+        torch.set_grad_enabled(modes[0].grad)
+    for node in reversed(graph.graph.nodes):
+        if node.target in _MODE_FUNCTIONS:
+            graph.graph.erase_node(node)
     # A live value is read in the part of the call that takes it.
     for node in parts:
         if node.target is _host_value:
             parts[node] = parts[next(iter(node.users))]
-    _cut_modes(graph, parts)
-    return split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
-
-
-_EXITS: dict[Any, Callable[..., Any]] = {
-    _enter_inference_mode: _exit_inference_mode,
-    _enter_autocast: _exit_autocast,
-}
-"""What closes the block of a mode, by what opens it."""
-
-_MODE_FUNCTIONS = {*_EXITS, *_EXITS.values(), torch._C._set_grad_enabled}
-
-
-@attrs.define
-class _Block:
-    """A block of a mode that is open where the walk through a trace is."""
-
-    entered: Node
-    """What opened it in this part."""
-    grad: bool
-    """Whether gradients were on before it."""
-
-
-def _cut_modes(graph: GraphModule, parts: dict[Node, int]) -> None:
-    """Close the modes that are open where a part ends, the inner ones first, and open them again
-    where the next one begins: parts run on their own, and each leaves the modes as they were.
-
-    ``split_module`` cuts autocast and grad modes alone and in another order, whereas the end of
-    ``inference_mode`` restores all modes of its beginning.
-    """
-    if not any(node.target in _MODE_FUNCTIONS for node in parts):
-        return
-    outside = grad = torch.is_grad_enabled()
-    blocks: dict[Node, _Block] = {}  # by the node that opened it in the trace
-
-    def add(part: int, target: Any, *args: Any) -> Node:
-        node = graph.graph.call_function(target, args)
-        parts[node] = part
-        return node
-
-    before: Node | None = None
-    for node in list(parts):
-        if before is not None and parts[node] != parts[before]:
-            with graph.graph.inserting_before(node):
-                for begun, block in reversed(blocks.items()):
-                    add(parts[before], _EXITS[begun.target], block.entered)
-                # split_module begins later parts with the last switch before them, which is this.
-                add(parts[before], torch._C._set_grad_enabled, outside)
-                for begun, block in blocks.items():
-                    add(parts[node], torch._C._set_grad_enabled, block.grad)
-                    block.entered = add(parts[node], begun.target, *begun.args)
-                add(parts[node], torch._C._set_grad_enabled, grad)
-        if node.target in _EXITS:
-            blocks[node] = _Block(node, grad)
-            if node.target is _enter_inference_mode:
-                grad = not node.args[0]
-        elif node.target in _EXITS.values():
-            begun = cast(Node, node.args[0])
-            block = blocks.pop(begun)
-            node.args = (block.entered,)
-            if begun.target is _enter_inference_mode:
-                grad = block.grad
-        elif node.target is torch._C._set_grad_enabled:
-            grad = cast(bool, node.args[0])
-        before = node
-
-
-def _held(enter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``enter`` of a mode, which the activation holds until ``_let_go``."""
-
-    def begin(*args: Any) -> Any:
-        guard = enter(*args)
-        _active().modes.append(guard)
-        return guard
-
-    return begin
-
-
-def _let_go(guard: Any) -> None:
-    _active().modes.remove(guard)
-    guard.__exit__(None, None, None)
-
-
-_HELD = {enter: _held(enter) for enter in _EXITS} | dict.fromkeys(_EXITS.values(), _let_go)
-"""What stands for each function with which a trace opens or closes a mode that has a guard."""
-
-
-def _hold_modes(piece: GraphModule) -> None:
-    """Let the activation hold what ``piece`` opens: an exception leaves it without closing it."""
-    for node in piece.graph.nodes:
-        if node.op == "call_function":
-            node.target = _HELD.get(node.target, node.target)
-    piece.recompile()
-
-
-def _inference_mode_as_grad_mode(piece: GraphModule) -> None:
-    """Turn ``inference_mode`` in ``piece`` into the grad mode that it implies: compiled code makes
-    no inference tensors anyway, and Inductor of torch 2.11 fails on views inside such a block."""
-    for node in piece.graph.nodes:
-        if node.target is _enter_inference_mode:
-            with piece.graph.inserting_after(node):
-                piece.graph.call_function(torch._C._set_grad_enabled, (not node.args[0],))
-            node.target, node.args = torch.is_grad_enabled, ()
-        elif node.target is _exit_inference_mode:
-            node.target = torch._C._set_grad_enabled
-
-
-@contextlib.contextmanager
-def _modes_kept(activation: _Activation) -> Iterator[None]:
-    """Close after an exception what the traced code had opened: it holds no ``finally``."""
-    grad = torch.is_grad_enabled()
-    try:
-        yield
-    except BaseException:
-        while activation.modes:
-            activation.modes.pop().__exit__(None, None, None)
-        torch.set_grad_enabled(grad)
-        raise
-
-
-@contextlib.contextmanager
-def _autocast_depth_kept() -> Iterator[None]:
-    """Close by count the autocast blocks that a compiler which failed left open: while one is open,
-    torch keeps what it has cast. The tracer restores all other modes."""
-    depth = _autocast_depth()
-    try:
-        yield
-    finally:
-        while _autocast_depth() > depth:
-            torch.autocast_decrement_nesting()
-
-
-def _autocast_depth() -> int:
-    """Return how many autocast blocks are open."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    split = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+    return split, modes
 
 
 class _Build:
@@ -373,21 +269,21 @@ class _Build:
         self.cached = 0
         """Pieces whose code came from Inductor's cache on disk."""
 
-    def piece(self, piece: GraphModule) -> Callable[..., Any]:
-        """Return what runs ``piece``."""
+    def piece(self, piece: GraphModule, modes: Modes) -> Callable[..., Any]:
+        """Return what runs ``piece`` in ``modes``."""
         if not any(_computes(node) for node in piece.graph.nodes):
             return piece.forward
         self.pieces += 1
         inputs = piece.graph.find_nodes(op="placeholder")
         examples = [node.meta["example_value"] for node in inputs]
-        key = _shape_of(piece, examples)
+        key = modes, _shape_of(piece, examples)
         if key in self._known:
             self.shared += 1
         elif self._compiler == "eager":
-            _hold_modes(piece)
             self._known[key] = piece.forward
         else:
-            self._known[key] = self._with_inductor(piece, examples)
+            with modes.restored():
+                self._known[key] = self._with_inductor(piece, examples)
         return self._known[key]
 
     def _with_inductor(self, piece: GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -395,11 +291,9 @@ class _Build:
         single = not isinstance(output.args[0], tuple | list)
         if single:  # Inductor compiles graphs that return a tuple
             output.args = ((output.args[0],),)
-        _inference_mode_as_grad_mode(piece)
         piece.recompile()
         hits = _cache_hits()
-        with _autocast_depth_kept():
-            compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
+        compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
         self.cached += _cache_hits() > hits
         run = self._wrap(cast(Callable[..., Any], compiled), piece)
         return (lambda *args: run(*args)[0]) if single else run
@@ -433,15 +327,14 @@ class _Entry:
         activation = _active()
         activation.entered_at = time.perf_counter()
         activation.entry = self
-        with _modes_kept(activation):
-            if activation.capture is None:
-                with entered(None):
-                    outputs = self._forward(*inputs)
-                    activation.outputs.hold(outputs)
-                    return outputs
-            job, session = activation.capture
-            job = attrs.evolve(job, fn=self._captured, args=inputs, kwargs={})
-            activation.plan = plan = capture_segments(job, session)
+        if activation.capture is None:
+            with entered(None):
+                outputs = self._forward(*inputs)
+                activation.outputs.hold(outputs)
+                return outputs
+        job, session = activation.capture
+        job = attrs.evolve(job, fn=self._captured, args=inputs, kwargs={})
+        activation.plan = plan = capture_segments(job, session)
         # The tracer may drop the code, and a step what it had made for one call only.
         plan.held = (self, inputs)
         return plan.outputs
@@ -450,15 +343,19 @@ class _Entry:
         return self._forward(*inputs)
 
 
-class _Piece(torch.nn.Module):
-    """A compiled piece in the place of the module it was compiled from."""
+class _Part(torch.nn.Module):
+    """What runs in the place of a part, in its own modes; None for those of the whole step."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], modes: Modes | None) -> None:
         super().__init__()
         self._run = run
+        self._modes = modes
 
     def forward(self, *args: Any) -> Any:
-        return self._run(*args)
+        if self._modes is None:
+            return self._run(*args)
+        with self._modes.restored():
+            return self._run(*args)
 
 
 def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
