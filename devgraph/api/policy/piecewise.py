@@ -41,13 +41,12 @@ from devgraph.api.errors import (
     FrozenValueError,
 )
 from devgraph.api.marks import marks
-from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.source import SourceLine, node_line, traced_line
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
-from devgraph.api.policy.job import Job, Outputs, Plan, Policy
+from devgraph.api.policy.job import Job, Plan, Policy
 from devgraph.api.session import Session
 
 logger = logging.getLogger(__name__)
@@ -60,33 +59,13 @@ INDUCTOR_OPTIONS = {"triton.cudagraphs": False}
 """Pieces are captured here; whatever the user's settings, Inductor must not capture them too."""
 
 
-@attrs.define
-class _Activation:
-    """One step being compiled, run or captured."""
-
-    spec: HostSpec
-    live: Mapping[str, Any]
-    """What a marked function receives for a token: plain values, or tracked ones in a capture."""
-    tokens: dict[str, torch.Tensor]
-    wrap: Callable[[Callable[..., Any], GraphModule], Callable[..., Any]]
-    outputs: Outputs
-    capture: tuple[Job, Session] | None = None
-    """Set while capturing."""
-    plan: BreakablePlan | None = None
-    entry: _Entry | None = None
-    """The compiled step that ran."""
-    entered_at: float = 0.0
-    compiled: _Build | None = None
-    """What was compiled for this step; None while older code serves it."""
+_running: ContextVar[_CompiledStep | None] = ContextVar("devgraph_piecewise", default=None)
 
 
-_activation: ContextVar[_Activation | None] = ContextVar("devgraph_piecewise", default=None)
-
-
-def _active() -> _Activation:
-    activation = _activation.get()
-    assert activation is not None, "a compiled step runs only inside its policy"
-    return activation
+def _active() -> _CompiledStep:
+    step = _running.get()
+    assert step is not None, "a compiled step runs only inside its policy"
+    return step
 
 
 def _host_value(name: str) -> Any:
@@ -100,7 +79,7 @@ class _Tracing(Scope):
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, given = mark.split(args, kwargs)
-        declared = _active().spec.declared
+        declared = _active().job.spec.declared
         host = mark.host_kwargs({name: declared.get(name) for name in given})
         with entered(None):
             result = described(mark, args, kwargs, host)
@@ -147,11 +126,11 @@ class _Compiler:
         self.name = name
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> _Entry:
-        activation = _active()
-        _bind_tokens(graph, activation.tokens)
+        step = _active()
+        _bind_tokens(graph, step.tokens)
         outside = Modes.current()
         split, modes = _split(graph)
-        build = _Build(self.name, activation.wrap)
+        build = _Build(self.name, step.job.backend.wrap_compiled)
         for name, piece in list(split.named_children()):
             assert isinstance(piece, GraphModule)
             own, marked = modes[int(name.rpartition("_")[2])], any(map(_is_cut, piece.graph.nodes))
@@ -161,7 +140,7 @@ class _Compiler:
                 own = own._replace(inference=outside.inference)
             run = piece.forward if marked else build.piece(piece, own)
             setattr(split, name, _Part(run, None if own == outside else own))
-        activation.compiled = build
+        step.build = build
         return _Entry(split.forward, build.pieces)
 
 
@@ -324,17 +303,16 @@ class _Entry:
         self.pieces = pieces
 
     def __call__(self, *inputs: Any) -> Any:
-        activation = _active()
-        activation.entered_at = time.perf_counter()
-        activation.entry = self
-        if activation.capture is None:
+        step = _active()
+        step.entered_at = time.perf_counter()
+        step.entry = self
+        if step.session is None:
             with entered(None):
                 outputs = self._forward(*inputs)
-                activation.outputs.hold(outputs)
+                step.job.outputs.hold(outputs)
                 return outputs
-        job, session = activation.capture
-        job = attrs.evolve(job, fn=self._captured, args=inputs, kwargs={})
-        activation.plan = plan = capture_segments(job, session)
+        job = attrs.evolve(step.job, fn=self._captured, args=inputs, kwargs={})
+        step.plan = plan = capture_segments(job, step.session)
         # The tracer may drop the code, and a step what it had made for one call only.
         plan.held = (self, inputs)
         return plan.outputs
@@ -394,60 +372,67 @@ def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
 
 
 class _CompiledStep:
-    """A step ready to run or to be captured; takes the step's own bound arguments."""
+    """A step ready to be compiled, run or captured; takes the step's own bound arguments."""
 
     def __init__(self, job: Job, compiler: _Compiler) -> None:
-        self._job = job
+        self.job = job
+        self.tokens = {name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared}
+        self.live: Mapping[str, Any] = job.spec.declared
+        """What a marked function receives for a token: plain values, or tracked ones in a
+        capture."""
+        self.session: Session | None = None
+        """Set while capturing."""
+        self.plan: BreakablePlan | None = None
+        self.entry: _Entry | None = None
+        """The compiled step that ran."""
+        self.entered_at = 0.0
+        self.build: _Build | None = None
+        """What was compiled for this step; None while older code serves it."""
         self._compiler = compiler
-        self.activation = _Activation(
-            spec=job.spec,
-            live=job.spec.declared,
-            tokens={name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared},
-            wrap=job.backend.wrap_compiled,
-            outputs=job.outputs,
-        )
         fn = _around(job.fn) if hasattr(job.fn, "__devgraph_mark__") else job.fn
         self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)
 
     def __call__(self) -> Any:
         """Call the compiled step; compile it first where no older code serves it."""
-        job, activation = self._job, self.activation
-        before, started = activation.compiled, time.perf_counter()
-        with _activated(activation), _settings(), entered(_Tracing()):
-            result = self._step(*job.args, **job.kwargs, **activation.tokens)
-        if activation.compiled is not before:
-            seconds = activation.entered_at - started
+        job, before, started = self.job, self.build, time.perf_counter()
+        outer = _running.set(self)
+        try:
+            with _settings(), entered(_Tracing()):
+                result = self._step(*job.args, **job.kwargs, **self.tokens)
+        finally:
+            _running.reset(outer)
+        if self.build is not before:
+            seconds = self.entered_at - started
             job.phases["compile"] = job.phases.get("compile", 0.0) + seconds
         return result
 
     def warm_up(self) -> None:
         """Run once; compile and check the step where no older code serves it."""
-        activation, job = self.activation, self._job
-        before, failure = activation.compiled, None
+        before, failure = self.build, None
         try:
             self()
         except Exception as error:
-            if activation.entry is not None:
+            if self.entry is not None:
                 raise  # It was raised by the step's own work, not by compiling it.
             failure = error
         if failure is not None:
             # Run eagerly, the step may show its own exception, or a line that reads a host value.
             self._check()
             _raise_explained(failure, self._compiler.name)
-        job.warmed_up()
-        if activation.entry is None:
+        self.job.warmed_up()
+        if self.entry is None:
             raise EmptyCaptureError(
                 "torch.compile compiled nothing. Either the step does no work on tensors: capture "
                 "one that computes, with tensors on the backend's device. Or torch.compile is off: "
                 "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, or use policy='breakable'."
             )
-        if activation.compiled is not before:
-            with job.phase("compile"):
+        if self.build is not before:
+            with self.job.phase("compile"):
                 self._check()
 
     def _check(self) -> None:
         """Run the step eagerly with tracked host arguments; compare what its marks claim."""
-        job = self._job
+        job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(Checking(job.spec)):
             job.fn(*job.args, **job.kwargs, **job.spec.watched(asked))
@@ -462,10 +447,9 @@ class _CompiledStep:
 
     def capture(self, session: Session) -> Plan:
         """Capture the compiled step."""
-        activation, job = self.activation, self._job
-        activation.live, activation.capture = job.spec.tracked(), (job, session)
+        self.live, self.session = self.job.spec.tracked(), session
         outputs = self()
-        plan, entry, build = activation.plan, activation.entry, activation.compiled
+        plan, entry, build = self.plan, self.entry, self.build
         assert plan is not None and entry is not None
         plan.outputs = outputs
         plan.notes.update(
@@ -485,15 +469,6 @@ def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(*args, **kwargs)
 
     return step
-
-
-@contextlib.contextmanager
-def _activated(activation: _Activation) -> Iterator[None]:
-    token = _activation.set(activation)
-    try:
-        yield
-    finally:
-        _activation.reset(token)
 
 
 @contextlib.contextmanager
