@@ -51,10 +51,20 @@ if TYPE_CHECKING:
 
 _HOMES = {
     **_API_HOMES,
-    "devgraph.runners": """
-        Decision DecodeRunner EncoderRunner HostSlot InputSlot Loop LoopResult OutputSlot Pad
-        PrefillRunner RankGroup Reason
-    """.split(),
+    "devgraph.runners": (
+        "Decision",
+        "DecodeRunner",
+        "EncoderRunner",
+        "HostSlot",
+        "InputSlot",
+        "Loop",
+        "LoopResult",
+        "OutputSlot",
+        "Pad",
+        "PrefillRunner",
+        "RankGroup",
+        "Reason",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.errors import whole
 from devgraph.runners import HostSlot, InputSlot, OutputSlot, Pad, Size
-from devgraph.runners.slots import check_slots
+from devgraph.runners.slots import check_slots, whole
 from tests.support.runner_steps import IDS, double, double_runner
 
 
