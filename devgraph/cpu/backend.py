@@ -232,7 +232,7 @@ class CpuBackend(Backend):
             raise
 
     def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
-        from devgraph.cpu.compiled import CompiledPiece  # registers an operation with torch
+        from devgraph.cpu.compiled import CompiledPiece  # imports torch's compiler
 
         return CompiledPiece(run, source)
 

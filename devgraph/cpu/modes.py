@@ -38,9 +38,11 @@ class _AtBottom:
     push: Callable[[Any], None]
     height: Callable[[], int]
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, recorder: Any) -> None:
         super().__init__()
         self._report = report
+        self.recorder = recorder
+        """Whose ``report`` it is."""
 
     def install(self) -> None:
         """Start, below all modes but a default device."""

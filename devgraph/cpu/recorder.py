@@ -120,8 +120,8 @@ class Recorder:
             self._autocast = torch.is_autocast_enabled("cpu")
             self._holds = [pool.hold() for pool in self._pools]
             self._pool.begin_recording()
-            self._functions = Functions(self._call_function)
-            self._dispatching = Dispatching(self._call_operation)
+            self._functions = Functions(self._call_function, self)
+            self._dispatching = Dispatching(self._call_operation, self)
             self._functions.install()
             self._dispatching.install()
         except BaseException:
@@ -209,6 +209,27 @@ class Recorder:
 
         self.parts.append(Entry(run, op, tape))
         return len(tape)
+
+    @staticmethod
+    def current() -> Recorder | None:
+        """Return what records the operations of this thread now."""
+        modes = Dispatching.stack()
+        return next((mode.recorder for mode in modes if isinstance(mode, Dispatching)), None)
+
+    def call(
+        self,
+        name: str,
+        run: Callable[[Any, Any], object],
+        args: Sequence[Any],
+        results: Sequence[tuple[int, torch.dtype]],
+    ) -> list[torch.Tensor]:
+        """Record ``run(results, args)`` as one operation and return its results, flat tensors of so
+        many elements of a dtype."""
+        op = self._op(name)
+        origin, empty = _Origin(self._mark, op), self._pool.empty
+        made = [empty((count,), (1,), dtype, origin=origin) for count, dtype in results]
+        self.append(functools.partial(run, self._hold(made), self._hold(tuple(args))), op)
+        return made
 
     def escaping(self, outputs: Sequence[torch.Tensor] = ()) -> list[Violation]:
         """Return the allocations of this recording that outlive it and are not ``outputs``.
