@@ -204,22 +204,14 @@ def _document(value: Any, flag: str) -> dict[str, Any]:
     return dict(document)
 
 
-def _switches(key: str, value: Any, phases: tuple[str, ...], *names: str) -> list[OlderFlag]:
-    """Flags without a value that set ``key`` to one."""
-
-    def read(_: Any, flag: str) -> Reading:
-        return _reading({(phase, key): value for phase in phases}, flag)
-
-    return [OlderFlag(name=name, shape="switch", read=read) for name in names]
-
-
-def _values(key: str, phases: tuple[str, ...], *names: str) -> list[OlderFlag]:
-    """Flags whose value is that of ``key``."""
+def _sets(key: str, phases: tuple[str, ...], *names: str, to: Any = None) -> list[OlderFlag]:
+    """Flags that set ``key`` to their value, or, without one, ``to`` what is given."""
 
     def read(value: Any, flag: str) -> Reading:
-        return _reading({(phase, key): value for phase in phases}, flag)
+        return _reading({(phase, key): value if to is None else to for phase in phases}, flag)
 
-    return [OlderFlag(name=name, shape=KEYS[key].shape, read=read) for name in names]
+    shape = KEYS[key].shape if to is None else "switch"
+    return [OlderFlag(name=name, shape=shape, read=read) for name in names]
 
 
 def _texts(
@@ -255,12 +247,10 @@ def _per_phase(phase: str) -> list[OlderFlag]:
     disabled = (f"--disable-{phase}-cuda-graph", f"--{phase}-disable-cuda-graph")
     names = (f"--cuda-graph-backend-{phase}", f"--{phase}-cuda-graph-backend")
     return [
-        *_switches("policy", "disabled", (phase,), *disabled),
-        *_values("policy", (phase,), *names, f"--{phase}-cuda-graph-mode"),
-        *_values(
-            "max_bs", (phase,), f"--cuda-graph-max-bs-{phase}", f"--{phase}-cuda-graph-max-bs"
-        ),
-        *_values("buckets", (phase,), f"--cuda-graph-bs-{phase}", f"--{phase}-cuda-graph-bs"),
+        *_sets("policy", (phase,), *disabled, to="disabled"),
+        *_sets("policy", (phase,), *names, f"--{phase}-cuda-graph-mode"),
+        *_sets("max_bs", (phase,), f"--cuda-graph-max-bs-{phase}", f"--{phase}-cuda-graph-max-bs"),
+        *_sets("buckets", (phase,), f"--cuda-graph-bs-{phase}", f"--{phase}-cuda-graph-bs"),
     ]
 
 
@@ -272,25 +262,25 @@ OLDER_FLAGS: tuple[OlderFlag, ...] = (
         "--disable-draft-cuda-graph",
         "graphs of the draft model, whose runner has a mode of its own",
     ),
-    *_switches("emulate", True, PHASES, "--debug-cuda-graph"),
-    *_switches("policy", "disabled", PHASES, "--disable-cuda-graph"),
-    *_switches("max_padding", 1.0, _DECODE, "--disable-cuda-graph-padding"),
-    *_switches("policy", "piecewise", _PREFILL, "--enable-piecewise-cuda-graph"),
-    *_switches("policy", "piecewise", _PREFILL, "--enforce-piecewise-cuda-graph"),
-    *_switches("policy", "breakable", _PREFILL, "--enable-breakable-cuda-graph"),
-    *_switches("policy", "disabled", _PREFILL, "--disable-piecewise-cuda-graph"),
+    *_sets("emulate", PHASES, "--debug-cuda-graph", to=True),
+    *_sets("policy", PHASES, "--disable-cuda-graph", to="disabled"),
+    *_sets("max_padding", _DECODE, "--disable-cuda-graph-padding", to=1.0),
+    *_sets("policy", _PREFILL, "--enable-piecewise-cuda-graph", to="piecewise"),
+    *_sets("policy", _PREFILL, "--enforce-piecewise-cuda-graph", to="piecewise"),
+    *_sets("policy", _PREFILL, "--enable-breakable-cuda-graph", to="breakable"),
+    *_sets("policy", _PREFILL, "--disable-piecewise-cuda-graph", to="disabled"),
     OlderFlag(name="--cuda-graph-sizes", shape="integers", read=_sizes_or_maximum),
-    *_values("max_bs", PHASES, "--max-cudagraph-capture-size"),
-    *_values("buckets", PHASES, "--cudagraph-capture-sizes"),
-    *_values("max_seq_len", PHASES, "--max-seq-len-to-capture", "--max-context-len-to-capture"),
-    *_values("max_bs", _DECODE, "--cuda-graph-max-bs"),
-    *_values("buckets", _DECODE, "--cuda-graph-bs"),
-    *_values("max_bs", _PREFILL, "--piecewise-cuda-graph-max-tokens"),
-    *_values("buckets", _PREFILL, "--piecewise-cuda-graph-tokens"),
-    *_values("compiler", _PREFILL, "--piecewise-cuda-graph-compiler"),
-    *_values("compiler", PHASES, "--cuda-graph-tc-compiler"),
+    *_sets("max_bs", PHASES, "--max-cudagraph-capture-size"),
+    *_sets("buckets", PHASES, "--cudagraph-capture-sizes"),
+    *_sets("max_seq_len", PHASES, "--max-seq-len-to-capture", "--max-context-len-to-capture"),
+    *_sets("max_bs", _DECODE, "--cuda-graph-max-bs"),
+    *_sets("buckets", _DECODE, "--cuda-graph-bs"),
+    *_sets("max_bs", _PREFILL, "--piecewise-cuda-graph-max-tokens"),
+    *_sets("buckets", _PREFILL, "--piecewise-cuda-graph-tokens"),
+    *_sets("compiler", _PREFILL, "--piecewise-cuda-graph-compiler"),
+    *_sets("compiler", PHASES, "--cuda-graph-tc-compiler"),
     *_texts(_length, "--cuda-graph-prefill-max-context", "--context-bucket"),
-    *_values("max_seq_len", _PREFILL, "--cuda-graph-max-seq-len-prefill"),
+    *_sets("max_seq_len", _PREFILL, "--cuda-graph-max-seq-len-prefill"),
     *_per_phase("decode"),
     *_per_phase("prefill"),
     *_texts(_phases_json, "--cuda-graph-mode", "--cuda-graph-config"),
@@ -299,5 +289,5 @@ OLDER_FLAGS: tuple[OlderFlag, ...] = (
     *_part("cudagraph_capture_sizes", _json("buckets")),
     *_part("max_cudagraph_capture_size", _json("max_bs")),
     *_texts(_mode_name, "--cudagraph-mode"),
-    *_switches("policy", "disabled", PHASES, "--enforce-eager"),
+    *_sets("policy", PHASES, "--enforce-eager", to="disabled"),
 )
