@@ -1,10 +1,13 @@
 """The foundation's own costs on a device, each as a ratio to the same work without devgraph.
 
-    python benchmarks/foundation.py [--backend cuda] [--layers 36] [--repeats 7] [--json FILE]
+    python benchmarks/foundation.py [--only NAME ...] [--backend cuda] [--layers 36]
+                                    [--repeats 7] [--json FILE]
 
 replay      DeviceGraph.replay() against the vendor's native replay of the same graph, host time
 runner      DecodeRunner.run() with six device-resident input slots and padding, host time above
             the native replay of a graph of the same work
+prepare     DecodeRunner.run() with a ``prepare`` that does nothing against one without, host time,
+            with gradients off and on; on the CPU reference too
 capture     the default decode buckets up to 256, time and memory, against captures written by hand
 """
 
@@ -125,7 +128,9 @@ def measure_replay(backend: Any, model: Model, repeats: int) -> dict[str, float]
     return {**result, "ratio": result["devgraph"] / result["native"], "nodes": nodes}
 
 
-def make_runner(backend: Any, model: Model, buckets: list[int] | None) -> dg.DecodeRunner:
+def make_runner(
+    backend: Any, model: Callable[..., Any], buckets: list[int] | None, **options: Any
+) -> dg.DecodeRunner:
     """Return a captured decode runner over the model."""
 
     def forward(batch: Any) -> torch.Tensor:
@@ -139,6 +144,7 @@ def make_runner(backend: Any, model: Model, buckets: list[int] | None) -> dg.Dec
         config=config,
         backend=backend,
         max_requests=max(buckets) if buckets else 256,
+        **options,
     )
     runner.capture()
     return runner
@@ -153,6 +159,34 @@ def measure_runner(backend: Any, model: Model, repeats: int) -> dict[str, float]
     result = interleaved(runs, backend.synchronize, repeats)
     runner.close()
     return {**result, "above": result["run"] - result["native"]}
+
+
+def measure_prepare(backend: Any, model: Model, repeats: int) -> dict[str, float]:
+    """Host time that an empty ``prepare`` adds to a run of one operation: call by call in turns,
+    since it is a small part of one; the median of the repeats' lower quartiles."""
+    data = inputs(BUCKET - 3, backend.device)
+    runners = [
+        make_runner(backend, lambda *given: given[-1] + 1, [BUCKET], prepare=one)
+        for one in (None, lambda batch: None)
+    ]
+    result = {}
+    for gradients in (False, True):
+        above = []
+        for _ in range(repeats):
+            times: list[list[float]] = [[], []]
+            with torch.inference_mode(not gradients), torch.set_grad_enabled(gradients):
+                for _ in range(1000):
+                    for runner, taken in zip(runners, times, strict=True):
+                        backend.synchronize()
+                        started = time.perf_counter()
+                        runner.run(data)
+                        taken.append(time.perf_counter() - started)
+            without, with_one = (statistics.quantiles(taken)[0] * 1e6 for taken in times)
+            above.append(with_one - without)
+        result["gradients on" if gradients else "gradients off"] = statistics.median(above)
+    for runner in runners:
+        runner.close()
+    return result
 
 
 def capture_by_hand(backend: Any, model: Model, buckets: list[int]) -> list[Any]:
@@ -178,6 +212,7 @@ def measure_capture(backend: Any, model: Model, repeats: int) -> dict[str, float
     """Seconds and bytes of capturing the default buckets up to 256."""
     from devgraph.runners.buckets import default_buckets
 
+    repeats = min(repeats, 5)
     buckets = list(default_buckets("decode", 256))
 
     def cost(make: Callable[[], Any]) -> tuple[float, int]:
@@ -213,9 +248,18 @@ def measure_capture(backend: Any, model: Model, repeats: int) -> dict[str, float
     }
 
 
+MEASURES = {
+    "replay": measure_replay,
+    "runner": measure_runner,
+    "prepare": measure_prepare,
+    "capture": measure_capture,
+}
+
+
 def main() -> None:
-    """Run the three measurements and print them."""
+    """Run the measurements and print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(MEASURES), default=list(MEASURES))
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--repeats", type=int, default=7)
@@ -223,16 +267,11 @@ def main() -> None:
     args = parser.parse_args()
     backend = dg.get_backend(args.backend)
     torch.manual_seed(0)
+    report = {"device": backend.device_name, "version": backend.version, "layers": args.layers}
     with torch.inference_mode():
         model = Model(args.layers).to(backend.device)
-        report = {
-            "device": backend.device_name,
-            "version": backend.version,
-            "layers": args.layers,
-            "replay_us": measure_replay(backend, model, args.repeats),
-            "runner_us": measure_runner(backend, model, args.repeats),
-            "capture": measure_capture(backend, model, min(args.repeats, 5)),
-        }
+        for name in args.only:
+            report[name] = MEASURES[name](backend, model, args.repeats)
     print(json.dumps(report, indent=2))
     if args.json:
         with open(args.json, "w") as file:

@@ -51,20 +51,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     **_API_HOMES,
-    "devgraph.runners": (
-        "Decision",
-        "DecodeRunner",
-        "EncoderRunner",
-        "HostSlot",
-        "InputSlot",
-        "Loop",
-        "LoopResult",
-        "OutputSlot",
-        "Pad",
-        "PrefillRunner",
-        "RankGroup",
-        "Reason",
-    ),
+    "devgraph.runners": """
+        Decision DecodeRunner EncoderRunner HostSlot InputSlot Loop LoopResult OutputSlot Pad
+        PrefillRunner RankGroup Reason
+    """.split(),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

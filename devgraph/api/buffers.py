@@ -312,12 +312,7 @@ Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
 
 def place_of(tensor: torch.Tensor) -> Place:
     """Return where ``tensor`` lies now."""
-    return (
-        tensor.untyped_storage(),
-        int(tensor.storage_offset()),
-        tensor.shape,
-        tensor.stride(),
-    )
+    return (tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
 def rewrite(target: torch.Tensor, source: torch.Tensor) -> None:

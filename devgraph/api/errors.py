@@ -35,6 +35,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -185,6 +186,26 @@ def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | No
     near = difflib.get_close_matches(name.lower(), spelled, n=1)
     hint = f" Did you mean {spelled[near[0]]!r}?" if near and spelled[near[0]] != name else ""
     return f"Known: {', '.join(names) if names else '(none)'}.{hint}"
+
+
+def whole(
+    what: str, value: object, least: int = 0, kind: type[DeviceGraphError] = InputError
+) -> int:
+    """Return ``value`` as an int if it is a whole number of at least ``least``.
+
+    Raises:
+        InputError: it is less. InputTypeError: it is none. With ``kind`` ConfigError: its like.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        wrong = ConfigTypeError if kind is ConfigError else InputTypeError
+        raise wrong(f"{what} must be an int, got {brief(value)}")
+    if number < least:
+        raise kind(f"{what} must be at least {least}, got {number}")
+    return number
 
 
 class _Brief(reprlib.Repr):

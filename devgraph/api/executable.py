@@ -7,7 +7,6 @@ what it launches and never the graph: that cycle would keep device memory until 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 import weakref
@@ -164,6 +163,10 @@ class Recordings:
         self._items: OrderedDict[tuple[int, Hashable], _Kept] = OrderedDict()
         self.released = False
         """Whether the pool's memory was given back: then nothing is made."""
+        self.latest: object = None
+        """What was used last."""
+        self.direct: Remade | None = None
+        """The same, if its graph launches it directly although there is a budget."""
         # Executables that stay as long as their graphs, by the graph's id: a pool has thousands,
         # which no search for what may go should pass.
         self._resident: dict[int, _Kept] = {}
@@ -189,10 +192,10 @@ class Recordings:
     def limit(self, budget_bytes: int) -> None:
         """Lower the budget to ``budget_bytes``, unless it is lower already."""
         if self.budget_bytes is None or budget_bytes < self.budget_bytes:
-            self.budget_bytes = budget_bytes
             for (_, key), kept in self._all():
                 if key is _OWN:
                     kept.recording.watch()
+            self.latest, self.direct, self.budget_bytes = None, None, budget_bytes
             self.trim()
 
     def residency(self) -> Residency:
@@ -217,7 +220,7 @@ class Recordings:
             self.misses += 1
             return None
         self.hits += 1
-        self._items.move_to_end((id(owner), key))
+        self.use((id(owner), key))
         return self._items[id(owner), key].recording
 
     def put(self, owner: Owner, key: Hashable, recording: Recording) -> None:
@@ -226,6 +229,7 @@ class Recordings:
         self._remove(item)
         self._charge(kept, recording.bytes, own=key is _OWN)
         self._items[item] = kept
+        self.use(item)
         self.trim()
 
     def count_resident(self, owner: Owner, nbytes: int) -> None:
@@ -236,15 +240,17 @@ class Recordings:
         self._charge(kept, nbytes, own=True)
         self._trim(None)
 
-    def touching_own(self, owner: int) -> Callable[[], None]:
-        """Return a call that notes a launch of the own executable, which is kept, of the graph
-        with this ``id``."""
-        return functools.partial(self._items.move_to_end, (owner, _OWN))
+    def use(self, item: tuple[int, Hashable], latest: object = None) -> None:
+        """Note that ``item``, which is kept, is used, and is the ``latest`` to be."""
+        if self.direct is not None:
+            self.direct.watch()
+        self.latest, self.direct = latest, None
+        self._items.move_to_end(item)
 
-    def settle_own(self, owner: int) -> None:
+    def settle_own(self, item: tuple[int, Hashable]) -> None:
         """Drop the own executable of a graph, which was launched, if nothing else could go."""
-        if self._excess > 0 and not self._in_use((owner, _OWN)):
-            self._shrink((owner, _OWN))
+        if self._excess > 0 and not self._in_use(item):
+            self._shrink(item)
 
     def drop_own(self, owner: object) -> None:
         """Drop the own executable of a graph, if it is made; its next launch makes it again."""
@@ -386,6 +392,8 @@ class Recordings:
             return
         own = item[1] is _OWN
         if own:  # what was interrupted is done by the next launch
+            if kept.recording is self.latest:
+                self.latest = self.direct = None
             kept.recording.close()
         self._charge(kept, 0, own=own)
         self._items.pop(item, None)
@@ -398,8 +406,10 @@ class Remade:
     it is launched.
 
     What was bound to it stays valid, for that is this object: a step in whose middle it is dropped
-    makes it again. Without a budget it is not dropped while the graph can be launched, and graphs
-    and steps launch what was made directly.
+    makes it again. The graph launches what was made directly, under a budget as long as it is the
+    one of the pool that was used last, so that the rest are evicted in the order of their use.
+    Without a budget it is not dropped while the graph can be launched, and steps launch what was
+    made directly too.
 
     Args:
         graph: launches it.
@@ -419,9 +429,8 @@ class Remade:
         nbytes: int,
     ) -> None:
         self._graph = weakref.ref(graph)
-        self._owner = id(graph)
+        self._item = (id(graph), _OWN)
         self._recordings = recordings
-        self._touch = recordings.touching_own(id(graph))
         self._make, self._drop = make, drop
         self._made: Executable | None = None
         self.bytes = nbytes
@@ -436,14 +445,14 @@ class Remade:
         if made is None:
             self._launch_anew()
         else:
-            self._touch()
+            self._note(made)
             made.launch()
 
     def bound(self, stream: int | None) -> Callable[[], None]:
         """Return the launch, by what the executable that is then made binds to ``stream``."""
         if stream is not None and self._made is not None and self._recordings.budget_bytes is None:
             return self._made.bound(stream)  # asked for anew when a budget comes
-        touch, anew = self._touch, self._launch_anew
+        recordings, item, anew = self._recordings, self._item, self._launch_anew
         bound_to: Executable | None = None
         call = anew
 
@@ -455,23 +464,32 @@ class Remade:
                 return
             if made is not bound_to:
                 bound_to, call = made, made.bound(stream)
-            touch()
+            if recordings.latest is not self:
+                recordings.use(item, self)
             call()
 
         return launch
 
     def close(self) -> None:
         """Give up the memory until the next launch. Idempotent."""
-        if self._recordings.budget_bytes is None:
-            self.watch()
+        self.watch()
         self._made = None
         self._drop()
 
     def watch(self) -> None:
-        """See every launch from now on: what is launched directly cannot be dropped."""
+        """See the next launch: what is launched directly is not noted and cannot be dropped."""
         graph = self._graph()
         if graph is not None:
             graph.launch_by(self, self.launch)
+
+    def _note(self, made: Executable) -> None:
+        recordings = self._recordings
+        if recordings.latest is not self:
+            recordings.use(self._item, self)
+        else:  # as long as nothing else is used
+            if recordings.budget_bytes is not None:
+                recordings.direct = self
+            held(self._graph).launch_by(self, made.launch)
 
     def _launch_anew(self) -> None:
         graph = held(self._graph)
@@ -480,6 +498,6 @@ class Remade:
         self._recordings.put(graph, _OWN, self)
         self._made = made  # counted: an interrupt before leaves it to be made anew
         made.launch()
-        self._recordings.settle_own(self._owner)
+        self._recordings.settle_own(self._item)
         if self._recordings.budget_bytes is None:
             graph.launch_by(self, made.launch)

@@ -300,15 +300,16 @@ class DeviceGraph(abc.ABC):
         What an earlier executable was bound to is void, as ``pool.epoch`` tells.
         """
         self.executable = executable
-        self.launch_by(executable, executable.launch)
+        self._calls[0] = executable.launch
+        if not self.hits:  # of a graph with regions nothing is bound
+            self.pool.epoch += 1
 
     def launch_by(self, executable: Executable, launch: Callable[[], None]) -> None:
         """Let ``launch`` stand for the launch of ``executable``, if that is launched next."""
-        if self.executable is not executable:
-            return
-        self._calls[0] = launch
-        if not self.hits:  # of a graph with regions nothing is bound
-            self.pool.epoch += 1
+        if self.executable is executable:
+            self._calls[0] = launch
+            if not self.hits and self.pool.recordings.budget_bytes is None:
+                self.pool.epoch += 1  # under a budget nothing is bound directly
 
     def bound(self, stream: int | None = None) -> Callable[[], None]:
         """Return a replay as one call, without the checks and the lock of ``replay``; for a graph

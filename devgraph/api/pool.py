@@ -15,14 +15,7 @@ import torch
 
 from devgraph.api import process
 from devgraph.api.device import Device
-from devgraph.api.errors import (
-    CapabilityError,
-    ConfigError,
-    InputError,
-    InputTypeError,
-    StateError,
-    brief,
-)
+from devgraph.api.errors import CapabilityError, ConfigError, StateError, whole
 from devgraph.api.executable import Recordings
 
 if TYPE_CHECKING:
@@ -52,12 +45,7 @@ class Pool:
                 f"capture them again instead: invalidate() and capture() of a runner."
             )
         if budget_bytes is not None:
-            if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int):
-                raise InputTypeError(
-                    f"budget_bytes must be a number of bytes, got {brief(budget_bytes)}"
-                )
-            if budget_bytes < 0:
-                raise InputError(f"budget_bytes must be at least 0, got {budget_bytes}")
+            whole("budget_bytes", budget_bytes)
         self.backend = backend
         self.recordings = Recordings(budget_bytes)
         self.releasable = releasable
@@ -97,10 +85,10 @@ class Pool:
     def release(self) -> None:
         """Give the device memory of the graphs and their executables back until ``restore``.
 
-        Every graph stays, and is replayed at the same addresses afterwards, without a capture. A
-        replay writes what it reads, so what graphs had written is not kept: captured outputs must
-        not be touched before the next replay. What regions and eager bodies allocated is.
-        Idempotent.
+        Every graph stays, and is replayed at the same addresses afterwards, without a capture. What
+        tensors that are alive have in the pool is kept, on the host, and what regions and eager
+        bodies allocated: kernels may count on what an earlier launch left there. Of memory that
+        captures freed a replay writes what it reads. Idempotent.
 
         Raises:
             CapabilityError: the pool was not made by ``make_pool(releasable=True)``.

@@ -1,9 +1,10 @@
-"""Which process this is: device handles do not survive a fork."""
+"""Which process this is, for device handles do not survive a fork, and where it may keep files."""
 
 from __future__ import annotations
 
 import os
 import weakref
+from pathlib import Path
 from typing import Protocol
 
 from devgraph.api.errors import StateError
@@ -36,6 +37,11 @@ class _Identity:
                 f"cannot {call} in a forked process: graphs, captures, pools and runners belong "
                 f"to the process that made them. Start workers with 'spawn' and capture there."
             )
+
+
+def cache_folder() -> Path:
+    """Return the folder of devgraph among the user's caches, which may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "devgraph"
 
 
 identity = _Identity()

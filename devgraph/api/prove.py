@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import unexpanded
-from devgraph.api.errors import InputError, InputTypeError, brief
+from devgraph.api.errors import InputTypeError, brief, whole
 from devgraph.api.marks.modes import Modes
 
 if TYPE_CHECKING:
@@ -185,12 +185,6 @@ def _named_tensors(tree: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def require_cases(cases: object) -> None:
-    """Raise InputError unless ``cases`` is a whole number; 0 proves nothing and is not ok."""
-    if isinstance(cases, bool) or not isinstance(cases, int) or cases < 0:
-        raise InputError(f"cases must be a whole number from 0, not {brief(cases)}")
-
-
 def _require_sets(host_args: object) -> None:
     listed = isinstance(host_args, Sequence) and all(isinstance(one, Mapping) for one in host_args)
     if host_args is not None and not listed:
@@ -210,7 +204,7 @@ def prove(
     atol: float | None = None,
 ) -> Report:
     """Implement ``Captured.prove``."""
-    require_cases(cases)
+    whole("cases", cases)
     _require_sets(host_args)
     sets = host_args if host_args is not None else [job.spec.declared]
     for host in sets:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -43,6 +44,12 @@ _BUILT_IN = {
 }
 _LAST = 2
 """So many of them come after the backends of other packages."""
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""Environment variable: whether ``import torch`` loads the packages of vendors."""
+
+AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
+"""Set by the command line where it turned that off for itself; other programs do load them."""
 
 OTHER_NAMES = {
     **dict.fromkeys(("nvidia", "gpu"), "cuda"),
@@ -136,6 +143,18 @@ def _load_plugin(entry: importlib.metadata.EntryPoint) -> Callable[[], Backend]:
             f"backend class and no function that returns a backend, but {factory!r}"
         )
     return factory
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a package as its module says, if that is loaded, which knows which
+    build it is, or else its metadata; None if it is not installed."""
+    module = sys.modules.get(name)
+    if hasattr(module, "__version__"):
+        return str(module.__version__)  # type: ignore[union-attr]
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _package(entry: importlib.metadata.EntryPoint) -> str:

@@ -103,11 +103,7 @@ def session(
         pool.recordings.require_memory()
         try:
             backend.recording = True
-            with (
-                autocast_uncached(),
-                backend.side_stream(pool, stream),
-                made.recording(scope),
-            ):
+            with autocast_uncached(), backend.side_stream(pool, stream), made.recording(scope):
                 yield made
         except Exception as error:
             backend.raise_if_lost(error)

@@ -15,13 +15,10 @@ from typing import Any, NoReturn
 from devgraph import __version__
 from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.errors import DeviceGraphError
+from devgraph.api.registry import AUTOLOAD, AUTOLOAD_WAS_ON
 from devgraph.cli.arguments import COMMANDS, Options
 
 logger = logging.getLogger(__name__)
-
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
-"""Tells a backend's diagnosis that other programs of this environment do load it."""
 
 ERROR = 2
 _INTERRUPTED = 130
@@ -46,10 +43,10 @@ def _environment() -> Iterator[None]:
     """What the program's imports are to find, where the user has not set it."""
     # Bars of libraries would run through the text of a pipe. Read when torch imports tqdm.
     wanted = {"TQDM_DISABLE": "1"}
-    if _AUTOLOAD not in os.environ:
+    if AUTOLOAD not in os.environ:
         # The registry loads vendors' packages, by name; one that lacks its driver would end
         # `import torch`, and doctor could not say so.
-        wanted |= {_AUTOLOAD: "0", _AUTOLOAD_WAS_ON: "1"}
+        wanted |= {AUTOLOAD: "0", AUTOLOAD_WAS_ON: "1"}
     added = [name for name in wanted if name not in os.environ]
     os.environ.update({name: wanted[name] for name in added})
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.metadata
 import json
 import logging
 import os
@@ -29,7 +28,14 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.api.policy import breaks, compiles, policies
-from devgraph.api.registry import OTHER_NAMES, BackendInfo, backends, declaration, get_backend
+from devgraph.api.registry import (
+    OTHER_NAMES,
+    BackendInfo,
+    backends,
+    declaration,
+    get_backend,
+    installed_version,
+)
 from devgraph.cli.measure import seconds_per_call
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, working
 from devgraph.runners.report import format_bytes
@@ -151,16 +157,6 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
     }
 
 
-def _version(distribution: str) -> str | None:
-    # torch knows better than its metadata which build it is.
-    if distribution == "torch":
-        return torch.__version__
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _devices() -> list[str]:
     """Return torch's accelerators by name, whichever backend serves them."""
     accelerator = torch.accelerator.current_accelerator()
@@ -174,7 +170,7 @@ def _devices() -> list[str]:
 
 
 def _report(checked: list[dict[str, Any]]) -> dict[str, Any]:
-    packages = {name: _version(name) for name, _, _ in _PACKAGES}
+    packages = {name: installed_version(name) for name, _, _ in _PACKAGES}
     missing = [
         {"what": name, "for": purpose, "get": how}
         for name, purpose, how in _PACKAGES

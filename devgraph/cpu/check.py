@@ -9,7 +9,7 @@ from typing import Any
 from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import FrozenValueError
 from devgraph.api.marks.host_values import HostSpec
-from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call
 from devgraph.api.marks.source import raising_line, user_line
 from devgraph.cpu.memory import BlockPool
@@ -65,7 +65,7 @@ def check(
     return list(found.values())
 
 
-class _Scope:
+class _Scope(Scope):
     """What marks mean during a check: regions are part of the step, ``no_graph`` is let be."""
 
     def __init__(self, spec: HostSpec) -> None:
@@ -82,6 +82,3 @@ class _Scope:
             return mark.fn(*args, **kwargs, **host)
         finally:
             self.muted = outer
-
-    def graph_break(self) -> None:
-        """Do nothing: a break does no work."""

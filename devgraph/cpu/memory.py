@@ -153,6 +153,7 @@ class BlockPool:
         self._dead: deque[_Owner] = deque()
         self._holds: set[weakref.ref[Hold]] = set()
         self._released = False
+        self._saved: list[tuple[Block, bytes]] = []
         self._recording = 0
         self._unread = _Ranges()
         """What died in the recording under way and is older than it."""
@@ -172,17 +173,22 @@ class BlockPool:
         return 0 if self._released else sum(slab.end - slab.base for slab in self._slabs)
 
     def release(self) -> None:
-        """Give the pages of all blocks back, and what they held."""
-        self._tidy()
+        """Give the pages of all blocks back; what live tensors hold is kept elsewhere."""
+        self._saved = [(b, ctypes.string_at(b.address, b.bytes)) for b in self.live()]
         self._released = True
         for slab in self._slabs:
             if hasattr(mmap, "MADV_DONTNEED"):
                 slab.pages.madvise(mmap.MADV_DONTNEED)
 
     def restore(self) -> None:
-        """Take pages again at the same addresses; they hold poison."""
+        """Take pages again at the same addresses; where no live tensor is they hold poison."""
         for slab in self._slabs:
             ctypes.memset(slab.base, _poison_byte(torch.float32), slab.end - slab.base)
+        self._tidy()
+        for block, held in self._saved:
+            if self._live.get(block.address) is block:
+                ctypes.memmove(block.address, held, block.bytes)
+        self._saved.clear()
         self._released = False
 
     def live(self) -> list[Block]:
@@ -191,12 +197,7 @@ class BlockPool:
         return list(self._live.values())
 
     def empty(
-        self,
-        size: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        origin: Any = None,
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, *, origin: Any = None
     ) -> torch.Tensor:
         """Return a poisoned tensor over a block of its own.
 

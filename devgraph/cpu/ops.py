@@ -61,14 +61,6 @@ class OpPlan:
             return args[position]
         return kwargs.get(self.func._schema.arguments[position].name)
 
-    def draws(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call of what may draw random numbers does: a dropout of 0 does not."""
-        for position, argument in enumerate(self.func._schema.arguments):
-            if argument.name == "dropout_p":
-                given = self.argument(position, args, kwargs)
-                return bool(argument.default_value if given is None else given)
-        return True
-
 
 def _aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from devgraph.api.errors import RegionError, StateError
 from devgraph.api.marks.calls import describe
 from devgraph.api.marks.source import user_line
+from devgraph.api.torchlike.guards import draws
 from devgraph.cpu import violations
 from devgraph.cpu.binding import Binder
 from devgraph.cpu.memory import BlockPool, Hold
@@ -456,7 +457,7 @@ class Recorder:
             return map_tensors(value, self._held)
 
     def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not plan.seeded or not plan.draws(args, kwargs):
+        if not plan.seeded or not draws(plan.func, args, kwargs):
             return
         if self.open_span is not None:
             raise UnrecordableError(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from devgraph.api.errors import CapabilityError, ResourceError
+from devgraph.api.process import cache_folder
 
 _SOURCE = Path(__file__).with_name("pages.c")
 
@@ -114,8 +115,7 @@ class MappedPages:
         """
         command = compiler()
         assert command is not None
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cls(compiled(command, cache / "devgraph"), "libcuda.so.1")
+        return cls(compiled(command, cache_folder()), "libcuda.so.1")
 
     def release(self, addresses: Sequence[int]) -> None:
         """Give the memory of segments back, of which some may have none; the device is idle."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ctypes import addressof, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from devgraph.api.torchlike.node_calls import BRIEF, Arguments, NodeCalls, structure
+from devgraph.api.torchlike.node_calls import BRIEF, THREAD_LOCAL, Arguments, NodeCalls, structure
 from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET, Read, RuntimeCallError
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ _SET_GOING = b""".version 6.4
 _CONDITIONAL, _WHILE = 13, 1
 """CU_GRAPH_NODE_TYPE_CONDITIONAL and CU_GRAPH_COND_TYPE_WHILE"""
 
-_THREAD_LOCAL, _RELAXED = 1, 2
-"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and _RELAXED"""
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED"""
 
 _SET_DEPENDENCIES = 1
 """CU_STREAM_SET_CAPTURE_DEPENDENCIES"""
@@ -232,7 +232,7 @@ class Runtime(NodeCalls):
         )
         self.call("StreamUpdateCaptureDependencies", stream, addressof(made), 1, _SET_DEPENDENCIES)
         inner = c_uint64.from_address(node.bodies).value
-        self.call("StreamBeginCaptureToGraph", body, inner, None, None, 0, _THREAD_LOCAL)
+        self.call("StreamBeginCaptureToGraph", body, inner, None, None, 0, THREAD_LOCAL)
         try:
             yield lambda: self.count(inner)
             self._launch_set_going(body, handle, going)

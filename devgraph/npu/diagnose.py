@@ -6,18 +6,13 @@ A torch_npu without its runtime breaks even ``import torch``, so the questions c
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
-import importlib.util
 import os
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import attrs
 
-AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-
-AUTOLOAD_WAS_ON = "DEVGRAPH_AUTOLOAD_WAS_ON"
-"""Set by the command line where it turned autoload off for itself."""
+from devgraph.api.registry import AUTOLOAD, AUTOLOAD_WAS_ON, installed_version
 
 NEWEST = "2.14"
 """The newest version of torch that a torch_npu was published for (PyPI, 2026)."""
@@ -91,24 +86,13 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Look at packages, libraries, device files and the environment of this host."""
     return Diagnosis(
-        torch=_version("torch") or "not installed",
-        torch_npu=_version("torch_npu") if importlib.util.find_spec("torch_npu") else None,
+        torch=installed_version("torch") or "not installed",
+        torch_npu=installed_version("torch_npu") if find_spec("torch_npu") else None,
         missing_libraries=tuple(name for name in _LIBRARIES if not _loadable(name)),
         toolkit=os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME"),
         devices=len(list(Path("/dev").glob("davinci[0-9]*"))),
         autoload=os.environ.get(AUTOLOAD, "1") == "1" or AUTOLOAD_WAS_ON in os.environ,
     )
-
-
-def _version(name: str) -> str | None:
-    # A module that is loaded already knows better than the metadata which build it is.
-    module = sys.modules.get(name)
-    if module is not None and hasattr(module, "__version__"):
-        return str(module.__version__)
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _short(version: str) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.torchlike.base import FULL_BUILD, TorchPool
+from devgraph.api.torchlike.guards import MOST_STREAMS
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
 from devgraph.rocm.host_reads import HostReadGuard
 from devgraph.rocm.runtime import Runtime
@@ -25,9 +26,6 @@ _INSTALL = (
     "pip command names PyTorch's own index. Its Triton comes from that index as well; the package "
     "pytorch-triton-rocm on PyPI is an old placeholder."
 )
-
-_MOST_STREAMS = 64
-"""torch hands out 32 streams in turn: this many requests see each of them."""
 
 
 class RocmBackend(NodeBackend):
@@ -132,7 +130,7 @@ class RocmBackend(NodeBackend):
 
     def fresh_stream(self) -> Any:
         """Return a stream that neither is retired nor forked from one that is."""
-        for _ in range(_MOST_STREAMS):
+        for _ in range(MOST_STREAMS):
             stream = self.namespace.Stream(self._device)
             handle = stream.cuda_stream
             if handle not in self.retired and not self.runtime.capturing([handle]):

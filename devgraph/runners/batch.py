@@ -169,10 +169,12 @@ class HostArgs:
     Args:
         declared: name to the value used at capture, or to a ``HostSlot`` for a sequence with one
             entry per request or token.
+        partly: runs may leave names out, for the engine to plan.
     """
 
-    def __init__(self, declared: Mapping[str, Any] | None) -> None:
+    def __init__(self, declared: Mapping[str, Any] | None, *, partly: bool = False) -> None:
         self.declared = declared_names(declared)
+        self._partly = partly
         for name in self.declared:
             if not name.isidentifier():
                 raise ConfigError(f"host argument {name!r} must be a Python identifier")
@@ -193,19 +195,14 @@ class HostArgs:
         }
 
     def resolve(
-        self,
-        given: Mapping[str, Any] | None,
-        real: Size,
-        padded: Size,
-        *,
-        partly: bool = False,
-    ) -> dict[str, Any]:
-        """Return a value for every declared argument, sequences continued to ``padded``.
+        self, given: Mapping[str, Any] | None, real: Size, padded: Size
+    ) -> Mapping[str, Any]:
+        """Return a value for every declared argument, sequences continued to ``padded``; where
+        runs may leave names out, for those that are given.
 
         Args:
             given: values by name.
             real: the size that sequences have.
-            partly: names may be missing, and then are.
 
         Raises:
             HostArgumentError: a name is missing or unknown, or a value of another type than
@@ -222,8 +219,8 @@ class HostArgs:
                 f"host_args of a run must be a mapping of names, got {brief(given)}"
             )
         given = given or {}
-        if not partly:
-            self.require_all(given)
+        if not self._partly:
+            self._require_all(given)
         for name in given:
             if name not in self.declared:
                 raise HostArgumentError(
@@ -237,7 +234,16 @@ class HostArgs:
                 resolved[name] = slot.padded(_checked(name, slot, given[name], real), padded)
         return resolved
 
-    def require_all(self, given: Mapping[str, Any]) -> None:
+    def completed(
+        self, host: Mapping[str, Any], found: Mapping[str, Any] | None, size: Size
+    ) -> Mapping[str, Any]:
+        """Return ``host`` with what the engine planned for a batch of ``size``; raises as
+        ``resolve``, also for a name that neither has."""
+        values = {**host, **self.resolve(found, size, size)}
+        self._require_all(values)
+        return values
+
+    def _require_all(self, given: Mapping[str, Any]) -> None:
         """Raise HostArgumentError for a declared argument without a value."""
         missing = sorted(self.declared.keys() - given.keys())
         if missing:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import bisect
 import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, overload
+from typing import Literal
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, brief
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, whole
 
 Phase = Literal["decode", "prefill", "encoder"]
 """What a runner runs. The mode configuration has the first two; an encoder lists its budgets."""
@@ -48,8 +47,8 @@ def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buck
     """
     if phase not in _RANGES:
         raise ConfigError(f"{phase} buckets have no defaults: list them, such as [2048, 4096]")
-    maximum = _count("the maximum", maximum)
-    multiple_of = _count("multiple_of", multiple_of)
+    maximum = whole("the maximum", maximum, 1, ConfigError)
+    multiple_of = whole("multiple_of", multiple_of, 1, ConfigError)
     step = _RANGES[phase][-1][2]
     if maximum > MOST_DEFAULTS * step:
         raise ConfigError(
@@ -66,13 +65,13 @@ def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buck
     return Buckets(tuple(sorted({size for size in rounded if size < top} | {top})))
 
 
-class Buckets(Sequence[int]):
-    """An ascending, non-empty sequence of bucket sizes that answers "which one holds n rows?"."""
+class Buckets(tuple[int, ...]):
+    """An ascending, non-empty sequence of bucket sizes that answers "which one holds n rows?".
 
-    __slots__ = ("_sizes",)
+    Equal to any sequence of the same sizes.
+    """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = tuple(sizes)
+    __slots__ = ()
 
     @classmethod
     def of(
@@ -86,8 +85,8 @@ class Buckets(Sequence[int]):
         """
         if sizes is None:
             return default_buckets(phase, maximum, multiple_of=multiple_of)
-        maximum = _count("the maximum", maximum)
-        multiple_of = _count("multiple_of", multiple_of)
+        maximum = whole("the maximum", maximum, 1, ConfigError)
+        multiple_of = whole("multiple_of", multiple_of, 1, ConfigError)
         top = _round_up(maximum, multiple_of)
         if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
             raise ConfigTypeError(
@@ -104,45 +103,37 @@ class Buckets(Sequence[int]):
     @property
     def maximum(self) -> int:
         """The largest bucket."""
-        return self._sizes[-1]
+        return self[-1]
 
     def at_least(self, rows: int) -> Iterator[int]:
         """Yield the buckets that hold ``rows``, smallest first."""
-        yield from self._sizes[bisect.bisect_left(self._sizes, rows) :]
+        yield from self[bisect.bisect_left(self, rows) :]
 
     def fitting(self, rows: int) -> int | None:
         """Return the smallest bucket that holds ``rows``, or None when all are too small."""
-        at = bisect.bisect_left(self._sizes, rows)
-        return self._sizes[at] if at < len(self._sizes) else None
+        at = bisect.bisect_left(self, rows)
+        return self[at] if at < len(self) else None
 
     def uncovered(self, capacity: int, max_padding: float) -> list[range]:
         """Return the sizes up to ``capacity`` that no bucket holds with so little padding."""
         found = []
         below = 0
-        for size in self._sizes:
+        for size in self:
             found.append(range(below + 1, math.ceil(size / max_padding)))
             below = size
         found.append(range(below + 1, capacity + 1))
         return [sizes for sizes in found if sizes]
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        return self._sizes[index]
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
     def __eq__(self, other: object) -> bool:
-        return self._sizes == tuple(other) if isinstance(other, Sequence) else NotImplemented
+        return super().__eq__(tuple(other)) if isinstance(other, Sequence) else NotImplemented
 
-    def __hash__(self) -> int:
-        return hash(self._sizes)
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
 
     def __repr__(self) -> str:
-        return f"Buckets({list(self._sizes)})"
+        return f"Buckets({list(self)})"
 
 
 def spans(sizes: Iterable[range]) -> str:
@@ -152,7 +143,7 @@ def spans(sizes: Iterable[range]) -> str:
 
 
 def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int) -> int:
-    value = _count(f"a {phase} bucket", size)
+    value = whole(f"a {phase} bucket", size, 1, ConfigError)
     if value > top:
         raise ConfigError(
             f"{phase} bucket {value} is over the capacity of {maximum}: remove it or raise the "
@@ -166,18 +157,6 @@ def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int
             f"for: use {near}"
         )
     return value
-
-
-def _count(what: str, value: object) -> int:
-    if isinstance(value, bool):
-        raise ConfigTypeError(f"{what} must be a positive integer, got {brief(value)}")
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigTypeError(f"{what} must be a positive integer, got {brief(value)}") from None
-    if number < 1:
-        raise ConfigError(f"{what} must be at least 1, got {number}")
-    return number
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import ConfigError, ConfigTypeError, brief
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, whole
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.counting import ByRequests
@@ -15,7 +15,7 @@ from devgraph.runners.decisions import check_variants
 from devgraph.runners.loop import SLOTS, Loop, looped_outputs
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.runner import Runner
-from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, check_slots, whole
+from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, check_slots
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,9 +76,7 @@ class DecodeRunner(Runner):
         loop: Loop | None = None,
         **options: Unpack[RunnerOptions],
     ) -> None:
-        capacity = whole("max_requests", max_requests)
-        if not capacity:
-            raise ConfigError("max_requests must be at least 1")
+        capacity = whole("max_requests", max_requests, 1, ConfigError)
         if loop is not None and not isinstance(loop, Loop):
             raise ConfigTypeError(f"loop of a decode runner must be a dg.Loop, got {brief(loop)}")
         slots = check_slots(inputs, SLOTS if loop else ())

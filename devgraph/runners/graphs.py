@@ -7,7 +7,7 @@ from typing import Any
 
 from devgraph.api.capture import Captured
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import InputError, brief, did_you_mean
+from devgraph.api.errors import InputError, brief, did_you_mean, whole
 from devgraph.api.graph import GraphInfo
 from devgraph.runners.buckets import Buckets
 from devgraph.runners.counting import ByTokens
@@ -20,7 +20,7 @@ from devgraph.runners.decisions import (
     check_width,
 )
 from devgraph.runners.observe import Timing
-from devgraph.runners.slots import Size, whole
+from devgraph.runners.slots import Size
 
 
 class Emulated:

@@ -16,7 +16,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief
+from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief, whole
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
 from devgraph.runners.outputs import slots_by_leaf
@@ -89,10 +89,7 @@ class Loop:
     done: Callable[[Batch, Any], torch.Tensor] | None = None
 
     def __attrs_post_init__(self) -> None:
-        if isinstance(self.steps, bool) or not isinstance(self.steps, int):
-            raise ConfigTypeError(f"steps of a loop must be an int, got {brief(self.steps)}")
-        if self.steps < 1:
-            raise ConfigError(f"steps of a loop must be at least 1, got {self.steps}")
+        whole("steps of a loop", self.steps, 1, ConfigError)
         for name in ("advance", "done"):
             given = getattr(self, name)
             if not callable(given) and (name == "advance" or given is not None):

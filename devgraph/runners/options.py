@@ -51,52 +51,41 @@ class Options:
 
     name: str
     """Name in messages, logs and metrics; the phase by default."""
-
     strict: bool | None = None
     """Raise instead of running eagerly; None takes it from the configuration."""
-
     debug: bool | None = None
     """Hand out leased outputs, which notice being read after the next run, and wait for the device
     after every segment, so that its errors name it. None asks the environment variable
     DEVGRAPH_DEBUG."""
-
     bound: Mapping[str, Any] = attrs.field(factory=dict)
     """Tensors that graphs use in place (KV caches, weights), each a tensor or a tree of them (a
     cache per layer): kept alive, and every run refuses when one has moved or
     has another layout."""
-
     weights_epoch: Callable[[], Hashable] | None = None
     """Returns a value that changes when weights are replaced. A graph is only used while it equals
     the one of its capture."""
-
     reset_state: Callable[[], None] | None = None
     """Undoes what warm-up runs did to the engine's state; called after the warm-up runs and after
     each capture. Pad values should make it unnecessary; recurrent state may need it."""
-
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None = None
     """Plans a step on the host: called with the batch, padded to its bucket, after every slot is
     filled and before the launch; before every warm-up run, capture and eager step too. It may
     write bound tensors and slots in place, and return host arguments, which callers then leave
     out of ``run``. Sequences that it returns have the length of the bucket."""
-
     share: Any = None
     """Another runner of the pool: input slots of the same name, dtype and row shape, and outputs of
     the same dtype and row shape, use its buffers (draft and target, prefill and decode). A run of
     either then overwrites the outputs of both."""
-
     idle_dummy: bool = False
     """An empty batch replays the smallest graph on pad values, as engines whose steps hold
     collectives need; otherwise it does nothing."""
-
     ranges: bool = False
     """Surround each replay by a range of ``torch.profiler.record_function`` with the runner's name
     and the bucket, for profiles."""
-
     max_graphs: int | None = None
     """The most graphs that are captured at a time, with ``capture="lazy"``: one more closes the one
     that ran longest ago, whose batches run eagerly until it is captured again. For steps with many
     sizes, of which few are in use at a time."""
-
     progress: bool | None = None
     """Show a progress bar during capture; None: on a terminal."""
 

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import ConfigError
+from devgraph.api.errors import ConfigError, whole
 from devgraph.api.policy import breaks
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
@@ -23,7 +23,6 @@ from devgraph.runners.slots import (
     InputSlot,
     OutputSlot,
     check_slots,
-    whole,
 )
 
 if TYPE_CHECKING:
@@ -80,10 +79,8 @@ class PrefillRunner(Runner):
         max_requests: int,
         **options: Unpack[RunnerOptions],
     ) -> None:
-        capacity = whole("max_tokens", max_tokens)
-        requests = whole("max_requests", max_requests)
-        if not capacity or not requests:
-            raise ConfigError("max_tokens and max_requests must be at least 1")
+        capacity = whole("max_tokens", max_tokens, 1, ConfigError)
+        requests = whole("max_requests", max_requests, 1, ConfigError)
         settings = settings_of(config, "prefill", capacity)
         slots = check_slots(inputs)
         if not any(slot.row_dim == "tokens" for slot in slots.values()):

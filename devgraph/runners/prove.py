@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from devgraph.runners.outputs import copied
 from devgraph.runners.padding import Padding
 from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
+
+_Compare = Callable[[torch.Tensor, torch.Tensor], str]
 
 
 @attrs.frozen(kw_only=True)
@@ -53,7 +56,7 @@ class _Proof:
         self._step = step
         self._host = host
         self._reset_state = reset_state
-        self._rtol, self._atol = rtol, atol
+        self._near: _Compare = functools.partial(compare_near, rtol=rtol, atol=atol)
         self._generator = torch.Generator().manual_seed(0)
         self.failures: list[str] = []
 
@@ -67,8 +70,8 @@ class _Proof:
             if slot.real is not None and slot.sample is not None
         }
         given = self._host if self._host is not None else step.host.at_capture(real)
-        padded_host = step.host_of(given, real, graph.size)
-        real_host = step.host_of(given, real, real)
+        padded_host = step.host.resolve(given, real, graph.size)
+        real_host = step.host.resolve(given, real, real)
         rng = backend.get_rng_state()
         where = f"bucket {graph.key}, {real.requests} requests, {real.tokens} tokens"
         static = StaticBatch(step, graph)
@@ -95,20 +98,20 @@ class _Proof:
         bound.replay(padded_host)
         replayed = copied(bound.result(given))
         assert graph.captured is not None
-        same = self._exact if graph.captured.exact else self._close
-        same(f"{where}: replay against eager on the padded batch", padded, replayed)
+        how = compare if graph.captured.exact else self._near
+        self._same(f"{where}: replay against eager on the padded batch", padded, replayed, how)
 
         begin()
         self._poison_padding(graph, real)
         bound.replay(padded_host)
         poisoned = copied(bound.result(given))
-        self._exact(f"{where}: padding filled with NaN", replayed, poisoned)
+        self._same(f"{where}: padding filled with NaN", replayed, poisoned)
 
         begin()
         views = step.inputs.eager_views(inputs, real)
         mark(views)
         eager = step.call_eagerly(views, real, real_host, graph.options)
-        self._close(f"{where}: replay against eager", eager, replayed)
+        self._same(f"{where}: replay against eager", eager, replayed, self._near)
 
     def _data(self, slot: InputSlot, real: Size) -> torch.Tensor:
         shape = slot.shape(real)
@@ -133,27 +136,13 @@ class _Proof:
                 rows = slot.shape(real)[slot.axis]
                 view.narrow(slot.axis, rows, view.shape[slot.axis] - rows).fill_(float("nan"))
 
-    def _exact(self, what: str, expected: Any, got: Any) -> None:
-        for path, want, have in _pairs(expected, got):
-            message = compare(want, have)
+    def _same(self, what: str, expected: Any, got: Any, compare: _Compare = compare) -> None:
+        left, _ = pytree.tree_flatten_with_path(expected)
+        for (path, want), have in zip(left, pytree.tree_leaves(got), strict=True):
+            message = compare(want, have) if isinstance(want, torch.Tensor) else ""
             if message:
-                self.failures.append(f"{what}: output {path} {message}")
-
-    def _close(self, what: str, expected: Any, got: Any) -> None:
-        for path, want, have in _pairs(expected, got):
-            text = compare_near(want, have, self._rtol, self._atol)
-            if text:
-                self.failures.append(f"{what}: output {path}: {text}")
-
-
-def _pairs(expected: Any, got: Any) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    left, _ = pytree.tree_flatten_with_path(expected)
-    right = pytree.tree_leaves(got)
-    return [
-        (pytree.keystr(path) or "(the tensor itself)", want, have)
-        for (path, want), have in zip(left, right, strict=True)
-        if isinstance(want, torch.Tensor)
-    ]
+                where = pytree.keystr(path) or "(the tensor itself)"
+                self.failures.append(f"{what}: output {where} {message}")
 
 
 def rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:

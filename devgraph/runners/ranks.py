@@ -141,12 +141,7 @@ class RankGroup:
         )
 
     def gather(
-        self,
-        tag: str,
-        value: str,
-        *,
-        escape: str | None = None,
-        timeout_s: float | None = None,
+        self, tag: str, value: str, *, escape: str | None = None, timeout_s: float | None = None
     ) -> list[str]:
         """Return the value that each rank gave for ``tag``, by rank.
 

@@ -26,11 +26,11 @@ from devgraph.api.errors import (
     UpdateTopologyError,
     UpdateUnsupportedError,
     brief,
+    whole,
 )
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
-from devgraph.api.prove import require_cases
 from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, Phase, spans
@@ -54,7 +54,7 @@ from devgraph.runners.outputs import OutputStore, copied
 from devgraph.runners.prove import RunnerReport, prove_batches, rows_to_try
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerPlan, RunnerStats, explained
-from devgraph.runners.slots import InputSlot, Size, whole
+from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import BoundSteps, GraphStep, Step
 
 logger = logging.getLogger(__name__)
@@ -136,15 +136,16 @@ class Runner:
         self._steps_per_launch = steps_per_launch
         self._implied = implied
         self._step = Step(
-            function,
+            function=function,
             whole=whole_step,
             tail=tail,
             inputs=arena,
             outputs=OutputStore(outputs, share and share._step.outputs),
-            host=HostArgs(host_args),
+            host=HostArgs(host_args, partly=options.prepare is not None),
             prepare=options.prepare,
             clock=LeaseClock(options.name),
             ranges=options.ranges,
+            name=options.name,
             backend=backend,
             pool=pool,
         )
@@ -649,10 +650,7 @@ class Runner:
                     graph.timing = graph.timing or Timing(self.backend)
                     graph.timing.read()
         return RunnerStats.of(
-            self.graphs,
-            self._counters,
-            replay_pace=self._capturing.pace,
-            **self._identity(),
+            self.graphs, self._counters, replay_pace=self._capturing.pace, **self._identity()
         )
 
     def plan(self, *, sample: bool = False) -> RunnerPlan:
@@ -716,7 +714,7 @@ class Runner:
             rtol, atol: tolerances against the real batch; torch's by default.
         """
         with self._between_steps("prove"):
-            require_cases(cases)
+            whole("cases", cases)
             self._step.clock.tick()
             tried = [
                 (graph, rows)

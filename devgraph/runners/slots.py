@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,10 +12,9 @@ import torch
 from devgraph.api.errors import (
     ConfigError,
     ConfigTypeError,
-    InputError,
-    InputTypeError,
     brief,
     did_you_mean,
+    whole,
 )
 from devgraph.runners.padding import Pad, Scalar
 
@@ -226,8 +224,7 @@ class OutputSlot:
                 f"unknown rows {self.rows!r} of an output slot. "
                 f"{did_you_mean(str(self.rows), _ROW_DIMS)} None stands for a fixed shape."
             )
-        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
-            raise ConfigError(f"dim of an output slot must be an int from 0: {brief(self.dim)}")
+        whole("dim of an output slot", self.dim, kind=ConfigError)
 
 
 ROW_PER_REQUEST = OutputSlot(rows="requests")
@@ -252,16 +249,6 @@ def check_slots(slots: Sequence[InputSlot], own: Sequence[InputSlot] = ()) -> di
             "cannot see the size of a batch"
         )
     return by_name
-
-
-def whole(what: str, value: object) -> int:
-    """Return ``value`` if it is a whole number from 0; else InputError or InputTypeError."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputTypeError(f"{what} must be an int, got {brief(value)}")
-    number = operator.index(value)
-    if number < 0:
-        raise InputError(f"{what} must be at least 0, got {number}")
-    return number
 
 
 def _check_name(what: str, name: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from devgraph.api.backend import Backend
@@ -27,51 +28,31 @@ MAX_STEPS = 4096
 """Bound steps that are kept; a step is a few KiB and costs some 20 us to bind again."""
 
 
+@attrs.define(kw_only=True, eq=False)
 class Step:
-    """The engine's functions, and the inputs, outputs and host arguments that they are given.
+    """The engine's functions, and the inputs, outputs and host arguments that they are given."""
 
-    Attributes:
-        live: what eager bodies of graphs see of the run that is under way.
-
-    Args:
-        function: what one graph does.
-        whole: the whole step, for eager runs.
-        tail: what follows a replay; None where the graph is the whole step.
-        inputs, outputs, host: its data.
-        prepare: plans the step over the filled batch; see ``Options.prepare``.
-        clock: counts the runs, each of which overwrites the outputs of the one before.
-        ranges: show replays in profiles; see ``Options.ranges``.
-        pool: the memory of its graphs.
-    """
-
-    def __init__(
-        self,
-        function: Callable[[Batch], Any],
-        *,
-        whole: Callable[[Batch], Any],
-        tail: Callable[[Any, Batch], Any] | None,
-        inputs: InputArena,
-        outputs: OutputStore,
-        host: HostArgs,
-        prepare: Callable[[Batch], Mapping[str, Any] | None] | None,
-        clock: LeaseClock,
-        ranges: bool,
-        backend: Backend,
-        pool: Pool,
-    ) -> None:
-        self.function = function
-        self.tail = tail
-        self.inputs = inputs
-        self.outputs = outputs
-        self.host = host
-        self.prepare = prepare
-        self.clock = clock
-        self.ranges = ranges
-        self.name = clock.name
-        self.pool = pool
-        self.backend = backend
-        self.live = Live()
-        self._whole = whole
+    function: Callable[[Batch], Any]
+    """What one graph does."""
+    whole: Callable[[Batch], Any]
+    """The whole step, for eager runs."""
+    tail: Callable[[Any, Batch], Any] | None
+    """What follows a replay; None where the graph is the whole step."""
+    inputs: InputArena
+    outputs: OutputStore
+    host: HostArgs
+    prepare: Callable[[Batch], Mapping[str, Any] | None] | None
+    """Plans the step over the filled batch; see ``Options.prepare``."""
+    clock: LeaseClock
+    """Counts the runs, each of which overwrites the outputs of the one before."""
+    ranges: bool
+    """Show replays in profiles; see ``Options.ranges``."""
+    name: str
+    backend: Backend
+    pool: Pool
+    """The memory of its graphs."""
+    live: Live = attrs.field(factory=Live)
+    """What eager bodies of graphs see of the run that is under way."""
 
     def run_eagerly(
         self,
@@ -84,7 +65,7 @@ class Step:
 
         Raises as ``InputArena.admit`` and ``HostArgs.resolve``, before anything is changed.
         """
-        host = self.host_of(host_args, size, size)
+        host = self.host.resolve(host_args, size, size)
         tensors = self.inputs.eager_views(inputs, size)
         self.clock.now += 1
         return self.call_eagerly(tensors, size, host, options)
@@ -105,15 +86,6 @@ class Step:
         graph.used = self.clock.now  # as on the ranks that have requests
         graph.hits += 1
 
-    def host_of(
-        self, given: Mapping[str, Any] | None, real: Size, padded: Size
-    ) -> Mapping[str, Any]:
-        """Return what a run passes of the host arguments; ``prepared`` adds the rest.
-
-        Raises as ``HostArgs.resolve``.
-        """
-        return self.host.resolve(given, real, padded, partly=self.prepare is not None)
-
     def prepared(self, batch: Batch, host: Mapping[str, Any], size: Size) -> Mapping[str, Any]:
         """Let the engine plan over ``batch``; return ``host`` with the host arguments it returned.
 
@@ -121,19 +93,8 @@ class Step:
         """
         if self.prepare is None:
             return host
-        grad = torch.is_grad_enabled()
-        try:
-            if grad:  # by a call: ``with torch.no_grad()`` takes twice as long
-                torch.set_grad_enabled(False)
-            found = self.prepare(batch)
-        finally:
-            if grad:
-                torch.set_grad_enabled(True)
-        if found is None and len(host) == len(self.host.declared):
-            return host
-        values = {**host, **self.host.resolve(found, size, size, partly=True)}
-        self.host.require_all(values)
-        return values
+        with torch.no_grad():
+            return self.host.completed(host, self.prepare(batch), size)
 
     def static_batch(self, graph: BucketGraph, host: Mapping[str, Any]) -> Batch:
         """Return the batch of ``graph``, over the static views."""
@@ -172,7 +133,7 @@ class Step:
         try:
             batch.host = HostValues(self.prepared(batch, host, size))
             with torch.no_grad():
-                return self._whole(batch)
+                return self.whole(batch)
         finally:
             end_batch(batch)
 
@@ -231,7 +192,7 @@ class GraphStep:
         self.outputs: Callable[[], Any] = step.outputs.views(graph.key.variant, graph.size, real)
         """Returns the graph's outputs, real rows only."""
         self._padded = graph.size
-        self._host_of = step.host_of if step.prepare else step.host.resolve
+        self._host_of = step.host.resolve
         self._planned: Mapping[str, Any] = {}
         """Host arguments that the engine planned in the last run."""
         self._declares_host = bool(step.host.declared)
@@ -287,14 +248,25 @@ class GraphStep:
     def _planning(self, step: Step, replay: _Replay) -> _Replay:
         """Return what lets the engine plan over the loaded batch, and replays the graph then."""
         batch = step.static_batch(self.graph, {})
+        prepare, declared, seen = step.prepare, len(step.host.declared), vars(batch.host)
+        assert prepare is not None
+        with_grad, enable_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
 
         def planned(given: Mapping[str, Any]) -> None:
-            if self._declares_host:
-                batch.host = HostValues(given)
-            values = step.prepared(batch, given, self._padded)
-            if values is not given:
-                self._planned = {n: v for n, v in values.items() if given.get(n) is not v}
-            replay(values)
+            # ``torch.no_grad`` and an attribute of ``batch.host`` would take longer than all else.
+            if grad := with_grad():
+                enable_grad(False)
+            try:
+                seen["_values"] = given
+                found, self._planned = prepare(batch), {}
+                if found is not None or len(given) != declared:
+                    values = step.host.completed(given, found, self._padded)
+                    self._planned = {n: v for n, v in values.items() if given.get(n) is not v}
+                    given = values
+                replay(given)
+            finally:
+                if grad:
+                    enable_grad(True)
 
         return planned
 

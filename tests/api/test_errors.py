@@ -122,7 +122,10 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         "pads with a number, got 'a'",
     ),
     "pad of a host slot": (lambda: HostSlot("tokens", pad=0), "needs pad=Pad.zero"),
-    "budget of a pool": (lambda: BE.make_pool(budget_bytes="x"), "number of bytes, got 'x'"),
+    "budget of a pool": (
+        lambda: BE.make_pool(budget_bytes="x"),
+        "must be an int, got 'x'",
+    ),
     "specs of buffers": (lambda: dg.StaticBuffers({"x": 3}, device="cpu"), "specs are a mapping"),
     "parser": (lambda: dg.add_cli_args(None), "expected an argparse parser, got None"),
     "parsed arguments": (
@@ -149,7 +152,7 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
         "n: given both in kwargs and in host_args",
     ),
     "budget": (lambda: BE.make_pool(budget_bytes=-1), "at least 0, got -1"),
-    "cases": (lambda: _capture().prove(cases=1.5), "cases must be a whole number from 0, not 1.5"),
+    "cases": (lambda: _capture().prove(cases=1.5), "cases must be an int, got 1.5"),
     "capacity": (
         lambda: dg.DecodeRunner(len, [SLOT], backend="cpu", max_requests=10**12),
         "about 31250000000 decode buckets by default; name them",
@@ -164,7 +167,7 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _decode().can_run(2, variant={"width": 0}),
         "width must be a positive int",
     ),
-    "cases of a runner": (lambda: _decode().prove(cases=-1), "from 0, not -1"),
+    "cases of a runner": (lambda: _decode().prove(cases=-1), "cases must be at least 0, got -1"),
 }
 
 

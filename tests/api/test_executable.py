@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from typing import Any
 
@@ -220,6 +221,46 @@ def test_the_least_recently_used_executable_goes(kit: Kit) -> None:
     found = pool.recordings.residency()
     assert (found.made, found.evicted) == (4, 2)
     assert found.bytes == _bytes(steps[0], steps[1])
+
+
+def test_a_launch_that_repeats_the_last_is_not_noted_again(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = kit.backend.make_pool(budget_bytes=20_000)
+    first, second = _captured(kit, pool, 2)
+    for step in (first, second, second):
+        _check(step)
+    noted: list[Any] = []
+    use = pool.recordings.use
+    monkeypatch.setattr(pool.recordings, "use", lambda *args: noted.append(args) or use(*args))
+    for steps, count in (([second] * 3, 0), ([first] * 3, 1), ([second, first], 3)):
+        for step in steps:
+            _check(step)
+        assert len(noted) == count
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_least_recently_used_goes_whichever_way_graphs_are_launched(
+    kit: Kit, seed: int
+) -> None:
+    pool, chosen = kit.backend.make_pool(), random.Random(seed)
+    steps = _captured(kit, pool, 5)[1:]  # of one size
+    _check(steps[0])
+    pool.recordings.limit(_bytes(*steps[:2]))
+    ways = [
+        (captured.replay, captured.segments[0].replay, captured.segments[0].bound())
+        for captured, _ in steps
+    ]
+    made, kept = 1, [0]
+    for _ in range(60):
+        index, way = chosen.randrange(4), chosen.randrange(3)
+        for _ in range(chosen.randrange(1, 4)):
+            ways[index][way]()
+        made += index not in kept
+        kept = [*(other for other in kept if other != index), index][-2:]
+        assert pool.recordings.residency().made == made
+    for step in steps:
+        _check(step)
 
 
 def test_a_budget_that_comes_late_sees_the_launches_that_were_direct(kit: Kit) -> None:

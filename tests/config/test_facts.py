@@ -27,8 +27,12 @@ def test_facts_take_over_what_a_backend_declares() -> None:
     ("values", "kind", "part"),
     [
         ({"loar": True}, ConfigError, "facts: there is no fact 'loar'.*Did you mean 'lora'"),
-        ({"lora": 1}, ConfigTypeError, "facts.lora: expected bool"),
-        ({"pipeline_parallel": True}, ConfigTypeError, "facts.pipeline_parallel: expected int"),
+        ({"lora": 1}, ConfigTypeError, "facts.lora: expected true or false"),
+        (
+            {"pipeline_parallel": True},
+            ConfigTypeError,
+            "parallel: expected an integer",
+        ),
         ({"pipeline_parallel": 0}, ConfigError, "at least 1"),
         ({"attention": "alway"}, ConfigError, "facts.attention.*Did you mean 'always'"),
         ({"role": None}, ConfigTypeError, "facts.role"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import devgraph as dg
+from devgraph.api import registry
 from devgraph.npu import diagnose
 from devgraph.npu.diagnose import Diagnosis
 
@@ -59,10 +60,10 @@ def test_host_without_autoload_is_not_told_to_turn_it_off():
 def test_autoload_that_the_command_line_turned_off_is_still_reported(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setenv(diagnose.AUTOLOAD, "0")
-    monkeypatch.delenv(diagnose.AUTOLOAD_WAS_ON, raising=False)
+    monkeypatch.setenv(registry.AUTOLOAD, "0")
+    monkeypatch.delenv(registry.AUTOLOAD_WAS_ON, raising=False)
     assert not diagnose.diagnose().autoload
-    monkeypatch.setenv(diagnose.AUTOLOAD_WAS_ON, "1")
+    monkeypatch.setenv(registry.AUTOLOAD_WAS_ON, "1")
     assert diagnose.diagnose().autoload
 
 
@@ -85,7 +86,7 @@ def test_doctor_explains_a_torch_npu_that_breaks_import_torch(tmp_path: Path):
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, root)))}
-    for name in (diagnose.AUTOLOAD, diagnose.AUTOLOAD_WAS_ON, "LD_LIBRARY_PATH"):
+    for name in (registry.AUTOLOAD, registry.AUTOLOAD_WAS_ON, "LD_LIBRARY_PATH"):
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "devgraph", "doctor", "--no-probe", "--json", "--backend", "npu"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -82,6 +84,17 @@ def test_keys_of_another_topology_share_one_copy() -> None:
     assert counts["copy_seconds"] > 0
     assert counts["broken_over_copy_budget"] == 0
     assert "copies: 1" in cap.explain()
+
+
+@pytest.mark.parametrize("host_args", [{"n": 2}, {}])
+def test_closed_capture_lets_go_of_its_arguments(host_args: dict[str, int]) -> None:
+    x = torch.randn(4, WIDTH)
+    cap = dg.capture(step if host_args else torch.relu, x, backend="cpu", host_args=host_args)
+    cap.close()
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None and cap.segments
 
 
 def test_ambient_context_is_read_once_per_replay_on_every_way() -> None:

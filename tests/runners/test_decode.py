@@ -610,6 +610,24 @@ def test_prepare_may_return_declared_host_arguments_only():
         double_runner(prepare=3)
 
 
+def test_prepare_runs_without_gradients_which_are_on_again_behind_it():
+    modes, fails = [], []
+
+    def plan(batch):
+        modes.append(torch.is_grad_enabled())
+        if fails:
+            raise ValueError("no plan")
+
+    runner = double_runner(prepare=plan)
+    for inputs in (rows_of_x(3), rows_of_x(500)):  # in a graph, and eagerly
+        runner.run({"x": inputs})
+        assert torch.is_grad_enabled()
+    fails.append(True)
+    with pytest.raises(ValueError, match="no plan"):
+        runner.run({"x": rows_of_x(3)})
+    assert torch.is_grad_enabled() and not any(modes)
+
+
 def test_sequences_that_prepare_returns_have_the_length_of_the_bucket():
     seen = []
 

@@ -234,6 +234,27 @@ def test_tail_and_body_run_without_grad():
     assert set(modes) == {False}
 
 
+def test_what_was_planned_for_one_batch_is_not_the_tail_s_of_the_next():
+    planned = [{"scale": 1}]
+    runner = dg.PrefillRunner(
+        lambda batch: batch.x + 0,
+        [X],
+        tail=lambda hidden, batch: hidden * batch.host.scale,
+        prepare=lambda batch: planned[-1],
+        host_args={"scale": 1},
+        config={"policy": "breakable", "buckets": [4]},
+        backend="cpu",
+        max_tokens=4,
+        max_requests=4,
+    )
+    runner.capture()
+    x = rows_of_x(3)
+    planned.append({"scale": 5})
+    assert torch.equal(runner.run({"x": x}), x * 5)
+    planned.append(None)
+    assert torch.equal(runner.run({"x": x}, host_args={"scale": 2}), x * 2)
+
+
 def test_a_full_graph_holds_a_fixed_number_of_request_slots_with_sentinels():
     model = Model()
     runner = prefill_of(model, config={"policy": "full", "buckets": [8]}, max_tokens=8)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.errors import whole
 from devgraph.runners import HostSlot, InputSlot, OutputSlot, Pad, Size
-from devgraph.runners.slots import check_slots, whole
+from devgraph.runners.slots import check_slots
 from tests.support.runner_steps import IDS, double, double_runner
 
 

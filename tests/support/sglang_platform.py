@@ -25,6 +25,26 @@ reference = tests.support.sglang_platform:activate
 devgraph = devgraph.integrations.sglang:plugin
 """
 
+SAVER = """
+import contextlib
+
+
+class Saver:
+    enabled = True
+
+    def region(self, **options):
+        return contextlib.nullcontext()
+
+    def pause(self, tag):
+        pass
+
+    resume = pause
+
+
+configure_subprocess, torch_memory_saver = contextlib.nullcontext, Saver()
+"""
+"""What stands for torch_memory_saver, which needs a GPU: it pauses nothing."""
+
 
 def activate() -> str:
     """Name the platform's class, as SGLang asks a plugin for it."""
@@ -154,7 +174,9 @@ def make_model(folder: Path) -> None:
 
 
 def make_plugins(folder: Path) -> None:
-    """Write what an installed package would declare: the platform and devgraph's plugin."""
+    """Write what an installed package would declare, the platform and devgraph's plugin, and what
+    SGLang's memory saver stands on."""
+    (folder / "torch_memory_saver.py").write_text(SAVER)
     metadata = folder / "reference_platform-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(
@@ -186,6 +208,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     for prompts in rounds():
         found = engine.generate(prompts, {"temperature": 0, "max_new_tokens": 12})
         texts.append([one["text"] for one in found])
+        if options.get("enable_memory_saver"):
+            engine.release_memory_occupation(tags=["cuda_graph"])
+            engine.resume_memory_occupation(tags=["cuda_graph"])
     sys.stdout.write(json.dumps(texts) + "\n")
     time.sleep(wait_s)
     engine.shutdown()

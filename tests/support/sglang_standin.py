@@ -162,6 +162,16 @@ class _Stream:
         pass
 
 
+class MemorySaver:
+    """SGLang's, over what it pauses by itself."""
+
+    def pause(self, tag: str) -> None:
+        pass
+
+    def resume(self, tag: str) -> None:
+        pass
+
+
 def _surroundings() -> dict[str, dict[str, Any]]:
     features = types.SimpleNamespace(enable_memory_saver=False)
     disabled = types.SimpleNamespace(enabled=False)
@@ -199,7 +209,8 @@ def _surroundings() -> dict[str, dict[str, Any]]:
             "is_xpu": lambda: False,
         },
         "sglang.srt.utils.torch_memory_saver_adapter": {
-            "TorchMemorySaverAdapter": types.SimpleNamespace(create=lambda enable: disabled)
+            "TorchMemorySaverAdapter": types.SimpleNamespace(create=lambda enable: disabled),
+            "_TorchMemorySaverAdapterReal": type("MemorySaver", (MemorySaver,), {}),
         },
         MODEL: {},
         f"{MODEL}.forward_batch_info": {"PPProxyTensors": PPProxyTensors},

@@ -261,6 +261,14 @@ class CudaGraphManager:
         return self.breakable_cg_runner(**model_inputs)
 
 
+class Worker:
+    """What sleeps; its memory is not the stand-in's."""
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+
 class ModelCudaGraphManager(CudaGraphManager):
     hidden_states: torch.Tensor | None = None
 
@@ -444,6 +452,7 @@ def modules(version: str = "0.33") -> dict[str, types.ModuleType]:
             "CUDAGraphWrapper": CUDAGraphWrapper,
             "BreakableCUDAGraphWrapper": BreakableCUDAGraphWrapper,
         },
+        "vllm.v1.worker.gpu_worker": {"Worker": Worker},
         "vllm.v1.worker.gpu_ubatch_wrapper": {"CUDAGraphWrapper": CUDAGraphWrapper, "torch": torch},
         "vllm.v1.worker.encoder_cudagraph": {"torch": torch},
         "vllm.v1.worker.gpu": {},

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -36,17 +36,9 @@ from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 from devgraph.api.registry import OTHER_NAMES, declaration
 from devgraph.api.registry import names as registered_names
 
-_GROUP_KEYS = (
-    "name",
-    "backend",
-    "vendor",
-    "count",
-    "members",
-    "role",
-    "collectives",
-    "tensor_parallel",
-    "facts",
-)
+_GROUP_KEYS = """
+    name backend vendor count members role collectives tensor_parallel facts
+""".split()
 _MEMBER_KEYS = ("backend", "vendor", "count")
 
 
@@ -281,7 +273,7 @@ def _member(entry: object, path: str) -> Member:
     return Member(**names, count=count(values.get("count", 1), f"{path}.count"))
 
 
-def _mapping(value: object, path: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
+def _mapping(value: object, path: str, known: Sequence[str] | None) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigTypeError(f"{path}: expected an object, got {value!r}")
     for key in value:

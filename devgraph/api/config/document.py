@@ -115,59 +115,50 @@ def read_section(path: str | os.PathLike[str]) -> object:
     return document[SECTION]
 
 
+_PER_PHASE = "an object with a policy per phase"
+
+
 def parse_mode(document: object, source: str, level: Level = Level.JSON) -> Source:
     """Check ``{"decode": ..., "prefill": ..., "backends": {...}}`` and return what it says."""
+    general = dict(_object(document, source, _PER_PHASE))
+    overlays = _object(
+        general.pop("backends", {}), f"{source}: backends", "an object with one entry per backend"
+    )
     settings: dict[Setting, Any] = {}
     notes: list[str] = []
-    for name, value in _object(document, source, "an object with a policy per phase").items():
-        if name in PHASES:
-            _parse_phase(None, name, value, source, settings, notes)
-        elif name == "backends":
-            overlays = _object(value, f"{source}: backends", "an object with one entry per backend")
-            for backend, phases in overlays.items():
-                _parse_overlay(backend, phases, source, settings, notes)
-        else:
-            raise unknown_name(source, name, (*PHASES, "backends"), what="phase")
+    for name in overlays:
+        if not isinstance(name, str) or not name:
+            raise ConfigTypeError(f"{source}: backends: a backend name is a string, got {name!r}")
+    for backend, phases in ((None, general), *overlays.items()):
+        where = source if backend is None else f"{source}: backends.{backend}"
+        for phase, value in _object(phases, where, _PER_PHASE).items():
+            if phase not in PHASES:
+                known = (*PHASES, "backends") if backend is None else PHASES
+                raise unknown_name(where, phase, known, what="phase")
+            chosen = value if isinstance(value, (dict, Mapping)) else {"policy": value}
+            place = f"{source}: {path_of((backend, phase, ''))[:-1]}"
+            settings.update(_checked(chosen, backend, phase, place, notes))
     return Source(level=level, name=source, settings=settings, notes=tuple(notes))
 
 
-def _parse_overlay(
-    backend: object, phases: object, source: str, settings: dict[Setting, Any], notes: list[str]
-) -> None:
-    if not isinstance(backend, str) or not backend:
-        raise ConfigTypeError(f"{source}: backends: a backend name is a string, got {backend!r}")
-    where = f"{source}: backends.{backend}"
-    for name, value in _object(phases, where, "an object with a policy per phase").items():
-        if name not in PHASES:
-            raise unknown_name(where, name, PHASES, what="phase")
-        _parse_phase(backend, name, value, source, settings, notes)
-
-
-def _parse_phase(
-    backend: str | None,
-    phase: str,
-    value: object,
-    source: str,
-    settings: dict[Setting, Any],
-    notes: list[str],
-) -> None:
-    where = f"{source}: {path_of((backend, phase, ''))[:-1]}"
-    chosen = value if isinstance(value, (dict, Mapping)) else {"policy": value}
+def _checked(
+    chosen: Mapping[Any, Any], backend: str | None, phase: str, where: str, notes: list[str]
+) -> dict[Setting, Any]:
+    """Return the keys of one phase, checked."""
+    values: dict[str, Any] = {}
     for key, item in chosen.items():
         if key not in KEYS:
             raise unknown_name(where, key, KEYS, what="key")
-        checked = KEYS[key].read(item, f"{where}.{key}")
-        settings[backend, phase, key] = checked
+        values[key] = KEYS[key].read(item, f"{where}.{key}")
         if key == "policy" and item in OLDER_POLICIES:
             notes.append(
-                f"{where}.{key}: {item!r} is the older name of the policy {checked!r}; write "
-                f"{checked!r}"
+                f"{where}.{key}: {item!r} is the older name of the policy {values[key]!r}; write "
+                f"{values[key]!r}"
             )
-    problem = over_maximum(
-        settings.get((backend, phase, "buckets")), settings.get((backend, phase, "max_bs"))
-    )
+    problem = over_maximum(values.get("buckets"), values.get("max_bs"))
     if problem:
         raise ConfigError(f"{where}: {problem}")
+    return {(backend, phase, key): value for key, value in values.items()}
 
 
 def _object(value: object, where: str, what: str) -> Mapping[Any, Any]:

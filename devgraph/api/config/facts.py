@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.config.phase import PHASES, unknown_name
-from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.config.phase import FLAG, PHASES, choice, number, unknown_name
+from devgraph.api.errors import ConfigError
 from devgraph.api.policy import COMPILERS
 
 ROLES = ("both", *reversed(PHASES))
@@ -17,16 +17,16 @@ ATTENTION = ("never", "single_token_decode", "uniform_batch", "always")
 
 
 def _one_of(*known: str) -> Any:
-    return attrs.field(default=known[0], metadata={"known": known})
+    return attrs.field(default=known[0], metadata=choice("value", lambda: known))
 
 
 def _flag(default: bool = False) -> Any:
-    return attrs.field(default=default, metadata={"kind": bool})
+    return attrs.field(default=default, metadata=FLAG)
 
 
 def _count(default: int = 1) -> Any:
     """A number of at least its default."""
-    return attrs.field(default=default, metadata={"kind": int})
+    return attrs.field(default=default, metadata=number(int, default))
 
 
 @attrs.frozen(kw_only=True)
@@ -35,128 +35,86 @@ class EngineFacts:
 
     backend: str | None = None
     """The backend this is resolved for; its part of the configuration is applied first."""
-
     role: str = _one_of(*ROLES)
     """``prefill`` or ``decode`` on a node that runs only that phase (disaggregated serving)."""
-
     attention: str = _one_of(*reversed(ATTENTION))
     """What the weakest attention implementation can have captured, see ``weakest_attention``:
     ``always`` any batch, ``uniform_batch`` requests of one width, ``single_token_decode`` one
     token a request, ``never``."""
-
     host_lengths: bool = _flag()
     """Attention takes lengths or plans from the host: regions with host arguments."""
-
     region_update: bool = _flag(True)
     """The backend can update regions inside a graph."""
-
     piecewise: bool = _flag(True)
     """The backend can capture ``torch.compile`` pieces."""
-
     compilers: tuple[str, ...] = attrs.field(default=COMPILERS, converter=tuple)
     """The compilers that piecewise may use on the backend."""
-
     collectives: bool = _flag()
     """The body holds device collectives (tensor or expert parallelism)."""
-
     collectives_capturable: bool = _flag(True)
     """The backend can capture collectives."""
-
     pipeline_parallel: int = _count()
     """Pipeline stages."""
-
     context_parallel: int = _count()
     """Ranks that share one prefill."""
-
     context_parallel_static: bool = _flag()
     """Those ranks exchange sizes that depend on the bucket only."""
-
     decode_context_parallel: int = _count()
     """Ranks that share the KV cache of one request."""
-
     data_parallel_attention: bool = _flag()
     """Attention is replicated per rank while the other layers are shared."""
-
     speculative_tokens: int = _count(0)
     """Draft tokens that one verify step checks per request; 0 without speculation."""
-
     dynamic_speculation: bool = _flag()
     """The number of draft tokens changes while serving."""
-
     lora: bool = _flag()
     """Adapters may be active."""
-
     multimodal: str = _one_of("none", "slot", "outside")
     """Where image or audio embeddings join: ``slot`` through an input slot of the captured body,
     ``outside`` in code that the captured body skips."""
-
     encoder_decoder: bool = _flag()
     """The first decoder step reads encoder outputs, later ones do not."""
-
     pooling: bool = _flag()
     """The model returns embeddings or scores and never decodes."""
-
     two_batch_overlap: bool = _flag()
     """A batch is split in two halves that run interleaved."""
-
     moe_all_to_all: str = _one_of("none", "device", "host", "unproven")
     """How experts exchange tokens: ``device`` with counts on the device, ``host`` with counts
     read on the host, ``unproven`` where nobody has tried it under capture."""
-
     moe_all_to_all_align: int = _count()
     """Prefill sizes must be a multiple of this for that exchange."""
-
     host_recorder: bool = _flag()
     """A recorder of expert loads reads device data on the host while the model runs."""
-
     torch_compile: bool = _flag()
     """The engine compiles the whole model with ``torch.compile`` itself."""
-
     traceable: bool = _flag(True)
     """``torch.compile`` can trace the model (weights dequantised by opaque loaders cannot)."""
-
     deterministic: bool = _flag()
     """Results must not depend on the batch size."""
-
     symmetric_memory: bool = _flag()
     """Collectives use symmetric memory."""
-
     debug_hooks: bool = _flag()
     """Python hooks run inside the model (tensor dumps, tracing)."""
-
     kv_offload: bool = _flag()
     """KV pages move to host memory and back between steps."""
-
     kv_layerwise: bool = _flag()
     """The host waits for KV pages before each layer."""
-
     kv_sharding: bool = _flag()
     """The KV cache of one request is sharded by a plan made per request."""
-
     weight_offload: bool = _flag()
     """Weights move between host and device memory during a step."""
-
     memory_saver: bool = _flag()
     """Device memory is released and mapped again between steps."""
-
     suspend_on_release: bool = _flag()
     """The engine calls ``suspend`` and ``resume`` of its runners around such a release."""
-
     slower_prefill: bool = _flag()
     """A captured prefill has to use a slower attention kernel."""
 
     def __attrs_post_init__(self) -> None:
         for field in _FIELDS:
             value = getattr(self, field.name)
-            if value is field.default:
-                continue
-            known, kind = field.metadata.get("known"), field.metadata.get("kind")
-            if known is not None and value not in known:
-                raise unknown_name(field.name, value, known, what="value")
-            if kind is not None and type(value) is not kind:  # a bool is no count
-                raise ConfigTypeError(f"{field.name}: expected {kind.__name__}, got {value!r}")
-            if kind is int and value < field.default:
-                raise ConfigError(f"{field.name}: expected at least {field.default}, got {value}")
+            if field.metadata and value is not field.default:
+                field.metadata["read"](value, field.name)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, path: str = "facts") -> EngineFacts:

@@ -81,7 +81,6 @@ class DeviceGraphConfig:
     overlays: Overlays = attrs.field(factory=dict, converter=_overlays, hash=False)
     """The parts for single backends, in the form of ``backends`` in the JSON text; apply them with
     ``for_backend``."""
-
     origins: Mapping[Setting, str] = attrs.field(factory=dict, eq=False, repr=False)
     """Which flag or file each choice came from, where that is known."""
 

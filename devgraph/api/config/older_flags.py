@@ -133,15 +133,10 @@ def _mode_name(value: Any, flag: str) -> Reading:
     return _reading({("decode", "policy"): decode, ("prefill", "policy"): prefill}, flag)
 
 
-_COMPILATION_KEYS = (
-    "use_cudagraph",
-    "full_cuda_graph",
-    "cudagraph_mode",
-    "cudagraph_capture_sizes",
-    "max_cudagraph_capture_size",
-    "cudagraph_num_of_warmups",
-    "backend",
-)
+_COMPILATION_KEYS = """
+    use_cudagraph full_cuda_graph cudagraph_mode cudagraph_capture_sizes
+    max_cudagraph_capture_size cudagraph_num_of_warmups backend
+""".split()
 
 
 def _compilation(value: Any, flag: str) -> Reading:

@@ -126,7 +126,9 @@ class Key:
 # What keys accept: the part of a declaration that several keys share.
 
 
-def _choice(what: str, names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
+def choice(what: str, names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
+    """One of ``names``; ``what`` they are, for errors."""
+
     def read(value: object, path: str) -> str:
         known = names()
         if isinstance(value, str) and value in known:
@@ -146,7 +148,8 @@ def _policy(value: object, path: str) -> Any:
     return _POLICY_NAME(name, path)
 
 
-def _number(kind: type[int] | type[float], least: int, *, above: bool = False) -> dict[str, Any]:
+def number(kind: type[int] | type[float], least: int, *, above: bool = False) -> dict[str, Any]:
+    """A number of at least ``least``, or ``above`` it."""
     what = "an integer" if kind is int else "a number"
     wanted = f"more than {least}" if above else f"at least {least}"
     largest = math.inf if kind is int else sys.float_info.max
@@ -163,7 +166,7 @@ def _number(kind: type[int] | type[float], least: int, *, above: bool = False) -
 
 
 def _read_memory(value: object, path: str) -> float:
-    found = _number(float, 0)["read"](value, path)
+    found = number(float, 0)["read"](value, path)
     if found == 1 or (found > 1 and found != int(found)):
         raise ConfigError(
             f"{path}: {value!r} is neither a number of bytes nor a share, which is below 1; null "
@@ -193,6 +196,10 @@ def _flag(value: object, path: str) -> bool:
     raise ConfigTypeError(f"{path}: expected true or false, got {shown(value)}")
 
 
+FLAG: Mapping[str, Any] = {"kind": "`true` or `false`", "read": _flag}
+"""What is on or off."""
+
+
 def _buckets(value: object, path: str) -> tuple[int, ...]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ConfigTypeError(
@@ -210,13 +217,13 @@ def _buckets(value: object, path: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-_COUNT = _number(int, 1)
+_COUNT = number(int, 1)
 count: Callable[[object, str], int] = _COUNT["read"]
 """Reads an integer of at least 1."""
-_POLICY_NAME = _choice("policy", choices)["read"]
+_POLICY_NAME = choice("policy", choices)["read"]
 
 
-def _key(accepts: dict[str, Any], meaning: str, default: Any, flag: str | None = None) -> Any:
+def _key(accepts: Mapping[str, Any], meaning: str, default: Any, flag: str | None = None) -> Any:
     metadata = {**accepts, "meaning": meaning, "flag": flag}
     return attrs.field(default=default, metadata=metadata)
 
@@ -260,17 +267,17 @@ class PhaseConfig:
         default=None,
     )
     max_padding: float = _key(
-        _number(float, 1),
+        number(float, 1),
         "A batch that would be padded to more than this many times its rows runs eagerly.",
         default=2.0,
     )
     compiler: str = _key(
-        _choice("compiler", lambda: COMPILERS),
-        "Compiles the pieces of `piecewise` and `compiled`: `eager` (nothing) or `inductor`.",
+        choice("compiler", lambda: COMPILERS),
+        "Compiles the pieces of the policy `piecewise`: `eager` (no compilation) or `inductor`.",
         default="eager",
     )
     capture: str = _key(
-        _choice("capture mode", lambda: ("eager", "lazy", "background")),
+        choice("capture mode", lambda: ("eager", "lazy", "background")),
         "When buckets are captured: `eager` all at start, `lazy` after `lazy_hits` batches that "
         "wanted one, `background` one per idle call while serving.",
         default="eager",
@@ -284,33 +291,33 @@ class PhaseConfig:
         "device: `background` captures in the order of use at the next start. None: no file.",
         default=None,
     )
-    warmup: int = _key(_number(int, 0), "Eager runs before each capture.", default=2)
+    warmup: int = _key(number(int, 0), "Eager runs before each capture.", default=2)
     strict: bool = _key(
-        {"kind": "`true` or `false`", "read": _flag},
+        FLAG,
         "Raise where a batch would otherwise run eagerly, with the reason.",
         default=False,
     )
     emulate: bool = _key(
-        {"kind": "`true` or `false`", "read": _flag},
+        FLAG,
         "Run the steps of graphs eagerly, with everything else as it is: padded static buffers, "
         "`prepare`, tail and outputs. What still differs is not the graph's fault.",
         default=False,
     )
     min_speedup: float | None = _key(
-        _optional(_number(float, 0, above=True)),
+        _optional(number(float, 0, above=True)),
         "Each graph is timed against its step run eagerly, and a bucket whose graph is not so many "
         "times as fast is dropped: 1.0 drops those that lose. None: nothing is timed.",
         default=None,
     )
     memory: float | None = _key(
-        _optional({**_number(float, 0), "read": _read_memory}),
+        _optional({**number(float, 0), "read": _read_memory}),
         "Bytes that executables and recordings of the pool may take, or below 1 a share of the "
         "device's memory; the least recently used go, and are made again at their next launch. Of "
         "phases that share a pool the lowest holds. None: executables stay.",
         default=None,
     )
     releasable: bool = _key(
-        {"kind": "`true` or `false`", "read": _flag},
+        FLAG,
         "The pool that is made for this phase can give its memory back to the device: "
         '`suspend(release="memory")`.',
         default=False,
@@ -322,12 +329,12 @@ class PhaseConfig:
         default=None,
     )
     time_budget_s: float | None = _key(
-        _optional(_number(float, 0, above=True)),
+        _optional(number(float, 0, above=True)),
         "Seconds to spend on capture; buckets beyond it are dropped. None: no limit.",
         default=None,
     )
     miss_budget: int | None = _key(
-        _optional(_number(int, 0)),
+        _optional(number(int, 0)),
         "New host-argument keys that `full` records when they are first seen; a step with a known "
         "key earns one back. Past it a new key runs breakable until it comes again. None: 8, and "
         "no limit on a backend that runs the regions' host code for known keys as well.",

@@ -89,10 +89,7 @@ class Resolution:
 
 
 def resolve(
-    config: DeviceGraphConfig,
-    facts: EngineFacts | None = None,
-    *,
-    rules: Iterable[Rule] = RULES,
+    config: DeviceGraphConfig, facts: EngineFacts | None = None, *, rules: Iterable[Rule] = RULES
 ) -> Resolution:
     """Apply the rules to what ``config`` says for ``facts.backend``.
 

@@ -209,29 +209,13 @@ class MarkedCall:
         index: position among the regions of the capture.
     """
 
-    __slots__ = (
-        "_known",
-        "_owned",
-        "_places",
-        "_pool",
-        "_returned_none",
-        "_sharing",
-        "_spec",
-        "args",
-        "index",
-        "kwargs",
-        "mark",
-        "modes",
-        "note",
-    )
+    __slots__ = """
+        _known _owned _places _pool _returned_none _sharing _spec args index kwargs mark modes
+        note
+    """.split()
 
     def __init__(
-        self,
-        pool: Pool,
-        mark: Mark,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        index: int,
+        self, pool: Pool, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
     ) -> None:
         def alias(leaf: Any) -> Any:
             return pool.alias(leaf) if isinstance(leaf, torch.Tensor) else leaf

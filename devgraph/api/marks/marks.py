@@ -37,7 +37,8 @@ class Scope(Protocol):
         """Run one call of a marked function as the policy in force wants it."""
 
     def graph_break(self) -> None:
-        """Break the capture here, or do nothing where the policy has no breaks."""
+        """Break the capture here; nothing where no break has to be made."""
+        return
 
 
 _scope: ContextVar[Scope | None] = ContextVar("devgraph_scope", default=None)
@@ -232,7 +233,7 @@ class Mark:
         return f"<{self.kind} {self.name}>"
 
 
-class Absorbed:
+class Absorbed(Scope):
     """The scope inside a captured region: marks belong to the ``outer`` one and call straight
     through. The name of the ``policy`` is for messages."""
 
@@ -244,9 +245,6 @@ class Absorbed:
         if mark.kind == "no_graph":
             refuse_no_graph(mark, self.policy, inside=self.outer)
         return mark.call_eager(args, kwargs)
-
-    def graph_break(self) -> None:
-        """Do nothing: a region is one piece of work."""
 
 
 def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> None:

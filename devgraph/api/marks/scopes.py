@@ -11,7 +11,14 @@ import torch
 from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import CaptureError, FrozenValueError, brief
 from devgraph.api.marks.host_values import HostSpec, is_tracked
-from devgraph.api.marks.marks import Absorbed, Mark, current_scope, entered, refuse_no_graph
+from devgraph.api.marks.marks import (
+    Absorbed,
+    Mark,
+    Scope,
+    current_scope,
+    entered,
+    refuse_no_graph,
+)
 from devgraph.api.marks.source import user_line
 
 if TYPE_CHECKING:
@@ -125,7 +132,7 @@ def repeater(unrolls: str = "") -> Repeat | None:
     return scope.repeater(unrolls) if isinstance(scope, GraphScope) else None
 
 
-class GraphScope:
+class GraphScope(Scope):
     """Everything goes into one graph; dynamic regions are remembered so that they can be updated.
 
     Args:
@@ -192,6 +199,3 @@ class GraphScope:
                 if self._graph.spoiled is None:
                     self._graph.spoiled = swallowed(mark, error)
                 raise
-
-    def graph_break(self) -> None:
-        """Do nothing: one graph has no breaks."""

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError, StateError, note
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import BoundCall, MarkedCall
-from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call, swallowed
 from devgraph.api.policy.job import Job, Policy
 from devgraph.api.session import Session
@@ -149,7 +149,7 @@ class BreakablePlan:
         self.held = None
 
 
-class _BreakableScope:
+class _BreakableScope(Scope):
     """The capture in progress, and what of it is finished."""
 
     def __init__(

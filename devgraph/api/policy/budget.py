@@ -22,16 +22,12 @@ class UpdateBudget:
     misses: int = attrs.field(default=8, validator=validators.ge(0))
     """Keys that may be recorded when they are first seen; each replay of a recorded key earns one
     back. Past it, a key is recorded when it is seen again, and the step breaks until then."""
-
     recent: int = attrs.field(default=64, validator=validators.ge(1))
     """How many keys that were not recorded are remembered as seen."""
-
     copies: int = attrs.field(default=4, validator=validators.ge(0))
     """Topology copies: whole-graph captures for keys that need other nodes."""
-
     copy_seconds: float = attrs.field(default=2.0, validator=validators.ge(0))
     """Time that capturing them may take in all."""
-
     may_capture: Callable[[], bool] | None = None
     """Asked before a copy or a broken form is captured in a replay; it answers False while outputs
     of the pool are leased, or where ranks have to agree first. None allows it, unless the capture

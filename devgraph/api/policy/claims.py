@@ -19,7 +19,7 @@ from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import CaptureError, HostReadError, RegionError
 from devgraph.api.marks.calls import describe
 from devgraph.api.marks.host_values import HostSpec
-from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.scopes import captured_call
 
@@ -113,7 +113,7 @@ _Versions = dict[str, list[tuple[int, int]]]
 """Memory and version counter of the tensors in each argument; inference tensors count none."""
 
 
-class Checking:
+class Checking(Scope):
     """What marks mean in the run that checks a step: the body runs, and its claims are compared.
 
     Host arguments are tracked in this run, as in a capture of another policy.
@@ -134,9 +134,6 @@ class Checking:
             if first and (mark.fake is not None or mark.mutates):
                 self._compare(mark, args, kwargs, host, result)
         return result
-
-    def graph_break(self) -> None:
-        """Do nothing."""
 
     @staticmethod
     def _compare_writes(mark: Mark, before: _Versions, after: _Versions) -> None:

@@ -34,33 +34,16 @@ logger = logging.getLogger(__name__)
 
 HostKwargs = dict[Mark, dict[str, Any]]
 
+_COUNTED = """
+    repeats hits misses copies copy_seconds broken_over_miss_budget broken_over_copy_budget
+""".split()
+
 
 class FullPlan:
-    """One graph without host arguments."""
+    """One graph; where its regions follow host arguments, its topology copies and its broken form.
 
-    def __init__(self, graph: DeviceGraph, outputs: Any) -> None:
-        self.segments: list[Any] = [graph]
-        self.outputs = outputs
-        self.marks: list[Mark] = []
-        self.notes: dict[str, Any] = {}
-        self.held: Any = None
-        self.run = graph.launch
-        self._graph = graph
-
-    def bind(self, host: HostKwargs) -> None:
-        """Do nothing: there are no host values."""
-
-    def close(self) -> None:
-        """Close the graph."""
-        self.outputs = self.held = None
-        self._graph.close()
-
-
-class UpdatablePlan:
-    """One graph whose regions follow host arguments, its topology copies and its broken form.
-
-    ``notes`` counts replays by the way they went: ``repeats`` of the key before, ``hits`` and
-    ``misses`` of recordings, ``copies`` captured, ``broken`` steps by reason.
+    ``notes`` counts replays with host arguments by the way they went: ``repeats`` of the key
+    before, ``hits`` and ``misses`` of recordings, ``copies`` captured, ``broken`` steps by reason.
     """
 
     def __init__(self, job: Job, graph: DeviceGraph, outputs: Any) -> None:
@@ -70,16 +53,7 @@ class UpdatablePlan:
         self._targets = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
         self.marks: list[Mark] = graph.marks
         self.run = graph.launch
-        self.notes: dict[str, Any] = {
-            "repeats": 0,
-            "hits": 0,
-            "misses": 0,
-            "copies": 0,
-            "copy_seconds": 0.0,
-            "broken_over_miss_budget": 0,
-            "broken_over_copy_budget": 0,
-        }
-        self.held: Any = None
+        self.notes: dict[str, Any] = dict.fromkeys(_COUNTED if graph.hits else (), 0)
         self._job = job
         self._modes = Modes.current()
         self._budget = UpdateBudget.of(job.budget)
@@ -117,8 +91,9 @@ class UpdatablePlan:
             self._break(host, "broken_over_miss_budget")
 
     def close(self) -> None:
-        """Close every graph."""
-        self.outputs = self._targets = self.held = None
+        """Close every graph, and let go of the arguments."""
+        self.outputs = self._targets = None
+        del self._job
         for graph in self._graphs:
             graph.close()
         if self._broken is not None:
@@ -254,7 +229,7 @@ class UpdatablePlan:
 
 
 class _Full(Policy):
-    def capture(self, job: Job, session: Session) -> FullPlan | UpdatablePlan:
+    def capture(self, job: Job, session: Session) -> FullPlan:
         if not job.backend.capabilities.loops:
             return self._captured(job, session, unrolls="backend")
         outputs = copy.copy(job.outputs)  # a capture uses its own up
@@ -265,9 +240,7 @@ class _Full(Policy):
             reason = error.reason
         return self._captured(attrs.evolve(job, outputs=outputs), session, unrolls=reason)
 
-    def _captured(
-        self, job: Job, session: Session, *, unrolls: str = ""
-    ) -> FullPlan | UpdatablePlan:
+    def _captured(self, job: Job, session: Session, *, unrolls: str = "") -> FullPlan:
         graph = job.backend.make_graph(job.pool)
         graph.touchable = job.tensors
         scope = GraphScope(graph, job.spec, unrolls=unrolls)
@@ -275,7 +248,7 @@ class _Full(Policy):
             session.begin(graph, spec=job.spec)
             outputs = job.outputs.filled(job.fn(*job.args, **job.kwargs, **job.spec.tracked()))
             session.end()
-        plan = UpdatablePlan(job, graph, outputs) if graph.hits else FullPlan(graph, outputs)
+        plan = FullPlan(job, graph, outputs)
         plan.notes.update(scope.loops)
         return plan
 

@@ -138,8 +138,6 @@ class Plan(Protocol):
     outputs: Any
     marks: list[Mark]
     """Marks whose host values must be resolved at each replay."""
-    held: Any
-    """What must live until the plan is closed."""
     notes: dict[str, Any]
     """What else the policy has to say about the capture, for reports."""
 

@@ -41,12 +41,12 @@ from devgraph.api.errors import (
     FrozenValueError,
 )
 from devgraph.api.marks import marks
-from devgraph.api.marks.host_values import HostSpec
-from devgraph.api.marks.marks import Mark, entered
+from devgraph.api.marks.marks import Mark, Scope, entered
+from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.source import SourceLine, node_line, traced_line
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
-from devgraph.api.policy.job import Job, Outputs, Plan, Policy
+from devgraph.api.policy.job import Job, Plan, Policy
 from devgraph.api.session import Session
 
 logger = logging.getLogger(__name__)
@@ -59,35 +59,13 @@ INDUCTOR_OPTIONS = {"triton.cudagraphs": False}
 """Pieces are captured here; whatever the user's settings, Inductor must not capture them too."""
 
 
-@attrs.define
-class _Activation:
-    """One step being compiled, run or captured."""
-
-    spec: HostSpec
-    live: Mapping[str, Any]
-    """What a marked function receives for a token: plain values, or tracked ones in a capture."""
-    tokens: dict[str, torch.Tensor]
-    wrap: Callable[[Callable[..., Any], GraphModule], Callable[..., Any]]
-    outputs: Outputs
-    capture: tuple[Job, Session] | None = None
-    """Set while capturing."""
-    plan: BreakablePlan | None = None
-    entry: _Entry | None = None
-    """The compiled step that ran."""
-    entered_at: float = 0.0
-    compiled: Build | None = None
-    """What was compiled for this step; None while older code serves it."""
-    modes: list[Any] = attrs.field(factory=list)
-    """The guards of the inference and autocast modes that are open, outermost first."""
+_running: ContextVar[_CompiledStep | None] = ContextVar("devgraph_piecewise", default=None)
 
 
-_activation: ContextVar[_Activation | None] = ContextVar("devgraph_piecewise", default=None)
-
-
-def _active() -> _Activation:
-    activation = _activation.get()
-    assert activation is not None, "a compiled step runs only inside its policy"
-    return activation
+def _active() -> _CompiledStep:
+    step = _running.get()
+    assert step is not None, "a compiled step runs only inside its policy"
+    return step
 
 
 def _host_value(name: str) -> Any:
@@ -95,12 +73,13 @@ def _host_value(name: str) -> Any:
     return _active().live[name]
 
 
-class _Tracing:
-    """What marks mean while the step is traced: they say what they return, and run nothing."""
+class _Tracing(Scope):
+    """What marks mean while the step is traced: they say what they return, and run nothing. The
+    split finds the calls of ``graph_break``."""
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, given = mark.split(args, kwargs)
-        declared = _active().spec.declared
+        declared = _active().job.spec.declared
         host = mark.host_kwargs({name: declared.get(name) for name in given})
         with entered(None):
             result = described(mark, args, kwargs, host)
@@ -113,9 +92,6 @@ class _Tracing:
                 f"call, or use policy='breakable'."
             )
         return result
-
-    def graph_break(self) -> None:
-        """Do nothing: the split finds the call."""
 
 
 def _untraceable(result: Any, index: str = "") -> str | None:
@@ -136,7 +112,7 @@ def _mark_of(node: Node) -> Mark | None:
     return getattr(node.target, "__devgraph_mark__", None) if node.op == "call_function" else None
 
 
-def is_cut(node: Node) -> bool:
+def _is_cut(node: Node) -> bool:
     return node.op == "call_function" and (
         node.target is marks.graph_break or _mark_of(node) is not None
     )
@@ -150,19 +126,21 @@ class _Compiler:
         self.name = name
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> _Entry:
-        activation = _active()
-        _bind_tokens(graph, activation.tokens)
-        split = split_at_marks(graph)
-        build = Build(self.name, activation.wrap)
+        step = _active()
+        _bind_tokens(graph, step.tokens)
+        outside = Modes.current()
+        split, modes = _split(graph)
+        build = _Build(self.name, step.job.backend.wrap_compiled)
         for name, piece in list(split.named_children()):
             assert isinstance(piece, GraphModule)
-            if any(is_cut(node) for node in piece.graph.nodes):
-                _hold_modes(piece)
-            else:
-                inputs = piece.graph.find_nodes(op="placeholder")
-                examples = [node.meta["example_value"] for node in inputs]
-                setattr(split, name, Piece(build.piece(piece, examples)))
-        activation.compiled = build
+            own, marked = modes[int(name.rpartition("_")[2])], any(map(_is_cut, piece.graph.nodes))
+            if self.name != "eager" and not marked:
+                # Compiled code makes no inference tensors anyway, and Inductor of torch 2.11 fails
+                # on views inside such a block.
+                own = own._replace(inference=outside.inference)
+            run = piece.forward if marked else build.piece(piece, own)
+            setattr(split, name, _Part(run, None if own == outside else own))
+        step.build = build
         return _Entry(split.forward, build.pieces)
 
 
@@ -206,161 +184,54 @@ def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node,
     node.args, node.kwargs = args, kwargs
 
 
-def split_at_marks(graph: GraphModule) -> GraphModule:
-    part = 0
+_OPENING = {_enter_inference_mode, _enter_autocast}
+_CLOSING = {_exit_inference_mode, _exit_autocast}
+_MODE_FUNCTIONS = {*_OPENING, *_CLOSING, torch._C._set_grad_enabled}
+"""What a trace switches modes with."""
+
+
+def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
+    """Return ``graph`` in parts, and the modes of each by the number at the end of its name.
+
+    It is cut at marked functions, and wherever modes change: the parts, which do not switch any,
+    run on their own, and an exception leaves one in the middle.
+    """
     parts: dict[Node, int] = {}
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if is_cut(node):
-            part += 1
-            parts[node] = part
-            part += 1
-        else:
-            parts[node] = part
+    modes = [Modes.current()]
+    opened: dict[Node, Any] = {}
+    try:
+        for node in graph.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.target in _OPENING:
+                opened[node] = node.target(*node.args)
+            elif node.target in _CLOSING:
+                node.target(opened.pop(node.args[0]))
+            elif node.target in _MODE_FUNCTIONS:
+                node.target(*node.args)
+            elif _is_cut(node):
+                parts[node] = len(modes)
+                modes.append(modes[-1])
+            else:
+                parts[node] = len(modes) - 1
+                continue
+            modes.append(Modes.current())
+    finally:
+        for guard in reversed(opened.values()):
+            guard.__exit__(None, None, None)
+        torch.set_grad_enabled(modes[0].grad)
+    for node in reversed(graph.graph.nodes):
+        if node.target in _MODE_FUNCTIONS:
+            graph.graph.erase_node(node)
     # A live value is read in the part of the call that takes it.
     for node in parts:
         if node.target is _host_value:
             parts[node] = parts[next(iter(node.users))]
-    _cut_modes(graph, parts)
-    return split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+    split = split_module(graph, graph, lambda node: parts[node], keep_original_order=True)
+    return split, modes
 
 
-_EXITS: dict[Any, Callable[..., Any]] = {
-    _enter_inference_mode: _exit_inference_mode,
-    _enter_autocast: _exit_autocast,
-}
-"""What closes the block of a mode, by what opens it."""
-
-_MODE_FUNCTIONS = {*_EXITS, *_EXITS.values(), torch._C._set_grad_enabled}
-
-
-@attrs.define
-class _Block:
-    """A block of a mode that is open where the walk through a trace is."""
-
-    entered: Node
-    """What opened it in this part."""
-    grad: bool
-    """Whether gradients were on before it."""
-
-
-def _cut_modes(graph: GraphModule, parts: dict[Node, int]) -> None:
-    """Close the modes that are open where a part ends, the inner ones first, and open them again
-    where the next one begins: parts run on their own, and each leaves the modes as they were.
-
-    ``split_module`` cuts autocast and grad modes alone and in another order, whereas the end of
-    ``inference_mode`` restores all modes of its beginning.
-    """
-    if not any(node.target in _MODE_FUNCTIONS for node in parts):
-        return
-    outside = grad = torch.is_grad_enabled()
-    blocks: dict[Node, _Block] = {}  # by the node that opened it in the trace
-
-    def add(part: int, target: Any, *args: Any) -> Node:
-        node = graph.graph.call_function(target, args)
-        parts[node] = part
-        return node
-
-    before: Node | None = None
-    for node in list(parts):
-        if before is not None and parts[node] != parts[before]:
-            with graph.graph.inserting_before(node):
-                for begun, block in reversed(blocks.items()):
-                    add(parts[before], _EXITS[begun.target], block.entered)
-                # split_module begins later parts with the last switch before them, which is this.
-                add(parts[before], torch._C._set_grad_enabled, outside)
-                for begun, block in blocks.items():
-                    add(parts[node], torch._C._set_grad_enabled, block.grad)
-                    block.entered = add(parts[node], begun.target, *begun.args)
-                add(parts[node], torch._C._set_grad_enabled, grad)
-        if node.target in _EXITS:
-            blocks[node] = _Block(node, grad)
-            if node.target is _enter_inference_mode:
-                grad = not node.args[0]
-        elif node.target in _EXITS.values():
-            begun = cast(Node, node.args[0])
-            block = blocks.pop(begun)
-            node.args = (block.entered,)
-            if begun.target is _enter_inference_mode:
-                grad = block.grad
-        elif node.target is torch._C._set_grad_enabled:
-            grad = cast(bool, node.args[0])
-        before = node
-
-
-def _held(enter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``enter`` of a mode, which the activation holds until ``_let_go``."""
-
-    def begin(*args: Any) -> Any:
-        guard = enter(*args)
-        _active().modes.append(guard)
-        return guard
-
-    return begin
-
-
-def _let_go(guard: Any) -> None:
-    _active().modes.remove(guard)
-    guard.__exit__(None, None, None)
-
-
-_HELD = {enter: _held(enter) for enter in _EXITS} | dict.fromkeys(_EXITS.values(), _let_go)
-"""What stands for each function with which a trace opens or closes a mode that has a guard."""
-
-
-def _hold_modes(piece: GraphModule) -> None:
-    """Let the activation hold what ``piece`` opens: an exception leaves it without closing it."""
-    for node in piece.graph.nodes:
-        if node.op == "call_function":
-            node.target = _HELD.get(node.target, node.target)
-    piece.recompile()
-
-
-def _inference_mode_as_grad_mode(piece: GraphModule) -> None:
-    """Turn ``inference_mode`` in ``piece`` into the grad mode that it implies: compiled code makes
-    no inference tensors anyway, and Inductor of torch 2.11 fails on views inside such a block."""
-    for node in piece.graph.nodes:
-        if node.target is _enter_inference_mode:
-            with piece.graph.inserting_after(node):
-                piece.graph.call_function(torch._C._set_grad_enabled, (not node.args[0],))
-            node.target, node.args = torch.is_grad_enabled, ()
-        elif node.target is _exit_inference_mode:
-            node.target = torch._C._set_grad_enabled
-
-
-@contextlib.contextmanager
-def _modes_kept(activation: _Activation) -> Iterator[None]:
-    """Close after an exception what the traced code had opened: it holds no ``finally``."""
-    grad = torch.is_grad_enabled()
-    try:
-        yield
-    except BaseException:
-        while activation.modes:
-            activation.modes.pop().__exit__(None, None, None)
-        torch.set_grad_enabled(grad)
-        raise
-
-
-@contextlib.contextmanager
-def _autocast_depth_kept() -> Iterator[None]:
-    """Close by count the autocast blocks that a compiler which failed left open: while one is open,
-    torch keeps what it has cast. The tracer restores all other modes."""
-    depth = _autocast_depth()
-    try:
-        yield
-    finally:
-        while _autocast_depth() > depth:
-            torch.autocast_decrement_nesting()
-
-
-def _autocast_depth() -> int:
-    """Return how many autocast blocks are open."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-class Build:
+class _Build:
     """The pieces of one compilation. Equal ones share their code.
 
     Code is shared within one compilation only: the sizes that it holds for are guards of that one.
@@ -377,41 +248,31 @@ class Build:
         self.cached = 0
         """Pieces whose code came from Inductor's cache on disk."""
 
-    def notes(self) -> dict[str, int]:
-        """Return what a capture reports of this compilation."""
-        return {
-            "pieces": self.pieces,
-            "pieces_compiled": self.pieces - self.shared,
-            "pieces_shared": self.shared,
-            "pieces_cached": self.cached,
-            "compilations": int(self.pieces > 0),
-        }
-
-    def piece(self, piece: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        """Return what runs ``piece`` on inputs like ``examples``."""
+    def piece(self, piece: GraphModule, modes: Modes) -> Callable[..., Any]:
+        """Return what runs ``piece`` in ``modes``."""
         if not any(_computes(node) for node in piece.graph.nodes):
             return piece.forward
         self.pieces += 1
-        key = _shape_of(piece, examples)
+        inputs = piece.graph.find_nodes(op="placeholder")
+        examples = [node.meta["example_value"] for node in inputs]
+        key = modes, _shape_of(piece, examples)
         if key in self._known:
             self.shared += 1
         elif self._compiler == "eager":
-            _hold_modes(piece)
             self._known[key] = piece.forward
         else:
-            self._known[key] = self._with_inductor(piece, examples)
+            with modes.restored():
+                self._known[key] = self._with_inductor(piece, examples)
         return self._known[key]
 
-    def _with_inductor(self, piece: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def _with_inductor(self, piece: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         output = piece.graph.output_node()
         single = not isinstance(output.args[0], tuple | list)
         if single:  # Inductor compiles graphs that return a tuple
             output.args = ((output.args[0],),)
-        _inference_mode_as_grad_mode(piece)
         piece.recompile()
         hits = _cache_hits()
-        with _autocast_depth_kept():
-            compiled = compile_fx(piece, list(examples), config_patches=INDUCTOR_OPTIONS)
+        compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
         self.cached += _cache_hits() > hits
         run = self._wrap(cast(Callable[..., Any], compiled), piece)
         return (lambda *args: run(*args)[0]) if single else run
@@ -419,8 +280,9 @@ class Build:
 
 def _computes(node: Node) -> bool:
     """Whether ``node`` makes a tensor; sizes, and picks from tuples, are no work to compile."""
-    value = node.meta.get("example_value", node.meta.get("val"))
-    return node.op.startswith("call_") and isinstance(value, torch.Tensor | tuple | list)
+    return node.op.startswith("call_") and isinstance(
+        node.meta.get("example_value"), torch.Tensor | tuple | list
+    )
 
 
 def _cache_hits() -> int:
@@ -441,18 +303,16 @@ class _Entry:
         self.pieces = pieces
 
     def __call__(self, *inputs: Any) -> Any:
-        activation = _active()
-        activation.entered_at = time.perf_counter()
-        activation.entry = self
-        with _modes_kept(activation):
-            if activation.capture is None:
-                with entered(None):
-                    outputs = self._forward(*inputs)
-                    activation.outputs.hold(outputs)
-                    return outputs
-            job, session = activation.capture
-            job = attrs.evolve(job, fn=self._captured, args=inputs, kwargs={})
-            activation.plan = plan = capture_segments(job, session)
+        step = _active()
+        step.entered_at = time.perf_counter()
+        step.entry = self
+        if step.session is None:
+            with entered(None):
+                outputs = self._forward(*inputs)
+                step.job.outputs.hold(outputs)
+                return outputs
+        job = attrs.evolve(step.job, fn=self._captured, args=inputs, kwargs={})
+        step.plan = plan = capture_segments(job, step.session)
         # The tracer may drop the code, and a step what it had made for one call only.
         plan.held = (self, inputs)
         return plan.outputs
@@ -461,15 +321,19 @@ class _Entry:
         return self._forward(*inputs)
 
 
-class Piece(torch.nn.Module):
-    """A compiled piece in the place of the module it was compiled from."""
+class _Part(torch.nn.Module):
+    """What runs in the place of a part, in its own modes; None for those of the whole step."""
 
-    def __init__(self, run: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., Any], modes: Modes | None) -> None:
         super().__init__()
         self._run = run
+        self._modes = modes
 
     def forward(self, *args: Any) -> Any:
-        return self._run(*args)
+        if self._modes is None:
+            return self._run(*args)
+        with self._modes.restored():
+            return self._run(*args)
 
 
 def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
@@ -508,60 +372,67 @@ def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
 
 
 class _CompiledStep:
-    """A step ready to run or to be captured; takes the step's own bound arguments."""
+    """A step ready to be compiled, run or captured; takes the step's own bound arguments."""
 
     def __init__(self, job: Job, compiler: _Compiler) -> None:
-        self._job = job
+        self.job = job
+        self.tokens = {name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared}
+        self.live: Mapping[str, Any] = job.spec.declared
+        """What a marked function receives for a token: plain values, or tracked ones in a
+        capture."""
+        self.session: Session | None = None
+        """Set while capturing."""
+        self.plan: BreakablePlan | None = None
+        self.entry: _Entry | None = None
+        """The compiled step that ran."""
+        self.entered_at = 0.0
+        self.build: _Build | None = None
+        """What was compiled for this step; None while older code serves it."""
         self._compiler = compiler
-        self.activation = _Activation(
-            spec=job.spec,
-            live=job.spec.declared,
-            tokens={name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared},
-            wrap=job.backend.wrap_compiled,
-            outputs=job.outputs,
-        )
         fn = _around(job.fn) if hasattr(job.fn, "__devgraph_mark__") else job.fn
         self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)
 
     def __call__(self) -> Any:
         """Call the compiled step; compile it first where no older code serves it."""
-        job, activation = self._job, self.activation
-        before, started = activation.compiled, time.perf_counter()
-        with _activated(activation), _settings(), entered(_Tracing()):
-            result = self._step(*job.args, **job.kwargs, **activation.tokens)
-        if activation.compiled is not before:
-            seconds = activation.entered_at - started
+        job, before, started = self.job, self.build, time.perf_counter()
+        outer = _running.set(self)
+        try:
+            with _settings(), entered(_Tracing()):
+                result = self._step(*job.args, **job.kwargs, **self.tokens)
+        finally:
+            _running.reset(outer)
+        if self.build is not before:
+            seconds = self.entered_at - started
             job.phases["compile"] = job.phases.get("compile", 0.0) + seconds
         return result
 
     def warm_up(self) -> None:
         """Run once; compile and check the step where no older code serves it."""
-        activation, job = self.activation, self._job
-        before, failure = activation.compiled, None
+        before, failure = self.build, None
         try:
             self()
         except Exception as error:
-            if activation.entry is not None:
+            if self.entry is not None:
                 raise  # It was raised by the step's own work, not by compiling it.
             failure = error
         if failure is not None:
             # Run eagerly, the step may show its own exception, or a line that reads a host value.
             self._check()
             _raise_explained(failure, self._compiler.name)
-        job.warmed_up()
-        if activation.entry is None:
+        self.job.warmed_up()
+        if self.entry is None:
             raise EmptyCaptureError(
                 "torch.compile compiled nothing. Either the step does no work on tensors: capture "
                 "one that computes, with tensors on the backend's device. Or torch.compile is off: "
                 "unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, or use policy='breakable'."
             )
-        if activation.compiled is not before:
-            with job.phase("compile"):
+        if self.build is not before:
+            with self.job.phase("compile"):
                 self._check()
 
     def _check(self) -> None:
         """Run the step eagerly with tracked host arguments; compare what its marks claim."""
-        job = self._job
+        job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(Checking(job.spec)):
             job.fn(*job.args, **job.kwargs, **job.spec.watched(asked))
@@ -576,14 +447,18 @@ class _CompiledStep:
 
     def capture(self, session: Session) -> Plan:
         """Capture the compiled step."""
-        activation, job = self.activation, self._job
-        activation.live, activation.capture = job.spec.tracked(), (job, session)
+        self.live, self.session = self.job.spec.tracked(), session
         outputs = self()
-        plan, entry = activation.plan, activation.entry
+        plan, entry, build = self.plan, self.entry, self.build
         assert plan is not None and entry is not None
         plan.outputs = outputs
-        build = activation.compiled or Build(self._compiler.name, activation.wrap)
-        plan.notes.update(build.notes(), pieces=entry.pieces)
+        plan.notes.update(
+            pieces=entry.pieces,
+            pieces_compiled=build.pieces - build.shared if build else 0,
+            pieces_shared=build.shared if build else 0,
+            pieces_cached=build.cached if build else 0,
+            compilations=1 if build else 0,
+        )
         return plan
 
 
@@ -594,15 +469,6 @@ def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(*args, **kwargs)
 
     return step
-
-
-@contextlib.contextmanager
-def _activated(activation: _Activation) -> Iterator[None]:
-    token = _activation.set(activation)
-    try:
-        yield
-    finally:
-        _activation.reset(token)
 
 
 @contextlib.contextmanager
@@ -642,28 +508,19 @@ class _Piecewise(Policy):
         return job.fn.capture(session)
 
     def _compiler(self, job: Job) -> _Compiler:
-        name = compiler_of(job, "breakable")
+        capabilities = job.backend.capabilities
+        if not capabilities.piecewise:
+            raise CapabilityError(
+                f"backend {job.backend.name!r} does not declare piecewise; use 'full' or "
+                f"'breakable'"
+            )
+        name = job.compiler or "eager"
+        if name not in capabilities.compilers:
+            raise CapabilityError(
+                f"backend {job.backend.name!r} cannot use compiler {name!r}; it has "
+                f"{', '.join(capabilities.compilers)}"
+            )
         return self._compilers.setdefault((name, type(job.backend)), _Compiler(name))
-
-
-def compiler_of(job: Job, otherwise: str) -> str:
-    """Return the compiler of a job's pieces.
-
-    Raises:
-        CapabilityError: its backend captures no compiled pieces, or none of that compiler;
-            ``otherwise`` names the policy that is like it and compiles nothing.
-    """
-    capabilities, name = job.backend.capabilities, job.compiler or "eager"
-    if not capabilities.piecewise:
-        raise CapabilityError(
-            f"backend {job.backend.name!r} does not declare piecewise; use {otherwise!r}"
-        )
-    if name not in capabilities.compilers:
-        raise CapabilityError(
-            f"backend {job.backend.name!r} cannot use compiler {name!r}; it has "
-            f"{', '.join(capabilities.compilers)}"
-        )
-    return name
 
 
 def _refuse_compiled(step: Callable[..., Any]) -> None:

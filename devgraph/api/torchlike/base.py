@@ -101,9 +101,11 @@ class TorchPool(Pool):
 
     def _release(self) -> None:
         assert self._pages is not None
-        # A replay writes what it reads in the graphs' memory; what regions returned stays.
+        # Of memory that is free between replays a replay writes what it reads.
         device = self._torch.device
-        for address, size in self._segments(self._region_memory).items():
+        blocks = (block for each in self.snapshot(self._memory) for block in each["blocks"])
+        alive = {b["address"]: b["size"] for b in blocks if b["state"].startswith("active")}
+        for address, size in {**alive, **self._segments(self._region_memory)}.items():
             storage = torch._C._construct_storage_from_data_pointer(address, device, size)
             there = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             self._saved.append((there, there.cpu()))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.errors import CaptureError, DeviceGraphError
@@ -13,17 +14,18 @@ from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.source import user_line
 from devgraph.api.torchlike.nodes import Capture, NodeRuntime
 
-_MOST_STREAMS = 64
+MOST_STREAMS = 64
 """torch hands out 32 streams per priority in turn; this many requests see each of them."""
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def draws(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of an operation draws random numbers; a dropout of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for index, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":  # attention draws nothing without dropout
-            given = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)
-            return bool(given)
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p")
+            return bool(argument.default_value if given is None else given)
     return True
 
 
@@ -46,7 +48,7 @@ class RandomGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if is_capturing() and _draws(func, args, kwargs or {}):
+        if is_capturing() and draws(func, args, kwargs or {}):
             raise self._error(
                 f"{func} draws random numbers inside a capture, at {user_line()}, and {self._why}"
             )
@@ -89,7 +91,7 @@ class SideStreams:
         if not self._handles:
             found: dict[int, None] = {}
             for priority in (0, -1):
-                for _ in range(_MOST_STREAMS):
+                for _ in range(MOST_STREAMS):
                     handle = self._handle_of(self._make(priority=priority))
                     if handle in found:
                         break

@@ -76,7 +76,7 @@ KINDS = (
 
 _GETTERS = {kind: f"Graph{kind.title()}NodeGetParams" for kind in (KERNEL, MEMCPY, MEMSET)}
 
-_THREAD_LOCAL = 1
+THREAD_LOCAL = 1
 """The capture mode in which other threads may do what they like."""
 
 _OUT_OF_MEMORY = 2
@@ -227,7 +227,7 @@ class NodeCalls:
         return words[1], words[2], nodes
 
     def begin_capture(self, stream: int) -> None:
-        self.call("StreamBeginCapture", stream, _THREAD_LOCAL)
+        self.call("StreamBeginCapture", stream, THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
         graph = c_uint64()

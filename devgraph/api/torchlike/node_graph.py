@@ -288,6 +288,9 @@ class NodeGraph(TorchGraph):
             if self._repeated:  # each turn would draw the numbers of the first
                 raise LoopError("random", "a step with a loop draws random numbers")
             own.prologue = self._native.replay
+        else:  # what torch made of an empty graph takes memory between executables that come and go
+            native, self._native = self._native, None
+            native.reset()
         if self._nodes and self.hits:
             regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
             regions.append(("(behind the regions)", self._closing))
@@ -315,7 +318,8 @@ class NodeGraph(TorchGraph):
     def _size(self) -> tuple[int | None, int]:
         if not self._nodes:
             return self._nodes, 0
-        return self._nodes, self._torch.executables.bytes_of(self._nodes) + EMPTY_GRAPH_BYTES
+        own = self._torch.executables.bytes_of(self._nodes)
+        return self._nodes, own + (EMPTY_GRAPH_BYTES if self._native is not None else 0)
 
     def region_size(self, hit: MarkedCall) -> int | None:
         return len(hit.note.nodes) if isinstance(hit.note, _Span) else None

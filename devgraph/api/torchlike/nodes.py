@@ -12,12 +12,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import attrs
 
-from devgraph.api.errors import (
-    DeviceGraphError,
-    ResourceError,
-    UpdateError,
-    UpdateTopologyError,
-)
+from devgraph.api.errors import DeviceGraphError, ResourceError, UpdateError, UpdateTopologyError
 
 KERNEL, MEMCPY, MEMSET, EMPTY = "kernel", "memcpy", "memset", "empty"
 

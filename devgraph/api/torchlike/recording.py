@@ -20,7 +20,8 @@ _HOST_BYTES_PER_NODE = 2048
 """Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
 
 EMPTY_GRAPH_BYTES = 40 * 1024
-"""Device memory of what torch makes of each capture, whose work is taken out of it."""
+"""Device memory of what torch makes of a capture whose work is taken out of it; kept where random
+numbers are drawn."""
 
 _EXECUTABLE_BYTES = 64 * 1024
 """Device memory of an executable, however few nodes it has ..."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -13,6 +14,8 @@ from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
 from devgraph.integrations.engine.outputs import mapped
+
+logger = logging.getLogger(__name__)
 
 
 class GraphMemory:
@@ -34,6 +37,8 @@ class GraphMemory:
         self.limits: tuple[float, ...] = ()
         """Budgets for what the graphs of a pool launch, of which the lowest holds; see
         ``Pool.limit``."""
+        self.releasable = False
+        """Whether pools that are made from now on can be released, where the backend has such."""
         self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
 
     @property
@@ -64,7 +69,14 @@ class GraphMemory:
         return pool
 
     def _made_pool(self) -> Pool:
-        pool = self.backend.make_pool()
+        able = self.backend.capabilities.releasable_memory
+        if self.releasable and not able:
+            logger.warning(
+                "backend %s cannot give the memory of graphs back while the engine sleeps: they "
+                "keep it",
+                self.backend.name,
+            )
+        pool = self.backend.own_pool(None, releasable=self.releasable and able)
         for limit in self.limits:
             pool.limit(limit)
         return pool
@@ -87,6 +99,24 @@ class GraphMemory:
     def bytes(self) -> int:
         """Device memory of all pools in use."""
         return sum(pool.bytes for pool in set(self._pools.values()))
+
+    def release(self) -> None:
+        """Give back the memory of graphs, of the pools that can, until ``restore``; replays raise
+        ExecutableError meanwhile. Idempotent; see ``Pool.release``."""
+        before = self.bytes
+        for pool in set(self._pools.values()):
+            if pool.releasable:
+                pool.release()
+        logger.info("the device has %d MiB of graph memory back", (before - self.bytes) >> 20)
+
+    def restore(self) -> None:
+        """Take memory for what ``release`` gave back. Idempotent.
+
+        Raises:
+            ResourceError: there is not enough; nothing is lost, and it may be tried again.
+        """
+        for pool in set(self._pools.values()):
+            pool.restore()
 
     def settle(self) -> None:
         """Give freed memory back to the device before a capture, so that what the engine then

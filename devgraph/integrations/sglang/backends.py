@@ -60,7 +60,6 @@ class _OnDevgraph:
     _graphs: dict[Any, Any]
     _outputs: dict[Any, Any]
     _capture_stream: Any
-    _memory_saver_adapter: Any
     _device_module: Any
     _tp_group: Any
     _pool: Any
@@ -74,18 +73,34 @@ class _OnDevgraph:
     _capture: Any
     """Capture a body; return what replays it, and its output."""
 
-    def __init__(self, cuda_graph_runner: Any, **options: Any) -> None:
+    def __init__(
+        self, cuda_graph_runner: Any, *, enable_memory_saver: bool = False, **options: Any
+    ) -> None:
         super().__init__(cuda_graph_runner, **options)  # type: ignore[call-arg]
+        if enable_memory_saver:
+            self._let_memory_go()
         self._runner = cuda_graph_runner
         self._count = shared().ledger.of(self._devgraph_mode)
         self._shared_outputs = SharedOutputs()
         self._capture_inputs: dict[Any, Any] = {}
-        saver = self._memory_saver_adapter
-        if saver is not None and saver.enabled:
+
+    def _let_memory_go(self) -> None:
+        """Take memory that can be given back, if SGLang's memory saver is to pause that of graphs.
+
+        Raises:
+            CapabilityError: the device has none.
+        """
+        asked = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+        if not importlib.import_module("sglang.srt.utils").get_bool_env_var(asked):
+            return
+        memory = shared().memory
+        if not memory.backend.capabilities.releasable_memory:
             raise CapabilityError(
-                "SGLang's memory saver is to pause graph memory (SGLANG_MEMORY_SAVER_CUDA_GRAPH), "
-                "and devgraph's pools cannot be paused. Unset it, or do not install devgraph."
+                f"SGLang's memory saver is to pause graph memory ({asked}), and that of backend "
+                f"{memory.backend.name!r} cannot be given back and taken again "
+                f"(releasable_memory). Unset it, or do not install devgraph."
             )
+        memory.releasable = True
 
     @contextlib.contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
+from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend, shared
 from devgraph.integrations.sglang.modes import EngineMode, engine_mode
 from devgraph.integrations.sglang.segments import BREAKS
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 SWITCH = "DEVGRAPH_SGLANG"
 """Environment variable: unset or 0 leaves SGLang alone, 1 installs, strict installs or refuses."""
+
+SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 
 # What the backends use of SGLang, by module; a class and what is used of it after a dot.
 _USED = {
@@ -29,6 +33,8 @@ _USED = {
         "BreakableCUDAGraphCapture._end_current_segment _current_stream_var get_device_module"
     ),
     "sglang.srt.distributed.device_communicators.pynccl_allocator": "set_graph_pool_id",
+    "sglang.srt.constants": "GPU_MEMORY_TYPE_CUDA_GRAPH",
+    SAVER: "_TorchMemorySaverAdapterReal.pause _TorchMemorySaverAdapterReal.resume",
 }
 
 
@@ -72,6 +78,9 @@ def install(*, mode: str | None = None) -> None:
         marked = getattr(radix, "_eager_attention", None)
         if marked is not None:  # 0.5.17 has it elsewhere, and no prefill that is updated
             changes.change(radix, "_eager_attention", with_region(marked))
+        saver = changes.module(SAVER)
+        for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):
+            changes.wrap(saver._TorchMemorySaverAdapterReal, name, _with_graphs(ours))
         if text is not None:
             _put_mode(changes, engine_mode(text, _platform()))
     except BaseException:
@@ -79,6 +88,22 @@ def install(*, mode: str | None = None) -> None:
         raise
     _Holder.now = changes
     logger.info("devgraph is the graph layer of SGLang: %s", ", ".join(changes.places))
+
+
+def _with_graphs(ours: Callable[[GraphMemory], None]) -> Callable[[Any], Any]:
+    """Return what lets a method of SGLang's memory saver do ``ours`` too, if graphs are meant."""
+    graphs = importlib.import_module("sglang.srt.constants").GPU_MEMORY_TYPE_CUDA_GRAPH
+
+    def wrap(method: Any) -> Any:
+        @functools.wraps(method)
+        def both(self: Any, tag: str) -> None:
+            method(self, tag)
+            if tag == graphs:
+                ours(shared().memory)
+
+        return both
+
+    return wrap
 
 
 def _put_mode(changes: Changes, mode: EngineMode) -> None:

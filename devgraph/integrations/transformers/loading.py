@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from devgraph.api.errors import DeviceGraphError, InputError
+from devgraph.api.process import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +121,7 @@ def find_demo(
     Raises:
         InputError: there is none; the message lists where it looked and how to get one.
     """
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(user_cache) / "devgraph" if cache is None else Path(cache)
+    folder = cache_folder() if cache is None else Path(cache)
     places = _places(source, folder)
     for place in places:
         found = _in(place, folder)

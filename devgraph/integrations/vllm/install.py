@@ -57,6 +57,7 @@ class Installation(Changes):
             self._put_wrappers()
             self._put_managers()
             self._put_breaks()
+            self._put_sleep()
             if self.mode is not None:
                 self._put_mode(self.mode)
         except BaseException as error:
@@ -100,6 +101,14 @@ class Installation(Changes):
             runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")
             manager = breaking_manager(managers.ModelCudaGraphManager)
             self.change(runner, "ModelCudaGraphManager", manager)
+
+    def _put_sleep(self) -> None:
+        from devgraph.integrations.vllm import sleep
+
+        worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
+        self.wrap(worker, "__init__", sleep.prepared)
+        self.wrap(worker, "sleep", sleep.released)
+        self.wrap(worker, "wake_up", sleep.restored)
 
     def _put_mode(self, mode: EngineMode) -> None:
         config = importlib.import_module("vllm.config")

@@ -56,12 +56,7 @@ def _in_every_order(
     bound = {rows: kit.tensor(rows, WIDTH, dtype=dtype) for rows in BUCKETS}
     captured = {
         rows: kit.capture(
-            step,
-            x,
-            policy="piecewise",
-            compiler=compiler,
-            pool=pool,
-            host_args={"length": 3},
+            step, x, policy="piecewise", compiler=compiler, pool=pool, host_args={"length": 3}
         )
         for rows, x in bound.items()
     }

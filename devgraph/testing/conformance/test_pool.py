@@ -327,6 +327,21 @@ def test_memory_that_was_given_back_returns_with_every_graph(
 
 
 @declares("releasable_memory")
+def test_what_lives_in_memory_that_was_given_back_is_kept(kit: Kit) -> None:
+    """FAULTS 10: a workspace that a capture made, on which every launch counts."""
+    pool, x = kit.backend.make_pool(releasable=True), kit.tensor(8, WIDTH)
+    first, workspace = kit.record(lambda: x * 0, pool=pool)
+    second, out = kit.record(lambda: workspace.add_(1) + x, pool=pool)
+    first.replay()
+    for launches in (1, 2, 3):
+        second.replay()
+        pool.release()
+        pool.restore()
+        kit.same(workspace, torch.full_like(workspace, launches))
+        kit.same(out, x + launches)
+
+
+@declares("releasable_memory")
 def test_updates_are_right_after_memory_was_given_back(kit: Kit) -> None:
     @dg.region(host_args=("n",))
     def scaled(x: torch.Tensor, *, n: int) -> torch.Tensor:

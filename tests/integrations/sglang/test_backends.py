@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ import devgraph as dg
 from devgraph.integrations import sglang
 from devgraph.integrations.engine.outputs import tensors
 from devgraph.integrations.sglang import backends
+from devgraph.integrations.sglang.install import SAVER
 from tests.support import sglang_standin
 from tests.support.sglang_steps import WIDTH, Case, captured, module, runner, sharing
 
@@ -187,14 +189,52 @@ def test_both_backends_share_graph_memory(engine: Any) -> None:
     assert full._devgraph_pool is breakable._devgraph_pool
 
 
-def test_memory_saver_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapter = types.SimpleNamespace(
-        create=lambda *args, **kwargs: types.SimpleNamespace(enabled=True)
+@pytest.fixture
+def saver(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's memory saver, which is to pause the memory of graphs."""
+    asked = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+    monkeypatch.setattr(sys.modules["sglang.srt.utils"], "get_bool_env_var", asked.__eq__)
+    sglang.install()
+    return sys.modules[SAVER]._TorchMemorySaverAdapterReal()
+
+
+@pytest.mark.parametrize("kind", ["full_backend", "breakable_backend"])
+def test_memory_saver_takes_the_memory_of_graphs_and_gives_it_again(
+    engine: Any, saver: Any, kind: str
+) -> None:
+    graphs = sys.modules["sglang.srt.constants"].GPU_MEMORY_TYPE_CUDA_GRAPH
+    backend = getattr(sglang, kind)()(runner(), enable_memory_saver=True)
+    case = Case(engine.eager(lambda hidden: hidden + 1))
+    captured(engine, backend, case, 8, 4)
+    assert torch.equal(backend.replay(engine.ShapeKey(8), None), case.expected(8))
+    saver.pause("weights")
+    assert sglang.stats()["pool_bytes"] > 0
+    saver.pause(graphs)
+    assert sglang.stats()["pool_bytes"] == 0
+    with pytest.raises(dg.ExecutableError, match="given back"):
+        backend.replay(engine.ShapeKey(4), None)
+    saver.resume(graphs)
+    for size in (4, 8):
+        case.fill()
+        assert torch.equal(backend.replay(engine.ShapeKey(size), None), case.expected(size))
+
+
+def test_memory_saver_leaves_graphs_alone_unless_it_is_to_pause_them(engine: Any) -> None:
+    sglang.install()
+    backend, case = sglang.full_backend()(runner(), enable_memory_saver=True), Case()
+    captured(engine, backend, case, 8)
+    sys.modules[SAVER]._TorchMemorySaverAdapterReal().pause(
+        sys.modules["sglang.srt.constants"].GPU_MEMORY_TYPE_CUDA_GRAPH
     )
-    full = module("runner_backend.full_cuda_graph_backend")
-    monkeypatch.setattr(full, "TorchMemorySaverAdapter", adapter, raising=False)
-    place = sys.modules["sglang.srt.utils.torch_memory_saver_adapter"]
-    monkeypatch.setattr(place, "TorchMemorySaverAdapter", adapter)
+    assert torch.equal(backend.replay(engine.ShapeKey(8), None), case.expected(8))
+
+
+def test_memory_saver_is_refused_where_memory_cannot_go(
+    engine: Any, saver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = backends.shared().memory.backend
+    lacking = attrs.evolve(backend.capabilities, releasable_memory=False)
+    monkeypatch.setattr(backend, "capabilities", lacking)
     with pytest.raises(dg.CapabilityError, match="SGLANG_MEMORY_SAVER_CUDA_GRAPH"):
         sglang.full_backend()(runner(), enable_memory_saver=True)
 

@@ -71,7 +71,8 @@ def test_engine_of_a_platform_writes_the_text_of_the_model_with_graphs(
     options["enable_mixed_chunk"] = prefill == "full"
     environment = {"DEVGRAPH_SGLANG": "strict", "DEVGRAPH_MODE": MODE}
     if prefill == "breakable":
-        options["cuda_graph_config"], environment = GRAPHS, {}
+        options |= {"cuda_graph_config": GRAPHS, "enable_memory_saver": True, "log_level": "info"}
+        environment = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
     path = [str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, sglang_platform.__file__, str(tmp_path), json.dumps(options)],
@@ -96,6 +97,7 @@ def test_engine_of_a_platform_writes_the_text_of_the_model_with_graphs(
     if prefill == "breakable":
         assert (modes["full"]["captures"], modes["breakable"]["captures"]) == (3, 4)
         assert modes["breakable"]["replays"] > 15
+        assert "of graph memory back" in done.stderr
     else:
         assert (modes["full"]["captures"], modes["breakable"]["captures"]) == (7, 0)
         assert modes["full"]["updates"]["misses"] > 8

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="the transformers integration")
 
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.errors import DeviceGraphError, StateError
+from devgraph.cpu.backend import CpuBackend
 from devgraph.integrations.transformers import (
     Engine,
     FinishReason,
@@ -284,6 +285,26 @@ def test_a_request_that_draws_tokens_runs_step_by_step() -> None:
         got = engine.generate(texts, max_new_tokens=9, sampling=sampling)
         assert [one.token_ids for one in got] == [one.token_ids for one in want]
         assert engine.several is not None and engine.several.stats().steps == 0
+
+
+@pytest.mark.parametrize("loops", [True, False])
+def test_a_launch_that_the_device_ends_early_pays_from_two_tokens(loops: bool) -> None:
+    model = make_model("llama")
+    text = [5, 6, 7]
+    backend = CpuBackend()
+    backend.capabilities = attrs.evolve(
+        backend.capabilities,
+        loops=loops,
+        region_update=False,  # lengths in device tensors: a loop holds no updatable region
+    )
+    want = reference(model, text, 4)
+    with make_engine(model, GRAPHS, steps_per_launch=8, backend=backend) as engine:
+        engine.capture()
+        assert engine.several is not None
+        for count, launches in ((1, 0), (2, 0), (3, 1), (4, 2)):  # the first token is prefill's
+            (done,) = engine.generate([text], max_new_tokens=count)
+            assert list(done.token_ids) == want[:count]
+            assert engine.several.stats().steps == launches * loops
 
 
 def test_steps_of_a_launch_are_counted_from_one() -> None:

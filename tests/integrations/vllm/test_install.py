@@ -52,6 +52,7 @@ def places(engine: Engine) -> list[Any]:
     marks = importlib.import_module("vllm.compilation.breakable_cudagraph")
     microbatches = importlib.import_module("vllm.v1.worker.gpu_ubatch_wrapper")
     encoders = importlib.import_module("vllm.v1.worker.encoder_cudagraph")
+    worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
     platform = engine.platforms.current_platform
     return [
         platform.get_static_graph_wrapper_cls(),
@@ -64,6 +65,9 @@ def places(engine: Engine) -> list[Any]:
         engine.managers.CudaGraphManager.capture,
         engine.managers.CudaGraphManager.dispatch,
         *(module.torch for module in (engine.managers, microbatches, encoders)),
+        worker.__init__,
+        worker.sleep,
+        worker.wake_up,
         config.VllmConfig.__post_init__,
         config.CompilationConfig.resolve_cudagraph_mode_and_sizes,
         os.environ.get(BREAKABLE),
@@ -84,7 +88,7 @@ def test_install_puts_devgraph_at_every_place_and_uninstall_gives_all_back(
     assert engine.managers.torch.Tensor is torch.Tensor
     newest = hasattr(engine.managers, "BreakableCUDAGraphWrapper")
     assert issubclass(engine.runner.BreakableCUDAGraphWrapper, BreakableStep)
-    assert len(vllm.stats()["installed"]) == 10 + newest
+    assert len(vllm.stats()["installed"]) == 13 + newest
     vllm.uninstall()
     assert places(engine) == before
     assert vllm.stats()["installed"] == []
