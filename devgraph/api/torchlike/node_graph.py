@@ -328,11 +328,15 @@ class NodeGraph(TorchGraph):
         backend, stream = self._torch, self._torch.current_stream_id()
         other, where = backend.loop_stream, going.data_ptr()
         looping = functools.partial(self._runtime.looping, stream, backend.stream_handle(other))
+        captured = backend.namespace.current_stream(backend.device)
         with (
             backend.namespace.stream(other),
             looping(where, backend.prepare_stream) as count,
-            # A graph's pool takes allocations from the capture that torch knows of only.
+            # A graph's pool takes allocations from the capture that torch knows of only, and torch
+            # 2.14 gives another pool to no other capture.
+            backend.namespace.stream(captured),
             self.pool.region_memory(),
+            backend.namespace.stream(other),
         ):
             body()
         nodes = count()
