@@ -51,6 +51,9 @@ class Engine:
             max_cudagraph_capture_size=4,
             adjust_cudagraph_sizes_for_spec_decode=lambda *_: None,
             fast_moe_cold_start=False,
+            compile_sizes=[],
+            get_compile_ranges=list,
+            cudagraph_num_of_warmups=1,
         )
         vars(compilation).update(values)
         return types.SimpleNamespace(
@@ -59,6 +62,7 @@ class Engine:
             parallel_config=types.SimpleNamespace(
                 data_parallel_size=1,
                 tensor_parallel_size=1,
+                world_size_across_dp=1,
                 is_moe_model=False,
                 use_sequence_parallel_moe=False,
             ),

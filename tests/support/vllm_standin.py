@@ -269,6 +269,30 @@ class Worker:
     def wake_up(self, tags: list[str] | None = None) -> None: ...
 
 
+class GPUModelRunner:
+    """What the V1 runner has around captures."""
+
+    _dummy_run: Any
+    compilation_config: Any
+
+    def _capture_cudagraphs(
+        self, batch_descriptors: list[BatchDescriptor], cudagraph_runtime_mode: CUDAGraphMode
+    ) -> None:
+        for desc in batch_descriptors:
+            self._warmup_and_capture(desc, cudagraph_runtime_mode=cudagraph_runtime_mode)
+
+    def _warmup_and_capture(
+        self,
+        desc: BatchDescriptor,
+        cudagraph_runtime_mode: CUDAGraphMode,
+        num_warmups: int | None = None,
+    ) -> None:
+        if num_warmups is None:
+            num_warmups = self.compilation_config.cudagraph_num_of_warmups
+        for mode in (*[CUDAGraphMode.NONE] * num_warmups, cudagraph_runtime_mode):
+            self._dummy_run(desc.num_tokens, cudagraph_runtime_mode=mode)
+
+
 class ModelCudaGraphManager(CudaGraphManager):
     hidden_states: torch.Tensor | None = None
 
@@ -449,6 +473,8 @@ def modules(version: str = "0.33") -> dict[str, types.ModuleType]:
         "vllm.v1": {},
         "vllm.v1.worker": {},
         "vllm.v1.worker.gpu_model_runner": {
+            "GPUModelRunner": GPUModelRunner,
+            "is_global_first_rank": lambda: False,
             "CUDAGraphWrapper": CUDAGraphWrapper,
             "BreakableCUDAGraphWrapper": BreakableCUDAGraphWrapper,
         },

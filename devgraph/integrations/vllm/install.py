@@ -32,6 +32,7 @@ GRAPH_MAKERS = (
     "vllm.v1.worker.gpu_ubatch_wrapper",
 )
 """Modules of vLLM that make graphs by themselves; the managers of the V2 runner come first."""
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 TRIED = "0.22 to 0.33"
 
 
@@ -74,7 +75,7 @@ class Installation(Changes):
         # PIECEWISE on both runners: vLLM resolves this name where it compiles pieces.
         self.change(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
         # FULL on V1, and microbatches, whose whole-batch steps use it.
-        for name in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_ubatch_wrapper"):
+        for name in (V1_RUNNER, "vllm.v1.worker.gpu_ubatch_wrapper"):
             self.change(importlib.import_module(name), "CUDAGraphWrapper", graph_wrapper())
 
     def _put_managers(self) -> None:
@@ -83,8 +84,11 @@ class Installation(Changes):
         for name in GRAPH_MAKERS:
             self.wrap(importlib.import_module(name), "torch", manager.graph_making_torch)
         base = importlib.import_module(GRAPH_MAKERS[0]).CudaGraphManager
-        self.wrap(base, "capture", manager.stepwise_capture)
+        self.wrap(base, "capture", manager.sparing_capture)
         self.wrap(base, "dispatch", manager.counting_dispatch)
+        first = importlib.import_module(V1_RUNNER).GPUModelRunner
+        self.wrap(first, "_capture_cudagraphs", manager.sparing_round)
+        self.wrap(first, "_warmup_and_capture", manager.sparing_step)
 
     def _put_breaks(self) -> None:
         from devgraph.integrations.vllm.manager import breaking_manager
@@ -92,7 +96,7 @@ class Installation(Changes):
 
         wrapper = step_wrapper()
         # Models that are imported later, with managers of their own, take it from where it is made.
-        for name in ("vllm.compilation.breakable_cudagraph", "vllm.v1.worker.gpu_model_runner"):
+        for name in ("vllm.compilation.breakable_cudagraph", V1_RUNNER):
             self.change(importlib.import_module(name), "BreakableCUDAGraphWrapper", wrapper)
         managers = importlib.import_module(GRAPH_MAKERS[0])
         if hasattr(managers, "BreakableCUDAGraphWrapper"):

@@ -15,6 +15,7 @@ from devgraph.api.pool import Pool
 from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import Ledger
 from devgraph.integrations.engine.memory import GraphMemory
+from devgraph.integrations.vllm.captures import Round
 
 
 @attrs.define
@@ -39,6 +40,8 @@ class Layer:
         self.memory = GraphMemory(_device_type, backend)
         self.ledger = Ledger(self.memory, "piecewise", "full", "breakable")
         self._step: _Step | None = None
+        self.round: Round | None = None
+        """Of captures, the one that is being made."""
 
     def default_handle(self) -> Hashable:
         """Return the platform's handle of graph memory; one of our own where it has none."""
@@ -60,6 +63,14 @@ class Layer:
                 yield
             finally:
                 self._step = None
+
+    def capture_round(self, config: Any, capture: Callable[[Round], Any]) -> Any:
+        """Return ``capture(round)``, which captures all steps of a round; see ``Round.make``."""
+        made = self.round = Round(config)
+        try:
+            return made.make(lambda: capture(made))
+        finally:
+            self.round = None
 
     def within(self, pool: Pool, stream: Any = None) -> contextlib.AbstractContextManager[Session]:
         """Return the session that records into ``pool``.

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from devgraph.api.errors import StateError
+from devgraph.api.marks.marks import is_capturing
 from devgraph.integrations.engine.ledger import EagerReason
 from devgraph.integrations.engine.steps import CapturedStep, recorded
+from devgraph.integrations.vllm.captures import Round
 from devgraph.integrations.vllm.layer import current_layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
 
 _UNNAMED = ("devgraph", "graphs without a pool")
-_NEVER = 2**31 - 1
-"""The largest threshold: so many collections of the middle generation do not happen."""
 
 
 class EngineGraph:
@@ -79,35 +78,70 @@ def graph_making_torch(torch: Any) -> Any:
     return _Overlay(torch, cuda=_Overlay(torch.cuda, CUDAGraph=EngineGraph, graph=_recording))
 
 
-def stepwise_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``CudaGraphManager.capture`` with what makes captures of many small pieces fast, and
-    without the segments of an earlier capture: they read other buffers."""
+def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``CudaGraphManager.capture`` of the V2 runner, a round of captures, without the
+    segments of an earlier one: they read other buffers."""
     from vllm.config import CUDAGraphMode
 
     layer = current_layer()
 
-    def by_step(forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def run(mode: Any) -> Any:
-            with layer.one_step() if mode == CUDAGraphMode.PIECEWISE else contextlib.nullcontext():
-                return forward(mode)
-
-        return run
-
     @functools.wraps(capture)
-    def capture_by_step(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        def create(*args: Any, **kwargs: Any) -> Any:
-            made = create_forward_fn(*args, **kwargs)
-            # Up to vLLM 0.24 the attention state comes with it.
-            return (by_step(made[0]), *made[1:]) if isinstance(made, tuple) else by_step(made)
-
+    def capture_sparingly(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         runner = getattr(self, "breakable_cg_runner", None)
         if self._graphs_captured and runner is not None:
             runner.clear_graphs()
-        # vLLM collects its whole heap before: nothing old is worth another walk.
-        with no_full_collections():
+        before = set(self.graphs)
+
+        def drop() -> None:
+            for desc in self.graphs.keys() - before:
+                del self.graphs[desc]
+
+        def capture_all(made: Round) -> Any:
+            def create(desc: Any, *args: Any, **kwargs: Any) -> Any:
+                result = create_forward_fn(desc, *args, **kwargs)
+                # Up to vLLM 0.24 the attention state comes with it.
+                forward, *state = result if isinstance(result, tuple) else (result,)
+
+                def run(mode: Any) -> Any:
+                    if mode == CUDAGraphMode.PIECEWISE:
+                        with layer.one_step():
+                            return forward(mode)
+                    return forward(mode) if is_capturing() or made.wants_run(desc) else None
+
+                return (run, *state) if state else run
+
+            made.on_failure(drop)
             return capture(self, create, *args, **kwargs)
 
-    return capture_by_step
+        # vLLM collects its whole heap before: nothing old is worth another walk.
+        return layer.capture_round(self.vllm_config, capture_all)
+
+    return capture_sparingly
+
+
+def sparing_round(capture_all: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``_capture_cudagraphs`` of the V1 runner, a round of captures in one mode."""
+    layer = current_layer()
+
+    @functools.wraps(capture_all)
+    def capture_sparingly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return layer.capture_round(self.vllm_config, lambda _: capture_all(self, *args, **kwargs))
+
+    return capture_sparingly
+
+
+def sparing_step(capture: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``_warmup_and_capture`` of the V1 runner, one step of a round or of profiling."""
+    layer = current_layer()
+
+    @functools.wraps(capture)
+    def capture_sparingly(self: Any, desc: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer.round is not None and not layer.round.wants_run(desc):
+            kwargs["num_warmups"] = 0
+        with layer.one_step():
+            return capture(self, desc, *args, **kwargs)
+
+    return capture_sparingly
 
 
 def counting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,20 +184,3 @@ def breaking_manager(base: Any) -> Any:
 
     Manager.__name__ = Manager.__qualname__ = base.__name__
     return Manager
-
-
-@contextlib.contextmanager
-def no_full_collections() -> Iterator[None]:
-    """Let the collector visit young objects only. A full collection walks the whole heap (0.4 s in
-    an engine of vLLM) and would come several times in a round of captures; one that the program
-    asks for itself still does, and where Python collects in steps they stay as they are.
-
-    Not by freezing the heap: thawing it afterwards would thaw what the program froze itself, and
-    asking whether it did walks what is frozen.
-    """
-    thresholds = gc.get_threshold()
-    gc.set_threshold(*thresholds[:2], _NEVER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)

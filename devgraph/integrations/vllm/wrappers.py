@@ -95,9 +95,14 @@ class _Graphs:
         entry, output = self._record(context, *args, **kwargs)
         entry.inputs = addresses(args, kwargs) if self._checked else None
         self.concrete_cudagraph_entries[key] = entry
+        if self._layer.round is not None:
+            self._layer.round.on_failure(functools.partial(self._drop, key))
         self._counter.num_cudagraph_captured += 1
         # The output itself: it keeps its memory while the next pieces are captured.
         return output
+
+    def _drop(self, key: Hashable) -> None:
+        self.concrete_cudagraph_entries.pop(key).reset()
 
     def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
         """Return what names the graph of a call; the batch descriptor if nothing else does."""

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.marks.marks import is_capturing
 from devgraph.integrations import vllm
-from devgraph.integrations.vllm.manager import no_full_collections
+from devgraph.integrations.vllm.captures import no_full_collections
 from devgraph.integrations.vllm.wrappers import BreakableStep, step_wrapper
 from tests.support.vllm_engine import (
     ENGINES,
@@ -402,6 +403,96 @@ def test_manager_with_breaks_runs_prefill_in_segments_on_the_same_model(
     assert (found["breakable"]["captures"], found["breakable"]["replays"]) == (2, 4)
     assert (found["full"]["captures"], found["full"]["replays"]) == (2, 1)
     assert isinstance(setup.model, Model)  # vLLM asks the model itself for its interfaces
+
+
+def test_only_the_first_step_of_a_kind_is_run_before_its_capture(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, runs = Managed(second, monkeypatch, breakable=False), []
+    setup.model.register_forward_pre_hook(
+        lambda model, args, kwargs: runs.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    setup.capture()
+    # Of both sizes in pieces and whole; before these the larger of each.
+    assert runs == [4, 4, 2, 4, 4, 2]
+
+
+def test_every_step_is_run_before_its_capture_where_other_ranks_capture_too(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, runs = Managed(second, monkeypatch, breakable=False), []
+    setup.config.parallel_config.world_size_across_dp = 2
+    setup.model.register_forward_pre_hook(
+        lambda model, args, kwargs: runs.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    setup.capture()
+    assert runs == [4, 4, 2, 2, 4, 4, 2, 2]
+
+
+def test_step_whose_capture_needs_a_run_is_captured_anew(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, loaded = Managed(second, monkeypatch, breakable=True), set()
+
+    def load(model: Any, args: Any, kwargs: Any) -> None:
+        rows = len(kwargs["input_ids"])
+        if is_capturing() and rows not in loaded:
+            raise RuntimeError("a kernel cannot be loaded inside a capture")
+        loaded.add(rows)
+
+    setup.model.register_forward_pre_hook(load, with_kwargs=True)
+    setup.capture()
+    gc.collect()
+    found = vllm.stats()["modes"]
+    assert (found["breakable"]["graphs"], found["full"]["graphs"]) == (2, 2)
+    for requests, tokens in ((1, 4), (1, 2), (4, 4), (2, 2)):
+        setup.fill()
+        assert torch.equal(setup.run(requests, tokens, tokens), setup.eager(tokens, tokens))
+
+
+def test_capture_that_fails_after_a_run_raises_and_leaves_no_graph(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Managed(second, monkeypatch, breakable=True)
+
+    def fail(model: Any, args: Any, kwargs: Any) -> None:
+        if is_capturing() and len(kwargs["input_ids"]) == 2:
+            raise ValueError("no kernel")
+
+    setup.model.register_forward_pre_hook(fail, with_kwargs=True)
+    with pytest.raises(ValueError, match="no kernel"):
+        setup.capture()
+    gc.collect()
+    modes = vllm.stats()["modes"]
+    assert (modes["full"]["graphs"], modes["breakable"]["graphs"]) == (0, 0)
+
+
+@pytest.mark.parametrize("needs_run", [False, True])
+def test_first_runner_runs_the_first_step_of_a_kind_and_what_fails_without(
+    second: Engine, monkeypatch: pytest.MonkeyPatch, needs_run: bool
+) -> None:
+    Managed(second, monkeypatch, breakable=False)
+    cls, runs = second.runner.GPUModelRunner, []
+    monkeypatch.setattr(second.runner, "is_global_first_rank", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    config = second.config()
+    config.parallel_config.use_ubatching = False
+    runner = types.SimpleNamespace(
+        **vars(config), vllm_config=config, maybe_remove_all_loras=lambda config: None
+    )
+
+    def run(tokens: int, cudagraph_runtime_mode: Any, **_: Any) -> None:
+        runs.append((tokens, cudagraph_runtime_mode.name))
+        if needs_run and (tokens, "NONE") not in runs:
+            raise RuntimeError("a kernel cannot be loaded inside a capture")
+
+    runner._dummy_run = run
+    runner._warmup_and_capture = types.MethodType(cls._warmup_and_capture, runner)
+    sizes = [second.Descriptor(size) for size in (4, 2, 1)]
+    cls._capture_cudagraphs(runner, sizes, cudagraph_runtime_mode=second.Mode.PIECEWISE)
+    first, again, last = ([(size, "NONE"), (size, "PIECEWISE")] for size in (4, 2, 1))
+    anew = [*first, *again] if needs_run else []
+    assert runs == [*first, (2, "PIECEWISE"), *anew, *last]
 
 
 def test_capturing_again_drops_the_segments_of_before(

@@ -64,6 +64,8 @@ def places(engine: Engine) -> list[Any]:
         engine.v2.ModelCudaGraphManager,
         engine.managers.CudaGraphManager.capture,
         engine.managers.CudaGraphManager.dispatch,
+        engine.runner.GPUModelRunner._capture_cudagraphs,
+        engine.runner.GPUModelRunner._warmup_and_capture,
         *(module.torch for module in (engine.managers, microbatches, encoders)),
         worker.__init__,
         worker.sleep,
@@ -88,7 +90,7 @@ def test_install_puts_devgraph_at_every_place_and_uninstall_gives_all_back(
     assert engine.managers.torch.Tensor is torch.Tensor
     newest = hasattr(engine.managers, "BreakableCUDAGraphWrapper")
     assert issubclass(engine.runner.BreakableCUDAGraphWrapper, BreakableStep)
-    assert len(vllm.stats()["installed"]) == 13 + newest
+    assert len(vllm.stats()["installed"]) == 15 + newest
     vllm.uninstall()
     assert places(engine) == before
     assert vllm.stats()["installed"] == []
