@@ -10,7 +10,10 @@ and equal; prompts are equal.
 
 Captures are compared inside each engine of mode devgraph: all of its graphs are freed and captured
 anew, by vLLM's own code and by devgraph's in turns, each time into new memory. They do not compare
-between processes (docs/vllm.md, Measured).
+between processes (docs/vllm.md, Measured). With --within each turn also decodes, so that the steps
+of both layers are those of one process.
+
+With --sleep N engines sleep and wake N times at level 1 and N times at level 2.
 
 Engines that compile share one new folder of caches, those that do not share another: the first of
 each kind starts cold, the later ones do not say how long a start takes. With --own-caches each has
@@ -70,8 +73,11 @@ PHASES = (
     "initialize_from_config",
     "compile_or_warm_up_model",
 )
-RECAPTURE = ("devgraph_s", "vllm_s", "ratio")
+LAYERS = ("devgraph", "vllm")
+RECAPTURE = (*(f"{name}_s" for name in LAYERS), "ratio")
 UNCOMPILED = ("eager", "breakable")
+SLEEPS = "BENCHMARK_SLEEPS"
+"""Environment variable of child processes: whether their engines can sleep."""
 JOBS = ("v2:default", "v2:devgraph", "v2:breakable", "v1:devgraph", "v1:default")
 
 QWEN3: dict[str, Any] = {
@@ -162,6 +168,7 @@ class Subject:
         self.torch = torch
         self.runner: Any = None
         self.managers = cudagraph_utils
+        self.first = First
         self.layers = {"vllm": self._layer()}
         for cls in (First, Second):
             self._hook(cls)
@@ -169,9 +176,15 @@ class Subject:
             self._time_phase(gpu_worker.Worker, name)
         self._watch_streams()
 
-    def _layer(self) -> tuple[Any, Any]:
-        """What of the V2 managers' module differs between the two graph layers."""
-        return self.managers.torch, self.managers.CudaGraphManager.capture
+    def _layer(self) -> list[tuple[Any, str, Any]]:
+        """What of vLLM differs between the two graph layers, apart from what holds graphs."""
+        places = (
+            (self.managers, "torch"),
+            (self.managers.CudaGraphManager, "capture"),
+            (self.first, "_capture_cudagraphs"),
+            (self.first, "_warmup_and_capture"),
+        )
+        return [(owner, name, getattr(owner, name)) for owner, name in places]
 
     def _hook(self, cls: Any) -> None:
         capture, load = cls.capture_model, cls.load_model
@@ -242,6 +255,7 @@ class Subject:
             enable_prefix_caching=False,
             seed=0,
             kv_cache_memory_bytes=None if wait is None else KV_CACHE,
+            enable_sleep_mode=bool(os.environ.get(SLEEPS)),
             **ENGINE.get(self.mode, {}),
         )
         self.wait = None
@@ -298,17 +312,18 @@ class Subject:
 
         self.llm.llm_engine.step = run
 
-    def recapture(self, count: int, seconds: float) -> dict[str, list[float]]:
+    def recapture(self, count: int, seconds: float, within: bool) -> dict[str, list[Any]]:
         """Capture with vLLM's own code and with devgraph's, in a turn that warms up and then in up
         to ``count`` turns, of which none but the first begins after ``seconds``; the graphs that
-        stay are devgraph's. Return the seconds of every capture by layer."""
+        stay are devgraph's. Return the seconds of every capture by layer, and under
+        ``LAYER_steps`` for every turn how each batch was decoded, if it is to be ``within``."""
         from vllm.compilation.cuda_graph import CUDAGraphWrapper
         from vllm.platforms import current_platform
 
         # What holds graphs, its class in devgraph and the class of vLLM that it extends.
         holders = [(w, type(w), CUDAGraphWrapper) for w in CUDAGraphWrapper._all_instances]
         manager = getattr(self.runner, "cudagraph_manager", None)
-        found: dict[str, list[float]] = {"vllm": [], "devgraph": []}
+        found: dict[str, list[Any]] = {name: [] for name in LAYERS}
 
         def capture(layer: str) -> float:
             CUDAGraphWrapper.clear_all_graphs()
@@ -319,7 +334,8 @@ class Subject:
             if manager is not None:
                 manager.graphs.clear()
                 manager.pool = handle
-                self.managers.torch, self.managers.CudaGraphManager.capture = self.layers[layer]
+            for owner, name, value in self.layers[layer]:
+                setattr(owner, name, value)
             # What the other layer left is freed outside of the time, and freed host memory goes to
             # the system: neither layer's graphs find some that the other's left.
             gc.collect()
@@ -332,10 +348,12 @@ class Subject:
 
         until = time.monotonic() + seconds
         for number in range(1 + count):
-            for layer in ("devgraph", "vllm") if number % 2 else ("vllm", "devgraph"):
+            for layer in LAYERS if number % 2 else LAYERS[::-1]:
                 taken = capture(layer)
+                steps = [self.decode(batch) for batch in BATCHES] if within else []
                 if number:
                     found[layer].append(taken)
+                    found.setdefault(f"{layer}_steps", []).append(steps)
             if number and time.monotonic() > until:
                 break
         if layer != "devgraph":
@@ -427,6 +445,28 @@ class Subject:
         prompts = [self.prompt(rng, length) for _ in range(batch)]
         times = [self.generate(prompts, 1)[0] for _ in range(PREFILLS)]
         return {"ms": statistics.median(times[2:]) * 1e3}
+
+    def sleep(self, level: int) -> dict[str, float]:
+        """Sleep and wake up once: the GiB that came back and were still used, and seconds."""
+        free, total = self.torch.cuda.mem_get_info()
+        times = [time.perf_counter()]
+        self.llm.sleep(level=level)
+        self.torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        asleep = self.torch.cuda.mem_get_info()[0]
+        times.append(time.perf_counter())
+        self.llm.wake_up()
+        self.torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        if level == 2:
+            self._fill_weights()
+        return {
+            "back_gib": (asleep - free) / 2**30,
+            "used_gib": (total - asleep) / 2**30,
+            "sleep_s": times[1] - times[0],
+            "wake_s": times[3] - times[2],
+            "first_token_s": self.generate([self.prompt(random.Random(1), 8)], 1)[0],
+        }
 
     def check(self) -> list[list[int]]:
         """Greedy tokens of each prompt on its own."""
@@ -573,18 +613,37 @@ def start_together(jobs: list[Job]) -> None:
         job.result.update(job.answer("start") or {})
 
 
-def recapture(job: Job, count: int, seconds: float) -> None:
+def recapture(job: Job, count: int, seconds: float, within: bool) -> None:
     """Let one engine capture anew with both layers; keep medians, and that of the turns' ratios."""
-    found = job.ask("recapture", count, seconds)
+    found = job.ask("recapture", count, seconds, within)
     if found is None:
         return
-    pairs = list(zip(found["devgraph"], found["vllm"], strict=True))
-    job.result["recapture"] = {
-        **found,
-        "devgraph_s": statistics.median(found["devgraph"]),
-        "vllm_s": statistics.median(found["vllm"]),
-        "ratio": statistics.median(own / other for own, other in pairs),
-    }
+
+    def medians(own: list[float], other: list[float]) -> list[float]:
+        ratios = [a / b for a, b in zip(own, other, strict=True)]
+        return [statistics.median(values) for values in (own, other, ratios)]
+
+    own, other = found["devgraph"], found["vllm"]
+    compared = dict(zip(RECAPTURE, medians(own, other), strict=True))
+    job.result["recapture"] = {**found, **compared}
+    for index, batch in enumerate(BATCHES if within else ()):
+        for key in ("step_ms", "mean_step_ms", "device_ms", "host_us"):
+            turns = [[turn[index][key] for turn in found[f"{name}_steps"]] for name in LAYERS]
+            values = ", ".join(f"{value:.3f}" for value in medians(*turns))
+            print(f"{job.name} batch {batch} {key}: {values} ({'/'.join(LAYERS)})", flush=True)
+
+
+def sleep(job: Job, cycles: int) -> None:
+    """Let one engine sleep and wake up at both levels, and compare its tokens after each level."""
+    for level in (1, 2):
+        turns = [found for _ in range(cycles) if (found := job.ask("sleep", level))]
+        tokens = job.ask("check")
+        equal = sum(a == b for a, b in zip(tokens or (), job.result["tokens"], strict=False))
+        job.result[f"sleep_{level}"] = {"turns": turns, "equal_tokens": equal}
+        for turn in turns:
+            text = " ".join(f"{key}={value:.3f}" for key, value in turn.items())
+            print(f"{job.name} sleep level {level}: {text}", flush=True)
+        print(f"{job.name} tokens as before level {level}: {equal}/{len(CHECKS)}", flush=True)
 
 
 def measure(
@@ -671,6 +730,10 @@ def main() -> None:
         action="store_true",
         help="start all engines at the same time; captures stay one after the other",
     )
+    parser.add_argument(
+        "--within", action="store_true", help="decode in each turn of captures, by both layers"
+    )
+    parser.add_argument("--sleep", type=int, default=0, help="cycles of sleep at each level")
     parser.add_argument("--dry-run", action="store_true", help="measure nothing")
     parser.add_argument("--child")
     parser.add_argument("--folder")
@@ -679,6 +742,7 @@ def main() -> None:
     if arguments.child:
         child(arguments.model, arguments.child, arguments.folder, arguments.log)
         return
+    os.environ[SLEEPS] = "1" if arguments.sleep else ""
     began = time.monotonic()
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -714,7 +778,7 @@ def main() -> None:
         for job in members:
             if job.mode == "devgraph" and "start_s" in job.result and arguments.captures:
                 left = arguments.deadline - (time.monotonic() - began)
-                recapture(job, arguments.captures, left / 2)
+                recapture(job, arguments.captures, left / 2, arguments.within)
         for job in members:
             if "start_s" in job.result:
                 job.result["tokens"] = job.ask("check")
@@ -723,6 +787,10 @@ def main() -> None:
         for job in started:
             if job.name.startswith("v2:breakable"):
                 job.result["tokens_padded_eager"] = job.ask("check_padded_eager")
+        for job in started:
+            if arguments.sleep:
+                sleep(job, arguments.sleep)
+                save()
         if arguments.repeats:
             measure(started, arguments.repeats, late, save)
         for job in started:
