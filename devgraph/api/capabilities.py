@@ -44,6 +44,9 @@ class Capabilities:
     """Compilers that piecewise may use for a piece."""
     node_counts: bool = _may("DeviceGraph._size")
     """``DeviceGraph.info()`` reports the number of nodes; else it reports None."""
+    node_ranges: bool = _may("DeviceGraph._nodes_so_far")
+    """A capture knows how many nodes it has so far, so that those of a call can be told."""
+
     remakes_executables: bool = _may("DeviceGraph._end")
     """What a graph launches can be dropped for the budget of its pool, and made again from the
     graph; elsewhere it stays as long as the graph, and counts."""

@@ -36,6 +36,7 @@ from devgraph.api.marks.calls import describe
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.modes import Modes
+from devgraph.api.marks.names import Names, nodes_text
 from devgraph.api.policy import check_compiler, compiles, get_policy
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.policy.job import Job, Outputs, Plan
@@ -273,6 +274,7 @@ def capture(
     after_warmup: Callable[[], None] | None = None,
     budget: UpdateBudget | None = None,
     check: bool = False,
+    name_nodes: bool | torch.nn.Module = False,
 ) -> Captured:
     """Capture ``fn(*args, **kwargs, **host_args)`` and return what replays it.
 
@@ -298,6 +300,9 @@ def capture(
         after_warmup: called after each warm-up run, for example to put back what the step wrote.
         check: wait for the device after every segment of a replay, so that an error of the device
             is raised by the segment that made it; the notes of an error name it.
+        name_nodes: note which nodes each marked function launches, and with a module which nodes
+            its submodules do, for ``explain`` and for ``ranges`` of the graphs among ``segments``.
+            Submodules are hooked for the time of the capture; pieces of "piecewise" call none.
         budget: what policy "full" may spend in a replay on host arguments that are new.
 
     Raises:
@@ -316,6 +321,7 @@ def capture(
     chosen = get_policy(policy)
     memory = device.own_pool(pool)
     UpdateBudget.of(budget)  # Refuses what is none.
+    names = Names.of(name_nodes)
     job = Job(
         fn=fn,
         args=args,
@@ -330,6 +336,7 @@ def capture(
         budget=budget,
         check=check,
         after_warmup=after_warmup,
+        names=names,
     )
     started = time.perf_counter()
     with (
@@ -340,7 +347,8 @@ def capture(
             ready = chosen.warm_up(job, warmup)
             device.synchronize()
             same()
-        with job.phase("capture"):
+        hooked = names.hooked() if names and not compiles(policy) else contextlib.nullcontext()
+        with job.phase("capture"), hooked:
             plan = chosen.capture(ready, held)
             try:
                 same()
@@ -405,17 +413,18 @@ def _is_at(tensor: torch.Tensor, place: Place) -> bool:
 
 
 def _about(graph: DeviceGraph) -> list[str]:
-    """Return one line about the graph and one about each of its regions."""
+    """Return one line about the graph, one about each of its regions, and one about each call
+    whose nodes have a name."""
     info, recordings = graph.info(), graph.pool.recordings
     line = f"graph, {_counted(info.nodes, 'node')}, {info.bytes} bytes"
     if graph.hits:
         kept = _counted(recordings.count(graph), "recording")
         line += f", {kept} of {recordings.bytes_of(graph)} bytes"
-    regions = [
-        f"    region {hit.index}: {hit.mark.name}, {_counted(graph.region_size(hit), 'node')}"
-        for hit in graph.hits
-    ]
-    return [line, *regions]
+    lines = [line]
+    for hit in graph.hits:
+        nodes = "? nodes" if hit.nodes is None else nodes_text(hit.nodes.start, hit.nodes.stop)
+        lines.append(f"    region {hit.index}: {hit.mark.name}, {nodes}")
+    return [*lines, *(f"    {'  ' * one.depth}{one}" for one in graph.ranges)]
 
 
 def _counted(number: int | None, what: str) -> str:

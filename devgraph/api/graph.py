@@ -46,6 +46,7 @@ from devgraph.api.executable import Call, Executable, Recording, weakly
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
+from devgraph.api.marks.names import Names, NodeRange
 from devgraph.api.pool import Pool
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,10 @@ class DeviceGraph(abc.ABC):
         """The updatable regions in capture order."""
         self.touchable: tuple[torch.Tensor, ...] = ()
         """Tensors of the caller, besides those that the capture touched, that regions may touch."""
+        self.names: Names | None = None
+        """What names the nodes of the next capture, where that was asked for."""
+        self.ranges: list[NodeRange] = []
+        """The nodes of named calls, in the order of their begin."""
         self.spoiled: CaptureError | None = None
         """Why the capture under way cannot become a graph, though its body goes on."""
         self.pinned = False
@@ -189,7 +194,7 @@ class DeviceGraph(abc.ABC):
         """An updatable region starts here."""
 
     def _region_end(self, hit: MarkedCall) -> None:  # noqa: B027
-        """It ends here; ``hit.note`` is the vendor's to use."""
+        """It ends here; ``hit.note`` is the vendor's to use, and ``hit.nodes`` to tell."""
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
         """Record what ``body``, called once, launches, for replays to repeat while the bool
@@ -199,8 +204,9 @@ class DeviceGraph(abc.ABC):
         """
         raise NotImplementedError
 
-    def region_size(self, hit: MarkedCall) -> int | None:
-        """Return the number of nodes of a region, or None where the backend cannot tell."""
+    def _nodes_so_far(self) -> int | None:
+        """Return how many nodes the capture under way has by now, those of loops once; None where
+        the current stream is no part of it, or the backend cannot tell."""
         return None
 
     def _own_recording(self) -> Recording | None:
@@ -358,6 +364,8 @@ class DeviceGraph(abc.ABC):
         self._capture_seconds = -time.perf_counter()
         self._state = GraphState.CAPTURING
         self._begin(mode)
+        if self.names is not None:
+            self.ranges = self.names.begin(self._nodes_so_far)
 
     def end(self, *, allow_empty: bool = False) -> None:
         """Finish the recording.
@@ -369,6 +377,9 @@ class DeviceGraph(abc.ABC):
             EmptyCaptureError: nothing was recorded.
         """
         self._refuse_spoiled()
+        names, self.names = self.names, None
+        if names is not None:
+            names.end()
         executable = self._end()
         if self.recorded_nothing:
             if not allow_empty:
@@ -524,7 +535,7 @@ class DeviceGraph(abc.ABC):
         """Free what was captured; called under the pool's lock."""
         self._leave_for(GraphState.DIRTY)  # an interrupt leaves the rest to the next call
         self.pool.recordings.drop(self)
-        self.hits, self.touchable = [], ()
+        self.hits, self.touchable, self.ranges = [], (), []
         self._host = {}
         self.key = None
         free()

@@ -13,6 +13,7 @@ import torch
 
 from devgraph.api.capture import Captured, capture
 from devgraph.api.graph import DeviceGraph
+from devgraph.api.marks.names import NodeRange
 from devgraph.api.registry import get_backend
 from devgraph.cli.measure import median, seconds_per_call
 from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text
@@ -32,6 +33,7 @@ class _Part:
     name: str
     nodes: int | None = None
     regions: tuple[str, ...] = ()
+    ranges: tuple[NodeRange, ...] = ()
     bytes: int = 0
     seconds: float
     """Median of a few replays, from launch until the device is done."""
@@ -41,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Capture and print; 1 when ``--prove`` finds a difference."""
     backend = get_backend(args.backend)
     target = find_target(args)
+    owner = getattr(target.fn, "__self__", target.fn)
     with torch.set_grad_enabled(args.grad), user_code(target.name):
         captured = capture(
             target.fn,
@@ -50,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
             backend=backend,
             host_args=target.host_args,
             compiler=args.compiler,
+            name_nodes=owner if isinstance(owner, torch.nn.Module) else True,
         )
         with captured:
             parts = list(map(_part, itertools.count(), captured.segments, _timed(captured, target)))
@@ -86,6 +90,7 @@ def _part(index: int, segment: Any, seconds: float) -> _Part:
         name=f"graph {index}",
         nodes=info.nodes,
         regions=tuple(hit.mark.name for hit in segment.hits),
+        ranges=tuple(segment.ranges),
         bytes=info.bytes,
         seconds=seconds,
     )
@@ -122,6 +127,9 @@ def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) 
         ],
         numbers=("#", "nodes", "bytes", "replay"),
     )
+    for part in parts:
+        for one in part.ranges:
+            say(f"{part.index}: {'  ' * one.depth}{one}")
     nodes = "an unknown number of" if info.nodes is None else info.nodes
     say(
         f"{info.segments} segment{'s' * (info.segments != 1)}, {nodes} nodes, "

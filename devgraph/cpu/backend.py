@@ -141,10 +141,15 @@ class CpuGraph(DeviceGraph):
     def _region_end(self, hit: MarkedCall) -> None:
         assert self._recorder is not None
         self._recorder.end_span(hit.note)
+        count = self._recorder.count
+        hit.nodes = range(count - len(hit.note.entries), count)
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
         assert self._recorder is not None
         return self._recorder.loop(body, going)
+
+    def _nodes_so_far(self) -> int | None:
+        return None if self._recorder is None else self._recorder.count
 
     def _own_recording(self) -> Recording:
         return CpuRecording(changes={hit.note: hit.note.entries for hit in self.hits})
@@ -195,6 +200,7 @@ class CpuBackend(Backend):
         capture_error_modes=("thread_local",),
         concurrent_threads=True,
         node_counts=True,
+        node_ranges=True,
         remakes_executables=True,
         releasable_memory=True,
         piecewise=True,

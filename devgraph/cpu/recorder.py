@@ -93,6 +93,8 @@ class Recorder:
         """What is recorded so far, in order, without an open span."""
         self.open_span: Span | None = None
         self._inside: list[Entry] = []
+        self.count = 0
+        """How many operations are recorded so far."""
         self.touched: dict[int, torch.UntypedStorage] = {}
         """Memory outside the pools that the recording touches, by address."""
         self._bound = bound
@@ -167,6 +169,7 @@ class Recorder:
 
     def append(self, run: Callable[[], object], op: Op) -> None:
         """Add one step."""
+        self.count += 1
         (self.parts if self.open_span is None else self._inside).append(Entry(run, op))
 
     def begin_span(self, label: str) -> Span:
@@ -209,6 +212,7 @@ class Recorder:
                 tape.replay()
 
         self.parts.append(Entry(run, op, tape))
+        self.count += 1
         return len(tape)
 
     @staticmethod

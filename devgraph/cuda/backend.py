@@ -18,7 +18,7 @@ from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.pages import MappedPages, compiler
 from devgraph.cuda.runtime import Runtime
 
-_OF_NODES = ("region_update", "node_counts", "remakes_executables", "loops")
+_OF_NODES = ("region_update", "node_counts", "node_ranges", "remakes_executables", "loops")
 """Capabilities that come from the driver's calls on nodes."""
 
 

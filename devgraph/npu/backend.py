@@ -35,6 +35,7 @@ class NpuBackend(NpuDevice):
         async_update=True,
         collectives=False,
         compilers=("eager",),
+        node_ranges=False,  # the driver tells of nodes behind a capture, and not whose they are
         remakes_executables=False,
         max_streams=GRAPH_STREAMS,
     )

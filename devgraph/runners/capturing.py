@@ -415,6 +415,7 @@ class Capturing:
             after_warmup=settle,
             budget=None if misses is None else UpdateBudget(misses=misses),
             check=bool(options.debug),
+            name_nodes=options.name_nodes,
         )
 
     def _barrier(self, tag: str) -> Callable[[], None]:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypedDict
 
 import attrs
+import torch
 
 from devgraph.api.config.phase import DeviceGraphWarning, PhaseConfig, count, phase_config
 from devgraph.api.config.rules import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
+from devgraph.api.marks.names import Names
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Phase
 
@@ -41,6 +43,7 @@ class RunnerOptions(TypedDict, total=False):
     share: Any
     idle_dummy: bool
     ranges: bool
+    name_nodes: bool | torch.nn.Module
     max_graphs: int | None
     progress: bool | None
 
@@ -82,6 +85,10 @@ class Options:
     ranges: bool = False
     """Surround each replay by a range of ``torch.profiler.record_function`` with the runner's name
     and the bucket, for profiles."""
+    name_nodes: bool | torch.nn.Module = False
+    """Note at captures which nodes marked functions and the submodules of a module launch, for
+    ``explain``; see ``capture``."""
+
     max_graphs: int | None = None
     """The most graphs that are captured at a time, with ``capture="lazy"``: one more closes the one
     that ran longest ago, whose batches run eagerly until it is captured again. For steps with many
@@ -99,6 +106,7 @@ class Options:
                 )
         if self.max_graphs is not None:
             count(self.max_graphs, "max_graphs")
+        Names.of(self.name_nodes)  # refuses what is none
         if not isinstance(self.bound, Mapping):
             raise ConfigTypeError(
                 f"bound must be a mapping of names to tensors: {brief(self.bound)}"

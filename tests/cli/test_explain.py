@@ -32,9 +32,11 @@ def test_updatable_region_is_named_under_full(tmp_path: Path, capsys: pytest.Cap
     data = run_json(capsys, "explain", *argv)
     (segment,) = data["segments"]
     assert segment["regions"] == ["scaled"]
+    assert [one["name"] for one in segment["ranges"]] == ["scaled"]
     assert data["info"]["regions"] == 1
     assert data["pool_bytes"] > 0
-    assert "scaled x1" in run_cli(capsys, "explain", *argv).out
+    text = run_cli(capsys, "explain", *argv).out
+    assert "scaled x1" in text and "0: scaled, node" in text
 
 
 def test_dot_and_trace_have_every_segment_in_order(

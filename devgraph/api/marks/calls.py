@@ -211,7 +211,7 @@ class MarkedCall:
 
     __slots__ = """
         _known _owned _places _pool _returned_none _sharing _spec args index kwargs mark modes
-        note
+        nodes note
     """.split()
 
     def __init__(
@@ -227,6 +227,8 @@ class MarkedCall:
         """The modes of the call; later runs see the same."""
         self.note: Any = None
         """The vendor's own note: node set, tape span, task-group handle."""
+        self.nodes: range | None = None
+        """Its nodes in the graph, where the backend can tell."""
         with torch._C.DisableTorchFunction():  # what is asked here is no work of the step
             self.args: tuple[Any, ...] = pytree.tree_map(alias, args)
             self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -182,7 +183,9 @@ class GraphScope(Scope):
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if mark.kind == "no_graph":
             refuse_no_graph(mark, "full")
-        with entered(Absorbed(mark, "full")):
+        names = self._graph.names
+        name = contextlib.nullcontext() if names is None else names.named(mark.name)
+        with entered(Absorbed(mark, "full")), name:
             if not mark.dynamic:
                 return mark.fn(*args, **kwargs)
             if self._repeating:

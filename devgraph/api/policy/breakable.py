@@ -165,7 +165,7 @@ class _BreakableScope(Scope):
 
     def open(self) -> None:
         graph = self._job.backend.make_graph(self._job.pool)
-        graph.touchable = self._job.tensors
+        graph.touchable, graph.names = self._job.tensors, self._job.names
         self._session.begin(graph)
 
     def finish_segment(self) -> None:

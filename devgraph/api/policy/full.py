@@ -242,7 +242,7 @@ class _Full(Policy):
 
     def _captured(self, job: Job, session: Session, *, unrolls: str = "") -> FullPlan:
         graph = job.backend.make_graph(job.pool)
-        graph.touchable = job.tensors
+        graph.touchable, graph.names = job.tensors, job.names
         scope = GraphScope(graph, job.spec, unrolls=unrolls)
         with session.recording(scope):
             session.begin(graph, spec=job.spec)

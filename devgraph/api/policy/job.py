@@ -15,6 +15,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import effective_strides, rewrite, tensors_in
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Mark
+from devgraph.api.marks.names import Names
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
@@ -106,6 +107,8 @@ class Job:
     """Called after each warm-up run."""
     check: bool = False
     """Wait for the device after every segment of a replay, so that its error names it."""
+    names: Names | None = None
+    """What names the nodes of the graphs."""
     phases: dict[str, float] = attrs.field(factory=dict)
     """Seconds by phase, filled while the capture is made."""
 

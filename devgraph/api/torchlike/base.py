@@ -39,6 +39,7 @@ FULL_BUILD = Capabilities(
     piecewise=True,
     compilers=("eager", "inductor"),
     node_counts=True,
+    node_ranges=True,
     remakes_executables=True,
 )
 """What a vendor declares whose captures are graphs of nodes and whose torch lacks nothing."""

@@ -321,12 +321,13 @@ class NodeGraph(TorchGraph):
         own = self._torch.executables.bytes_of(self._nodes)
         return self._nodes, own + (EMPTY_GRAPH_BYTES if self._native is not None else 0)
 
-    def region_size(self, hit: MarkedCall) -> int | None:
-        return len(hit.note.nodes) if isinstance(hit.note, _Span) else None
+    def _nodes_so_far(self) -> int | None:
+        capture = self._runtime.capture_of(self._torch.current_stream_id())
+        return None if capture is None else self._runtime.count(capture[1]) + self._repeated
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
         backend, stream = self._torch, self._torch.current_stream_id()
-        other, where = backend.loop_stream, going.data_ptr()
+        other, where, before = backend.loop_stream, going.data_ptr(), self._repeated
         looping = functools.partial(self._runtime.looping, stream, backend.stream_handle(other))
         captured = backend.namespace.current_stream(backend.device)
         with (
@@ -338,9 +339,11 @@ class NodeGraph(TorchGraph):
             self.pool.region_memory(),
             backend.namespace.stream(other),
         ):
+            if self.names is not None and (around := self._runtime.capture_of(stream)):
+                self._repeated += self._runtime.count(around[1])  # the body is a graph of its own
             body()
         nodes = count()
-        self._repeated += nodes
+        self._repeated = before + nodes
         return nodes
 
     # Regions in a capture.
@@ -355,6 +358,7 @@ class NodeGraph(TorchGraph):
         (start, before), (stop, last) = hit.note, self._captured_so_far()
         stream = self._torch.namespace.current_stream(self._torch.device)
         lane = None if stream == self._stream else stream
+        hit.nodes = range(start, stop)
         hit.note = _Bounds(start, stop, frozenset(last).difference(before), lane)
 
     def _captured_so_far(self) -> tuple[int, Sequence[int]]:

@@ -29,6 +29,7 @@ from devgraph.integrations.transformers.sampling import (
 from devgraph.integrations.transformers.scheduler import Chunk, FinishReason, Request, Scheduler
 from devgraph.integrations.transformers.text import TextStream
 from devgraph.runners.decode import DecodeRunner
+from devgraph.runners.options import DEBUG_VARIABLE, switched_on
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import OutputSlot
@@ -178,6 +179,7 @@ class Engine:
         self._stats = EngineStats()
         self.closed = False
         self._captured = False
+        self._named = model if switched_on(DEBUG_VARIABLE) else False
         asked = self.config.prefill.releasable or self.config.decode.releasable
         self.pool = self.backend.own_pool(None, releasable=asked)
         varies = self.model.packed_host_args and not self.model.slotted
@@ -204,6 +206,7 @@ class Engine:
             config=_as_wanted(self.config.prefill),
             backend=self.backend,
             pool=self.pool,
+            name_nodes=self._named,
             max_tokens=max_step_tokens,
             max_requests=max_requests,
         )
@@ -235,6 +238,7 @@ class Engine:
             config=_as_wanted(config),
             backend=self.backend,
             pool=self.pool,
+            name_nodes=self._named,
             **options,
         )
 

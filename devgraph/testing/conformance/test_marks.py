@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, same
+from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, declares, same
 
 
 @dg.region()
@@ -57,6 +57,46 @@ def test_graph_break_splits_and_empty_segments_are_dropped(kit: Kit, policy: str
     graphs = [s for s in captured.segments if s.info().nodes != 0]
     # Who cannot count nodes cannot tell that the fourth is empty either.
     assert len(graphs) == (3 if kit.backend.capabilities.node_counts else 4)
+
+
+class Layer(torch.nn.Module):
+    """Three operations, of which the second is a mark's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = doubled(x + 1)
+        return x * x
+
+
+@declares("node_ranges")
+def test_nodes_have_the_names_of_modules_and_marks(kit: Kit) -> None:
+    model = torch.nn.Sequential(Layer(), torch.nn.Identity(), Layer())
+    captured = kit.capture(lambda x: model(x) - 3, kit.tensor(8), name_nodes=model)
+    (graph,) = captured.segments
+    assert [(one.depth, one.name, one.first, one.stop) for one in graph.ranges] == [
+        (0, "0", 0, 3),
+        (1, "doubled", 1, 2),
+        (0, "2", 3, 6),
+        (1, "doubled", 4, 5),
+    ]
+    assert captured.info().nodes == 7
+    assert "2, nodes 3 to 5" in captured.explain()
+
+
+def test_names_come_in_order_where_nodes_are_not_known(kit: Kit) -> None:
+    model = torch.nn.Sequential(Layer())
+    (graph,) = kit.capture(model, kit.tensor(8), name_nodes=model).segments
+    assert [one.name for one in graph.ranges] == ["0", "doubled"]
+    known = kit.backend.capabilities.node_ranges
+    assert all((one.first is None) == (one.stop is None) == (not known) for one in graph.ranges)
+
+
+@declares("node_ranges")
+def test_a_module_around_a_break_has_nodes_on_both_sides(kit: Kit) -> None:
+    model = torch.nn.Sequential(Layer(), torch.nn.ReLU())
+    captured = kit.capture(model, kit.tensor(8), policy="breakable", name_nodes=model)
+    before, _, behind = captured.segments
+    assert [str(one) for one in before.ranges] == ["0, node 0"]
+    assert [str(one) for one in behind.ranges] == ["0, node 0", "1, node 1"]
 
 
 def _adjacent_breaks(x: torch.Tensor) -> torch.Tensor:

@@ -314,6 +314,18 @@ def test_a_loop_ends_when_every_request_is_done(kit: Kit) -> None:
     assert runner.prove().ok
 
 
+@declares("loops", "node_ranges")
+def test_nodes_of_a_loop_have_names(kit: Kit) -> None:
+    model = torch.nn.Sequential(torch.nn.ReLU())
+    loop = dg.Loop(steps=3, advance=lambda batch, out: batch.x.copy_(out))
+    runner = runner_of(kit, lambda batch: model(batch.x - 1), loop=loop, name_nodes=model)
+    for graph in runner.graphs.captured:
+        assert isinstance(graph.captured, dg.Captured)
+        (segment,) = graph.captured.segments
+        (one,) = segment.ranges
+        assert one.name == "0" and 0 < one.first == one.stop - 1 < segment.info().nodes - 1
+
+
 @declares("loops", "streams")
 def test_a_loop_may_fork_to_other_streams(kit: Kit) -> None:
     side = kit.side_stream()

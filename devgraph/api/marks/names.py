@@ -1,0 +1,136 @@
+"""Names: which modules and marked functions launched which nodes of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import Any
+
+import attrs
+import torch
+
+from devgraph.api.errors import InputTypeError, brief
+
+
+@attrs.define
+class NodeRange:
+    """The nodes that one call launched into one graph: from ``first`` up to, but without, ``stop``.
+
+    Nodes are numbered as they were captured, those of a loop once. Both are None where the backend
+    cannot tell (capability ``node_ranges``). A call without nodes has no range.
+    """
+
+    name: str
+    depth: int
+    """How many named calls are around it."""
+    first: int | None
+    stop: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}, {nodes_text(self.first, self.stop)}"
+
+
+def nodes_text(first: int | None, stop: int | None) -> str:
+    """Return a range of nodes for people."""
+    if first is None or stop is None:
+        return "? nodes"
+    if stop - first < 2:
+        return f"node {first}" if stop > first else "no nodes"
+    return f"nodes {first} to {stop - 1}"
+
+
+class Names:
+    """Names the nodes of the graphs of one capture while they are recorded.
+
+    Args:
+        root: whose submodules give names besides marks; None for marks only.
+    """
+
+    def __init__(self, root: torch.nn.Module | None) -> None:
+        self._root = root
+        self._running: list[str] = []
+        """The named calls that the step is in, outermost first."""
+        self._ranges: list[NodeRange] = []
+        """Theirs in the graph that is recorded now, if one is."""
+        self._found: list[NodeRange] = []
+        """All ranges of that graph."""
+        self._recorded: Callable[[], int | None] | None = None
+
+    @staticmethod
+    def of(asked: object) -> Names | None:
+        """Return what names the nodes of a capture, as ``capture`` was asked to."""
+        if isinstance(asked, torch.nn.Module):
+            return Names(asked)
+        if not isinstance(asked, bool):
+            raise InputTypeError(
+                f"name_nodes must be True, False or a torch.nn.Module, got {brief(asked)}"
+            )
+        return Names(None) if asked else None
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Let calls of the submodules by this thread give their names meanwhile."""
+        thread = get_ident()
+
+        def entering(name: str) -> Callable[..., None]:
+            return lambda *_: self._enter(name) if get_ident() == thread else None
+
+        def leave(*_: Any) -> None:
+            if get_ident() == thread:
+                self._leave()
+
+        with contextlib.ExitStack() as undo:
+            for name, module in self._root.named_modules() if self._root is not None else ():
+                if name and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                    enter = entering(name)
+                    undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                    undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+    def begin(self, recorded: Callable[[], int | None]) -> list[NodeRange]:
+        """Name the nodes of another graph; return the ranges, to which calls add theirs.
+
+        Args:
+            recorded: returns how many nodes the graph has by now.
+        """
+        self._recorded, self._found = recorded, []
+        self._ranges = [self._begun(name, depth) for depth, name in enumerate(self._running)]
+        return self._found
+
+    def end(self) -> None:
+        """End the ranges of that graph, before its recording ends."""
+        while self._ranges:
+            self._close()
+        self._recorded = None
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        """Give the nodes of the block a name."""
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self, name: str) -> None:
+        if self._recorded is not None:
+            self._ranges.append(self._begun(name, len(self._running)))
+        self._running.append(name)
+
+    def _leave(self) -> None:
+        self._running.pop()
+        if self._recorded is not None:
+            self._close()
+
+    def _close(self) -> None:
+        assert self._recorded is not None
+        one = self._ranges.pop()
+        one.stop = self._recorded()
+        if one.stop is not None and one.stop == one.first and self._found[-1] is one:
+            self._found.pop()
+
+    def _begun(self, name: str, depth: int) -> NodeRange:
+        assert self._recorded is not None
+        self._found.append(NodeRange(name, depth, self._recorded()))
+        return self._found[-1]
