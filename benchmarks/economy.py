@@ -11,7 +11,8 @@ plan        ``plan(sample=True)`` of both runners of the transformers engine aga
 start       seconds of a capture round of those buckets, and in which phases they go
 first       first token of a cold engine that runs eagerly and one with capture="background", and
             the time until all its buckets are captured while it serves
-sleep       how much of the graphs' device memory suspend(release="memory") gives back, and
+sleep       how much of the graphs' device memory suspend(release="memory") gives back: all that
+            captures and launches took but static buffers and the workspace of their stream;
             milliseconds from resume() to the end of the first replay, over 50 cycles
 
 Each runs in a process of its own, ``plan`` in one for each model, ``memory`` and ``first`` in one
@@ -59,6 +60,21 @@ class Device:
             return 0
         self.backend.namespace.empty_cache()
         return int(self.backend.memory_info()[0])
+
+    def reserved(self) -> int:
+        """Return the bytes that torch's allocator has outside of pools."""
+        if self.backend.device.type == "cpu":
+            return 0
+        segments = self.backend.namespace.memory_snapshot()
+        return sum(each["total_size"] for each in segments if each["segment_pool_id"] == (0, 0))
+
+    def prepare_capture_stream(self) -> None:
+        """Let libraries make the workspace that they keep for the stream of all captures."""
+        if self.backend.device.type != "cpu":
+            with self.backend.namespace.stream(self.backend.capture_stream):
+                x = torch.ones(64, 64, device=self.backend.device, dtype=self.dtype)
+                torch.nn.functional.linear(x @ x, x, x[0])
+            self.backend.synchronize()
 
     def sizes(self) -> tuple[list[int], list[int]]:
         """Return the default buckets of 256 requests and of 512 tokens, or a few."""
@@ -364,9 +380,12 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
     assert model is not None
     engine, _ = make_engine(device, model, "eager", releasable=True)
     launch_eagerly(engine)
-    start = device.free()
+    before = device.free()
+    device.prepare_capture_stream()
+    start, reserved = device.free(), device.reserved()
+    found: dict[str, Any] = {"workspace_mib": (before - start) / MIB}
     engine.capture()
-    found: dict[str, Any] = {"captured_mib": (start - device.free()) / MIB}
+    found["captured_mib"] = (start - device.free()) / MIB
     sums: list[int] = []
     for runner in engine.runners:
         watch(runner, sums)
@@ -388,6 +407,7 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
             left = start - device.free() - static
             found[f"left_mib_{cycle}"] = left / MIB
             found[f"share_{cycle}"] = 1 - left / max(held, 1)
+            found[f"left_torch_mib_{cycle}"] = (device.reserved() - reserved - static) / MIB
         begun = time.perf_counter()
         engine.resume()
         resumes.append((time.perf_counter() - begun) * 1e3)

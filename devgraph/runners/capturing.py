@@ -18,7 +18,18 @@ import torch
 from devgraph.api.backend import ReplayPace
 from devgraph.api.capture import Captured, capture
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import AgreementError, InputTypeError, ResourceError, StateError, brief
+from devgraph.api.errors import (
+    AgreementError,
+    CaptureError,
+    DeviceGraphError,
+    FrozenValueError,
+    InputTypeError,
+    NestedCaptureError,
+    NotCapturableError,
+    ResourceError,
+    StateError,
+    brief,
+)
 from devgraph.api.executable import EXHAUSTED
 from devgraph.api.policy import compiles
 from devgraph.api.policy.budget import UpdateBudget
@@ -37,6 +48,15 @@ logger = logging.getLogger(__name__)
 
 _SLOW = "slow"
 """What a rank tells the others of a bucket that is fine but for its speed."""
+
+_COLD = "cold"
+"""What a rank tells the others of a capture without a run before it, which failed."""
+
+_WARMUPS = 2
+"""Runs before a capture that failed without, as many as torch recommends."""
+
+_LASTING = (FrozenValueError, NestedCaptureError, NotCapturableError)
+"""Refusals that a run before the capture does not change."""
 
 _TRIALS = 4
 """Runs of which the fastest counts: a first replay may have to instantiate its graph."""
@@ -243,6 +263,8 @@ class Capturing:
                 step.outputs.learn(variant, step.function(batch), graph.size)
                 graph.warm = 1
                 barrier()
+                if self._options.reset_state is not None:
+                    self._options.reset_state()
         self._backend.set_rng_state(rng)
         step.outputs.allocate(self._backend.device)
         if self._share is not None and step.outputs.shares:
@@ -269,7 +291,8 @@ class Capturing:
                 for graph in list(self._graphs)[:2]:
                     self.learn_outputs(self._backend.synchronize)
                     before = pool.bytes
-                    kept.append(self._captured(graph, self._backend.synchronize, pool))
+                    sync = self._backend.synchronize
+                    kept.append(self._captured(graph, sync, pool, _WARMUPS))
                     grown = pool.bytes - before if added else _beyond(pool.segments, there)
                     added.append(max(0, grown) + kept[-1].info().bytes)
             finally:
@@ -285,27 +308,47 @@ class Capturing:
         begun = ranks.gather(f"{tag}/begin", spent.value if spent else "")
         if any(begun):
             return self._common(begun, spent)
+        outcome = self._attempt(graph, barrier, f"{tag}/outcome", first=first, runs=0)
+        if outcome is None:  # on every rank
+            again = f"{tag}/again"
+            barrier = self._barrier(again)
+            outcome = self._attempt(graph, barrier, f"{again}/outcome", first=first, runs=_WARMUPS)
+            assert outcome is not None
+        return outcome
+
+    def _attempt(
+        self, graph: BucketGraph, barrier: Callable[[], None], tag: str, *, first: bool, runs: int
+    ) -> tuple[Reason | None, str] | None:
+        """Capture one graph on every rank, after ``runs`` runs of the step unless their number is
+        configured; return as ``_turn``, or None if the step needs a run before its capture."""
+        ranks, cold = self._ranks, runs == 0 and self._config.warmup is None
         problem: Reason | None = None
-        detail, slow = "", False
+        detail, mine = "", ""
         try:
-            self._capture(graph, barrier, first=first)
+            self._capture(graph, barrier, first=first, runs=runs)
             problem = self._over_memory()
-            slow = self._loses(graph, barrier)
+            mine = _SLOW if self._loses(graph, barrier) else ""
         except PeerFailed as error:
             problem, detail = Reason.RANKS_DROPPED, str(error)
         except EXHAUSTED as error:
             problem, detail = Reason.OUT_OF_MEMORY, self._shortage(graph, error)
             error.__traceback__ = None  # It holds the frames, and so the memory, of the capture.
         except BaseException as error:
-            graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
-            ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
-            raise
-        mine = f"{problem.value}: {detail}" if problem else _SLOW if slow else ""
-        outcomes = ranks.gather(f"{tag}/outcome", mine)
+            if cold and graph.captured is None and _may_pass(error):
+                logger.info("%s %s needs a run before: %s", self._name, graph.key, error)
+                mine, error.__traceback__ = _COLD, None
+            else:
+                graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
+                ranks.post(tag, f"raised {type(error).__name__}: {error}")
+                raise
+        outcomes = ranks.gather(tag, f"{problem.value}: {detail}" if problem else mine)
         for rank, text in enumerate(outcomes):
             if text.startswith("raised "):
                 graph.forget(Reason.RANKS_DROPPED, text)
                 raise AgreementError(f"rank {rank} could not capture {graph.key}: it {text}")
+        if _COLD in outcomes:
+            graph.close()
+            return None
         problems = ["" if text == _SLOW else text for text in outcomes]
         if any(problems):
             return self._common(problems, problem, detail)
@@ -350,13 +393,15 @@ class Capturing:
         rank = next(rank for rank, text in enumerate(texts) if text)
         return Reason.RANKS_DROPPED, detail or f"rank {rank}: {texts[rank]}"
 
-    def _capture(self, graph: BucketGraph, barrier: Callable[[], None], *, first: bool) -> None:
+    def _capture(
+        self, graph: BucketGraph, barrier: Callable[[], None], *, first: bool, runs: int
+    ) -> None:
         options, outputs = self._options, self._step.outputs
         self.learn_outputs(barrier)
         for name, tensor in self._step.inputs.buffers.bound.items():
             outputs.refuse_overlap(name, tensor)
         epoch = options.weights_epoch() if options.weights_epoch else None
-        captured = self._captured(graph, barrier, self._pool)
+        captured = self._captured(graph, barrier, self._pool, runs)
         if options.reset_state is not None:
             options.reset_state()
         captured.pin(graph.pinned)
@@ -374,13 +419,14 @@ class Capturing:
         graph.reason = Reason.NOT_CAPTURED
 
     def _captured(
-        self, graph: BucketGraph, barrier: Callable[[], None], pool: Pool
+        self, graph: BucketGraph, barrier: Callable[[], None], pool: Pool, runs: int
     ) -> Captured | Emulated:
         """Capture one graph into ``pool``: the only place where a step becomes a capture.
 
         Args:
             barrier: called after each warm-up run, the last one included, and before each eager
                 body of a breakable capture.
+            runs: how often the step runs before, if that is not configured.
         """
         step, config, options = self._step, self._config, self._options
         write = step.outputs.writer(graph.key.variant, graph.size)
@@ -402,13 +448,15 @@ class Capturing:
 
         if config.emulate:
             return Emulated(run)
+        if config.warmup is not None:
+            runs = max(0, config.warmup - graph.warm)
         misses = config.miss_budget
         return capture(
             run,
             policy=config.policy,
             backend=self._backend,
             host_args=static.prepared(),
-            warmup=max(0, config.warmup - graph.warm),
+            warmup=runs,
             pool=pool,
             compiler=config.compiler if compiles(config.policy) else None,
             before_break=barrier if self._ranks.size > 1 else None,
@@ -479,6 +527,14 @@ class Capturing:
                 f"{detail}. Buckets not captured: {keys}. Use fewer or smaller buckets, leave more "
                 f"memory for graphs, or allow eager steps with strict=False."
             )
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether a capture without a run before it may have failed for want of that: code that tunes
+    or sets itself up in its first run asks the device, which no capture allows."""
+    if isinstance(error, DeviceGraphError):
+        return isinstance(error, CaptureError) and not isinstance(error, _LASTING)
+    return isinstance(error, Exception)
 
 
 def _beyond(wanted: Sequence[int], there: Sequence[int]) -> int:

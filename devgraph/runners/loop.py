@@ -16,7 +16,14 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief, whole
+from devgraph.api.errors import (
+    CaptureError,
+    ConfigError,
+    ConfigTypeError,
+    InputError,
+    brief,
+    whole,
+)
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
 from devgraph.runners.outputs import slots_by_leaf
@@ -115,8 +122,8 @@ class Loop:
             raise ConfigTypeError(f"the step of a runner must be callable: {brief(forward)}")
 
         given = [slot for slot in slots.values() if slot.real is None]
-        seen: list[Any] = []
-        """The layout of what the last step returned: in a capture that of its warm-up."""
+        seen: dict[tuple[int, int], Any] = {}
+        """The layout of what a step returned, by requests and tokens of the batch."""
 
         def looped(batch: Batch) -> LoopResult:
             if batch.width is None:
@@ -150,12 +157,15 @@ class Loop:
             compiled = torch.compiler.is_compiling()  # which unrolls the loop
             # Collectives hang where the device of one rank ends its loop before the others.
             why = "ranks" if ranks or several_ranks() else ""
-            if seen and not compiled and (repeat := repeater(why)) is not None:
-                return _repeated(step, self.steps, batch.running, repeat, seen[-1])
+            size = batch.requests, batch.tokens
+            if not compiled and (repeat := repeater(why)) is not None:
+                if size not in seen:
+                    raise CaptureError(f"a loop of {size[0]} requests was never run: warm it up.")
+                return _repeated(step, self.steps, batch.running, repeat, seen[size])
             alive, found = zip(*(step() for _ in range(self.steps)), strict=True)
             if not compiled:
                 layout = functools.partial(torch.empty_like, device="meta")
-                seen[:] = [_for_tensors(layout, found[0])]
+                seen[size] = _for_tensors(layout, found[0])
             went = torch.stack(alive)
             return LoopResult(pytree.tree_map(_stacked, *found), went.any(1).sum(), went.sum(0))
 

@@ -14,6 +14,7 @@ import torch
 
 import devgraph as dg
 from devgraph import Reason
+from devgraph.api.errors import NotCapturableError
 from devgraph.cpu.tape import Tape
 from devgraph.runners import capturing as rounds_module
 from tests.support.runner_steps import (
@@ -82,8 +83,8 @@ def test_the_collector_rests_during_capture_and_is_as_before_afterwards(monkeypa
 
 
 def test_the_collector_is_restored_after_a_failed_capture(monkeypatch):
-    Recorder(monkeypatch, fail_at=1, error=RuntimeError("no"))
-    with pytest.raises(RuntimeError):
+    Recorder(monkeypatch, fail_at=1, error=dg.InputError("no"))
+    with pytest.raises(dg.InputError):
         double_runner()
     assert gc.isenabled() and gc.get_freeze_count() == 0
 
@@ -118,6 +119,36 @@ def test_each_bucket_is_warmed_up_and_synchronised_after_every_warm_up(monkeypat
         warm = [i for i, event in enumerate(between) if event.startswith("warm")]
         assert len(warm) == 2
         assert all(between[i + 1] == "sync" for i in warm)
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_by_default_only_what_fails_to_be_captured_is_warmed_up(policy):
+    """Code that sets itself up in its first run of a size reads from the device in it."""
+    events, tuned = [], set()
+
+    def step(batch):
+        events.append((batch.tokens, dg.is_capturing()))
+        if batch.tokens == 4 and batch.tokens not in tuned:
+            batch.x.sum().item()
+            tuned.add(batch.tokens)
+        return batch.x * 2
+
+    runner = decode_of(step, (X,), config={"buckets": [2, 4, 8], "policy": policy}, max_requests=8)
+    runs = [(8, False), (8, True), (4, True), (4, False), (4, False), (4, True), (2, True)]
+    assert events == runs
+    for count in range(1, 9):
+        decision = runner.can_run(count)
+        assert decision.ok
+        assert torch.equal(runner.run({"x": rows_of_x(count)}), rows_of_x(count) * 2)
+    assert runner.stats().captures == 3
+
+
+@pytest.mark.parametrize("error", [dg.InputError("no"), NotCapturableError("no")])
+def test_what_a_warm_up_does_not_change_is_raised_at_once(monkeypatch, error):
+    recorder = Recorder(monkeypatch, fail_at=1, error=error)
+    with pytest.raises(type(error)):
+        double_runner()
+    assert recorder.sizes == [8, -1]
 
 
 def test_state_is_reset_after_every_warm_up_and_capture():

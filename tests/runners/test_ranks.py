@@ -191,6 +191,25 @@ def test_a_rank_out_of_memory_at_its_third_bucket_drops_it_everywhere(monkeypatc
     assert all(result[1] for result in results)
 
 
+def test_a_rank_that_needs_a_run_before_its_capture_warms_up_with_all():
+    runs = {}
+
+    def work(rank, group):
+        seen = runs.setdefault(rank, [])
+
+        def step(batch):
+            seen.append((batch.tokens, dg.is_capturing()))
+            if rank == 1 and batch.tokens == 4 and (4, False) not in seen:
+                raise RuntimeError("not set up")
+            return batch.x * 2
+
+        return states(ranked(group, step, config={"buckets": [2, 4, 8]}))
+
+    assert in_ranks(3, work) == [dict.fromkeys((8, 4, 2), "captured")] * 3
+    warmed = [(8, False), (8, True), (4, True), (4, False), (4, False), (4, True), (2, True)]
+    assert list(runs.values()) == [warmed] * 3
+
+
 @pytest.mark.parametrize("moment", ["warm-up", "recording"])
 def test_a_rank_that_raises_in_capture_stops_all_ranks_with_its_text(moment):
     def work(rank, group):
@@ -200,7 +219,7 @@ def test_a_rank_that_raises_in_capture_stops_all_ranks_with_its_text(moment):
                 raise KeyError("layer 7")
             return batch.x * 2
 
-        runner = ranked(group, step, captured=False)
+        runner = ranked(group, step, captured=False, config={"warmup": 2})
         try:
             runner.capture()
         finally:
@@ -221,7 +240,7 @@ def test_a_spent_budget_on_one_rank_ends_the_capture_on_all():
             ranked(
                 group,
                 reset_state=lambda: time.sleep(0.05 if rank == 0 else 0),
-                config={"time_budget_s": 0.03},
+                config={"time_budget_s": 0.03, "warmup": 2},
             )
         )
 

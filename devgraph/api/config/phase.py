@@ -291,7 +291,13 @@ class PhaseConfig:
         "device: `background` captures in the order of use at the next start. None: no file.",
         default=None,
     )
-    warmup: int = _key(number(int, 0), "Eager runs before each capture.", default=2)
+    warmup: int | None = _key(
+        _optional(number(int, 0)),
+        "Eager runs before each capture. None: the largest of each variant runs once, and what "
+        "fails to be captured twice. A step that sets up something to keep in its first run of "
+        "each size wants a number.",
+        default=None,
+    )
     strict: bool = _key(
         FLAG,
         "Raise where a batch would otherwise run eagerly, with the reason.",
