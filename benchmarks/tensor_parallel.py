@@ -1,6 +1,7 @@
 """Graphs that hold all-reduces: host time of a replay against torch's own graphs.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/tensor_parallel.py [--json FILE]
+    torchrun --standalone --nproc-per-node 2 benchmarks/tensor_parallel.py --first HOW [--json FILE]
 
 The step is that of ``examples/tensor_parallel.py``. Host times are those of one call with the
 device idle before it; medians over turns that are taken in turn, and of the ranks the slower one.
@@ -10,7 +11,11 @@ prefill   segments: the native graphs and the eager attention in a bare loop, an
 step      wall time of a decode step, eagerly and in the graph
 vote      ``agree`` over gloo, which the example does once a step
 
-All times are in microseconds.
+All these times are in microseconds.
+
+With ``--first`` a process is a cold engine of default buckets: HOW is ``disabled`` (no graphs),
+``eager`` (all captured before the first token) or ``background`` (a bucket between two steps, which
+all ranks vote on). It tells the seconds to the first token and until all is captured, under load.
 """
 
 from __future__ import annotations
@@ -201,6 +206,48 @@ def measure_vote(engine: Engine, args: argparse.Namespace) -> dict[str, float]:
     return slowest(interleaved(runs, engine.backend.synchronize, args))
 
 
+def measure_first(model: Model, world: World, how: str) -> dict[str, Any]:
+    """Seconds of a cold engine to its first token, then until all its buckets are captured."""
+    capture = {} if how == "disabled" else {"capture": how}
+    overlay = {"policy": "breakable"} if world.backend.name == "cpu" else {}
+    policies = {
+        phase: how if how == "disabled" else {"policy": policy, **capture, **overlay}
+        for phase, policy in (("decode", "full"), ("prefill", "breakable"))
+    }
+    config = dg.DeviceGraphConfig.from_dict(policies)
+    started = time.perf_counter()
+    engine = Engine(model, config, world.backend, world.ranks)
+    runners = [engine.prefill, engine.decode]
+    found: dict[str, Any] = {}
+    if how == "eager":
+        engine.capture()
+        found["captured_s"] = time.perf_counter() - started
+    load = {
+        phase: {name: rows.tolist() for name, rows in rows_of(engine, phase).items()}
+        for phase in SIZES
+    }
+    tokens = engine.step(engine.prefill, load["prefill"], model.shape.requests)
+    found["first_token_s"] = time.perf_counter() - started
+    left = how == "background"
+    begun, pauses, steps = time.perf_counter(), [0.0], 0
+    while left:
+        engine.step(engine.decode, load["decode"], model.shape.requests)
+        idle = time.perf_counter()
+        left = any(runner.idle() for runner in runners)  # one of them, the same on all ranks
+        pauses.append(time.perf_counter() - idle)
+        steps += 1
+    if how == "background":
+        found |= {"under_load_s": time.perf_counter() - begun, "steps_meanwhile": steps}
+        found["longest_pause_s"] = max(pauses)
+    found["captures"] = sum(runner.stats().captures for runner in runners)
+    found["captures_s"] = sum(runner.stats().capture_seconds for runner in runners)
+    model.forget()
+    again = engine.step(engine.prefill, load["prefill"], model.shape.requests)
+    found["other_tokens"] = float(again != tokens)
+    engine.close()
+    return slowest(found)
+
+
 def main() -> None:
     """Measure and print on the first rank."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -208,12 +255,21 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--first", choices=("disabled", "eager", "background"))
     parser.add_argument("--json")
     args = parser.parse_args()
     shape = dataclasses.replace(Shape(), layers=args.layers)
     world = World.join(args.backend, 60.0)
     backend = world.backend
     model = Model(shape, backend.device, rank=world.rank, size=world.size, add_up=world.add_up)
+    if args.first:
+        found = measure_first(model, world, args.first)
+        world.leave()
+        if world.rank == 0:
+            print(json.dumps({args.first: found}, indent=2))
+            if args.json:
+                Path(args.json).write_text(json.dumps(found, indent=2), encoding="utf-8")
+        return
     overlay = {"cpu": {"decode": {"policy": "breakable"}}}
     mode = {phase: {"buckets": [size]} for phase, size in SIZES.items()}
     config = dg.DeviceGraphConfig.from_json(json.dumps({**mode, "backends": overlay}))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -66,19 +67,29 @@ def test_a_collective_of_the_host_is_refused_inside_one_graph():
     assert "policy='breakable'" in done.stderr
 
 
-def test_the_benchmark_measures_what_this_machine_has(tmp_path):
-    path = tmp_path / "figures.json"
-    words = "--backend cpu --layers 1 --repeats 1 --steps 1 --json"
+def figures_of(path: Path, words: str) -> dict[str, Any]:
     script = str(ROOT / "benchmarks" / "tensor_parallel.py")
     done = subprocess.run(
-        [sys.executable, script, *words.split(), str(path)],
+        [sys.executable, script, *f"--backend cpu --layers 1 {words} --json".split(), str(path)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    figures = json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_start_captures_all_between_steps(tmp_path):
+    figures = figures_of(tmp_path / "figures.json", "--first background")
+    assert figures["captures"] == figures["steps_meanwhile"] - 1 > 4
+    assert figures["other_tokens"] == 0
+    assert figures["first_token_s"] > 0
+
+
+def test_the_benchmark_measures_what_this_machine_has(tmp_path):
+    figures = figures_of(tmp_path / "figures.json", "--repeats 1 --steps 1")
     assert figures["all_reduces"] == 2
     assert figures["prefill"]["segments"] == 3
     assert all(figures[phase]["runner"] > 0 for phase in ("decode", "prefill"))
