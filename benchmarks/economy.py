@@ -11,8 +11,8 @@ plan        ``plan(sample=True)`` of both runners of the transformers engine aga
 start       seconds of a capture round of those buckets, and in which phases they go
 first       first token of a cold engine that runs eagerly and one with capture="background", and
             the time until all its buckets are captured while it serves
-sleep       how much of the graphs' device memory suspend(release="memory") gives back: all that
-            captures and launches took but static buffers and the workspace of their stream;
+sleep       how much of the graphs' device memory suspend(release="memory") gives back, which is
+            what captures and launches take beyond what is there once their graphs are closed;
             milliseconds from resume() to the end of the first replay, over 50 cycles
 
 Each runs in a process of its own, ``plan`` in one for each model, ``memory`` and ``first`` in one
@@ -60,21 +60,6 @@ class Device:
             return 0
         self.backend.namespace.empty_cache()
         return int(self.backend.memory_info()[0])
-
-    def reserved(self) -> int:
-        """Return the bytes that torch's allocator has outside of pools."""
-        if self.backend.device.type == "cpu":
-            return 0
-        segments = self.backend.namespace.memory_snapshot()
-        return sum(each["total_size"] for each in segments if each["segment_pool_id"] == (0, 0))
-
-    def prepare_capture_stream(self) -> None:
-        """Let libraries make the workspace that they keep for the stream of all captures."""
-        if self.backend.device.type != "cpu":
-            with self.backend.namespace.stream(self.backend.capture_stream):
-                x = torch.ones(64, 64, device=self.backend.device, dtype=self.dtype)
-                torch.nn.functional.linear(x @ x, x, x[0])
-            self.backend.synchronize()
 
     def sizes(self) -> tuple[list[int], list[int]]:
         """Return the default buckets of 256 requests and of 512 tokens, or a few."""
@@ -380,21 +365,24 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
     assert model is not None
     engine, _ = make_engine(device, model, "eager", releasable=True)
     launch_eagerly(engine)
-    before = device.free()
-    device.prepare_capture_stream()
-    start, reserved = device.free(), device.reserved()
-    found: dict[str, Any] = {"workspace_mib": (before - start) / MIB}
+    cold = device.free()
     engine.capture()
-    found["captured_mib"] = (start - device.free()) / MIB
+    launch_all(engine, "prefill", "decode")
+    engine.invalidate("once more")
+    engine.suspend(release="memory")
+    # Static buffers, kernels that were loaded and workspaces of libraries stay when graphs go.
+    start = device.free()
+    engine.resume()
+    engine.capture()
+    found: dict[str, Any] = {"captured_mib": (start - device.free()) / MIB}
+    found["beside_graphs_mib"] = (cold - start) / MIB
     sums: list[int] = []
     for runner in engine.runners:
         watch(runner, sums)
     launch_all(engine, "prefill", "decode")
     want = list(sums)
-    static = sum(stats.input_bytes + stats.output_bytes for stats in map(stats_of, engine.runners))
-    held = start - device.free() - static  # static buffers stay, as outputs that callers hold do
-    found |= {"static_mib": static / MIB, "pool_mib": engine.pool.bytes / MIB}
-    found["held_mib"] = held / MIB
+    held = start - device.free()
+    found |= {"held_mib": held / MIB, "pool_mib": engine.pool.bytes / MIB}
     found["executables_mib"] = engine.decode.stats().executables.bytes / MIB
     suspends, resumes, firsts = [], [], []
     for cycle in range(CYCLES):
@@ -404,10 +392,9 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
         engine.suspend(release="memory")
         suspends.append((time.perf_counter() - begun) * 1e3)
         if cycle in (0, CYCLES - 1):
-            left = start - device.free() - static
+            left = start - device.free()
             found[f"left_mib_{cycle}"] = left / MIB
             found[f"share_{cycle}"] = 1 - left / max(held, 1)
-            found[f"left_torch_mib_{cycle}"] = (device.reserved() - reserved - static) / MIB
         begun = time.perf_counter()
         engine.resume()
         resumes.append((time.perf_counter() - begun) * 1e3)
@@ -420,7 +407,7 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
             launch_all(engine, "prefill", "decode")
             found[f"launch_all_s_{cycle}"] = time.perf_counter() - begun
             found[f"bit_identical_{cycle}"] = sums == want
-            found[f"held_mib_{cycle}"] = (start - device.free() - static) / MIB
+            found[f"held_mib_{cycle}"] = (start - device.free()) / MIB
     for name, taken in (("suspend", suspends), ("resume", resumes), ("first_replay", firsts)):
         found[f"{name}_ms"] = statistics.median(taken)
         found[f"{name}_worst_ms"] = max(taken)
@@ -429,11 +416,6 @@ def measure_sleep(device: Device, model: str | None) -> dict[str, Any]:
     del engine, runner
     found["closed_mib"] = (start - device.free()) / MIB
     return found
-
-
-def stats_of(runner: Any) -> Any:
-    """Return the statistics of a runner."""
-    return runner.stats()
 
 
 def watch(runner: Any, sums: list[int]) -> None:

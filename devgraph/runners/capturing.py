@@ -406,6 +406,7 @@ class Capturing:
             options.reset_state()
         captured.pin(graph.pinned)
         graph.captured = captured
+        graph.warm = 0
         graph.epoch = epoch
         graph.used = self.clock.now
         graph.seconds = captured.capture_seconds
@@ -450,6 +451,8 @@ class Capturing:
             return Emulated(run)
         if config.warmup is not None:
             runs = max(0, config.warmup - graph.warm)
+        elif graph is self._graphs.largest(graph.key.variant):
+            runs = max(runs, 1 - graph.warm)
         misses = config.miss_budget
         return capture(
             run,

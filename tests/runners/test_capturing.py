@@ -141,6 +141,10 @@ def test_by_default_only_what_fails_to_be_captured_is_warmed_up(policy):
         assert decision.ok
         assert torch.equal(runner.run({"x": rows_of_x(count)}), rows_of_x(count) * 2)
     assert runner.stats().captures == 3
+    events.clear()
+    runner.invalidate("weights")
+    runner.capture()
+    assert events == [(8, False), (8, True), (4, True), (2, True)]
 
 
 @pytest.mark.parametrize("error", [dg.InputError("no"), NotCapturableError("no")])

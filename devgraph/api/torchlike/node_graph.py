@@ -38,7 +38,6 @@ from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
 from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError, Update
 from devgraph.api.torchlike.recording import (
-    EMPTY_GRAPH_BYTES,
     Executables,
     NodeRecording,
     RawGraph,
@@ -288,7 +287,7 @@ class NodeGraph(TorchGraph):
             if self._repeated:  # each turn would draw the numbers of the first
                 raise LoopError("random", "a step with a loop draws random numbers")
             own.prologue = self._native.replay
-        else:  # what torch made of an empty graph takes memory between executables that come and go
+        else:  # what torch made, of an empty graph, is never launched
             native, self._native = self._native, None
             native.reset()
         if self._nodes and self.hits:
@@ -318,8 +317,7 @@ class NodeGraph(TorchGraph):
     def _size(self) -> tuple[int | None, int]:
         if not self._nodes:
             return self._nodes, 0
-        own = self._torch.executables.bytes_of(self._nodes)
-        return self._nodes, own + (EMPTY_GRAPH_BYTES if self._native is not None else 0)
+        return self._nodes, self._torch.executables.bytes_of(self._nodes)
 
     def _nodes_so_far(self) -> int | None:
         capture = self._runtime.capture_of(self._torch.current_stream_id())

@@ -19,12 +19,9 @@ logger = logging.getLogger(__name__)
 _HOST_BYTES_PER_NODE = 2048
 """Host memory that the driver keeps for a recorded node (docs/benchmarks.md)."""
 
-EMPTY_GRAPH_BYTES = 40 * 1024
-"""Device memory of what torch makes of a capture whose work is taken out of it; kept where random
-numbers are drawn."""
-
-_EXECUTABLE_BYTES = 64 * 1024
-"""Device memory of an executable, however few nodes it has ..."""
+_EXECUTABLE_BYTES = 104 * 1024
+"""Device memory of an executable, however few nodes it has (101 to 109 KiB in segments of three
+models) ..."""
 
 _DEVICE_BYTES_PER_NODE = 3100
 """... and of each node: 3020, 3080 and 3270 bytes in decode graphs of three models, and 2700 in
