@@ -5,6 +5,7 @@
                                   [--repeats 5] [--threads N] [--only NAME ...] [--json FILE]
 
 accelerated  ``model.generate`` after ``accelerate(model)``
+compiled     the same with the policy ``compiled`` for decode, by Inductor
 graphs       the engine, decode and prefill through device graphs
 looped       the same with eight decode steps a launch
 unfused      the engine with graphs over the model's own modules, none fused
@@ -51,6 +52,7 @@ from devgraph.integrations.transformers import Engine, accelerate, generate_stat
 
 CONTESTANTS = (
     "accelerated",
+    "compiled",
     "graphs",
     "looped",
     "unfused",
@@ -60,11 +62,14 @@ CONTESTANTS = (
     "batched",
     "own_batched",
 )
-ENGINES = CONTESTANTS[1:5]
+ENGINES = CONTESTANTS[2:6]
+ACCELERATED = ("accelerated", "compiled", "batched")
 DEFAULTS = ("accelerated", "graphs", "eager", "dynamic", "static")
 PAIRS = (
     ("accelerated", "dynamic"),
     ("accelerated", "static"),
+    ("compiled", "dynamic"),
+    ("compiled", "accelerated"),
     ("graphs", "eager"),
     ("graphs", "dynamic"),
     ("graphs", "unfused"),
@@ -175,10 +180,11 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(SHAPES[name](), dtype=dtype).eval()
 
 
-def graph_mode(batch: int, packed: int) -> dict[str, Any]:
+def graph_mode(batch: int, packed: int, policy: str = "full") -> dict[str, Any]:
     """Return a configuration with the graphs that the prompts need."""
+    compiler = {"compiler": "inductor"} if policy == "compiled" else {}
     return {
-        "decode": {"policy": "full", "buckets": [batch]},
+        "decode": {"policy": policy, "buckets": [batch], **compiler},
         "prefill": {"policy": "breakable", "buckets": [packed]},
     }
 
@@ -262,11 +268,11 @@ def contestant(name: str, model: Any, backend: Any, prompts: list[list[int]], ne
         engine, generate, host = engine_of(model, backend, prompts, new, name)
         engine.capture()
         return Contestant(name, generate, host)
-    if name in ("accelerated", "batched"):
+    if name in ACCELERATED:
         batch, packed = len(prompts), sum(map(len, prompts))
         accelerate(
             model,
-            mode=graph_mode(batch, packed),
+            mode=graph_mode(batch, packed, "compiled" if name == "compiled" else "full"),
             backend=backend,
             max_requests=batch,
             max_len=max(map(len, prompts)) + new,
@@ -300,7 +306,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     one.setup = first - (time.perf_counter() - begin)
     for _ in range(args.repeats):
         one.turn(args.new_tokens)
-    fallbacks = generate_stats(model).fallbacks if name in ("accelerated", "batched") else {}
+    fallbacks = generate_stats(model).fallbacks if name in ACCELERATED else {}
     return {
         "device": backend.device_name,
         "backend": backend.name,
