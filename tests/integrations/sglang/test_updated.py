@@ -11,7 +11,7 @@ import torch
 
 import devgraph as dg
 from devgraph.integrations import sglang
-from tests.support.sglang_steps import WIDTH, module, runner
+from tests.support.sglang_steps import WIDTH, module, runner, sharing
 
 TOKENS = 16
 
@@ -25,6 +25,7 @@ class Prefill:
 
     def __init__(self, engine: Any, between: Callable[[torch.Tensor], torch.Tensor] | None = None):
         self.engine = engine
+        sharing()  # skips where no prefill is updated
         sglang.install()
         native = module("attention.torch_native_backend", "sglang.srt.layers")
         radix = module("radix_attention", "sglang.srt.layers").RadixAttention
