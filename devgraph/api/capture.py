@@ -321,7 +321,7 @@ def capture(
     chosen = get_policy(policy)
     memory = device.own_pool(pool)
     UpdateBudget.of(budget)  # Refuses what is none.
-    names = Names.of(name_nodes)
+    names = None if name_nodes is False else Names(name_nodes)
     job = Job(
         fn=fn,
         args=args,

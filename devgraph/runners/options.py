@@ -13,7 +13,6 @@ import torch
 from devgraph.api.config.phase import DeviceGraphWarning, PhaseConfig, count, phase_config
 from devgraph.api.config.rules import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
-from devgraph.api.marks.names import Names
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Phase
 
@@ -106,7 +105,6 @@ class Options:
                 )
         if self.max_graphs is not None:
             count(self.max_graphs, "max_graphs")
-        Names.of(self.name_nodes)  # refuses what is none
         if not isinstance(self.bound, Mapping):
             raise ConfigTypeError(
                 f"bound must be a mapping of names to tensors: {brief(self.bound)}"

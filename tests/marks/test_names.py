@@ -117,7 +117,7 @@ def test_updatable_regions_have_their_nodes_unasked():
 
 
 def test_a_call_without_nodes_has_no_range_and_one_that_is_not_known_has():
-    names, counts = Names(None), iter([0, 0, 0, 1, 1, None, 1, 1])
+    names, counts = Names(True), iter([0, 0, 0, 1, 1, None, 1, 1])
     found = names.begin(lambda: next(counts))
     with names.named("outer"), names.named("empty"):
         pass

@@ -44,11 +44,15 @@ class Names:
     """Names the nodes of the graphs of one capture while they are recorded.
 
     Args:
-        root: whose submodules give names besides marks; None for marks only.
+        asked: the module whose submodules give names besides marks; True for marks only.
     """
 
-    def __init__(self, root: torch.nn.Module | None) -> None:
-        self._root = root
+    def __init__(self, asked: object) -> None:
+        self._root = asked if isinstance(asked, torch.nn.Module) else None
+        if self._root is None and asked is not True:
+            raise InputTypeError(
+                f"name_nodes must be True, False or a torch.nn.Module, got {brief(asked)}"
+            )
         self._running: list[str] = []
         """The named calls that the step is in, outermost first."""
         self._ranges: list[NodeRange] = []
@@ -56,17 +60,6 @@ class Names:
         self._found: list[NodeRange] = []
         """All ranges of that graph."""
         self._recorded: Callable[[], int | None] | None = None
-
-    @staticmethod
-    def of(asked: object) -> Names | None:
-        """Return what names the nodes of a capture, as ``capture`` was asked to."""
-        if isinstance(asked, torch.nn.Module):
-            return Names(asked)
-        if not isinstance(asked, bool):
-            raise InputTypeError(
-                f"name_nodes must be True, False or a torch.nn.Module, got {brief(asked)}"
-            )
-        return Names(None) if asked else None
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:

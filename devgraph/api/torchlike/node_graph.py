@@ -55,24 +55,18 @@ _USES_WHEN_FULL = 16
 some 12 updates (docs/benchmarks.md), so that from here on the exchange has paid."""
 
 
-@attrs.frozen
-class _Bounds:
-    """Where one call of a region is in a capture that is still going on."""
+@attrs.define
+class _Call:
+    """One call of a region in a capture."""
 
-    start: int
-    stop: int
-    last: frozenset[int]
-    """What the capture stream newly goes on from: one of them at least is the region's own."""
-    lane: Any
-
-
-@attrs.frozen
-class _Span:
-    """Where one call of a region is in the graph."""
-
-    nodes: tuple[int, ...]
     lane: Any
     """The stream that it was called on, or None for the capture stream."""
+    last: frozenset[int]
+    """What the capture stream newly goes on from: one of them at least is the region's own."""
+    start: int
+    """The first of its nodes, without those of loops."""
+    nodes: tuple[int, ...] = ()
+    """Known from the end of the capture on."""
 
 
 class _Direct:
@@ -356,8 +350,8 @@ class NodeGraph(TorchGraph):
         (start, before), (stop, last) = hit.note, self._captured_so_far()
         stream = self._torch.namespace.current_stream(self._torch.device)
         lane = None if stream == self._stream else stream
-        hit.nodes = range(start, stop)
-        hit.note = _Bounds(start, stop, frozenset(last).difference(before), lane)
+        hit.nodes = range(start + self._repeated, stop + self._repeated)
+        hit.note = _Call(lane, frozenset(last).difference(before), start)
 
     def _captured_so_far(self) -> tuple[int, Sequence[int]]:
         """Return how many nodes the capture has, and those that its stream goes on from."""
@@ -371,15 +365,15 @@ class NodeGraph(TorchGraph):
         capture = self._runtime.capture_of(self._torch.stream_handle(self._stream))
         nodes = [] if capture is None else self._runtime.nodes(capture[1])
         for hit in self.hits:
-            bounds = hit.note
-            found = tuple(nodes[bounds.start : bounds.stop])
-            if found and bounds.last and bounds.last.isdisjoint(found):
+            assert hit.nodes is not None
+            start, last = hit.note.start, hit.note.last
+            hit.note.nodes = found = tuple(nodes[start : start + len(hit.nodes)])
+            if found and last and last.isdisjoint(found):
                 raise CaptureError(
                     f"the driver lists captured nodes in another order than they were made, so "
                     f"that the nodes of region {hit.mark.name} cannot be told; use "
                     f"policy='breakable'."
                 )
-            hit.note = _Span(found, bounds.lane)
         self._closing = tuple(nodes[before:])
 
     # Recordings.
