@@ -300,28 +300,15 @@ class Capturing:
                     captured.close()
         return added
 
-    def _turn(self, graph: BucketGraph, *, first: bool) -> tuple[Reason | None, str]:
-        """Capture one graph on every rank; return why it and the rest are dropped, if they are."""
-        ranks, tag = self._ranks, f"{self._name}/capture{self.rounds}/{graph.key}"
+    def _turn(self, graph: BucketGraph, *, first: bool, runs: int = 0) -> tuple[Reason | None, str]:
+        """Capture one graph on every rank, after ``runs`` runs of the step unless their number is
+        configured; return why it and the rest are dropped, if they are."""
+        ranks, tag = self._ranks, f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
         barrier = self._barrier(tag)
         spent = self._over_budget()
         begun = ranks.gather(f"{tag}/begin", spent.value if spent else "")
         if any(begun):
             return self._common(begun, spent)
-        outcome = self._attempt(graph, barrier, f"{tag}/outcome", first=first, runs=0)
-        if outcome is None:  # on every rank
-            again = f"{tag}/again"
-            barrier = self._barrier(again)
-            outcome = self._attempt(graph, barrier, f"{again}/outcome", first=first, runs=_WARMUPS)
-            assert outcome is not None
-        return outcome
-
-    def _attempt(
-        self, graph: BucketGraph, barrier: Callable[[], None], tag: str, *, first: bool, runs: int
-    ) -> tuple[Reason | None, str] | None:
-        """Capture one graph on every rank, after ``runs`` runs of the step unless their number is
-        configured; return as ``_turn``, or None if the step needs a run before its capture."""
-        ranks, cold = self._ranks, runs == 0 and self._config.warmup is None
         problem: Reason | None = None
         detail, mine = "", ""
         try:
@@ -334,21 +321,22 @@ class Capturing:
             problem, detail = Reason.OUT_OF_MEMORY, self._shortage(graph, error)
             error.__traceback__ = None  # It holds the frames, and so the memory, of the capture.
         except BaseException as error:
-            if cold and graph.captured is None and _may_pass(error):
-                logger.info("%s %s needs a run before: %s", self._name, graph.key, error)
-                mine, error.__traceback__ = _COLD, None
-            else:
+            configured = self._config.warmup is not None
+            if runs or configured or graph.captured is not None or not _may_pass(error):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
-                ranks.post(tag, f"raised {type(error).__name__}: {error}")
+                ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
                 raise
-        outcomes = ranks.gather(tag, f"{problem.value}: {detail}" if problem else mine)
+            logger.info("%s %s needs a run before: %s", self._name, graph.key, error)
+            mine, error.__traceback__ = _COLD, None
+        mine = f"{problem.value}: {detail}" if problem else mine
+        outcomes = ranks.gather(f"{tag}/outcome", mine)
         for rank, text in enumerate(outcomes):
             if text.startswith("raised "):
                 graph.forget(Reason.RANKS_DROPPED, text)
                 raise AgreementError(f"rank {rank} could not capture {graph.key}: it {text}")
         if _COLD in outcomes:
             graph.close()
-            return None
+            return self._turn(graph, first=first, runs=_WARMUPS)
         problems = ["" if text == _SLOW else text for text in outcomes]
         if any(problems):
             return self._common(problems, problem, detail)
