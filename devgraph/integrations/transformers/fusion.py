@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -50,7 +49,7 @@ class Seen:
     def __init__(self, model: nn.Module) -> None:
         self.norms: dict[nn.Module, torch.Size | None] = {}
         """What each RMS norm is given; None if that is not one tensor."""
-        self.rotary: dict[ModuleType, dict[_Form, _Call]] = {}
+        self.rotary: dict[ModuleType, dict[_Form, functools.partial[Any]]] = {}
         """The first call of every form, by the Python module that the function is looked up in."""
         self._calls: list[tuple[nn.Module, nn.Linear, Tensor]] = []
         self._model = model
@@ -93,9 +92,9 @@ class Seen:
     def _note_rotary(
         self, home: ModuleType, original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        call = _Call(original, args, kwargs)
+        call = functools.partial(original, *args, **kwargs)
         self.rotary.setdefault(home, {}).setdefault(_form(args, kwargs), call)
-        return original(*args, **kwargs)
+        return call()
 
     def groups(self) -> Iterator[tuple[list[nn.Linear], torch.Size]]:
         """Return runs of two or more siblings with one input, each layer called once, and the shape
@@ -119,15 +118,6 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Form:
         *sorted(kwargs),
         *((v.dim(), v.shape[-1], v.dtype) if isinstance(v, Tensor) else v for v in values),
     )
-
-
-@attrs.frozen
-class _Call:
-    """A call of a rotary function."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def _alike(group: list[nn.Linear]) -> bool:
@@ -264,14 +254,14 @@ class Fusion:
             if len(other) < len(calls):
                 yield home, calls.keys() - other.keys()
 
-    def _other_turn(self, call: _Call) -> str | None:
+    def _other_turn(self, call: functools.partial[Any]) -> str | None:
         """Return why ``_turn`` cannot replace the function of ``call``, or None if it can."""
         try:
             with torch.no_grad():
                 noisy = [_noise(a.shape, a) if isinstance(a, Tensor) else a for a in call.args]
                 for args in (call.args, noisy):
-                    want = call.function(*args, **call.kwargs)
-                    got = self._turn(*args, **call.kwargs)
+                    want = call.func(*args, **call.keywords)
+                    got = self._turn(*args, **call.keywords)
                     if not isinstance(want, tuple) or len(want) != 2:
                         return "it returns something else than query and key"
                     if not all(_close(w, g) for w, g in zip(want, got, strict=True)):
