@@ -23,7 +23,7 @@ from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.outputs import SharedOutputs, copy_into
 from devgraph.integrations.engine.published import Publisher
 from devgraph.integrations.engine.steps import CapturedStep, capture_under, recorded
-from devgraph.integrations.sglang.segments import segment_classes
+from devgraph.integrations.sglang.segments import segment_classes, undifferentiated
 from devgraph.integrations.sglang.updated import WholeCapture, planned_on_host, require_updatable
 
 MODEL = "sglang.srt.model_executor"
@@ -245,6 +245,10 @@ def breakable_backend() -> Any:
                     "layers were that the eager step calls. Add --disable-prefill-cuda-graph."
                 )
 
+        def _warm_up(self, *step: Any) -> Any:
+            with undifferentiated():
+                return super()._warm_up(*step)
+
         def _places(self, warm: Any) -> list[torch.Tensor] | None:
             return self._shared_outputs.places(
                 warm,
@@ -257,6 +261,7 @@ def breakable_backend() -> Any:
             started = time.perf_counter()
             try:
                 with (
+                    undifferentiated(),
                     session(pool, stream=self._capture_stream) as held,
                     capture_class(segments, held, self._tp_group.barrier) as capture,
                 ):

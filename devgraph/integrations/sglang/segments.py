@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import itertools
 import types
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.graph import GraphInfo
@@ -17,6 +20,14 @@ from devgraph.integrations.engine.ledger import ModeCount
 
 BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 """SGLang's module of marks, and of the capture to which they talk."""
+
+
+def undifferentiated() -> contextlib.AbstractContextManager[Any]:
+    """Lead the block's operations past torch's differentiation, where that is off: going through it
+    is a sixth of what a small one takes. Code is compiled for it, so that warm-ups do the same."""
+    if torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 @functools.cache
@@ -46,7 +57,7 @@ def segment_classes() -> tuple[Any, Any]:
             self._count.replays += 1
             token = engine._current_stream_var.set(engine.get_device_module().current_stream())
             try:
-                with pool.lock:
+                with pool.lock, undifferentiated():
                     pool.order()
                     if self._epoch != pool.epoch:
                         self._calls, self._epoch = {}, pool.epoch

@@ -344,6 +344,27 @@ def test_debug_mode_fills_the_outputs_of_objects(engine: Any) -> None:
     assert torch.equal(out.logits, step_output(case, 4)().logits)
 
 
+def test_marked_code_is_led_past_differentiation_where_that_is_off(engine: Any) -> None:
+    past: list[bool] = []
+
+    def body(hidden: torch.Tensor) -> torch.Tensor:
+        past.append(
+            torch._C._dispatch_tls_is_dispatch_key_excluded(
+                torch._C.DispatchKey.AutogradFunctionality
+            )
+        )
+        return hidden + 1
+
+    backend, case = sglang.breakable_backend()(runner()), Case(engine.eager(body))
+    with torch.inference_mode(False), torch.no_grad():
+        captured(engine, backend, case, 8)
+        backend.replay(engine.ShapeKey(8), None)
+        assert past == [True] * 4  # two warm-ups, the capture and the replay
+        expected = case.expected(8)
+        assert not past.pop()
+    assert torch.equal(backend.replay(engine.ShapeKey(8), None), expected)
+
+
 def test_runner_says_how_many_rows_of_outputs_count(engine: Any) -> None:
     asked = runner()
     asked.cuda_graph_output_rows = lambda output: 3
