@@ -299,12 +299,23 @@ def test_a_launch_that_the_device_ends_early_pays_from_two_tokens(loops: bool) -
     )
     want = reference(model, text, 4)
     with make_engine(model, GRAPHS, steps_per_launch=8, backend=backend) as engine:
-        engine.capture()
         assert engine.several is not None
+        engine.several.capture(everything=True)
         for count, launches in ((1, 0), (2, 0), (3, 1), (4, 2)):  # the first token is prefill's
             (done,) = engine.generate([text], max_new_tokens=count)
             assert list(done.token_ids) == want[:count]
             assert engine.several.stats().steps == launches * loops
+
+
+@pytest.mark.parametrize("debug", ["1", ""])
+def test_debugging_names_the_nodes_by_the_model_s_modules(
+    debug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEVGRAPH_DEBUG", debug)
+    with make_engine(make_model("llama"), GRAPHS) as engine:
+        engine.decode.capture(everything=True)
+        named = "model.layers.1.self_attn.o_proj, node" in engine.decode.explain()
+        assert named is bool(debug)
 
 
 def test_steps_of_a_launch_are_counted_from_one() -> None:
