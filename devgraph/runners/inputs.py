@@ -272,9 +272,8 @@ class StagingMemory:
     def blocks(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``nbytes`` of both blocks, growing them when they are smaller."""
         if self._host.numel() < nbytes:
-            with torch.inference_mode(False):
-                self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-                self._twin = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            self._twin = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._host[:nbytes], self._twin[:nbytes]
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -299,9 +298,10 @@ class Staging:
         for shape, dtype in layouts:
             offsets.append(total)
             total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._host, self._twin = memory.blocks(total)
-        self._packed = _cut(self._host, offsets, layouts)
-        self._sent = _cut(self._twin, offsets, layouts)
+        with torch.inference_mode(False):  # in which they could not be written outside of that mode
+            self._host, self._twin = memory.blocks(total)
+            self._packed = _cut(self._host, offsets, layouts)
+            self._sent = _cut(self._twin, offsets, layouts)
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return ``tensors`` on the device, valid until the next ``send`` of this memory."""

@@ -335,4 +335,5 @@ def _fits_words(slot: InputSlot) -> bool:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype is _WORD else tensor.view(_WORD)
+    with torch.inference_mode(False):  # in which it could not be written outside of that mode
+        return tensor if tensor.dtype is _WORD else tensor.view(_WORD)

@@ -15,7 +15,7 @@ from devgraph.cpu.backend import CpuPool
 from devgraph.runners import InputSlot, Pad, Size
 from devgraph.runners import inputs as inputs_module
 from devgraph.runners import load as load_module
-from devgraph.runners.inputs import InputArena
+from devgraph.runners.inputs import InputArena, Staging, StagingMemory
 from devgraph.runners.load import MOST_PLACES, USES_TO_CAPTURE, CopyPlan
 from tests.support.runner_steps import (
     IDS,
@@ -183,6 +183,18 @@ def test_inputs_that_come_back_to_their_places_are_read_there_and_not_kept():
     assert torch._C._storage_Use_Count(ids.untyped_storage()._cdata) == owners
     plan.load({"ids": tokens(7, 8, 9), "scale": scale})
     assert views["ids"].tolist() == [7, 8, 9, -1]
+
+
+def test_a_plan_that_was_made_in_inference_mode_serves_outside_of_it():
+    with torch.inference_mode():
+        plan, views = joined_plan()
+        plan.load({"ids": tokens(1, 2, 3), "scale": torch.ones(3)})
+        cpu = dg.get_backend("cpu")
+        layouts = [((3,), torch.int64), ((2,), torch.float32)]
+        staging = Staging(StagingMemory(cpu, cpu.device), layouts)
+    load_in_place(plan, views, tokens(1, 2, 3), torch.ones(3), times=3)
+    sent = staging.send([tokens(4, 5, 6), torch.ones(2)])
+    assert [one.tolist() for one in sent] == [[4, 5, 6], [1, 1]]
 
 
 def test_copies_that_are_made_all_the_time_are_a_graph(monkeypatch):
