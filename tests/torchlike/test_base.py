@@ -289,3 +289,22 @@ def test_snapshots_take_no_references(backend: FakeBackend, drops: bool):
     # Everybody holds True (from Python 3.12 on it is not counted): its count moves, not by 500. A
     # torch that drops nothing leaves it alone.
     assert abs(sys.getrefcount(True) - before[1]) < 250
+
+
+def test_memory_that_the_keeper_writes_is_no_other_tensors(
+    backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+):
+    """A backend may launch it, to see what torch does before a replay."""
+    zeroed: list[weakref.ref[torch.Tensor]] = []
+    zero = torch.Tensor.zero_
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        zeroed.append(weakref.ref(tensor))
+        return zero(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "zero_", noted)
+    pool = backend.make_pool()
+    _works(backend, pool)
+    assert pool.keeper is not None
+    [word] = zeroed
+    assert word() is not None

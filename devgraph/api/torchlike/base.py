@@ -90,6 +90,7 @@ class TorchPool(Pool):
         self._stuck: list[Any] = []
         self.keeper: Any = None
         """The one-node graph that owns the handle; None before the first capture."""
+        self._word: torch.Tensor | None = None  # what it writes: ``draws_random`` launches it
 
     def _make_memory(self) -> Any:
         """Return a MemPool."""
@@ -135,11 +136,11 @@ class TorchPool(Pool):
         if self.keeper is not None:
             return
         keeper = self._torch.make_native_graph()
-        word = torch.empty(1, device=self._torch.device)
+        self._word = torch.empty(1, device=self._torch.device)
         self._torch.begin_native(keeper, self, "thread_local")
         try:
             try:
-                word.zero_()
+                self._word.zero_()
             finally:
                 self._torch.end_native(keeper)
         except BaseException:
