@@ -37,7 +37,11 @@ import torch
 import devgraph as dg
 
 MEASURES = ("memory", "plan", "start", "first", "sleep")
-WAYS = {"memory": ("by hand", "budget", "no budget"), "first": ("eager", "background")}
+WAYS = {
+    "memory": ("by hand", "budget", "no budget"),
+    "first": ("eager", "background"),
+    "start": ("warmup 0", "warmup 1", "warmup 2"),
+}
 """What is measured in a process of its own each."""
 CYCLES = 50
 MODELS = ("smollm2-135m", "qwen3-0.6b", "llama-1b")
@@ -292,10 +296,10 @@ def launch_eagerly(engine: Any) -> None:
         runner.resume()
 
 
-def measure_start(device: Device, model: str | None) -> dict[str, Any]:
+def measure_start(device: Device, model: str | None, how: str) -> dict[str, Any]:
     """Seconds of a first and of a second capture round, by phase."""
     assert model is not None
-    engine, _ = make_engine(device, model, "eager")
+    engine, _ = make_engine(device, model, "eager", warmup=int(how.removeprefix("warmup ")))
     found: dict[str, Any] = {}
     for name in ("first", "again"):
         started = time.perf_counter()
@@ -441,9 +445,10 @@ def alone(args: argparse.Namespace) -> dict[str, Any]:
             return measure_first(device, model, args.how)
         if name == "memory":
             return measure_memory(device, model, args.how)
+        if name == "start":
+            return measure_start(device, model, args.how)
         measures = {
             "plan": measure_plan,
-            "start": measure_start,
             "sleep": measure_sleep,
         }
         return measures[name](device, model)

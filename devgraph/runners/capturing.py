@@ -50,10 +50,10 @@ _SLOW = "slow"
 """What a rank tells the others of a bucket that is fine but for its speed."""
 
 _COLD = "cold"
-"""What a rank tells the others of a capture without a run before it, which failed."""
+"""What a rank tells the others of a capture that failed after fewer runs than ``_WARMUPS``."""
 
 _WARMUPS = 2
-"""Runs before a capture that failed without, as many as torch recommends."""
+"""Runs before a capture that failed after fewer, as many as torch recommends."""
 
 _LASTING = (FrozenValueError, NestedCaptureError, NotCapturableError)
 """Refusals that a run before the capture does not change."""
@@ -301,8 +301,8 @@ class Capturing:
         return added
 
     def _turn(self, graph: BucketGraph, *, first: bool, runs: int = 0) -> tuple[Reason | None, str]:
-        """Capture one graph on every rank, after ``runs`` runs of the step unless their number is
-        configured; return why it and the rest are dropped, if they are."""
+        """Capture one graph on every rank, after at least ``runs`` runs of the step; return why it
+        and the rest are dropped, if they are."""
         ranks, tag = self._ranks, f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
         barrier = self._barrier(tag)
         spent = self._over_budget()
@@ -321,8 +321,8 @@ class Capturing:
             problem, detail = Reason.OUT_OF_MEMORY, self._shortage(graph, error)
             error.__traceback__ = None  # It holds the frames, and so the memory, of the capture.
         except BaseException as error:
-            configured = self._config.warmup is not None
-            if runs or configured or graph.captured is not None or not _may_pass(error):
+            warm = max(runs, self._config.warmup) >= _WARMUPS
+            if warm or graph.captured is not None or not _may_pass(error):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
                 ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
                 raise
@@ -415,7 +415,7 @@ class Capturing:
         Args:
             barrier: called after each warm-up run, the last one included, and before each eager
                 body of a breakable capture.
-            runs: how often the step runs before, if that is not configured.
+            runs: how often the step runs before, at least.
         """
         step, config, options = self._step, self._config, self._options
         write = step.outputs.writer(graph.key.variant, graph.size)
@@ -437,10 +437,7 @@ class Capturing:
 
         if config.emulate:
             return Emulated(run)
-        if config.warmup is not None:
-            runs = max(0, config.warmup - graph.warm)
-        elif graph is self._graphs.largest(graph.key.variant):
-            runs = max(runs, 1 - graph.warm)
+        runs = max(runs, config.warmup - graph.warm)
         misses = config.miss_budget
         return capture(
             run,

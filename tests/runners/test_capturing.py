@@ -122,7 +122,7 @@ def test_each_bucket_is_warmed_up_and_synchronised_after_every_warm_up(monkeypat
 
 
 @pytest.mark.parametrize("policy", ["full", "breakable"])
-def test_by_default_only_what_fails_to_be_captured_is_warmed_up(policy):
+def test_without_warm_ups_only_what_fails_to_be_captured_has_some(policy):
     """Code that sets itself up in its first run of a size reads from the device in it."""
     events, tuned = [], set()
 
@@ -133,7 +133,8 @@ def test_by_default_only_what_fails_to_be_captured_is_warmed_up(policy):
             tuned.add(batch.tokens)
         return batch.x * 2
 
-    runner = decode_of(step, (X,), config={"buckets": [2, 4, 8], "policy": policy}, max_requests=8)
+    config = {"buckets": [2, 4, 8], "policy": policy, "warmup": 0}
+    runner = decode_of(step, (X,), config=config, max_requests=8)
     runs = [(8, False), (8, True), (4, True), (4, False), (4, False), (4, True), (2, True)]
     assert events == runs
     for count in range(1, 9):
@@ -144,7 +145,26 @@ def test_by_default_only_what_fails_to_be_captured_is_warmed_up(policy):
     events.clear()
     runner.invalidate("weights")
     runner.capture()
-    assert events == [(8, False), (8, True), (4, True), (2, True)]
+    assert events == [(8, True), (4, True), (2, True)]
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_what_a_step_keeps_of_its_first_run_of_a_size_is_there_before_any_replay(policy):
+    kept = {}
+
+    def step(batch):
+        if batch.tokens not in kept:
+            kept[batch.tokens] = torch.full((batch.tokens, 1), float(batch.tokens))
+        return batch.x * kept[batch.tokens]
+
+    config = {"buckets": [2, 4, 8], "policy": policy}
+    runner = decode_of(step, (X,), config=config, max_requests=8)
+    assert {size: float(one[0]) for size, one in kept.items()} == {8: 8, 4: 4, 2: 2}
+    other = decode_of(step, (X,), config=config, max_requests=8)
+    for count in (3, 1, 8):
+        for each in (other, runner):
+            want = rows_of_x(count) * each.can_run(count).bucket
+            assert torch.equal(each.run({"x": rows_of_x(count)}), want)
 
 
 @pytest.mark.parametrize("error", [dg.InputError("no"), NotCapturableError("no")])

@@ -291,12 +291,12 @@ class PhaseConfig:
         "device: `background` captures in the order of use at the next start. None: no file.",
         default=None,
     )
-    warmup: int | None = _key(
-        _optional(number(int, 0)),
-        "Eager runs before each capture. None: the largest of each variant runs once, and what "
-        "fails to be captured twice. A step that sets up something to keep in its first run of "
-        "each size wants a number.",
-        default=None,
+    warmup: int = _key(
+        number(int, 0),
+        "Eager runs before each capture; one that fails after fewer than two is made anew after "
+        "two. With 0 only the largest of each variant runs, once, to see what it returns: for "
+        "steps that keep nothing from their first run of a size.",
+        default=1,
     )
     strict: bool = _key(
         FLAG,
