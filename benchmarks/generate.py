@@ -5,7 +5,6 @@
                                   [--repeats 5] [--threads N] [--only NAME ...] [--json FILE]
 
 accelerated  ``model.generate`` after ``accelerate(model)``
-compiled     the same with the policy ``compiled`` for decode, by Inductor
 graphs       the engine, decode and prefill through device graphs
 looped       the same with eight decode steps a launch
 unfused      the engine with graphs over the model's own modules, none fused
@@ -52,7 +51,6 @@ from devgraph.integrations.transformers import Engine, accelerate, generate_stat
 
 CONTESTANTS = (
     "accelerated",
-    "compiled",
     "graphs",
     "looped",
     "unfused",
@@ -62,14 +60,11 @@ CONTESTANTS = (
     "batched",
     "own_batched",
 )
-ENGINES = CONTESTANTS[2:6]
-ACCELERATED = ("accelerated", "compiled", "batched")
+ENGINES = CONTESTANTS[1:5]
 DEFAULTS = ("accelerated", "graphs", "eager", "dynamic", "static")
 PAIRS = (
     ("accelerated", "dynamic"),
     ("accelerated", "static"),
-    ("compiled", "dynamic"),
-    ("compiled", "accelerated"),
     ("graphs", "eager"),
     ("graphs", "dynamic"),
     ("graphs", "unfused"),
@@ -180,11 +175,10 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_config(SHAPES[name](), dtype=dtype).eval()
 
 
-def graph_mode(batch: int, packed: int, policy: str = "full") -> dict[str, Any]:
+def graph_mode(batch: int, packed: int) -> dict[str, Any]:
     """Return a configuration with the graphs that the prompts need."""
-    compiler = {"compiler": "inductor"} if policy == "compiled" else {}
     return {
-        "decode": {"policy": policy, "buckets": [batch], **compiler},
+        "decode": {"policy": "full", "buckets": [batch]},
         "prefill": {"policy": "breakable", "buckets": [packed]},
     }
 
@@ -268,11 +262,11 @@ def contestant(name: str, model: Any, backend: Any, prompts: list[list[int]], ne
         engine, generate, host = engine_of(model, backend, prompts, new, name)
         engine.capture()
         return Contestant(name, generate, host)
-    if name in ACCELERATED:
+    if name in ("accelerated", "batched"):
         batch, packed = len(prompts), sum(map(len, prompts))
         accelerate(
             model,
-            mode=graph_mode(batch, packed, "compiled" if name == "compiled" else "full"),
+            mode=graph_mode(batch, packed),
             backend=backend,
             max_requests=batch,
             max_len=max(map(len, prompts)) + new,
@@ -306,7 +300,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     one.setup = first - (time.perf_counter() - begin)
     for _ in range(args.repeats):
         one.turn(args.new_tokens)
-    fallbacks = generate_stats(model).fallbacks if name in ACCELERATED else {}
+    fallbacks = generate_stats(model).fallbacks if name in ("accelerated", "batched") else {}
     return {
         "device": backend.device_name,
         "backend": backend.name,

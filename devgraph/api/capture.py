@@ -285,7 +285,7 @@ def capture(
     Args:
         fn: the step. It receives host arguments as keywords; see ``region`` for their rules.
         args, kwargs: its bound arguments.
-        policy: "full", "breakable", "piecewise" or "compiled".
+        policy: "full", "breakable" or "piecewise".
         backend: a name or a backend.
         host_args: names and capture values of the host arguments.
         warmup: runs of the step before the capture, on the capture stream (2 as torch recommends
@@ -293,7 +293,7 @@ def capture(
             once at least after it compiled. The last gives the outputs their memory where other
             captures share the pool: with 0 runs a replay of an earlier capture overwrites them.
         pool: graph memory to share with other captures; a new one if None.
-        compiler: what compiles the pieces of "piecewise" and "compiled"; others have none.
+        compiler: what compiles the pieces of "piecewise"; the other policies have none.
         capture_error_mode: see ``Backend.capture_context``.
         before_break: called before the eager body of each break during a breakable capture, for
             example a barrier between ranks.

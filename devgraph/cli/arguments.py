@@ -201,7 +201,7 @@ def _bench(add: Options) -> None:
     add.number("--repeats", "repeats, of which the median counts", 5)
     text = "only this policy; may be repeated (default: all)"
     add.repeated("--policy", text, choices=policies())
-    text = "policies that compile with this one only; may be repeated (default: all of the backend)"
+    text = "piecewise with this compiler only; may be repeated (default: all of the backend)"
     add.repeated("--compiler", text, choices=COMPILERS)
     add.number("--threads", "CPU threads of torch")
     add.switch("--json", "print JSON")
@@ -222,7 +222,7 @@ def _explain(add: Options) -> None:
     add.target()
     add.value("--policy", "(default: full)", choices=policies(), default="full")
     add.backend()
-    add.value("--compiler", "compiler of the pieces under a policy that has any")
+    add.value("--compiler", "compiler of the pieces under policy piecewise")
     add.switch("--grad", "capture with autograd on")
     add.value("--dot", "write the segments as a Graphviz graph", metavar="FILE")
     text = "write one timed replay for chrome://tracing or ui.perfetto.dev"

@@ -227,7 +227,7 @@ def test_choices_are_never_changed_and_what_holds_is_allowed(
         assert {kinds[name] for name in re.findall(r"\[([a-z-]+)\]", refused)} == {"safety"}
         assert mode
         return
-    strength = {"full": 2, "piecewise": 2, "compiled": 2, "breakable": 1, "disabled": 0}
+    strength = {"full": 2, "piecewise": 2, "breakable": 1, "disabled": 0}
     for phase in PHASES:
         asked, holds = config.phase(phase), found.effective.phase(phase)
         aside = any(one.phase == phase and one.outcome == "set aside" for one in found.fired)

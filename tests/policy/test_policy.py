@@ -29,7 +29,7 @@ def shadow(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_policy_that_is_added_captures_and_can_be_chosen_everywhere(
     shadow: types.ModuleType,
 ) -> None:
-    assert policies() == ("full", "breakable", "piecewise", "compiled", "shadow")
+    assert policies() == ("full", "breakable", "piecewise", "shadow")
     x = torch.ones(3)
     with dg.capture(lambda x: x + 1, x, policy="shadow", backend="cpu") as captured:
         x.fill_(4)
@@ -81,7 +81,7 @@ def test_registration_refuses_a_name_that_is_taken_and_a_promise_that_is_none() 
 
 def test_registry_is_read_without_torch() -> None:
     code = "import sys, devgraph.api.policy as p; print(len(p.policies()), 'torch' in sys.modules)"
-    assert printed_by(code).split() == ["4", "False"]
+    assert printed_by(code).split() == ["3", "False"]
 
 
 def test_full_is_one_segment_whatever_is_marked(kit: Kit) -> None:

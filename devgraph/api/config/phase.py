@@ -273,7 +273,7 @@ class PhaseConfig:
     )
     compiler: str = _key(
         choice("compiler", lambda: COMPILERS),
-        "Compiles the pieces of `piecewise` and `compiled`: `eager` (nothing) or `inductor`.",
+        "Compiles the pieces of the policy `piecewise`: `eager` (no compilation) or `inductor`.",
         default="eager",
     )
     capture: str = _key(

@@ -111,4 +111,3 @@ def check_compiler(name: str | None) -> str | None:
 register_policy("full", f"{__name__}.full", WHOLE, UNTRACED)
 register_policy("breakable", f"{__name__}.breakable", BREAKS, UNTRACED)
 register_policy("piecewise", f"{__name__}.piecewise", BREAKS)
-register_policy("compiled", f"{__name__}.compiled", WHOLE)

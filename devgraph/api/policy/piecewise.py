@@ -112,7 +112,7 @@ def _mark_of(node: Node) -> Mark | None:
     return getattr(node.target, "__devgraph_mark__", None) if node.op == "call_function" else None
 
 
-def is_cut(node: Node) -> bool:
+def _is_cut(node: Node) -> bool:
     return node.op == "call_function" and (
         node.target is marks.graph_break or _mark_of(node) is not None
     )
@@ -129,19 +129,17 @@ class _Compiler:
         step = _active()
         _bind_tokens(graph, step.tokens)
         outside = Modes.current()
-        split, modes = split_at_marks(graph)
-        build = Build(self.name, step.job.backend.wrap_compiled)
+        split, modes = _split(graph)
+        build = _Build(self.name, step.job.backend.wrap_compiled)
         for name, piece in list(split.named_children()):
             assert isinstance(piece, GraphModule)
-            own, marked = modes[int(name.rpartition("_")[2])], any(map(is_cut, piece.graph.nodes))
+            own, marked = modes[int(name.rpartition("_")[2])], any(map(_is_cut, piece.graph.nodes))
             if self.name != "eager" and not marked:
                 # Compiled code makes no inference tensors anyway, and Inductor of torch 2.11 fails
                 # on views inside such a block.
                 own = own._replace(inference=outside.inference)
-            inputs = piece.graph.find_nodes(op="placeholder")
-            examples = [node.meta["example_value"] for node in inputs]
-            run = piece.forward if marked else build.piece(piece, own, examples)
-            setattr(split, name, Part(run, None if own == outside else own))
+            run = piece.forward if marked else build.piece(piece, own)
+            setattr(split, name, _Part(run, None if own == outside else own))
         step.build = build
         return _Entry(split.forward, build.pieces)
 
@@ -192,7 +190,7 @@ _MODE_FUNCTIONS = {*_OPENING, *_CLOSING, torch._C._set_grad_enabled}
 """What a trace switches modes with."""
 
 
-def split_at_marks(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
+def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
     """Return ``graph`` in parts, and the modes of each by the number at the end of its name.
 
     It is cut at marked functions, and wherever modes change: the parts, which do not switch any,
@@ -211,7 +209,7 @@ def split_at_marks(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
                 node.target(opened.pop(node.args[0]))
             elif node.target in _MODE_FUNCTIONS:
                 node.target(*node.args)
-            elif is_cut(node):
+            elif _is_cut(node):
                 parts[node] = len(modes)
                 modes.append(modes[-1])
             else:
@@ -233,7 +231,7 @@ def split_at_marks(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
     return split, modes
 
 
-class Build:
+class _Build:
     """The pieces of one compilation. Equal ones share their code.
 
     Code is shared within one compilation only: the sizes that it holds for are guards of that one.
@@ -250,23 +248,13 @@ class Build:
         self.cached = 0
         """Pieces whose code came from Inductor's cache on disk."""
 
-    def notes(self) -> dict[str, int]:
-        """Return what a capture reports of this compilation."""
-        return {
-            "pieces": self.pieces,
-            "pieces_compiled": self.pieces - self.shared,
-            "pieces_shared": self.shared,
-            "pieces_cached": self.cached,
-            "compilations": int(self.pieces > 0),
-        }
-
-    def piece(
-        self, piece: GraphModule, modes: Modes, examples: Sequence[Any]
-    ) -> Callable[..., Any]:
-        """Return what runs ``piece`` in ``modes`` on inputs like ``examples``."""
+    def piece(self, piece: GraphModule, modes: Modes) -> Callable[..., Any]:
+        """Return what runs ``piece`` in ``modes``."""
         if not any(_computes(node) for node in piece.graph.nodes):
             return piece.forward
         self.pieces += 1
+        inputs = piece.graph.find_nodes(op="placeholder")
+        examples = [node.meta["example_value"] for node in inputs]
         key = modes, _shape_of(piece, examples)
         if key in self._known:
             self.shared += 1
@@ -277,14 +265,14 @@ class Build:
                 self._known[key] = self._with_inductor(piece, examples)
         return self._known[key]
 
-    def _with_inductor(self, piece: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    def _with_inductor(self, piece: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         output = piece.graph.output_node()
         single = not isinstance(output.args[0], tuple | list)
         if single:  # Inductor compiles graphs that return a tuple
             output.args = ((output.args[0],),)
         piece.recompile()
         hits = _cache_hits()
-        compiled = compile_fx(piece, list(examples), config_patches=INDUCTOR_OPTIONS)
+        compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
         self.cached += _cache_hits() > hits
         run = self._wrap(cast(Callable[..., Any], compiled), piece)
         return (lambda *args: run(*args)[0]) if single else run
@@ -292,8 +280,9 @@ class Build:
 
 def _computes(node: Node) -> bool:
     """Whether ``node`` makes a tensor; sizes, and picks from tuples, are no work to compile."""
-    value = node.meta.get("example_value", node.meta.get("val"))
-    return node.op.startswith("call_") and isinstance(value, torch.Tensor | tuple | list)
+    return node.op.startswith("call_") and isinstance(
+        node.meta.get("example_value"), torch.Tensor | tuple | list
+    )
 
 
 def _cache_hits() -> int:
@@ -332,7 +321,7 @@ class _Entry:
         return self._forward(*inputs)
 
 
-class Part(torch.nn.Module):
+class _Part(torch.nn.Module):
     """What runs in the place of a part, in its own modes; None for those of the whole step."""
 
     def __init__(self, run: Callable[..., Any], modes: Modes | None) -> None:
@@ -397,7 +386,7 @@ class _CompiledStep:
         self.entry: _Entry | None = None
         """The compiled step that ran."""
         self.entered_at = 0.0
-        self.build: Build | None = None
+        self.build: _Build | None = None
         """What was compiled for this step; None while older code serves it."""
         self._compiler = compiler
         fn = _around(job.fn) if hasattr(job.fn, "__devgraph_mark__") else job.fn
@@ -460,11 +449,16 @@ class _CompiledStep:
         """Capture the compiled step."""
         self.live, self.session = self.job.spec.tracked(), session
         outputs = self()
-        plan, entry = self.plan, self.entry
+        plan, entry, build = self.plan, self.entry, self.build
         assert plan is not None and entry is not None
         plan.outputs = outputs
-        build = self.build or Build(self._compiler.name, self.job.backend.wrap_compiled)
-        plan.notes.update(build.notes(), pieces=entry.pieces)
+        plan.notes.update(
+            pieces=entry.pieces,
+            pieces_compiled=build.pieces - build.shared if build else 0,
+            pieces_shared=build.shared if build else 0,
+            pieces_cached=build.cached if build else 0,
+            compilations=1 if build else 0,
+        )
         return plan
 
 
@@ -514,28 +508,19 @@ class _Piecewise(Policy):
         return job.fn.capture(session)
 
     def _compiler(self, job: Job) -> _Compiler:
-        name = compiler_of(job, "breakable")
+        capabilities = job.backend.capabilities
+        if not capabilities.piecewise:
+            raise CapabilityError(
+                f"backend {job.backend.name!r} does not declare piecewise; use 'full' or "
+                f"'breakable'"
+            )
+        name = job.compiler or "eager"
+        if name not in capabilities.compilers:
+            raise CapabilityError(
+                f"backend {job.backend.name!r} cannot use compiler {name!r}; it has "
+                f"{', '.join(capabilities.compilers)}"
+            )
         return self._compilers.setdefault((name, type(job.backend)), _Compiler(name))
-
-
-def compiler_of(job: Job, otherwise: str) -> str:
-    """Return the compiler of a job's pieces.
-
-    Raises:
-        CapabilityError: its backend captures no compiled pieces, or none of that compiler;
-            ``otherwise`` names the policy that is like it and compiles nothing.
-    """
-    capabilities, name = job.backend.capabilities, job.compiler or "eager"
-    if not capabilities.piecewise:
-        raise CapabilityError(
-            f"backend {job.backend.name!r} does not declare piecewise; use {otherwise!r}"
-        )
-    if name not in capabilities.compilers:
-        raise CapabilityError(
-            f"backend {job.backend.name!r} cannot use compiler {name!r}; it has "
-            f"{', '.join(capabilities.compilers)}"
-        )
-    return name
 
 
 def _refuse_compiled(step: Callable[..., Any]) -> None:

@@ -19,7 +19,7 @@ declares = pytest.mark.devgraph_capability
 BREAKING = ("breakable", pytest.param("piecewise", marks=declares("piecewise")))
 """The policies that break a step at its marks, for ``parametrize``."""
 
-POLICIES = ("full", pytest.param("compiled", marks=declares("piecewise")), *BREAKING)
+POLICIES = ("full", *BREAKING)
 """Every policy, for ``parametrize``."""
 
 INTEGERS = 97

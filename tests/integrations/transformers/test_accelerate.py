@@ -41,7 +41,7 @@ from tests.support.transformers_models import FAMILIES, make_model, prompts
 # The package's name for it is the function.
 module = importlib.import_module("devgraph.integrations.transformers.accelerate")
 
-MODE: dict[str, Any] = {
+MODE = {
     "decode": {"policy": "full", "buckets": [1, 3], "max_padding": 3},
     "prefill": {"buckets": [16], "max_padding": 16},
 }
@@ -79,13 +79,10 @@ def generated(model: Any, inputs: dict[str, Any] | None = None, **kwargs: Any) -
     return model.generate(**(inputs or padded()), **values)
 
 
-def both(
-    model: Any, inputs: dict[str, Any] | None = None, policy: str = "full", **kwargs: Any
-) -> tuple[Any, Any]:
+def both(model: Any, inputs: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, Any]:
     """Return what the model generates by itself and accelerated, which it stays."""
     plain = generated(model, inputs, **kwargs)
-    mode = MODE | {"decode": MODE["decode"] | {"policy": policy}}
-    accelerate(model, **OPTIONS | {"mode": mode})
+    accelerate(model, **OPTIONS)
     return plain, generated(model, inputs, **kwargs)
 
 
@@ -100,22 +97,16 @@ def steps(model: Any) -> int:
     return engine.decode.stats().graph_steps + engine.prefill.stats().graph_steps
 
 
-QUICK = ("llama", "mistral", "gemma2", "gpt_neox")
+QUICK = {"llama", "mistral", "gemma2", "gpt_neox"}
 
 
 @pytest.mark.parametrize(
-    ("family", "policy"),
-    [
-        pytest.param(name, policy, marks=() if name in quick else pytest.mark.slow)
-        for policy, names, quick in (("full", FAMILIES, QUICK), ("compiled", QUICK, {"llama"}))
-        for name in names
-    ],
+    "family",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
-def test_padded_batch_gives_the_tokens_and_logits_of_plain_generate(
-    family: str, policy: str
-) -> None:
+def test_padded_batch_gives_the_tokens_and_logits_of_plain_generate(family: str) -> None:
     model = make_model(family)
-    plain, graphs = both(model, policy=policy, return_dict_in_generate=True, output_logits=True)
+    plain, graphs = both(model, return_dict_in_generate=True, output_logits=True)
     assert torch.equal(plain.sequences, graphs.sequences)
     close(torch.stack(graphs.logits), torch.stack(plain.logits))
     stats = generate_stats(model)
