@@ -97,6 +97,20 @@ def test_closed_capture_lets_go_of_its_arguments(host_args: dict[str, int]) -> N
     assert gone() is None and cap.segments
 
 
+def test_close_that_failed_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cap = dg.capture(torch.relu, torch.randn(4, WIDTH), backend="cpu")
+    [graph] = cap.segments
+
+    def failing() -> None:
+        raise RuntimeError("the device is busy")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="busy"):
+        patch.setattr(graph, "close", failing)
+        cap.close()
+    cap.close()
+    assert graph.state == "closed"
+
+
 def test_ambient_context_is_read_once_per_replay_on_every_way() -> None:
     reads: list[int] = []
     now = [1]

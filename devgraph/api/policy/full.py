@@ -93,12 +93,12 @@ class FullPlan:
     def close(self) -> None:
         """Close every graph, and let go of the arguments."""
         self.outputs = self._targets = None
-        del self._job
         for graph in self._graphs:
             graph.close()
         if self._broken is not None:
             self._broken.close()
             self._broken = None
+        del self._job  # last: a close that failed is called again
 
     # Graphs.
 
