@@ -297,11 +297,11 @@ print(json.dumps([sorted(devices), right, thread, torch.npu.current_device()]))
 
 
 ENDING = """
-import os, sys, time
+import os, time
 os.dup2(1, 2)  # what is said at the end is seen by the test
 from tests.sim.ascend import activate
 driver = activate()
-driver.set(sync_timeout_ms=30_000)
+driver.set(sync_timeout_ms=600_000)  # longer than the test waits
 import torch
 import devgraph as dg
 
@@ -325,9 +325,9 @@ captured.replay(factor=3.0)
 backend.synchronize()
 host_seconds = seconds
 captured.replay(factor=4.0)
-print(time.monotonic(), flush=True)
+print("ends", flush=True)
 """
-"""A program that says when it ends, and does while the host code of a region runs."""
+"""A program that ends while the host code of a region runs."""
 
 
 @pytest.mark.parametrize(
@@ -339,9 +339,7 @@ def test_process_that_ends_during_an_update_does_not_hang(
     driver: Driver, run_python: Any, ending: str, said: str
 ) -> None:
     """torch_npu waits for the device at the end, and the device for the update."""
-    begun, _, rest = run_python(ENDING, ENDING=ending).partition("\n")
-    assert rest.startswith(said)
-    assert time.monotonic() - float(begun) < 28  # less than the driver's own limit
+    assert run_python(ENDING, ENDING=ending).startswith(f"ends\n{said}")
 
 
 def test_process_ends_silently_even_if_freed_memory_is_written_to(
