@@ -100,20 +100,16 @@ def test_region_that_draws_random_numbers_is_refused_at_capture(driver: Driver) 
         dg.capture(step, torch.ones(4).npu(), backend="npu", host_args={"scale": 2.0})
 
 
-def test_replay_returns_before_its_delayed_update_is_done(
+def test_replay_returns_before_its_update_is_done(
     driver: Driver, backend: Any, captured: Any
 ) -> None:
     backend.try_new_values = False
-    driver.set(update_delay_ms=100)  # of each of the three regions
-    begun = time.perf_counter()
-    out = captured.replay(factor=5.0)
-    returned = time.perf_counter() - begun
     before = driver.counter("task_updates")
+    with driver.setting(hold_updates=1):
+        out = captured.replay(factor=5.0)
+        assert driver.counter("task_updates") == before
     backend.synchronize()
-    done = time.perf_counter() - begun
-    assert returned < 0.1, f"the replay returned after {returned:.3f} s"
-    assert done >= 0.3, f"three delayed updates were done after {done:.3f} s"
-    assert driver.counter("task_updates") > before
+    assert driver.counter("task_updates") == before + 3
     assert torch.equal(out.cpu(), wanted(captured.x, 5.0))
 
 
@@ -134,22 +130,27 @@ def test_five_hundred_random_steps_are_right_with_delayed_updates(
         assert torch.equal(result.cpu(), wanted(captured.x, factor))
 
 
-def _steps(backend: Any, captured: Any) -> list[bool]:
-    factors = [1.0, 4.0, 2.0, 7.0, 3.0, 6.0]
-    results = [captured.replay(factor=factor).clone() for factor in factors]
+def _right_beside_held_replays(
+    driver: Driver, backend: Any, captured: Any, *, updates: int
+) -> bool:
+    """Run two steps whose replays start only when ``updates`` task updates were done."""
+    factors, before = [1.0, 4.0], driver.counter("task_updates")
+    with driver.setting(hold_replays=1):
+        results = [captured.replay(factor=factor).clone() for factor in factors]
+        while driver.counter("task_updates") < before + updates:
+            time.sleep(0.001)
     backend.synchronize()
-    return [
+    return all(
         torch.equal(result.cpu(), wanted(captured.x, factor))
         for factor, result in zip(factors, results, strict=True)
-    ]
+    )
 
 
 def test_update_never_overtakes_the_previous_replay(
     driver: Driver, backend: Any, captured: Any
 ) -> None:
     backend.try_new_values = False
-    driver.set(replay_delay_ms=20)  # a slow replay is what an update could overtake
-    assert all(_steps(backend, captured))
+    assert _right_beside_held_replays(driver, backend, captured, updates=3)
 
 
 def test_update_without_the_fence_is_caught_by_the_same_steps(run_python: Any) -> None:
@@ -164,25 +165,24 @@ driver = activate()
 import os, torch
 import devgraph as dg
 from devgraph.npu.task_groups import TaskGroups
-from tests.npu.test_task_groups import _steps, step
+from tests.npu.test_task_groups import _right_beside_held_replays, step
 
 backend = dg.get_backend("npu")
-backend.try_new_values, backend.channel.timeout = False, 1.0
+backend.try_new_values = False
 captured = dg.capture(step, torch.arange(8.0).to("npu"), backend=backend, host_args={"factor": 2.0})
 captured.x = torch.arange(8.0)
 captured.replay(factor=3.0)
 backend.synchronize()
-driver.set(replay_delay_ms=100, sync_timeout_ms=5000)
-print("with the fence", all(_steps(backend, captured)))
+print("with the fence", _right_beside_held_replays(driver, backend, captured, updates=3))
 real = TaskGroups._job
 
 def unfenced(self, *args, **kwargs):
     self._fenced = True
     return real(self, *args, **kwargs)
 
-TaskGroups._job = unfenced
+TaskGroups._job, backend.channel.timeout = unfenced, 1.0
 try:
-    print("without it", all(_steps(backend, captured)))
+    print("without it", _right_beside_held_replays(driver, backend, captured, updates=6))
 except (dg.UpdateError, RuntimeError) as error:
     print("without it", False)
 os._exit(0)
@@ -196,18 +196,16 @@ os._exit(0)
 def test_lost_record_of_an_event_is_a_typed_error_and_the_device_goes_on(
     driver: Driver, backend: Any, captured: Any, waits: str
 ) -> None:
-    backend.channel.timeout = 0.5
     driver.set(lose_record_in=2)
-    begun = time.perf_counter()
     captured.replay(factor=4.0)
+    timeout, backend.channel.timeout = backend.channel.timeout, 0.5
     with pytest.raises(dg.UpdateError, match="record of an event was lost"):
         if waits == "synchronize":
             backend.synchronize()
         else:
-            while time.perf_counter() - begun < 5:
+            while True:
                 captured.replay(factor=4.0)
-                time.sleep(0.1)
-    assert time.perf_counter() - begun < 5
+    backend.channel.timeout = timeout
     assert any("record was lost" in line for line in driver.report())
     graph = captured.segments[0]
     assert graph.state == "dirty"

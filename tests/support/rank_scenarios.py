@@ -235,7 +235,7 @@ def mixed(rank: int, world: RankGroup, backend: str) -> Any:
     elif backend == "npu":
         from tests.sim.ascend import activate
 
-        activate().set(sync_timeout_ms=30_000)
+        activate()
     group = RankGroup(
         dist.PrefixStore(f"group{rank // 2}", world._store),
         rank % 2,

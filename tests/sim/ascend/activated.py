@@ -10,7 +10,7 @@ import pytest
 from tests.sim import ascend
 
 if ascend.unavailable_reason() is None:  # else the tests are skipped and say it
-    ascend.activate().set(sync_timeout_ms=20_000)
+    ascend.activate()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -52,7 +52,6 @@ def ascend_session(request: pytest.FixtureRequest) -> ascend.Driver:
     if reason := _skip_reason(request.config):
         pytest.skip(reason)
     driver = ascend.activate()
-    driver.set(sync_timeout_ms=20_000)  # a blocked stream is a failed test, not a lost session
     gc.freeze()  # modules, which the collections of every test would look through again
     return driver
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import json
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -301,18 +300,24 @@ def test_two_updates_are_one_credit(driver: Driver) -> None:
     assert region.value() == 8.0
 
 
-def test_replay_returns_before_a_delayed_update_is_done(driver: Driver) -> None:
+def test_held_updates_and_replays_are_done_when_they_are_let_go(driver: Driver) -> None:
     region = Region(driver)
     region.set(1.0)
     region.graph.replay()
     torch.npu.synchronize()
-    driver.set(update_delay_ms=300)
-    begun = time.monotonic()
-    region.graph.replay()
-    region.set(5.0)
-    assert time.monotonic() - begun < 0.2
-    assert region.value() == 12.0
-    assert time.monotonic() - begun >= 0.3
+    for held, counter in (("hold_updates", "task_updates"), ("hold_replays", "replays")):
+        before = driver.counter(counter)
+        with driver.setting(**{held: 1}):
+            region.graph.replay()
+            region.set(5.0)
+            with (
+                driver.setting(sync_timeout_ms=200),
+                pytest.raises(RuntimeError, match="507046"),
+            ):
+                torch.npu.synchronize()
+            assert driver.counter(counter) == before
+        assert region.value() == 12.0
+        region.out.zero_()
 
 
 def test_lost_event_record_blocks_the_replay(driver: Driver) -> None:
@@ -366,7 +371,6 @@ def test_flag_events_of_older_drivers_order_updates_as_well(
         """
 from tests.sim.ascend import activate
 driver = activate(flag_events=True)
-driver.set(sync_timeout_ms=300)
 from tests.sim.ascend.test_driver import Region
 import torch
 region = Region(driver)
@@ -377,7 +381,8 @@ for number in (1.0, 4.0):
     got.append(region.value())
 region.graph.replay()
 try:
-    torch.npu.synchronize()
+    with driver.setting(sync_timeout_ms=300):
+        torch.npu.synchronize()
     got.append("not blocked")
 except RuntimeError:
     got.append("blocked")
@@ -553,10 +558,10 @@ os._exit(0)
 def test_graph_destroyed_while_it_runs_is_counted(driver: Driver) -> None:
     x = torch.zeros(2, device="npu")
     graphs = [capture(lambda: x.add_(1)) for _ in range(2)]
-    driver.set(replay_delay_ms=100)
     with driver.counting() as moved:
-        graphs[0].replay()
-        graphs[0].reset()
+        with driver.setting(hold_replays=1):
+            graphs[0].replay()
+            graphs[0].reset()
         torch.npu.synchronize()
         graphs[1].replay()
         torch.npu.synchronize()

@@ -20,9 +20,11 @@ std::map<std::string, Value>& settings() {
              {"devices", 1},       // simulated devices; fixed once torch_npu has asked
              {"memory_mb", 8192},  // device memory of each
              {"streams", 2048},  // hardware streams of each: streams, and one per stream of a graph
-             {"sync_timeout_ms", 60000},  // a synchronise of a blocked stream fails after this
+             {"sync_timeout_ms", 120000},  // a synchronise of a blocked stream fails after this
              {"update_delay_ms", 0},      // every task update takes this long on its stream
              {"replay_delay_ms", 0},      // every replay starts this late on its stream
+             {"hold_updates", 0},         // no task update is done while this is set
+             {"hold_replays", 0},         // no replay starts while this is set
              {"fail_stream_in", 0},  // the n-th hardware stream from now is refused; 0 is never
              {"fail_stream_code", 207008},
              {"fail_capture_in", 0},      // the n-th capture from now is refused at its begin
@@ -60,6 +62,11 @@ int copy_out(const std::string& text, char* out, int room) {
 namespace sim {
 
 int64_t setting(const char* name) { return settings().at(name); }
+
+void wait_while(Device& dev, const char* name) {
+  Lock lock(mutex);
+  wait_until(lock, dev, [name] { return !setting(name); });
+}
 
 bool countdown(const char* name) {
   auto& value = settings().at(name);
@@ -123,7 +130,9 @@ int fakeacl_settings(char* out, int room) {
 int fakeacl_set(const char* name, int64_t value) {
   auto found = settings().find(name);
   if (found == settings().end()) return -1;
+  Lock lock(sim::mutex);  // else who looks at it now would miss that it changed
   found->second = value;
+  progress.notify_all();
   if (!strcmp(name, "trace")) tracing = value != 0;
   return 0;
 }

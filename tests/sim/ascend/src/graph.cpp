@@ -23,6 +23,7 @@ static void run_nodes(Model& model) {
 }
 
 static void replay(Model& model, int stream) {
+  wait_while(device(model.device), "hold_replays");
   if (int64_t delay = setting("replay_delay_ms"))
     std::this_thread::sleep_for(std::chrono::milliseconds(delay));
   {

@@ -118,7 +118,9 @@ static aclError enqueue_update(Stream* stream, Kind kind, const std::string& nam
   stream->updated++;
   auto fresh = std::make_shared<Work>(std::move(work));
   auto owner = stream->update_model;
-  stream->queue.push_back(Task{Kind::signal, "update " + name, [owner, node, fresh] {
+  Device& dev = device(stream->device);
+  stream->queue.push_back(Task{Kind::signal, "update " + name, [owner, node, fresh, &dev] {
+                                 wait_while(dev, "hold_updates");
                                  if (int64_t delay = setting("update_delay_ms"))
                                    std::this_thread::sleep_for(std::chrono::milliseconds(delay));
                                  std::shared_ptr<Work> old;  // destroyed without the lock

@@ -117,6 +117,7 @@ std::vector<Device*> all_devices();
 
 // Faults and settings; see control.cpp for the names.
 int64_t setting(const char* name);
+void wait_while(Device&, const char* name);  // until that setting is 0, or the device failed
 bool countdown(const char* name);  // true when an armed "n-th call fails" fault fires now
 void count(const char* counter, int64_t by = 1);
 void report(const std::string& line);  // to stderr and to the log that the tests read
