@@ -23,7 +23,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import utils
 from transformers.generation.configuration_utils import GenerationMode
@@ -65,7 +65,7 @@ class Fallback(str, enum.Enum):
     text: str
 
     MODE = "generation_mode", "beams, contrastive search and other modes than greedy and sampling"
-    OUTPUTS = "outputs", "attentions or hidden states as outputs"
+    OUTPUTS = "outputs", "attentions or hidden states as outputs, or a tuple"
     CACHE = "cache", "no cache, or another than keys and values of this batch in a DynamicCache"
     INPUTS = "inputs", "inputs besides token ids, their mask and their positions"
     MASK = "mask", "a mask or positions that are not those of padding at the left"
@@ -74,7 +74,7 @@ class Fallback(str, enum.Enum):
     LENGTH = "over_max_len", "more positions than max_len"
     LOGITS = "all_logits", "the logits of more tokens than a step checks"
     NESTED = "nested", "a generation of the same model inside this one"
-    MODEL = "model", "the model is in training mode, or was changed to what no engine runs"
+    MODEL = "model", "a model in training mode, with hooks, under autocast, or that no engine runs"
     CONFIG = "generation_config", "options of generate_batch that the engine has not"
 
 
@@ -139,11 +139,13 @@ class _Deferral:
             if self._own is not None and not self._users:
                 utils.DeferredStopCheck = self._own
 
-    def _supported(self, device: torch.device, cache: Any, *args: Any, **kwargs: Any) -> bool:
+    def _supported(
+        self, device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
+    ) -> bool:
         seat = seat_of(cache)
         if seat is not None and seat.deterministic and device.type != "cpu":
-            return True
-        return bool(self._own.is_supported(device, cache, *args, **kwargs))
+            return not is_assistant  # Its criteria remember what they were asked.
+        return bool(self._own.is_supported(device, cache, cache_is_returned, is_assistant))
 
 
 _deferral = _Deferral()
@@ -158,7 +160,7 @@ class _Acceleration:
         self.fallbacks: Counter[str] = Counter()
         self._make = make
         self.engine = make()
-        self._weights = self._addresses()
+        self._made_of = _made_of(model)
         self._checking: DecodeRunner | None = None
         self._seat: Seat | None = None
         self._lock = threading.RLock()
@@ -239,32 +241,31 @@ class _Acceleration:
             return Fallback.MASK
         if any(pads) and self.engine.model.own is not None:
             return Fallback.PADDING
-        cache = inputs.get("past_key_values")
+        cache: Any = inputs.get("past_key_values")
         if self._seat is None or not self._seat.resume(cache, pads):
             self._vacate()
             if not Seat.fits(self.engine, cache, batch):
                 return Fallback.CACHE
+            if cache.get_seq_length() - min(pads) > self.engine.model.positions:
+                return Fallback.LENGTH
             self.engine.ready()
             self._seat = Seat(self.engine, cache, pads)
         self._seat.deterministic = not config.do_sample
         return None
 
     def _usable(self) -> bool:
-        """Whether graphs of this model are those of its weights; they are made anew if not."""
-        if self.model.training:
+        """Whether graphs can do what the model does now; they are made anew if it was changed."""
+        if _aside(self.model) or torch.is_autocast_enabled(self.engine.model.device.type):
             return False
-        if self._addresses() != self._weights or self.engine.closed:
+        if _made_of(self.model) != self._made_of or self.engine.closed:
             self._close()
             try:
                 self.engine = self._make()
-            except UnsupportedModelError as error:
+            except (UnsupportedModelError, InputError) as error:
                 logger.warning("%s", error)
                 return False
-            self._weights = self._addresses()
+            self._made_of = _made_of(self.model)
         return True
-
-    def _addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self.model.parameters()]
 
     def _fall_back(self, reason: Fallback, cache: Any = None) -> None:
         """Count a request for transformers' own code; refuse it if the mode is strict."""
@@ -291,19 +292,29 @@ class _Acceleration:
             if reason is None:
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
             self._fall_back(reason, cache)
-        return self._hooks["forward"].own(*args, **kwargs)
+        with self._lock:  # A step of another thread has the model's modules changed.
+            return self._hooks["forward"].own(*args, **kwargs)
 
     def _run(self, seat: Seat, inputs: dict[str, Any]) -> tuple[Fallback | None, Tensor | None]:
         """Run a forward over a seated cache: its logits, or why it cannot."""
-        if inputs.get("output_attentions") or inputs.get("output_hidden_states"):
+        if (
+            inputs.get("output_attentions")
+            or inputs.get("output_hidden_states")
+            or inputs.get("return_dict") is False
+        ):
             return Fallback.OUTPUTS, None
-        ids, keep = inputs["input_ids"], inputs.get("logits_to_keep", 0)
+        ids, keep = inputs.get("input_ids"), inputs.get("logits_to_keep", 0)
+        others = inputs.keys() - _INPUTS - _ALWAYS
+        if any(inputs[name] is not None for name in others) or ids is None or not ids.numel():
+            return Fallback.INPUTS, None
         count = ids.shape[1]
         if seat.length + count - min(seat.pads) > self.engine.model.positions:
             return Fallback.LENGTH, None
         # A row that only has padding yet has no token to decode.
         if count == 1 and seat.length >= max(seat.pads):
             return None, seat.decode(ids, self.engine.decode)
+        if not seat.follow(inputs.get("position_ids"), count):
+            return Fallback.MASK, None
         if keep == 1:
             return None, seat.packed(ids)
         keep = keep or count
@@ -383,6 +394,8 @@ class _Acceleration:
 _INPUTS = frozenset(
     {"attention_mask", "input_ids", "logits_to_keep", "past_key_values", "position_ids"}
 )
+_ALWAYS = frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"})
+"""What the loop says to every forward besides."""
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -400,6 +413,54 @@ def _chosen(config: GenerationConfig, kwargs: Mapping[str, Any]) -> bool:
     )
 
 
+_COLLECTING = "transformers.utils.output_capturing"
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+def _aside(model: PreTrainedModel) -> bool:
+    """Whether forwards of ``model`` do what no graph holds: drop out at random, or call hooks,
+    except those by which transformers collects outputs where a request asks for them."""
+    for module in model.modules():
+        if module.training:
+            return True
+        if module._forward_hooks or module._forward_pre_hooks:
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            if any(getattr(hook, "__module__", None) != _COLLECTING for hook in hooks):
+                return True
+    return False
+
+
+def _made_of(model: PreTrainedModel) -> list[Any]:
+    """Return what a graph of ``model`` depends on: its modules, where their tensors are, and what
+    their attributes say (an adapter is on or off by one). Equal lists mean the same computation."""
+    found: list[Any] = []
+    for module in model.modules():
+        found.append(module)
+        for tensors in (module._parameters, module._buffers):
+            for tensor in tensors.values():
+                if tensor is not None:
+                    found += tensor.data_ptr(), tensor.dtype, tensor.shape
+        if module is model:
+            continue  # It has attributes of the loop, which come and go.
+        for name, value in vars(module).items():
+            if name in _OF_MODULES:
+                continue
+            if isinstance(value, _SIMPLE) or callable(value):
+                found += name, value
+            elif _is_simple(value):
+                found += name, repr(value)  # as it is now: it may be written in place
+    return found
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, _SIMPLE) or (
+        isinstance(value, list | tuple) and all(map(_is_simple, value))
+    )
+
+
 def _pads_of(inputs: Mapping[str, Any], batch: int) -> list[int] | None:
     """Return the tokens of padding at the left of each row; None if that is not all there is."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -408,10 +469,11 @@ def _pads_of(inputs: Mapping[str, Any], batch: int) -> list[int] | None:
         if mask.dim() != 2 or mask.shape[0] != batch:
             return None
         length = mask.shape[1]
+        mask = mask.bool()
         hidden = length - mask.sum(1)
         ramp = torch.arange(length, device=mask.device)
         pads = hidden.tolist()
-        if max(pads) == length or not torch.equal(mask.bool(), ramp >= hidden[:, None]):
+        if max(pads) == length or not torch.equal(mask, ramp >= hidden[:, None]):
             return None
     if positions is not None:
         begins = torch.tensor(pads, device=positions.device)[:, None]

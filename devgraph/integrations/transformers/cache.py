@@ -101,9 +101,11 @@ class KVCache(Cache):  # type: ignore[misc]
             return made.transpose(0, 1) if rows_first else made
 
         layers = []
-        for shape in shapes:
-            keys, values = (rows(shape.kv_heads, dim) for dim in (shape.key_dim, shape.value_dim))
-            layers.append(CacheLayer(shape, keys, values, slots))
+        with torch.inference_mode(False):  # in which they could not be written outside of that mode
+            for shape in shapes:
+                dims = (shape.key_dim, shape.value_dim)
+                keys, values = (rows(shape.kv_heads, dim) for dim in dims)
+                layers.append(CacheLayer(shape, keys, values, slots))
         super().__init__(layers=layers)
         self._clean = [0] * slots
         self._target: Tensor | None = None

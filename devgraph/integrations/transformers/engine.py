@@ -449,7 +449,8 @@ class Engine:
     ) -> list[Completion]:
         """Run ``prompts`` to their ends and return their completions in order.
 
-        More prompts than slots wait for a place; requests that were queued before run along.
+        More prompts than slots wait for a place; requests that were queued before run along. An
+        error, also of ``on_event``, cancels these prompts and leaves the others.
 
         Args:
             sampling: for all prompts, or one for each.
@@ -465,10 +466,17 @@ class Engine:
         requests = {request.id: request for request in made}
         for request in made:
             self._scheduler.add(request)
-        while any(request.finish_reason is None for request in requests.values()):
-            for event in self.step():
-                if on_event is not None and event.request_id in requests:
-                    on_event(event)
+        try:
+            while any(request.finish_reason is None for request in requests.values()):
+                for event in self.step():
+                    if on_event is not None and event.request_id in requests:
+                        on_event(event)
+        except BaseException:
+            # Nobody has their ids.
+            for request in made:
+                if request.finish_reason is None:
+                    self.cancel(request.id)
+            raise
         return [_completion_of(request) for request in requests.values()]
 
     # -- graphs ----------------------------------------------------------------------------------

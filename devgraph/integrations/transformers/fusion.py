@@ -25,8 +25,9 @@ import itertools
 import logging
 import math
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,27 @@ from devgraph.api.marks.marks import is_capturing
 logger = logging.getLogger(__name__)
 
 _ROTARY = "apply_rotary_pos_emb"
+
+
+_turning_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _turning(turns: Mapping[ModuleType, Callable[..., Any]]) -> Iterator[None]:
+    """Call ``turns``, with the function that they stand in for first, as the rotary functions of
+    Python modules. Those are for all threads, so steps of other models wait."""
+    if not turns:
+        yield
+        return
+    with _turning_lock:
+        originals = {home: getattr(home, _ROTARY) for home in turns}
+        try:
+            for home, original in originals.items():
+                setattr(home, _ROTARY, functools.partial(turns[home], original))
+            yield
+        finally:
+            for home, original in originals.items():
+                setattr(home, _ROTARY, original)
 
 
 class Seen:
@@ -58,11 +80,11 @@ class Seen:
     def noting(self) -> Iterator[None]:
         """Take notes for the duration."""
         hooks = []
-        originals = {}
+        notes = {}
         for parent in self._model.modules():
             home = sys.modules[type(parent).__module__]
-            if home not in originals and hasattr(home, _ROTARY):
-                originals[home] = getattr(home, _ROTARY)
+            if hasattr(home, _ROTARY):
+                notes[home] = functools.partial(self._note_rotary, home)
             if "RMSNorm" in type(parent).__name__ and "forward" not in parent.__dict__:
                 hooks.append(parent.register_forward_pre_hook(self._note_norm, with_kwargs=True))
             note = functools.partial(self._note_linear, parent)
@@ -70,14 +92,11 @@ class Seen:
                 if type(child) is nn.Linear:
                     hooks.append(child.register_forward_pre_hook(note))
         try:
-            for home, original in originals.items():
-                setattr(home, _ROTARY, functools.partial(self._note_rotary, home, original))
-            yield
+            with _turning(notes):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for home, original in originals.items():
-                setattr(home, _ROTARY, original)
 
     def _note_norm(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         plain = len(args) == 1 and not kwargs
@@ -97,13 +116,13 @@ class Seen:
         return call()
 
     def groups(self) -> Iterator[tuple[list[nn.Linear], torch.Size]]:
-        """Return runs of two or more siblings with one input, each layer called once, and the shape
+        """Return runs of two or more siblings with one input, each weight used once, and the shape
         of that input."""
-        counts = Counter(child for _, child, _ in self._calls)
+        counts = Counter(child.weight for _, child, _ in self._calls)
         for _, calls in itertools.groupby(self._calls, lambda call: (id(call[0]), id(call[2]))):
             run = list(calls)
             group = [child for _, child, _ in run]
-            if len(group) > 1 and all(counts[child] == 1 for child in group):
+            if len(group) > 1 and all(counts[child.weight] == 1 for child in group):
                 yield group, run[0][2].shape
 
 
@@ -152,6 +171,7 @@ class _Projections:
             parameters["weight"].data_ptr() == address for parameters, address in self._addresses
         )
 
+    @torch.inference_mode(False)  # in which weights could not be written outside of that mode
     @torch.no_grad()
     def join(self) -> None:
         """Put the weights side by side and make the layers' own weights views of that.
@@ -286,19 +306,17 @@ class Fusion:
     def active(self) -> Iterator[None]:
         """Run the model with the stand-ins for the duration."""
         self._refresh()
-        originals = [(home, getattr(home, _ROTARY)) for home in self._rotary]
+        turns = {
+            home: functools.partial(self._turn_or, forms) for home, forms in self._rotary.items()
+        }
         try:
             for attributes, forward in self._forwards:
                 attributes["forward"] = forward
-            for home, original in originals:
-                turn = functools.partial(self._turn_or, original, self._rotary[home])
-                setattr(home, _ROTARY, turn)
-            yield
+            with _turning(turns):
+                yield
         finally:
             for attributes, _ in self._forwards:
                 attributes.pop("forward", None)
-            for home, original in originals:
-                setattr(home, _ROTARY, original)
             for group in self._projections:
                 group.forget()
             self._turned.clear()
@@ -326,7 +344,7 @@ class Fusion:
         return _turn_together(q, k, tables[1], tables[2], heads_dim=unsqueeze_dim)
 
     def _turn_or(
-        self, original: Callable[..., Any], forms: set[_Form], /, *args: Any, **kwargs: Any
+        self, forms: set[_Form], original: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         turn = self._turn if _form(args, kwargs) in forms else original
         return turn(*args, **kwargs)

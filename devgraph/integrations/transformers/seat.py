@@ -3,14 +3,15 @@
 A cache of transformers is a list of layers. Seating it replaces them by layers that answer for the
 rows of the engine's slots, row ``b`` of the batch in slot ``b``; leaving puts plain layers with the
 same keys and values back. So the cache object stays the caller's, and whatever transformers or the
-caller does with it that slots cannot do (beams reordered, rows repeated, a copy) makes it leave
-first. One cache is seated at a time::
+caller does with it that slots cannot do (beams reordered, rows repeated) makes it leave first, and
+a copy of it has plain layers. One cache is seated at a time::
 
     plain --enter--> seated --leave, or the cache is gone--> plain
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Sequence
@@ -54,9 +55,11 @@ class Seat:
         self._engine = engine
         self._rows = engine.model.cache
         self._cache = weakref.ref(cache)
-        self._given: list[weakref.ref[Tensor]] = []
+        self._given: list[tuple[weakref.ref[Tensor], int | None]] = []
         self.records = False
         self._next: Tensor | None = None
+        self._kind = cache.layer_class_to_replicate
+        self._windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
         for slot in range(len(pads)):
             self._rows.release(slot)
         if self.length:
@@ -101,15 +104,21 @@ class Seat:
             return []
         if seat_of(cache) is not self:
             return list(cache.layers)
-        layers: list[CacheLayerMixin] = DynamicCache(config=self._engine.model.model.config).layers
-        for index, layer in enumerate(layers):
-            if self.records and isinstance(layer, DynamicSlidingWindowLayer):
-                layer.activate_past_recording()
-            if self.length:
-                layer.update(*self.rows(index))
+        layers = [self.plain(index) for index in range(len(cache.layers))]
         cache.layers[:] = layers
-        self._given = [weakref.ref(layer.keys) for layer in layers] if self.length else []
+        cache.layer_class_to_replicate = self._kind
+        self._given = [(weakref.ref(rows), _changes(rows)) for rows in _rows_of(layers)]
         return layers
+
+    def plain(self, index: int) -> CacheLayerMixin:
+        """Return a layer of the kind that the cache came with, and copies of the rows in it."""
+        window = self._windows[index] if self._windows else None
+        layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(window)
+        if self.records and window is not None:
+            layer.activate_past_recording()
+        if self.length:
+            layer.update(*self.rows(index))
+        return layer
 
     def resume(self, cache: Any, pads: list[int]) -> bool:
         """Seat ``cache`` again if the slots still hold what it holds; return whether they do."""
@@ -117,9 +126,10 @@ class Seat:
         if held is None or held is not cache or self.pads != pads:
             return False
         if seat_of(held) is not self:
-            if len(self._given) != len(held.layers) or any(
-                layer.keys is not given()
-                for layer, given in zip(held.layers, self._given, strict=True)
+            rows = _rows_of(held.layers)
+            if len(rows) != len(self._given) or not all(
+                given() is one and changes is not None and changes == _changes(one)
+                for one, (given, changes) in zip(rows, self._given, strict=True)
             ):
                 return False
             self._sit(held)
@@ -128,6 +138,7 @@ class Seat:
     def _sit(self, cache: DynamicCache) -> None:
         cache.layers[:] = [_SeatedLayer(self, index) for index in range(len(self._rows.layers))]
         cache.layer_class_to_replicate = None
+        self._next = None  # of the step before, which may not have come to its end
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer as transformers keeps them, padding at the left."""
@@ -147,6 +158,13 @@ class Seat:
         if tokens:
             length = min(self.length, tokens) if tokens > 0 else self.length + tokens
             self.length, self._next = max(0, length), None
+
+    def follow(self, positions: Tensor | None, count: int) -> bool:
+        """Whether so many tokens at ``positions`` are those behind the tokens of every row."""
+        if positions is None:
+            return True
+        last = torch.tensor([self.length + count - 1 - pad for pad in self.pads])
+        return bool(((positions[:, -1].cpu() == last) | (last < 0)).all())
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -170,7 +188,7 @@ class Seat:
             at = (at[:, :, None] + torch.arange(width, device=at.device)).flatten(1)
             ids = F.pad(ids, (0, width - count))
         out = runner.run(
-            {"input_ids": ids.reshape(-1), "position_ids": at[0], "slot_mapping": at[1]},
+            {"input_ids": ids.reshape(-1).long(), "position_ids": at[0], "slot_mapping": at[1]},
             host_args=model.decode_host_values(starts, width),
             variant={"width": width} if width > 1 else None,
             longest=max(starts) + width,
@@ -214,6 +232,17 @@ class Seat:
         return steps
 
 
+def _rows_of(layers: Sequence[Any]) -> list[Tensor]:
+    return [
+        rows for layer in layers if layer.keys is not None for rows in (layer.keys, layer.values)
+    ]
+
+
+def _changes(rows: Tensor) -> int | None:
+    """Return how often ``rows`` were written in place; tensors of inference mode do not say."""
+    return None if rows.is_inference() else rows._version
+
+
 class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer of a seated cache; what is asked of all layers in turn is done at the first."""
 
@@ -247,6 +276,10 @@ class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def activate_past_recording(self) -> None:
         self.seat.records = True
+
+    def __reduce__(self) -> Any:
+        """A copy, or a pickle, is a plain layer."""
+        return copy.copy, (self.seat.plain(self._index),)
 
     def crop(self, tokens_to_remove: int) -> None:
         if self._index == 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -52,6 +53,9 @@ OPTIONS: dict[str, Any] = {
     "max_len": 128,
     "max_step_tokens": 16,
 }
+
+
+RETURNED = {"return_dict_in_generate": True}
 
 
 @pytest.fixture
@@ -393,6 +397,212 @@ def test_threads_that_generate_with_one_model_wait_for_each_other(model: Any) ->
         thread.join()
     for i, want in enumerate(wants):
         assert torch.equal(found[i], want)
+
+
+def test_forward_in_another_thread_waits_for_the_steps_of_a_generation(model: Any) -> None:
+    ids = torch.tensor([prompts(3)[2]])
+    want = model(ids).logits
+    accelerate(model, **OPTIONS)
+    began, found = threading.Event(), []
+
+    def forward() -> None:
+        began.set()
+        found.append(model(ids).logits)
+
+    other = threading.Thread(target=forward)
+
+    class Starts(Collected):
+        def put(self, value: Any) -> None:
+            super().put(value)
+            if not began.is_set():
+                other.start()
+                assert began.wait(60)
+            assert not found
+
+    generated(model, {"input_ids": ids}, streamer=Starts())
+    other.join()
+    close(found[0], want)
+
+
+def test_int32_ids_and_masks_of_floats_are_those_of_plain_generate(model: Any) -> None:
+    rows = padded()
+    asked = [
+        {"input_ids": torch.tensor([[5]], dtype=torch.int32)},
+        rows | {"attention_mask": rows["attention_mask"].float()},
+    ]
+    wants = [generated(model, inputs) for inputs in asked]
+    accelerate(model, **OPTIONS)
+    assert all(
+        torch.equal(generated(model, inputs), want)
+        for inputs, want in zip(asked, wants, strict=True)
+    )
+    assert generate_stats(model).fallbacks == {}
+
+
+def test_cache_that_slots_cannot_continue_falls_back(model: Any) -> None:
+    """It is longer than a slot, or its next positions begin anew."""
+    ids = torch.arange(1, 151)[None]
+
+    def run() -> list[Any]:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=ids[:, :-2], past_key_values=cache)
+        first = generated(model, {"input_ids": ids[:, :9]}, max_new_tokens=1, **RETURNED)
+        again = {"input_ids": ids[:, 20:29], "past_key_values": first.past_key_values}
+        return [
+            generated(model, {"input_ids": ids}, past_key_values=cache),
+            generated(model, again),
+        ]
+
+    want = run()
+    accelerate(model, **OPTIONS)
+    assert all(map(torch.equal, run(), want))
+    assert generate_stats(model).fallbacks == {"over_max_len": 1, "mask": 1}
+
+
+def test_returned_cache_has_the_layers_that_it_came_with() -> None:
+    model = make_model("mistral")
+    inputs = {"input_ids": torch.tensor([prompts(3)[2]])}
+
+    def run() -> tuple[Any, ...]:
+        cache = DynamicCache()  # which keeps all rows of sliding windows too
+        out = generated(model, inputs, past_key_values=cache)
+        cache.crop(-5)
+        kinds = [type(layer) for layer in cache.layers]
+        return out.tolist(), kinds, cache.layers[0].keys.shape, cache.layer_class_to_replicate
+
+    want = run()
+    accelerate(model, **OPTIONS)
+    assert run() == want
+    unaccelerate(model)
+
+
+@pytest.mark.parametrize("written", ["keys", "values"])
+def test_cache_written_between_two_turns_is_copied_to_the_slots(model: Any, written: str) -> None:
+    def talk() -> Any:
+        first = generated(model, {"input_ids": torch.tensor([prompts(3)[2]])}, **RETURNED)
+        layer = first.past_key_values.layers[1]
+        if written == "keys":
+            layer.keys.mul_(-1)
+        else:
+            layer.values = -layer.values
+        ids = torch.cat([first.sequences, torch.full((1, 2), 7)], dim=1)
+        return generated(model, {"input_ids": ids}, past_key_values=first.past_key_values)
+
+    want = talk()
+    accelerate(model, **OPTIONS)
+    assert torch.equal(talk(), want)
+
+
+def test_copy_of_a_cache_during_a_generation_has_its_rows(model: Any) -> None:
+    cache, copies = DynamicCache(), []
+
+    class Copies(Collected):
+        def put(self, value: Any) -> None:
+            super().put(value)
+            if len(self.tokens) > 26:
+                copies[:] = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+
+    ids = torch.tensor([prompts(3)[2]])
+    accelerate(model, **OPTIONS)
+    out = generated(model, {"input_ids": ids}, past_key_values=cache, streamer=Copies())
+    assert generate_stats(model).fallbacks == {}
+    for one in copies:
+        assert [type(layer) for layer in one.layers] == [type(layer) for layer in cache.layers]
+        rows = one.layers[2].values
+        assert torch.equal(rows, cache.layers[2].values[:, :, : rows.shape[2]])
+        assert rows.shape[2] == out.shape[1] - 1
+
+
+class Adapter(torch.nn.Module):
+    """Adds to a projection, as adapters do, and can be switched off."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.on = base, True
+        self.more = torch.nn.Linear(base.in_features, base.out_features, bias=False)
+
+    def forward(self, hidden: Any) -> Any:
+        return self.base(hidden) + (self.more(hidden) if self.on else 0)
+
+
+def test_changed_model_generates_what_it_then_does(model: Any) -> None:
+    attention, rotary = model.model.layers[1].self_attn, model.model.rotary_emb
+    adapter = Adapter(attention.q_proj).eval()
+
+    def changes() -> Iterator[None]:
+        yield
+        attention.q_proj = adapter
+        yield
+        adapter.on = False
+        yield
+        model.model.layers[0].mlp.act_fn = torch.nn.Tanh().eval()
+        yield
+        rotary.inv_freq = rotary.inv_freq * 1.7
+        yield
+
+    got = []
+    with accelerated(model, **OPTIONS):
+        got = [generated(model).tolist() for _ in changes()]
+        assert generate_stats(model).fallbacks == {}
+    assert len({str(one) for one in got}) == 4  # an adapter that is off changes nothing
+    assert got[0] == got[2]
+    assert generated(model).tolist() == got[-1]
+
+
+def test_hooks_layers_in_training_and_autocast_fall_back(model: Any) -> None:
+    layer, seen = model.model.layers[1], []
+    want = generated(model)
+    accelerate(model, **OPTIONS)
+    for observed in (model, layer):
+        handle = observed.register_forward_hook(lambda *args: seen.append(1))
+        assert torch.equal(generated(model), want)
+        handle.remove()
+        assert len(seen) == 8
+        seen.clear()
+    layer.train()
+    generated(model)
+    model.eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = generated(model)
+    assert generate_stats(model).fallbacks == {"model": 4}
+    # Hooks by which transformers collects outputs stay, and do nothing.
+    generated(model, output_hidden_states=True, **RETURNED)
+    assert torch.equal(generated(model), want)
+    assert generate_stats(model).fallbacks == {"model": 4, "outputs": 1}
+    model.config.max_position_embeddings = 64
+    generated(model.double())
+    assert generate_stats(model).fallbacks == {"model": 5, "outputs": 1}
+    unaccelerate(model.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(generated(model), cast)
+
+
+def test_model_accelerated_in_inference_mode_generates_outside_of_it(model: Any) -> None:
+    want = generated(model)
+    with torch.inference_mode():
+        accelerate(model, **OPTIONS)
+        first = generated(model, **RETURNED)
+    assert torch.equal(first.sequences, want)
+    assert torch.equal(generated(model), want)
+    model.model.layers[0].self_attn.q_proj.weight.data.mul_(0)
+
+
+def test_loops_of_callers_over_a_seated_cache_get_what_the_model_gives(model: Any) -> None:
+    def loop(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+        cache = kwargs["past_key_values"]
+        embedded = model.get_input_embeddings()(input_ids)
+        return (
+            model(input_ids=input_ids[:, :3], past_key_values=cache, logits_to_keep=1).logits,
+            model(inputs_embeds=embedded[:, 3:5], past_key_values=cache).logits,
+            model(input_ids=input_ids[:, 5:], past_key_values=cache, return_dict=False)[0],
+        )
+
+    ids = {"input_ids": torch.tensor([prompts(3)[2]])}
+    want, got = both(model, ids, custom_generate=loop)
+    for one, other in zip(got, want, strict=True):
+        close(one, other)
+    assert generate_stats(model).fallbacks == {"inputs": 1}
 
 
 class Reached:

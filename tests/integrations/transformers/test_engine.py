@@ -472,3 +472,19 @@ def test_closed_engine_says_so_and_closes_twice() -> None:
 def test_budget_below_the_slots_is_refused() -> None:
     with pytest.raises(DeviceGraphError, match="at least 3"):
         make_engine(make_model("llama"), max_step_tokens=2)
+
+
+def test_prompts_of_a_generation_that_fails_do_not_stay_behind() -> None:
+    model = make_model("llama")
+    texts = prompts(5)
+    with make_engine(model) as engine:
+        other = engine.add_request(texts[0], max_new_tokens=4)
+
+        def fails(event: Any) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(texts, max_new_tokens=4, on_event=fails)
+        assert finish(engine).keys() <= {other}
+        done = engine.generate(texts, max_new_tokens=4)
+        assert [list(one.token_ids) for one in done] == [reference(model, t, 4) for t in texts]

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -312,3 +314,38 @@ def test_heads_of_one_projection_are_joined_without_a_copy(
         apart = fusion_module._joined_heads(q, other, dim)
         assert apart.data_ptr() != joined.data_ptr()
         assert torch.equal(apart, torch.cat((q, other), dim))
+
+
+def test_projections_that_share_a_weight_with_others_are_left_alone() -> None:
+    model = make_model("llama")
+    first, second, _ = model.model.layers
+    second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+    want = logits(model)
+    fusion = fusion_of(model)
+    assert fusion.counts["projections"] == 9
+    for _ in range(2):
+        with fusion.active():
+            torch.testing.assert_close(logits(model), want, atol=2e-4, rtol=2e-4)
+    assert second.self_attn.q_proj.weight is first.self_attn.q_proj.weight
+
+
+def test_steps_of_two_models_in_two_threads_leave_the_rotary_function_as_it_was() -> None:
+    home = sys.modules[type(make_model("llama")).__module__]
+    original = home.apply_rotary_pos_emb
+    fusions = [fusion_of(make_model("llama", seed=seed)) for seed in range(2)]
+    order: list[str] = []
+    began = threading.Event()
+
+    def step() -> None:
+        began.set()
+        with fusions[1].active():
+            order.append("second")
+
+    other = threading.Thread(target=step)
+    with fusions[0].active():
+        other.start()
+        assert began.wait(60)
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]
+    assert home.apply_rotary_pos_emb is original
