@@ -27,7 +27,7 @@ def _run(*argv: str, path: tuple[Path, ...] = ()) -> str:
     places = [str(one) for one in (*path, ROOT)] + ([inherited] if inherited else [])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, env=environment, timeout=240
+        [sys.executable, *argv], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -70,7 +70,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

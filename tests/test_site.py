@@ -54,7 +54,7 @@ class Browser:
         request = urllib.request.Request(
             f"{self.address}/{path}".rstrip("/"), json.dumps(body).encode(), method=method
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)["value"]
 
     def run(self, script: str) -> Any:
@@ -62,12 +62,12 @@ class Browser:
         return self("execute/sync", {"script": script, "args": []})
 
     def wait(self, script: str) -> Any:
-        """Run a script until it returns something true, for up to 20 seconds."""
+        """Run a script until it returns something true, for up to two minutes."""
         return _until(lambda: self.run(script), script)
 
 
 def _until(ask: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not (found := ask()):
         assert time.monotonic() < end, f"nothing came of {what}"
         time.sleep(0.05)
@@ -98,7 +98,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         browser("", {}, "DELETE")
     finally:
         driver.terminate()
-        driver.wait(20)
+        driver.wait(120)
 
 
 def test_pages_load_whole_and_from_here_alone(site: str, browser: Browser):

@@ -47,7 +47,7 @@ def test_replays_of_every_pool_wait_for_a_capture_where_threads_may_not_mix():
             thread.join(0.1)
         order.append("the capture ended")
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert order[0] == "the capture ended"
     assert sorted(order[1:]) == ["captured", "graph"]
 
@@ -135,7 +135,7 @@ def test_garbage_of_another_thread_waits_as_well(backend):
     with backend.quiet():
         thread = threading.Thread(target=drop, args=(thing,))
         thread.start()
-        thread.join(10)
+        thread.join(60)
         del thread, thing
         assert gone() is not None
     assert gone() is None
@@ -162,7 +162,7 @@ def test_hold_of_another_thread_is_waited_for_and_named(backend, monkeypatch):
     with backend.exclusive():
         thread = threading.Thread(target=second)
         thread.start()
-        thread.join(10)
+        thread.join(60)
     assert len(refused) == 1
     assert threading.current_thread().name in refused[0]
 

@@ -90,7 +90,7 @@ def test_doctor_explains_a_torch_npu_that_breaks_import_torch(tmp_path: Path):
         environment.pop(name, None)
     done = subprocess.run(
         [sys.executable, "-m", "devgraph", "doctor", "--no-probe", "--json", "--backend", "npu"],
-        capture_output=True, text=True, env=environment, timeout=120, check=False,
+        capture_output=True, text=True, env=environment, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     for part in ("libascendcl.so", "source set_env.sh", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"):

@@ -1008,7 +1008,7 @@ def test_ranks_capture_the_same_pieces_in_lockstep(bench):
             inputs=[dg.InputSlot("x", ("tokens",), torch.float32, pad=dg.Pad.zero())],
             config=dg.PhaseConfig(policy="piecewise", buckets=(2, 4)),
             backend=type(bench.backend)(),
-            group=RankGroup(store, rank, size=2, timeout_s=30),
+            group=RankGroup(store, rank, size=2, timeout_s=60),
             max_requests=4,
             progress=False,
         )
@@ -1022,7 +1022,7 @@ def test_ranks_capture_the_same_pieces_in_lockstep(bench):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert results == {0: (2, True), 1: (2, True)}
 
 

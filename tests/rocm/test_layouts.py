@@ -162,8 +162,8 @@ def what_a_compiler_says(include: str, folder: Path, work: Path, values: list[st
         encoding="utf-8",
     )
     program = work / "layout"
-    subprocess.run(["g++", "-w", "-I", folder, "-o", program, source], check=True, timeout=120)
-    said = subprocess.run([program], capture_output=True, text=True, check=True, timeout=30)
+    subprocess.run(["g++", "-w", "-I", folder, "-o", program, source], check=True, timeout=300)
+    said = subprocess.run([program], capture_output=True, text=True, check=True, timeout=300)
     return [int(line) for line in said.stdout.split()]
 
 

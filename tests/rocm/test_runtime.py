@@ -89,7 +89,7 @@ print(found.path, found.version, sorted(found.missing))
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=True,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import logging
+import math
 import sys
 import threading
 import weakref
@@ -332,7 +333,8 @@ def test_one_summary_line_per_capture_names_buckets_seconds_and_bytes(caplog):
     assert "B (" in lines[0]
 
 
-def test_progress_is_shown_when_asked_for(capsys):
+def test_progress_is_shown_when_asked_for(capsys, monkeypatch):
+    monkeypatch.setattr(rounds_module, "PROGRESS_SECONDS", math.inf)
     double_runner(progress=True)
     shown = capsys.readouterr()
     assert "capturing" in shown.err

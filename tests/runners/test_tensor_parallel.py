@@ -33,7 +33,7 @@ def run(*arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=240,
+        timeout=300,
     )
 
 
@@ -74,7 +74,7 @@ def figures_of(path: Path, words: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=240,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text(encoding="utf-8"))

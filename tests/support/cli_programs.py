@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import attrs
 import pytest
 
 from devgraph.cli.app import main
+from devgraph.runners import capturing
 
 __all__ = ["STEPS", "Result", "run_cli", "run_json", "write_steps"]
 
@@ -26,10 +28,12 @@ class Result:
 
 
 def run_cli(capsys: pytest.CaptureFixture[str], *argv: str | Path, columns: int = 140) -> Result:
-    """Run ``devgraph *argv`` for so wide a terminal and return what came out."""
+    """Run ``devgraph *argv`` for so wide a terminal and return what came out, without the lines
+    of progress that a slow host sees."""
     capsys.readouterr()
+    quiet = mock.patch.object(capturing, "PROGRESS_SECONDS", math.inf)
     try:
-        with mock.patch.dict(os.environ, {"COLUMNS": str(columns)}):
+        with quiet, mock.patch.dict(os.environ, {"COLUMNS": str(columns)}):
             code = main([str(one) for one in argv])
     except SystemExit as ended:  # of the parser
         code = int(ended.code or 0)

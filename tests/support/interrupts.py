@@ -77,7 +77,7 @@ class Bench:
 
         def other() -> None:
             for lock in (self.pool.lock, self.backend._capture_lock):
-                free.append(lock.acquire(timeout=10))
+                free.append(lock.acquire(timeout=60))
                 lock.release()
 
         thread = threading.Thread(target=other)

@@ -51,7 +51,7 @@ def environment(**changes: str) -> dict[str, str]:
 def printed_by(code: str) -> str:
     """Run ``code`` in an interpreter of its own and return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     return done.stdout
 

@@ -344,7 +344,7 @@ def test_lost_device_ends_its_worker_and_a_new_one_goes_on(pytester):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert "replacing crashed worker gw0" in done.stdout, done.stdout + done.stderr
@@ -381,7 +381,7 @@ def test_loading_the_plugin_imports_no_torch(tmp_path):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

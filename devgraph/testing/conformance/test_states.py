@@ -151,7 +151,7 @@ def test_interpreter_exits_silently_with_graphs_in_flight(
         [sys.executable, "-c", LEFT_BEHIND, kit.backend.name, *plugins],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     if done.returncode == 77:

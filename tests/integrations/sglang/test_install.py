@@ -73,7 +73,7 @@ def scheduler(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess
         cwd=tmp_path,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

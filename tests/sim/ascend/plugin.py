@@ -70,7 +70,7 @@ def driver(ascend_session: ascend.Driver) -> Iterator[ascend.Driver]:
 def run_python(ascend_session: ascend.Driver) -> object:
     """Run code in a process of its own, where it may set the environment or lose its device."""
 
-    def run(code: str, *, timeout: float = 120, **environment: str) -> str:
+    def run(code: str, *, timeout: float = 300, **environment: str) -> str:
         paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         variables |= environment
