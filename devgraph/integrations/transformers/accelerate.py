@@ -139,13 +139,12 @@ class _Deferral:
             if self._own is not None and not self._users:
                 utils.DeferredStopCheck = self._own
 
-    def _supported(
-        self, device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
-    ) -> bool:
+    def _supported(self, device: torch.device, cache: Any, *args: Any, **kwargs: Any) -> bool:
         seat = seat_of(cache)
         if seat is not None and seat.deterministic and device.type != "cpu":
-            return not is_assistant  # Its criteria remember what they were asked.
-        return bool(self._own.is_supported(device, cache, cache_is_returned, is_assistant))
+            # The criteria of an assistant remember what they were asked.
+            return not kwargs.get("is_assistant")
+        return bool(self._own.is_supported(device, cache, *args, **kwargs))
 
 
 _deferral = _Deferral()
@@ -186,9 +185,7 @@ class _Acceleration:
 
     def _close(self) -> None:
         self._vacate()
-        if self._checking is not None:
-            self._checking.close()
-            self._checking = None
+        self._checking = None
         self.engine.close()
 
     def _vacate(self) -> None:
@@ -335,6 +332,7 @@ class _Acceleration:
                 variants=[{"width": width} for width in _WIDTHS],
                 name="checking",
             )
+            self.engine.runners.append(self._checking)
             if self._checking.captures_first:
                 self._checking.capture()
         return self._checking

@@ -227,7 +227,7 @@ class Engine:
 
     def make_decode(self, config: PhaseConfig, steps: int = 1, **options: Any) -> DecodeRunner:
         """Return a runner of the model's decode steps, or of launches of several, which return
-        tokens only; whoever asks for another closes it."""
+        tokens only; whoever puts it to ``runners`` has it closed and suspended with the engine."""
         model = self.model
         return DecodeRunner(
             model.decode if steps == 1 else lambda batch: model.decode(batch)["tokens"],

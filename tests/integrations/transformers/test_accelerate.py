@@ -252,6 +252,12 @@ def test_proposed_tokens_are_checked_in_steps_of_several_tokens(family: str) -> 
     assistant = make_model(family, num_hidden_layers=1)
     assisted = generated(model, {"input_ids": ids}, max_new_tokens=20, assistant_model=assistant)
     assert torch.equal(assisted, plain.sequences)
+    engine = generate_stats(model).engine
+    engine.suspend()
+    before = [runner.stats().graph_steps for runner in engine.runners]
+    again = generated(model, {"input_ids": ids}, max_new_tokens=20, prompt_lookup_num_tokens=3)
+    assert torch.equal(again, plain.sequences)
+    assert [runner.stats().graph_steps for runner in engine.runners] == before
     assert generate_stats(model).fallbacks == {}
     unaccelerate(model)
 
@@ -585,7 +591,11 @@ def test_model_accelerated_in_inference_mode_generates_outside_of_it(model: Any)
         first = generated(model, **RETURNED)
     assert torch.equal(first.sequences, want)
     assert torch.equal(generated(model), want)
-    model.model.layers[0].self_attn.q_proj.weight.data.mul_(0)
+    # Joined weights still are what may be written.
+    unaccelerate(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.mul_(1)
+    assert torch.equal(generated(model), want)
 
 
 def test_loops_of_callers_over_a_seated_cache_get_what_the_model_gives(model: Any) -> None:
@@ -627,10 +637,14 @@ def test_step_too_many_of_a_deferred_check_is_taken_back(
     plain = generated(model, **ends)
     accelerate(model, **OPTIONS)
     deferred: list[bool] = []
+    own = module._deferral._supported
 
     def supported(device: Any, cache: Any, *args: Any, **kwargs: Any) -> bool:
         seat = seat_of(cache)
         assert seat is not None
+        device = torch.device("meta")
+        assert own(device, cache, *args, **kwargs) == seat.deterministic
+        assert not own(device, cache, *args, **kwargs | {"is_assistant": True})
         deferred.append(seat.deterministic)
         return seat.deterministic
 
