@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -251,12 +252,14 @@ class Backend(Device):
         """
         if not isinstance(graph, DeviceGraph):
             raise InputTypeError(f"graph must come from backend.make_graph(), got {brief(graph)}")
-        if pool is not None and graph.pool is not pool:
-            graph.use_pool(self.own_pool(pool))
-        graph.pool.check(self)
+        own = graph.pool
+        pool = self.own_pool(own if pool is None else pool)
         spec = HostSpec(host_args)
         scope = GraphScope(graph, spec, accept_equal=True)
-        with session(graph.pool, scope, stream=stream, mode=capture_error_mode) as recording:
+        with session(pool, scope, stream=stream, mode=capture_error_mode) as recording:
+            if pool is not own:
+                graph.use_pool(pool)
+                recording.on_failure(functools.partial(graph.use_pool, own))
             recording.begin(graph, spec=spec)
             yield spec.tracked()
             recording.end()

@@ -76,12 +76,9 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             }
             self._full = {name: self._flat[name].view(tuple(s)) for name, (s, _) in specs.items()}
         self._trees: dict[str, Any] = {}
-        self._held: list[Entry] = []
-        self._bound: dict[str, Bound] = {}
-        self._tensors: list[torch.Tensor] = []
-        self._places: list[int] = []
-        self._alike: dict[bool, Callable[..., bool]] = {}
-        """Whether bound tensors are as they were, by whether that is asked in inference mode."""
+        self.bound: dict[str, torch.Tensor] = {}
+        """The bound tensors by name."""
+        self._watched = Bound((), ())
         own = [self._memory] if total or not shared else []
         self._ranges = [byte_range(memory) for memory in (*own, *shared.values())]
         self.start = min(first for first, _ in self._ranges)
@@ -142,37 +139,14 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
     def rebind(self) -> None:
         """Take every bound tensor as it is now and where it lies now."""
-        tensors = {k: t for name, tree in self._trees.items() for k, t in _leaves(name, tree)}
-        self._bound = {name: Bound(t, f"bound tensor {name!r}") for name, t in tensors.items()}
-        self._tensors = [*{id(tensor): tensor for tensor in tensors.values()}.values()]
-        self._places = [*map(torch.Tensor.data_ptr, self._tensors)]
-        self._alike = {}
-        self._held = list(entries_in(self._trees.values()))
-
-    @property
-    def bound(self) -> dict[str, torch.Tensor]:
-        """The bound tensors by name."""
-        return {name: bound.tensor for name, bound in self._bound.items()}
+        self.bound = {k: t for name, tree in self._trees.items() for k, t in _leaves(name, tree)}
+        named = ((f"bound tensor {name!r}", tensor) for name, tensor in self.bound.items())
+        self._watched = Bound(named, self._trees.values())
 
     def check(self) -> None:
         """Raise StateError when a bound tensor is not where and as it was when it was bound."""
-        if not self._bound:
-            return
-        alike = self._alike.get(torch.is_inference_mode_enabled())
-        if (
-            alike is None
-            or [*map(torch.Tensor.data_ptr, self._tensors)] != self._places
-            or not alike(*self._tensors)
-        ):
-            self._look_closely()
-        require_entries(self._held)
-
-    def _look_closely(self) -> None:
-        """Ask one bound tensor after the other, and from then on all together."""
-        for bound in self._bound.values():
-            bound.check()
-        if all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in self._tensors):
-            self._alike[torch.is_inference_mode_enabled()] = alike_to(self._tensors)
+        if self.bound:
+            self._watched.check()
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
         """Whether any byte that ``tensor`` can reach lies in these buffers."""
@@ -197,32 +171,69 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
 
 class Bound:
-    """A tensor that graphs use in place, where and as it was when this was made; ``what`` names it
-    in errors."""
+    """Tensors that graphs use in place, where and as they were when this was made.
 
-    __slots__ = ("_address", "_shape", "_stride", "tensor", "what")
+    Args:
+        named: the tensors, each behind what names it in errors.
+        trees: what they were found in.
+    """
 
-    def __init__(self, tensor: torch.Tensor, what: str) -> None:
-        self.tensor, self.what = tensor, what
-        self._address, self._shape = tensor.data_ptr(), tensor.shape
-        self._stride = tensor.stride()
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]], trees: Iterable[Any]) -> None:
+        self._known = [(what, tensor, tensor.data_ptr(), _look(tensor)) for what, tensor in named]
+        self.tensors = [*{id(tensor): tensor for _, tensor, *_ in self._known}.values()]
+        """Each once."""
+        self._places = [*map(torch.Tensor.data_ptr, self.tensors)]
+        self._alike: dict[bool, Callable[..., bool]] = {}
+        """Whether tensors are as they were, by whether that is asked in inference mode."""
+        self._entries = [*_entries_in(trees)]
 
     def check(self) -> None:
-        """Raise StateError when it is elsewhere or has another layout."""
-        tensor = self.tensor
-        if tensor.data_ptr() != self._address:
-            raise StateError(
-                f"{self.what} has moved from {self._address:#x} to {tensor.data_ptr():#x} (its "
-                f"storage was replaced or freed): graphs still use the old memory. Write new data "
-                f"into the same storage with copy_(), or capture again."
-            )
-        if tensor.shape != self._shape or tensor.stride() != self._stride:
-            raise StateError(
-                f"{self.what} had {tuple(self._shape)} strides {self._stride} and has another "
-                f"layout now: {tuple(tensor.shape)} strides {tensor.stride()}. Graphs would read "
-                f"it as it was. Undo what changed it in place (t_(), resize_(), ...), or capture "
-                f"again."
-            )
+        """Raise StateError when one is elsewhere or has another layout, and where a list or a
+        dictionary that held it holds another."""
+        tensors = self.tensors
+        if tensors:
+            alike = self._alike.get(torch.is_inference_mode_enabled())
+            places = [*map(torch.Tensor.data_ptr, tensors)]
+            if alike is None or places != self._places or not alike(*tensors):
+                self._look_closely()
+        for container, key, tensor in self._entries:
+            try:
+                same = container[key] is tensor
+            except LookupError:
+                same = False
+            if not same:
+                raise StateError(
+                    f"entry {key!r} of a {type(container).__name__} among the bound tensors is not "
+                    f"the tensor of capture any more: the graph would use the old one. Write new "
+                    f"data into that tensor with copy_(), or capture again."
+                )
+
+    def _look_closely(self) -> None:
+        """Ask one tensor after the other, and from then on all together."""
+        for what, tensor, address, look in self._known:
+            if tensor.data_ptr() != address:
+                raise StateError(
+                    f"{what} has moved from {address:#x} to {tensor.data_ptr():#x} (its storage "
+                    f"was replaced or freed): graphs still use the old memory. Write new data "
+                    f"into the same storage with copy_(), or capture again."
+                )
+            if _look(tensor) != look:
+                raise StateError(
+                    f"{what} had {_text(look)} and has another layout now: "
+                    f"{_text(_look(tensor))}. Graphs would read it as it was. Undo what changed "
+                    f"it in place (t_(), resize_(), ...), or capture again."
+                )
+        if all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in self.tensors):
+            self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)
+
+
+def _look(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _text(look: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> str:
+    dtype, shape, stride = look
+    return f"{tuple(shape)} strides {stride} of {dtype}"
 
 
 def alike_to(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -269,33 +280,15 @@ def _leaves(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
             )
 
 
-Entry = tuple[Any, Any, torch.Tensor]
-"""A list or dictionary, a key of it, and the tensor that it holds there."""
-
-
-def entries_in(values: Iterable[Any]) -> Iterator[Entry]:
-    """Yield every entry of ``values`` and what they hold that may come to hold another tensor."""
+def _entries_in(values: Iterable[Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Yield every list or dictionary of ``values`` and what they hold, a key of it, and the tensor
+    that it holds there, and may come to hold another."""
     for value in values:
         if isinstance(value, list | dict):
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((value, k, held) for k, held in entries if isinstance(held, torch.Tensor))
         if isinstance(value, list | tuple | dict):
-            yield from entries_in(value.values() if isinstance(value, dict) else value)
-
-
-def require_entries(entries: Iterable[Entry]) -> None:
-    """Raise StateError where another tensor stands than did when ``entries`` were noted."""
-    for container, key, tensor in entries:
-        try:
-            same = container[key] is tensor
-        except LookupError:
-            same = False
-        if not same:
-            raise StateError(
-                f"entry {key!r} of a {type(container).__name__} among the bound tensors is not "
-                f"the tensor of capture any more: the graph would use the old one. Write new data "
-                f"into that tensor with copy_(), or capture again."
-            )
+            yield from _entries_in(value.values() if isinstance(value, dict) else value)
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,6 +297,11 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
         if step == 0 and size > 1:
             tensor = tensor.narrow(axis, 0, 1)
     return tensor
+
+
+def has_place(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has an address and strides; sparse and nested ones have none."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
@@ -327,6 +325,7 @@ def fits(target: torch.Tensor, source: Any) -> bool:
     """Whether the data of ``source`` can stand in ``target``."""
     return (
         isinstance(source, torch.Tensor)
+        and has_place(source)
         and (source.dtype, source.shape) == (target.dtype, target.shape)
         and all(map(operator.le, unexpanded(source).shape, unexpanded(target).shape))
     )
@@ -371,6 +370,28 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
         return first, first
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (reach + 1) * tensor.element_size()
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors have a byte in common."""
+    (start, end), (first, last) = byte_range(one), byte_range(other)
+    if max(start, first) >= min(end, last):
+        return False
+    (starts, length), (others, size) = _runs(one), _runs(other)
+    before = torch.searchsorted(starts, others + size) - 1  # the last that begins before its end
+    return bool((starts[before.clamp(min=0)] + length > others)[before >= 0].any())
+
+
+def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return where the runs of bytes that ``tensor`` consists of begin, in their order, and the
+    length of each."""
+    starts, length = torch.tensor([tensor.data_ptr()]), tensor.itemsize
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if step * tensor.itemsize == length and len(starts) == 1:
+            length *= size
+        elif step:
+            starts = (starts + step * tensor.itemsize * torch.arange(size)[:, None]).flatten()
+    return starts.sort().values, length
 
 
 def _nbytes(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:

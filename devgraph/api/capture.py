@@ -14,9 +14,8 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import (
     Bound,
     Place,
-    entries_in,
+    has_place,
     place_of,
-    require_entries,
     tensors_in,
     unexpanded,
 )
@@ -73,8 +72,8 @@ class Captured:
         self._lock = job.pool.lock
         self._waits = job.check
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
-        self._bound = [Bound(t, f"a tensor bound at capture ({t.dtype})") for t in job.tensors]
-        self._held = list(entries_in((job.args, *job.kwargs.values())))
+        named = ((f"a tensor bound at capture ({t.dtype})", t) for t in job.tensors)
+        self._bound = Bound(named, (job.args, *job.kwargs.values()))
         self._host_names = job.spec.declared.keys()
         self._inputs: Inputs | None = Inputs(job)
 
@@ -159,10 +158,7 @@ class Captured:
             process.identity.require(self._process, "replay a capture")
         if current_scope() is not None:
             raise NestedCaptureError("cannot replay a capture inside a capture")
-        for bound in self._bound:
-            bound.check()
-        if self._held:
-            require_entries(self._held)
+        self._bound.check()
 
     def prove(
         self,
@@ -243,7 +239,7 @@ class Captured:
             self.pool.require_free("close a capture")
             self._plan.close()
         self._job = self._inputs = None
-        self._bound, self._held = [], []
+        self._bound = Bound((), ())
 
     def __enter__(self) -> Captured:
         return self
@@ -320,6 +316,14 @@ def capture(
     device = backend if isinstance(backend, Backend) else get_backend(backend)
     chosen = get_policy(policy)
     memory = device.own_pool(pool)
+    bound = tensors_in((args, kwargs or {}))
+    for tensor in bound:
+        if not has_place(tensor):
+            raise InputTypeError(
+                f"an argument has layout {tensor.layout}{' (nested)' * tensor.is_nested}, and a "
+                f"replay needs tensors at fixed addresses. Bind its parts, and put it together in "
+                f"a function marked @dg.no_graph."
+            )
     UpdateBudget.of(budget)  # Refuses what is none.
     names = None if name_nodes is False else Names(name_nodes)
     job = Job(
@@ -329,7 +333,7 @@ def capture(
         spec=spec,
         backend=device,
         pool=memory,
-        outputs=Outputs(memory, tensors_in((args, kwargs or {}))),
+        outputs=Outputs(memory, bound),
         capture_error_mode=device.check_capture_error_mode(capture_error_mode),
         compiler=check_compiler(compiler),
         before_break=before_break,

@@ -611,6 +611,14 @@ def _exact(value: Any) -> Any:
     return kind, value, _alike(value, ())
 
 
+def same_value(one: object, other: object) -> bool:
+    """Whether two host values are equal, and of one kind, as those with one key are."""
+    try:
+        return one is other or bool(_exact(one) == _exact(other))
+    except (TypeError, ValueError):  # what cannot be a key, or compares element by element
+        return False
+
+
 def _alike(value: Any, around: tuple[int, ...]) -> Any:
     """Return what equal values may differ in: the kinds of all that is in them, and zeros' signs.
 

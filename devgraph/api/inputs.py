@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import byte_range, fits, rewrite
+from devgraph.api.buffers import byte_range, fits, rewrite, share_memory, tensors_in
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
+from devgraph.api.graph import same_value
 
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Job
@@ -51,14 +52,36 @@ class Inputs:
                 host[name] = value
             else:
                 pairs += _pairs(name, self._named(name, len(given)), value)
-        seen: dict[int, torch.Tensor] = {}
+        new: dict[int, torch.Tensor] = {}
         for target, source in pairs:
-            if seen.setdefault(id(target), source) is not source:
+            if new.setdefault(id(target), source) is not source:
                 raise InputError(
                     f"one bound tensor ({brief(target)}) is several arguments of the step and was "
                     f"given different data; capture with a tensor for each"
                 )
+        for one, other in self._sharing:
+            if {id(one), id(other)} <= new.keys() and not _agree(
+                one, new[id(one)], other, new[id(other)]
+            ):
+                raise InputError(
+                    f"bound tensors that share memory ({brief(one)} and {brief(other)}) were given "
+                    f"different data; capture with memory for each"
+                )
         return pairs, host
+
+    @functools.cached_property
+    def _sharing(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The bound tensors that have memory in common, by twos."""
+        bound = {id(tensor): tensor for tensor in tensors_in((self._args, self._kwargs))}
+        ordered = sorted(bound.values(), key=torch.Tensor.data_ptr)
+        found = []
+        for index, one in enumerate(ordered):
+            for other in ordered[index + 1 :]:
+                if other.data_ptr() >= byte_range(one)[1]:
+                    break
+                if share_memory(one, other):
+                    found.append((one, other))
+        return found
 
     @functools.cached_property
     def _names(self) -> list[str]:
@@ -87,6 +110,14 @@ class Inputs:
         if index < given:
             raise InputError(f"input {name!r} was given twice: in its place and by name")
         return self._args[index]
+
+
+def _agree(
+    target: torch.Tensor, source: torch.Tensor, other: torch.Tensor, its: torch.Tensor
+) -> bool:
+    """Whether new data lies to other new data as the bound tensors lie to each other."""
+    way, strides = target.data_ptr() - source.data_ptr(), (target.stride(), other.stride())
+    return way == other.data_ptr() - its.data_ptr() and strides == (source.stride(), its.stride())
 
 
 def write(pairs: Sequence[Pair]) -> None:
@@ -118,10 +149,8 @@ def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
         if isinstance(target, torch.Tensor):
             if not fits(target, source) or source.device != target.device:
                 raise _misfit(where, target, source)
-            if source.layout is target.layout is torch.strided:
-                pairs.append((target, source))
-                continue
-        if source is not target and (isinstance(target, torch.Tensor) or source != target):
+            pairs.append((target, source))
+        elif not same_value(target, source):
             raise InputError(
                 f"input {where!r} is {brief(source)} and was {brief(target)} at capture, which is "
                 f"in the graph; capture again, or make it a host argument of a marked function"

@@ -77,10 +77,9 @@ def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not value.is_cpu:
             raise OtherDeviceError(value.device)
-        if value.layout is not torch.strided:
-            raise UnrecordableError(
-                f"a {value.layout} tensor has no fixed memory that a graph needs"
-            )
+        if value.layout is not torch.strided or value.is_quantized:
+            kind = "quantized" if value.is_quantized else value.layout
+            raise UnrecordableError(f"a {kind} tensor has no plain memory that a graph needs")
         return (value.dtype, value.shape, value.stride())
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))

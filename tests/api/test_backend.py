@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.support import Kit
@@ -44,3 +45,15 @@ def test_things_that_own_device_memory_cannot_be_copied(
     with pytest.raises(TypeError, match=r"pickled|copied"):
         how(thing)  # type: ignore[operator]
     graph.replay()  # a refused copy harms nothing
+
+
+def test_failed_capture_into_another_pool_leaves_the_graph_in_its_own():
+    backend = dg.get_backend("cpu")
+    graph, other = backend.make_graph(), backend.make_pool()
+    own = graph.pool
+    with pytest.raises(KeyError), backend.capture_context(graph, pool=other):
+        raise KeyError
+    assert graph.pool is own
+    with backend.capture_context(graph, pool=other):
+        torch.ones(2)
+    assert graph.pool is other

@@ -248,3 +248,61 @@ def test_closed_capture_refuses_and_closes_twice(kit: Kit) -> None:
     for use in (captured.replay, captured.prove):
         with pytest.raises(dg.StateError, match="closed"):
             use()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_host_argument_among_the_outputs_is_refused(policy: str):
+    @dg.region(host_args=("n",))
+    def scaled(x: Any, *, n: int) -> Any:
+        return x * n
+
+    def step(x: Any, *, n: int) -> Any:
+        return scaled(x, n=n), n
+
+    with pytest.raises(dg.FrozenValueError, match="returned host argument 'n'"):
+        dg.capture(step, torch.ones(3), policy=policy, backend="cpu", host_args={"n": 3})
+
+
+def test_different_data_for_bound_tensors_that_share_memory_is_refused():
+    buffer = torch.zeros(4, 8)
+    left, right, across = buffer[:, :4], buffer[:, 4:], buffer[:, 3:5]
+
+    def step(one: Any, other: Any) -> Any:
+        return one.sum() + 10 * other.sum()
+
+    with dg.capture(step, left, right, backend="cpu") as apart:
+        assert apart(torch.ones(4, 4), torch.zeros(4, 4)) == 16
+    with dg.capture(step, left, across, backend="cpu") as captured:
+        with pytest.raises(dg.InputError, match="share memory"):
+            captured(torch.ones(4, 4), torch.zeros(4, 2))
+        assert captured(left, across) == step(left, across)
+        new = torch.ones(4, 8)
+        assert captured(new[:, :4], new[:, 3:5]) == 16 + 80
+
+
+def test_input_that_is_no_tensor_is_compared_by_kind_and_value():
+    x = torch.arange(3)
+    with dg.capture(lambda x, by: x * by, x, 1, backend="cpu") as captured:
+        assert captured(x.clone(), 1).equal(x)
+        for other in (1.0, True, [1]):
+            with pytest.raises(dg.InputError):
+                captured(x.clone(), other)
+    with dg.capture(lambda x, by: x * by, x, float("nan"), backend="cpu") as captured:
+        assert captured(x.clone(), float("nan")).isnan().all()
+
+
+def test_bound_tensor_of_another_dtype_at_its_address_is_refused():
+    x = torch.ones(3)
+    with dg.capture(lambda x: x * 2, x, backend="cpu") as captured:
+        captured.replay()
+        x.data = x.view(torch.int32)
+        with pytest.raises(
+            dg.StateError, match=r"float32 and has another layout now: .* of torch.i"
+        ):
+            captured.replay()
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_argument_without_an_address_is_refused(policy: str):
+    with pytest.raises(dg.InputTypeError, match="layout torch.sparse_coo, and a replay"):
+        dg.capture(lambda x: x * 2, torch.eye(3).to_sparse(), policy=policy, backend="cpu")

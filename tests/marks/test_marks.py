@@ -81,3 +81,16 @@ def test_marks_are_written_with_and_without_arguments():
     with dg.capture(fn, x, policy="breakable", backend="cpu", warmup=0) as cap:
         assert calls == [False, True]
         assert torch.equal(cap.replay(), fn(x))
+
+
+def test_function_that_works_after_it_returned_is_refused():
+    def parts(x):
+        yield x
+
+    async def later(x):
+        return x
+
+    for fn in (parts, later):
+        for mark in (dg.region, dg.no_graph):
+            with pytest.raises(dg.InputTypeError, match="is a generator or async"):
+                mark(fn)

@@ -340,3 +340,36 @@ def test_strides_that_address_nothing_may_differ(kit: Kit, policy: str) -> None:
         return body(x, factor=factor) + 1
 
     check(kit, step, kit.tensor(4), policy)
+
+
+def test_note_of_an_error_names_the_segment_among_equal_ones(backend: CpuBackend) -> None:
+    calls: list[int] = []
+
+    @no_graph
+    def tick() -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            raise ValueError("late")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        tick()
+        y = x * 2
+        tick()
+        return y + 1
+
+    x = torch.ones(3)
+    for waits in (False, True):
+        calls.clear()
+        captured = capture(step, x, policy="breakable", backend=backend, warmup=0, check=waits)
+        with pytest.raises(ValueError, match="late") as raised:
+            captured.replay()
+        assert "in segment 2 of 4" in raised.value.__notes__[0]
+
+
+def test_break_that_returns_a_sparse_tensor_is_refused(backend: CpuBackend) -> None:
+    @no_graph
+    def sparse(x: torch.Tensor) -> torch.Tensor:
+        return x.to_sparse()
+
+    with pytest.raises(dg.RegionError, match="returned a torch.sparse_coo tensor"):
+        capture(lambda x: sparse(x) * 2, torch.eye(3), policy="breakable", backend=backend)

@@ -199,3 +199,30 @@ def test_closing_closes_copies_and_the_broken_form() -> None:
     assert len(pool.recordings) == 0
     with pytest.raises(dg.StateError, match="closed"):
         cap.replay(n=2)
+
+
+def test_graph_that_was_updated_by_hand_runs_the_key_of_the_next_replay() -> None:
+    x = torch.randn(2, WIDTH)
+    with dg.capture(step, x, backend="cpu", host_args={"n": 3}) as captured:
+        captured.replay(n=3)
+        captured.segments[0].update(n=7)
+        assert torch.equal(captured.replay(n=3), step(x, n=3))
+        captured.segments[0].update(n=7)
+        assert torch.equal(captured.replay(n=7), step(x, n=7))
+
+
+def test_value_among_the_outputs_that_another_key_changes_is_refused() -> None:
+    @dg.region(host_args=("n",), mutates=("out",))
+    def filled(out: torch.Tensor, *, n: int) -> int:
+        out.fill_(n)
+        return n
+
+    def counted(x: torch.Tensor, *, n: int) -> tuple[torch.Tensor, int]:
+        out = torch.empty_like(x)
+        return out, filled(out, n=n)
+
+    given = {"backend": "cpu", "host_args": {"n": 2}, "budget": UpdateBudget(misses=0)}
+    with dg.capture(counted, torch.ones(3), **given) as captured:
+        with pytest.raises(dg.RegionError, match="the step returned 3 for these"):
+            captured.replay(n=3)
+        assert captured.replay(n=2)[1] == 2

@@ -15,6 +15,7 @@ from devgraph.api.buffers import (
     Place,
     byte_range,
     effective_strides,
+    has_place,
     place_of,
     rewrite,
     tensors_in,
@@ -33,7 +34,8 @@ BoundCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 def describe(tensor: torch.Tensor) -> str:
     """Return dtype, shape, stride and device of ``tensor`` for a message."""
-    return f"{tensor.dtype} {tuple(tensor.shape)} strides {tensor.stride()} on {tensor.device}"
+    kind = f"strides {tensor.stride()}" if has_place(tensor) else str(tensor.layout)
+    return f"{tensor.dtype} {tuple(tensor.shape)} {kind} on {tensor.device}"
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -232,10 +234,10 @@ class MarkedCall:
         with torch._C.DisableTorchFunction():  # what is asked here is no work of the step
             self.args: tuple[Any, ...] = pytree.tree_map(alias, args)
             self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs)
-            strided = [leaf for leaf in self.tensors if leaf.layout is torch.strided]
-            self._places = {id(leaf): place_of(leaf) for leaf in strided}
+            placed = [leaf for leaf in self.tensors if has_place(leaf)]
+            self._places = {id(leaf): place_of(leaf) for leaf in placed}
             """Where the arguments lie at the call, until the first later run."""
-            self._owned = frozenset(map(memory_of, strided))
+            self._owned = frozenset(map(memory_of, placed))
         self._known: list[Any] = []
         """What stands for each result: a ``_Bridge``, a ``_Passed``, or the value itself."""
         self._sharing: list[tuple[int, int, int]] = []
@@ -289,10 +291,20 @@ class MarkedCall:
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
         """Return, for each result that is no view of an argument, the position of the first one in
-        the same memory and the bytes between them."""
+        the same memory and the bytes between them.
+
+        Raises:
+            RegionError: a result has no memory that others could read.
+        """
         firsts: dict[int, tuple[int, int]] = {}
         shared = []
         for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and not has_place(leaf):
+                raise RegionError(
+                    f"{self.mark.name} returned a {leaf.layout} tensor, which has no fixed memory "
+                    f"that the code after it could read. Return its parts, such as values(), or "
+                    f"do what needs it inside the marked function."
+                )
             if isinstance(leaf, torch.Tensor) and memory_of(leaf) not in self._owned:
                 first, at = firsts.setdefault(memory_of(leaf), (index, leaf.data_ptr()))
                 shared.append((index, first, leaf.data_ptr() - at))
@@ -340,9 +352,10 @@ class MarkedCall:
                 f"{self.mark.name} returned {spec} and returned {self._spec} at capture; a region "
                 f"must return the same structure every time."
             )
+        sharing = self._shared(leaves)
         for leaf, known in zip(leaves, self._known, strict=True):
             self._check(leaf, known)
-        if self._shared(leaves) != self._sharing:
+        if sharing != self._sharing:
             raise RegionError(
                 f"{self.mark.name} returned tensors that share memory with each other, or with an "
                 f"argument, in another way than at capture. What the code after it reads is fixed: "

@@ -94,6 +94,17 @@ class Mark:
                 f"@dg.{kind} marks a function, got {brief(fn)}. What the mark declares goes into "
                 f"keywords: @dg.{kind}(mutates=('out',))"
             )
+        later = (
+            inspect.isgeneratorfunction,
+            inspect.iscoroutinefunction,
+            inspect.isasyncgenfunction,
+        )
+        if any(works_later(fn) for works_later in later):
+            raise InputTypeError(
+                f"@dg.{kind} marks a function that has done its work when it returns, and "
+                f"{getattr(fn, '__qualname__', fn)} is a generator or async: its body would run "
+                f"outside of the mark. Mark a function that it calls."
+            )
         _require_rules(derive=derive, reduce=reduce)
         _require_functions(context=context, fake=fake, capture_stub=capture_stub)
         self.fn = fn

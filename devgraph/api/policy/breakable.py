@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError, StateError, note
@@ -92,18 +93,18 @@ class BreakablePlan:
         if self._epoch != pool.epoch:
             self._forget_steps()
         steps = self._steps.get(pool.ordered_stream) or self._bound_steps()
+        rest = iter(steps)
         pool.occupied = True
         try:
-            for call, args, keywords in steps:
+            for call, args, keywords in rest:
                 result = call(*args, **keywords)
                 if result is not None:
                     break
             else:
                 return
-            self.segments[self._position(steps, call, args)].refuse(result)
+            self.segments[self._position(rest)].refuse(result)
         except Exception as error:
-            index = self._position(steps, call, args)
-            count = len(self.segments)
+            index, count = self._position(rest), len(self.segments)
             if isinstance(error, ExecutableError):
                 error.partly = index > 0
             note(error, f"in segment {index} of {count}, {self.segments[index]!r}")
@@ -112,10 +113,10 @@ class BreakablePlan:
         finally:
             pool.occupied = False
 
-    def _position(self, steps: Sequence[BoundCall], call: object, args: object) -> int:
-        """Return the index of the segment that a bound step belongs to."""
-        index = next(i for i, step in enumerate(steps) if step[0] is call and step[1] is args)
-        return index * len(self.segments) // len(steps)
+    def _position(self, rest: Iterator[BoundCall]) -> int:
+        """Return the index of the segment that ran before the ``rest`` of the bound steps."""
+        ran = len(self.segments) * (1 + self._check) - operator.length_hint(rest)
+        return (ran - 1) // (1 + self._check)
 
     def _forget_steps(self) -> None:
         for segment in self.segments:

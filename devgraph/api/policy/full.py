@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import effective_strides, fits, rewrite
 from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError, brief
-from devgraph.api.graph import DeviceGraph
+from devgraph.api.graph import DeviceGraph, same_value
 from devgraph.api.marks.calls import describe, memory_of
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
@@ -37,6 +37,10 @@ HostKwargs = dict[Mark, dict[str, Any]]
 _COUNTED = """
     repeats hits misses copies copy_seconds broken_over_miss_budget broken_over_copy_budget
 """.split()
+
+
+_PLAIN = (type(None), bool, int, float, complex, str)
+"""Outputs that are values; what other objects hold is theirs."""
 
 
 class FullPlan:
@@ -61,10 +65,10 @@ class FullPlan:
         # Such a backend runs the regions' host code for every key, known or new.
         self._free_misses = job.budget is None and job.backend.capabilities.async_update
         self._graphs = [graph]
+        self._current: DeviceGraph | None = graph
+        """The graph that ``run`` launches, with the key that it has; None for the broken form."""
         self._broken: BreakablePlan | None = None
         self._host: HostKwargs = {}
-        self._key: Hashable = graph.key
-        """The key that ``run`` is bound for, if it is bound to a graph."""
 
     def bind(self, host: HostKwargs) -> None:
         """Make ``run`` use these host values.
@@ -73,15 +77,14 @@ class FullPlan:
             UpdateTopologyError: the key needs other nodes and nothing may be captured now.
         """
         key = self._graphs[0].key_of(host)
-        if key == self._key:
+        if self._current is not None and self._current.key == key:
             self.notes["repeats"] += 1
             self._misses.earn()
             return
-        self._key = None
         home = self._home_of(key)
         if home is not None:
             home.select(host, key)
-            self._use(home, key)
+            self._use(home)
             self.notes["hits"] += 1
             self._misses.earn()
         elif self._free_misses or self._misses.allows(key) or not self._can_break():
@@ -109,9 +112,8 @@ class FullPlan:
                 return graph
         return None
 
-    def _use(self, graph: DeviceGraph, key: Hashable) -> None:
-        self.run = graph.launch
-        self._key = key
+    def _use(self, graph: DeviceGraph) -> None:
+        self._current, self.run = graph, graph.launch
 
     def _record(self, key: Hashable, host: HostKwargs) -> None:
         refusal: UpdateTopologyError | None = None
@@ -121,7 +123,7 @@ class FullPlan:
             except UpdateTopologyError as error:
                 refusal = refusal or error
             else:
-                self._use(graph, key)
+                self._use(graph)
                 return
         assert refusal is not None
         within = (
@@ -130,7 +132,7 @@ class FullPlan:
         )
         copy = self._copy(host) if within and self._may_capture() else None
         if copy is not None:
-            self._use(copy, key)
+            self._use(copy)
         elif self._can_break():
             self._break(host, "broken_over_copy_budget")
         else:
@@ -177,7 +179,7 @@ class FullPlan:
     def _break(self, host: HostKwargs, reason: str) -> None:
         self.notes[reason] += 1
         self._host = host
-        self.run = self._run_broken
+        self._current, self.run = None, self._run_broken
 
     def _run_broken(self) -> None:
         with self._modes.restored():
@@ -202,6 +204,12 @@ class FullPlan:
         for target, source in zip(known, given, strict=True):
             if isinstance(target, torch.Tensor):
                 self._copy_tensor(target, source, ways)
+            elif isinstance(target, _PLAIN) and not same_value(target, source):
+                raise RegionError(
+                    f"the step returned {brief(source)} for these host arguments and "
+                    f"{brief(target)} at capture, which replays return. Return it as a tensor, or "
+                    f"compute it from the host arguments outside of the step."
+                )
 
     def _copy_tensor(
         self, target: torch.Tensor, source: Any, ways: dict[int, tuple[int, int]]

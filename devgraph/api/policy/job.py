@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import effective_strides, rewrite, tensors_in
-from devgraph.api.marks.host_values import HostSpec
+from devgraph.api.errors import FrozenValueError
+from devgraph.api.marks.host_values import HostSpec, is_tracked
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.names import Names
 from devgraph.api.policy.budget import UpdateBudget
@@ -50,6 +51,7 @@ class Outputs:
         What is not in the pool's memory, and what has another layout than in the warm-up run, stays
         where it is. Later calls return ``outputs``.
         """
+        refuse_host_values(outputs)
         held, self._held = self._held, None
         leaves, spec = pytree.tree_flatten(outputs)
         if held is None or held[1] != spec:
@@ -83,6 +85,15 @@ class Outputs:
             rewrite(target, source)
         self._moved.add(target.untyped_storage().data_ptr())
         return target
+
+
+def refuse_host_values(outputs: Any) -> None:
+    """Raise FrozenValueError if a step returned a host argument."""
+    for leaf in filter(is_tracked, pytree.tree_leaves(outputs)):
+        raise FrozenValueError(
+            f"the step returned host argument {leaf._devgraph_name!r}, and a replay would return "
+            f"the value of capture. Return tensors; who calls the replay knows its host arguments."
+        )
 
 
 @attrs.frozen(kw_only=True)

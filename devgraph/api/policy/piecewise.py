@@ -33,6 +33,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental import _config as shape_config
 from torch.fx.passes.split_module import split_module
 
+from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import (
     CapabilityError,
     CaptureError,
@@ -46,7 +47,7 @@ from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.source import SourceLine, node_line, traced_line
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.claims import Checking, described
-from devgraph.api.policy.job import Job, Plan, Policy
+from devgraph.api.policy.job import Job, Plan, Policy, refuse_host_values
 from devgraph.api.session import Session
 
 logger = logging.getLogger(__name__)
@@ -404,6 +405,11 @@ class _CompiledStep:
         if self.build is not before:
             seconds = self.entered_at - started
             job.phases["compile"] = job.phases.get("compile", 0.0) + seconds
+        stand_ins = job.spec.tracked()
+        names = {id(token): name for name, token in self.tokens.items()}
+        refuse_host_values(
+            [stand_ins[names[id(leaf)]] for leaf in tensors_in(result) if id(leaf) in names]
+        )
         return result
 
     def warm_up(self) -> None:
