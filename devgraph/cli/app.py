@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import logging
 import os
 import sys
@@ -28,6 +29,9 @@ _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with ``argv`` (the process's own arguments if None); return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names and texts of models have characters that the encoding of an output may lack.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _environment(), _messages() as set_level:
             args = _parser().parse_args(given)
@@ -62,15 +66,15 @@ def _run(args: argparse.Namespace) -> int:
         command: Any = importlib.import_module(f"devgraph.cli.{args.command}")
         code: int = command.run(args)
         sys.stdout.flush()
-    except (DeviceGraphError, ImportError) as error:
-        if getattr(args, "debug", False):
-            raise
-        _complain(f"error: {error}")
-        return ERROR
     except BrokenPipeError:
         # The reader has seen enough (head, less); Python must not fail when it flushes once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (DeviceGraphError, ImportError, OSError) as error:  # no room or right to write, too
+        if getattr(args, "debug", False):
+            raise
+        _complain(f"error: {error}")
+        return ERROR
     return code
 
 

@@ -101,8 +101,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts_file and args.prompts_file != "-":
         try:
             text = Path(args.prompts_file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"cannot read {args.prompts_file}: {error.strerror}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(f"cannot read {args.prompts_file}: {error}") from error
     elif args.prompts_file is None and sys.stdin.isatty():
         raise CommandError("no prompt: give --prompt TEXT, --prompts-file FILE, or pipe one a line")
     else:

@@ -134,8 +134,8 @@ def _facts(given: list[str]) -> EngineFacts:
             raise CommandError(f"--fact {text!r}: write NAME=VALUE, for example lora=true")
         try:
             values[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except json.JSONDecodeError:
-            values[name] = value  # a word without quotes: role=decode
+        except ValueError:  # a word without quotes: role=decode; or thousands of digits
+            values[name] = value
     return EngineFacts.from_dict(values, path="--fact")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -147,6 +148,29 @@ def test_closed_pipe_is_an_ordinary_end(option: str):
     )
     assert len(done.stdout) == 1
     assert done.stderr == "0\n"
+
+
+def test_file_that_the_system_refuses_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("DEVGRAPH_DEMO_MODEL", raising=False)
+    (tmp_path / "file").touch()
+    result = run_cli(capsys, "demo", "--cache", str(tmp_path / "file" / "cache"))
+    assert result.code == 2
+    assert len(result.err.splitlines()) == 1
+    assert "Not a directory" in result.err
+
+
+def test_output_that_lacks_a_character_shows_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "stép.py"
+    path.write_text("def clean():\n    return None\n", encoding="utf-8")
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["check", f"{path}:clean"]) == 0
+    out.seek(0)
+    assert "st\\xe9p.py:clean: nothing" in out.read()
 
 
 @pytest.mark.parametrize(("flag", "seen"), [(None, False), ("-v", True)])

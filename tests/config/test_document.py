@@ -105,6 +105,11 @@ def test_json_that_is_nested_too_deeply_is_refused(text: str) -> None:
         DeviceGraphConfig.from_json(text)
 
 
+def test_number_of_thousands_of_digits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="mode configuration: .*digits"):
+        DeviceGraphConfig.from_json('{"decode": {"max_bs": ' + "9" * 5000 + "}}")
+
+
 def test_text_that_is_only_a_policy_is_told_how_to_name_a_phase() -> None:
     with pytest.raises(ConfigError, match=r"write '{\"decode\": \"full\"}'"):
         DeviceGraphConfig.from_json("full")

@@ -36,6 +36,10 @@ def test_facts_take_over_what_a_backend_declares() -> None:
         ({"pipeline_parallel": 0}, ConfigError, "at least 1"),
         ({"attention": "alway"}, ConfigError, "facts.attention.*Did you mean 'always'"),
         ({"role": None}, ConfigTypeError, "facts.role"),
+        ({"compilers": 5}, ConfigTypeError, "facts.compilers: expected a list of compilers"),
+        ({"compilers": "eager"}, ConfigTypeError, "facts.compilers: expected a list of compilers"),
+        ({"compilers": ["eagre"]}, ConfigError, r"compilers\[0\].*Did you mean 'eager'"),
+        ({"pipeline_parallel": -(10**2000)}, ConfigError, "got -10{1,40}\\.\\.\\.0{1,40}\n"),
     ],
 )
 def test_facts_from_a_file_are_checked(

@@ -66,6 +66,8 @@ def read_json(text: str, source: str) -> object:
             f"{source}: broken JSON in line {error.lineno}, column {error.colno} ({at}): "
             f"{error.msg}. Expected, for example, {_EXAMPLE}"
         ) from error
+    except ValueError as error:  # Python reads no integer of thousands of digits
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def read_mode(text: str, source: str) -> object:
@@ -90,7 +92,7 @@ def read_file(path: str | os.PathLike[str]) -> object:
     name = os.fspath(path)
     try:
         text = Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # of text that is no UTF-8, and of a name with a zero
         raise ConfigError(f"cannot read the configuration file {name!r}: {error}") from error
     suffix = Path(name).suffix.lower()
     is_json = suffix == ".json" or (

@@ -7,8 +7,8 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.config.phase import FLAG, PHASES, choice, number, unknown_name
-from devgraph.api.errors import ConfigError
+from devgraph.api.config.phase import FLAG, PHASES, choice, number, shown, unknown_name
+from devgraph.api.errors import ConfigError, ConfigTypeError
 from devgraph.api.policy import COMPILERS
 
 ROLES = ("both", *reversed(PHASES))
@@ -22,6 +22,15 @@ def _one_of(*known: str) -> Any:
 
 def _flag(default: bool = False) -> Any:
     return attrs.field(default=default, metadata=FLAG)
+
+
+def _compilers(value: object, path: str) -> tuple[str, ...]:
+    if isinstance(value, (list, tuple)):
+        return tuple(_COMPILER(name, f"{path}[{index}]") for index, name in enumerate(value))
+    raise ConfigTypeError(f"{path}: expected a list of compilers, got {shown(value)}")
+
+
+_COMPILER = choice("compiler", lambda: COMPILERS)["read"]
 
 
 def _count(default: int = 1) -> Any:
@@ -47,7 +56,7 @@ class EngineFacts:
     """The backend can update regions inside a graph."""
     piecewise: bool = _flag(True)
     """The backend can capture ``torch.compile`` pieces."""
-    compilers: tuple[str, ...] = attrs.field(default=COMPILERS, converter=tuple)
+    compilers: tuple[str, ...] = attrs.field(default=COMPILERS, metadata={"read": _compilers})
     """The compilers that piecewise may use on the backend."""
     collectives: bool = _flag()
     """The body holds device collectives (tensor or expert parallelism)."""
@@ -114,7 +123,7 @@ class EngineFacts:
         for field in _FIELDS:
             value = getattr(self, field.name)
             if field.metadata and value is not field.default:
-                field.metadata["read"](value, field.name)
+                object.__setattr__(self, field.name, field.metadata["read"](value, field.name))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, path: str = "facts") -> EngineFacts:

@@ -159,7 +159,7 @@ def number(kind: type[int] | type[float], least: int, *, above: bool = False) ->
             raise ConfigTypeError(f"{path}: expected {what}, got {shown(value)}")
         if not least <= value <= largest or (above and value == least):
             finite = "" if kind is int else "a finite number of "
-            raise ConfigError(f"{path}: expected {finite}{wanted}, got {value!r}")
+            raise ConfigError(f"{path}: expected {finite}{wanted}, got {brief(value)}")
         return kind(value)
 
     return {"kind": f"{what} of {wanted}", "shape": "integer", "read": read}
