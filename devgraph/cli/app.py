@@ -29,7 +29,7 @@ _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with ``argv`` (the process's own arguments if None); return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Names and texts of models have characters that the encoding of an output may lack.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
