@@ -190,7 +190,6 @@ class Capturing:
         done: list[BucketGraph] = []
         with (
             _collector_at_rest(sweep=len(graphs) > 1),
-            torch.no_grad(),
             _progress_bar(
                 f"{self._name}: capturing", len(graphs), self._options.progress
             ) as advance,
@@ -254,26 +253,22 @@ class Capturing:
             return
         if self._share is not None:  # what it returns says which buffers there are
             self._share.learn_outputs(barrier)
-        rng = self._backend.get_rng_state()
         with session(self._pool):
             for variant in self._graphs.variants:
                 graph = self._graphs.largest(variant)
-                static = StaticBatch(step, graph)
-                batch = static.batch(static.prepared())
-                step.outputs.learn(variant, step.function(batch), graph.size)
-                graph.warm = 1
-                barrier()
-                if self._options.reset_state is not None:
-                    self._options.reset_state()
-        self._backend.set_rng_state(rng)
+                with step.trial():
+                    static = StaticBatch(step, graph)
+                    batch = static.batch(static.prepared())
+                    step.outputs.learn(variant, step.function(batch), graph.size)
+                    graph.warm = 1
+                    barrier()
         step.outputs.allocate(self._backend.device)
         if self._share is not None and step.outputs.shares:
             step.clock = self._share.clock.joined(self._name)
 
     def close(self) -> None:
         """Free all graphs, and keep what was learnt of the buckets."""
-        for graph in reversed(list(self._graphs)):
-            graph.close()
+        self._graphs.each(BucketGraph.close)
         if self._ranks.rank == 0:
             self._learned.write(self._graphs)
 
@@ -286,18 +281,17 @@ class Capturing:
         pool, there = self._backend.make_pool(), self._pool.segments
         added: list[int] = []
         kept: list[Captured | Emulated] = []
-        with torch.no_grad():
-            try:
-                for graph in list(self._graphs)[:2]:
-                    self.learn_outputs(self._backend.synchronize)
-                    before = pool.bytes
-                    sync = self._backend.synchronize
-                    kept.append(self._captured(graph, sync, pool, _WARMUPS))
-                    grown = pool.bytes - before if added else _beyond(pool.segments, there)
-                    added.append(max(0, grown) + kept[-1].info().bytes)
-            finally:
-                for captured in reversed(kept):
-                    captured.close()
+        sync = self._backend.synchronize
+        try:
+            for graph in list(self._graphs)[:2]:
+                self.learn_outputs(sync)
+                before = pool.bytes
+                kept.append(self._captured(graph, sync, pool, _WARMUPS))
+                grown = pool.bytes - before if added else _beyond(pool.segments, there)
+                added.append(max(0, grown) + kept[-1].info().bytes)
+        finally:
+            for captured in reversed(kept):
+                captured.close()
         return added
 
     def _turn(self, graph: BucketGraph, *, first: bool, runs: int = 0) -> tuple[Reason | None, str]:
@@ -352,13 +346,10 @@ class Capturing:
         self._pool.order()
         static = StaticBatch(step, graph)
         values = static.prepared()
-        rng = self._backend.get_rng_state()
-        barrier()  # the step may wait for all ranks, of which one may have failed
-        eager = self._seconds(lambda: step.function(static.batch(values)))
-        graph.speedup = eager / self._seconds(lambda: captured.run(values))
-        self._backend.set_rng_state(rng)
-        if self._options.reset_state is not None:
-            self._options.reset_state()
+        with step.trial():
+            barrier()  # the step may wait for all ranks, of which one may have failed
+            eager = self._seconds(lambda: step.function(static.batch(values)))
+            graph.speedup = eager / self._seconds(lambda: captured.run(values))
         return graph.speedup < least
 
     def _seconds(self, run: Callable[[], Any]) -> float:
@@ -390,8 +381,6 @@ class Capturing:
             outputs.refuse_overlap(name, tensor)
         epoch = options.weights_epoch() if options.weights_epoch else None
         captured = self._captured(graph, barrier, self._pool, runs)
-        if options.reset_state is not None:
-            options.reset_state()
         captured.pin(graph.pinned)
         graph.captured = captured
         graph.warm = 0
@@ -430,8 +419,7 @@ class Capturing:
             # Also after the last warm-up: a rank must not begin to record while another still
             # runs, and a step that writes its inputs must find pad values again.
             barrier()
-            if options.reset_state is not None:
-                options.reset_state()
+            step.reset_state()
             static.refill()
             static.prepared()
 
@@ -439,20 +427,21 @@ class Capturing:
             return Emulated(run)
         runs = max(runs, config.warmup - graph.warm)
         misses = config.miss_budget
-        return capture(
-            run,
-            policy=config.policy,
-            backend=self._backend,
-            host_args=static.prepared(),
-            warmup=runs,
-            pool=pool,
-            compiler=config.compiler if compiles(config.policy) else None,
-            before_break=barrier if self._ranks.size > 1 else None,
-            after_warmup=settle,
-            budget=None if misses is None else UpdateBudget(misses=misses),
-            check=bool(options.debug),
-            name_nodes=options.name_nodes,
-        )
+        with step.trial():
+            return capture(
+                run,
+                policy=config.policy,
+                backend=self._backend,
+                host_args=static.prepared(),
+                warmup=runs,
+                pool=pool,
+                compiler=config.compiler if compiles(config.policy) else None,
+                before_break=barrier if self._ranks.size > 1 else None,
+                after_warmup=settle,
+                budget=None if misses is None else UpdateBudget(misses=misses),
+                check=bool(options.debug),
+                name_nodes=options.name_nodes,
+            )
 
     def _barrier(self, tag: str) -> Callable[[], None]:
         def barrier() -> None:

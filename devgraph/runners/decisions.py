@@ -164,6 +164,10 @@ def refusal(decision: Decision, what: str, detail: Any = None) -> DeviceGraphErr
     return kind(f"{what} cannot run in a graph: {why}{more}; {way_out}")
 
 
+UNLAUNCHED = (UpdateUnsupportedError, UpdateTopologyError, ExecutableError)
+"""What a replay raises that could not launch its graph, and changed nothing."""
+
+
 def reason_of(error: UpdateError | ExecutableError) -> Reason:
     """Return the reason under which a step that could not launch its graph runs eagerly."""
     if isinstance(error, ExecutableError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -112,8 +113,10 @@ class BucketGraph:
 
     def forget(self, reason: Reason, detail: str) -> None:
         """Close the graph; it may be captured again."""
-        self.close()
         self.reason, self.detail, self.dropped, self.wants = reason, detail, False, 0
+        if reason is Reason.INVALIDATED:
+            self.seconds = 0.0  # what comes back has the time of a first start
+        self.close()
 
     def close(self) -> None:
         """Free the graph. Idempotent."""
@@ -176,6 +179,12 @@ class Graphs:
 
     def get(self, key: GraphKey | None) -> BucketGraph | None:
         return None if key is None else self._by_key.get(key)
+
+    def each(self, do: Callable[[BucketGraph], None]) -> None:
+        """Do it to every graph, smallest first, also to those behind one for which it fails."""
+        with contextlib.ExitStack() as stack:
+            for graph in self:
+                stack.callback(do, graph)
 
     @property
     def captured(self) -> list[BucketGraph]:

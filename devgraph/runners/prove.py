@@ -49,13 +49,11 @@ class _Proof:
         self,
         step: Step,
         host: Mapping[str, Any] | None,
-        reset_state: Callable[[], None] | None,
         rtol: float | None,
         atol: float | None,
     ) -> None:
         self._step = step
         self._host = host
-        self._reset_state = reset_state
         self._near: _Compare = functools.partial(compare_near, rtol=rtol, atol=atol)
         self._generator = torch.Generator().manual_seed(0)
         self.failures: list[str] = []
@@ -79,8 +77,7 @@ class _Proof:
 
         def begin() -> None:
             backend.set_rng_state(rng)
-            if self._reset_state is not None:
-                self._reset_state()
+            step.reset_state()
             bound.load(inputs)
             mark(step.inputs.views(real))
 
@@ -165,20 +162,15 @@ def prove_batches(
     batches: Sequence[tuple[BucketGraph, Size, Mapping[str, torch.Tensor]]],
     *,
     host_args: Mapping[str, Any] | None,
-    reset_state: Callable[[], None] | None,
     rtol: float | None,
     atol: float | None,
 ) -> RunnerReport:
     """Compare each graph with eager on a batch of that real size, with the inputs that belong
     together with it and others that are drawn; see ``Runner.prove``."""
-    proof = _Proof(step, host_args, reset_state, rtol, atol)
-    rng = step.backend.get_rng_state()
-    with torch.no_grad():
+    proof = _Proof(step, host_args, rtol, atol)
+    with step.trial():
         for batch in batches:
             proof.case(*batch)
-    step.backend.set_rng_state(rng)
-    if reset_state is not None:
-        reset_state()
     varied = {name for *_, implied in batches for name in implied}
     slots = step.inputs.slots.items()
     fixed = tuple(n for n, slot in slots if slot.fixed_in_proofs and n not in varied)

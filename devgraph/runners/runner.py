@@ -23,8 +23,7 @@ from devgraph.api.errors import (
     InputTypeError,
     NestedCaptureError,
     StateError,
-    UpdateTopologyError,
-    UpdateUnsupportedError,
+    UpdateError,
     brief,
     whole,
 )
@@ -37,6 +36,7 @@ from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.capturing import Capturing, require_folder
 from devgraph.runners.counting import ByTokens
 from devgraph.runners.decisions import (
+    UNLAUNCHED,
     Decision,
     Reason,
     Variant,
@@ -112,6 +112,7 @@ class Runner:
         share = options.share
         if share is not None:
             pool = _pool_with(share, pool)
+        lender = share if share is not None and share.graphs else None  # of outputs of graphs
         backend = backend if isinstance(backend, Backend) else get_backend(backend)
         pool = backend.own_pool(pool, releasable=config.releasable)
         arena = InputArena(
@@ -123,9 +124,6 @@ class Runner:
         )
         for name, tree in options.bound.items():
             arena.buffers.bind(name, tree)
-        pool.register(arena.buffers)
-        if config.memory is not None:
-            pool.limit(config.memory)
         self.phase: Phase = counting.phase
         self.backend: Backend = backend
         self.pool: Pool = pool
@@ -140,9 +138,10 @@ class Runner:
             whole=whole_step,
             tail=tail,
             inputs=arena,
-            outputs=OutputStore(outputs, share and share._step.outputs),
+            outputs=OutputStore(outputs, lender and lender._step.outputs),
             host=HostArgs(host_args, partly=options.prepare is not None),
             prepare=options.prepare,
+            reset_state=options.reset_state or (lambda: None),
             clock=LeaseClock(options.name),
             ranges=options.ranges,
             name=options.name,
@@ -162,7 +161,7 @@ class Runner:
             options=options,
             facts=self._facts(),
             identity={"name": options.name, "device": backend.device_name},
-            share=share and share._capturing,
+            share=lender and lender._capturing,
         )
         self._lock = pool.lock
         self._process = process.identity.token
@@ -173,6 +172,10 @@ class Runner:
         # Where this is False, a size that once ran in a graph needs no decision any more: the
         # table of bound steps is emptied whenever a decision could change.
         self._decide_always = bool(options.weights_epoch or config.max_seq_len is not None)
+        # Last: a runner that is refused changes nothing of a pool that others use.
+        if config.memory is not None:
+            pool.limit(config.memory)
+        pool.register(arena.buffers)
 
     # Decisions.
 
@@ -242,8 +245,8 @@ class Runner:
             inputs: a tensor for every slot, on the device or on the host; None for a rank that
                 takes part without requests, which returns None.
             host_args: a value for every declared host argument.
-            variant: as for ``can_run``.
-            decision: what ``agree`` returned; without it the runner decides itself.
+            variant: as for ``can_run``; with a decision that names a graph, that of the graph.
+            decision: what ``agree`` or ``can_run`` returned; without it the runner decides itself.
             longest: as for ``can_run``.
             clone: return copies that stay.
 
@@ -275,8 +278,7 @@ class Runner:
                         if self._options.bound:
                             self.buffers.check()
                         return self._replay(known[0], inputs, host_args, clone, known[1])
-                options = self.graphs.asked(variant)
-                return self._run_decided(inputs, host_args, options, decision, longest, clone)
+                return self._run_decided(inputs, host_args, variant, decision, longest, clone)
             except Exception as error:
                 self.backend.raise_if_lost(error)
                 raise
@@ -287,7 +289,7 @@ class Runner:
         self,
         inputs: Mapping[str, Any] | None,
         host_args: Mapping[str, Any] | None,
-        options: Mapping[str, Any],
+        variant: Mapping[str, Any] | None,
         decision: Decision | None,
         longest: int | None,
         clone: bool,
@@ -295,15 +297,18 @@ class Runner:
         self._require_open("run")
         self.buffers.check()
         _require_decision(decision)
+        if variant is None and decision is not None and decision.key is not None:
+            variant = dict(decision.key.variant)
+        options = self.graphs.asked(variant)
         if inputs is None:
-            return self._run_without_requests(decision)
+            return self._run_without_requests(decision, options)
         shown = self._steps.measured(inputs)
         size = self.graphs.counting.size(*shown, options)
         agreed = None if decision is None else decision.bucket
         if decision is None:
             decision = self._decide(size, options, longest)
         elif decision.ok:
-            self._check_agreed(decision, size)
+            self._check_agreed(decision, size, options)
         if decision.reason is Reason.EMPTY_BATCH:
             return self._run_empty(options)
         if decision.ok:
@@ -326,17 +331,20 @@ class Runner:
     ) -> Any:
         try:
             step.run(inputs, host_args, values)
-        except (UpdateUnsupportedError, UpdateTopologyError, ExecutableError) as error:
-            partly = isinstance(error, ExecutableError) and error.partly
-            if self._config.strict or partly:
-                raise
-            logger.debug("%s: %s", self._name, error)
-            graph = step.graph
-            decision = Decision.eager(reason_of(error), graph.key)
-            inputs = step.loaded(inputs)
-            return self._run_eager(inputs, host_args, step.real, graph.options, decision, clone)
+        except UNLAUNCHED as error:
+            decision = self._instead(step.graph, error)
+            inputs, options = step.loaded(inputs), step.graph.options
+            return self._run_eager(inputs, host_args, step.real, options, decision, clone)
         outputs = step.outputs() if step.tail is None else step.result(host_args)
         return self._handed(outputs, clone) if clone or self._debug else outputs
+
+    def _instead(self, graph: BucketGraph, error: UpdateError | ExecutableError) -> Decision:
+        """Return what to do where ``graph`` could not be launched; raises ``error`` where that is
+        not to run eagerly."""
+        if self._config.strict or (isinstance(error, ExecutableError) and error.partly):
+            raise error
+        logger.debug("%s: %s", self._name, error)
+        return Decision.eager(reason_of(error), graph.key)
 
     def _run_eager(
         self,
@@ -350,33 +358,34 @@ class Runner:
         outputs = self._step.run_eagerly(inputs, size, host_args, options)
         self._counters.count(decision.reason)
         self._counters.eager_tokens += size.tokens
-        self._want(decision)
-        return self._handed(outputs, clone) if clone or self._debug else outputs
-
-    def _want(self, decision: Decision) -> None:
-        """Capture a bucket that enough batches wanted; after the step, whose outputs are safe."""
         graph = self._capturing.want(decision)
-        if graph is not None:
+        if graph is not None:  # Enough batches wanted it.
+            outputs = copied(outputs)  # They may lie where warm-up runs write.
             try:
                 self._capture([graph])
             except Exception:
                 # The step itself is done and right; its bucket stays eager, with this reason.
                 logger.exception("%s: capture of bucket %s failed", self._name, graph.key)
+        return self._handed(outputs, clone) if clone or self._debug else outputs
 
     def _handed(self, outputs: Any, clone: bool) -> Any:
         return copied(outputs) if clone else lease(outputs, self._step.clock)
 
-    def _check_agreed(self, decision: Decision, size: Size) -> None:
-        graph = self.graphs.get(decision.key)
+    def _check_agreed(self, decision: Decision, size: Size, options: Mapping[str, Any]) -> None:
+        graph, graphs = self.graphs.get(decision.key), self.graphs
         if graph is None or graph.captured is None:
             raise StateError(
                 f"the decision asks for graph {decision.key}, which is not captured here "
                 f"({graph.reason.value if graph else 'unknown'}); capture on all ranks together"
             )
-        if self.graphs.rows(size) > graph.key.bucket or not self.graphs.counting.fits(size):
+        if (
+            graphs.rows(size) > graph.key.bucket
+            or not graphs.counting.fits(size)
+            or graphs.counting.variant(size, options, graphs.variants) != graph.key.variant
+        ):
             raise InputError(
                 f"the decision asks for bucket {graph.key}, and the batch has {size.requests} "
-                f"requests and {size.tokens} tokens"
+                f"requests and {size.tokens} tokens of the variant {dict(options)}"
             )
 
     def _run_empty(self, options: Mapping[str, Any]) -> None:
@@ -391,29 +400,34 @@ class Runner:
             decision = Decision.eager(Reason.EMPTY_BATCH)
         self._run_pads(decision, options)
 
-    def _run_without_requests(self, decision: Decision | None) -> None:
+    def _run_without_requests(self, decision: Decision | None, options: Mapping[str, Any]) -> None:
         if decision is None:
             raise InputTypeError(
                 "run(None) is for a rank without requests in an agreed step: pass decision=, as "
                 "agree(None) returned it"
             )
         if decision.ok:
-            self._check_agreed(decision, Size(0, 0))
+            self._check_agreed(decision, self.graphs.counting.some(1, options), options)
         if decision.reason is Reason.EMPTY_BATCH:
             self._counters.count(decision.reason)
             return
-        self._run_pads(decision, dict(decision.key.variant) if decision.key else {})
+        self._run_pads(decision, options)
 
     def _run_pads(self, decision: Decision, options: Mapping[str, Any]) -> None:
         """Take part in a step on pad values only."""
         self.pool.order()
         if decision.ok:
             assert decision.key is not None
-            self._step.replay_pads(self.graphs[decision.key])
-            self._counters.idle += 1
-        else:
-            self._step.run_pads(self.graphs.counting.some(1, options), options)
-            self._counters.count(decision.reason)
+            graph = self.graphs[decision.key]
+            try:
+                self._step.replay_pads(graph)
+            except UNLAUNCHED as error:
+                decision = self._instead(graph, error)
+            else:
+                self._counters.idle += 1
+                return
+        self._step.run_pads(self.graphs.counting.some(1, options), options)
+        self._counters.count(decision.reason)
 
     def _require_outside(self, call: str) -> None:
         """Raise StateError in the runner's own step, and in an eager body of a step on its pool;
@@ -527,8 +541,7 @@ class Runner:
         """
         with self._between_steps("invalidate"):
             self._steps.clear()
-            for graph in reversed(list(self.graphs)):
-                graph.forget(Reason.INVALIDATED, reason)
+            self.graphs.each(lambda graph: graph.forget(Reason.INVALIDATED, reason))
             self.buffers.rebind()
 
     def pin(self, *buckets: int, pinned: bool = True) -> None:
@@ -645,9 +658,10 @@ class Runner:
         """
         if timing:
             with self._between_steps("time"):
-                self._steps.clear()  # of which some may be bound without
                 for graph in self.graphs:
-                    graph.timing = graph.timing or Timing(self.backend)
+                    if graph.timing is None:
+                        graph.timing = Timing(self.backend)
+                        self._steps.clear()  # which are bound without
                     graph.timing.read()
         return RunnerStats.of(
             self.graphs, self._counters, replay_pace=self._capturing.pace, **self._identity()
@@ -658,11 +672,13 @@ class Runner:
 
         Args:
             sample: capture the two largest graphs into a throwaway pool, if they are not all
-                captured, and estimate the rest from them.
+                captured, and estimate the rest from them. Outputs of earlier runs are overwritten.
         """
         with self._between_steps("plan"):
-            missing = len(self.graphs) > len(self.graphs.captured)
-            return self._plan(self._capturing.sample_bytes() if sample and missing else ())
+            if not sample or len(self.graphs) == len(self.graphs.captured):
+                return self._plan(())
+            self._step.clock.tick()
+            return self._plan(self._capturing.sample_bytes())
 
     def _plan(self, estimates: Sequence[int]) -> RunnerPlan:
         return RunnerPlan.of(
@@ -730,7 +746,6 @@ class Runner:
                 self._step,
                 [(g, size, implied(size)) for (g, _), size in zip(tried, sizes, strict=True)],
                 host_args=host_args,
-                reset_state=self._options.reset_state,
                 rtol=rtol,
                 atol=atol,
             )

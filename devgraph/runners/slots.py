@@ -237,6 +237,7 @@ def check_slots(slots: Sequence[InputSlot], own: Sequence[InputSlot] = ()) -> di
     by_name: dict[str, InputSlot] = {}
     if isinstance(slots, InputSlot) or not isinstance(slots, Iterable):
         raise ConfigTypeError(f"inputs must be a list of InputSlot objects, got {brief(slots)}")
+    slots = [*slots]
     for slot in (*slots, *own):
         if not isinstance(slot, InputSlot):
             raise ConfigTypeError(f"inputs must be InputSlot objects, got {brief(slot)}")

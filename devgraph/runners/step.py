@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import attrs
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.errors import note
+from devgraph.api.errors import InputError, note
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, end_batch
 from devgraph.runners.decisions import GraphKey, canonical_variant
@@ -43,6 +44,8 @@ class Step:
     host: HostArgs
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None
     """Plans the step over the filled batch; see ``Options.prepare``."""
+    reset_state: Callable[[], None]
+    """Undoes what runs on pad values did; see ``Options.reset_state``."""
     clock: LeaseClock
     """Counts the runs, each of which overwrites the outputs of the one before."""
     ranges: bool
@@ -53,6 +56,27 @@ class Step:
     """The memory of its graphs."""
     live: Live = attrs.field(factory=Live)
     """What eager bodies of graphs see of the run that is under way."""
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Run the step for no request: without gradients, and random numbers and the engine's state
+        are afterwards as they were, also where it fails."""
+        rng = self.backend.get_rng_state()
+
+        def restore() -> None:
+            self.backend.set_rng_state(rng)
+            self.reset_state()
+
+        try:
+            with torch.no_grad():
+                yield
+        except BaseException as error:
+            try:
+                restore()
+            except Exception as lost:
+                note(error, f"and what the step changed could not be put back: {lost}")
+            raise
+        restore()
 
     def run_eagerly(
         self,
@@ -324,12 +348,18 @@ class BoundSteps:
         self._arena.require_mapping(inputs)
         found: list[int | None] = []
         for lead in (self._tokens, self._requests):
+            if lead is None:
+                found.append(None)
+                continue
+            name, axis, more = lead
             try:
-                found.append(None if lead is None else inputs[lead[0]].shape[lead[1]] - lead[2])
+                rows = inputs[name].shape[axis] - more
             except (KeyError, TypeError, AttributeError, IndexError):
-                assert lead is not None
-                self._arena.extent(inputs, lead[0])
+                self._arena.extent(inputs, name)
                 raise
+            if rows < 0:
+                raise InputError(f"input {name!r} has no rows; that of no requests has one")
+            found.append(rows)
         tokens, requests = found
         return requests, tokens
 

@@ -215,6 +215,37 @@ def test_a_failure_of_the_step_is_raised_and_earlier_buckets_are_kept():
     assert all(runner.can_run(n).ok for n in range(1, 9))
 
 
+@pytest.mark.parametrize("good_runs", [0, 1])
+def test_a_failed_capture_leaves_random_numbers_and_the_state_of_the_engine(good_runs):
+    state = torch.zeros(1)
+    calls = []
+
+    def step(batch):
+        torch.rand(3)
+        state.add_(1)
+        calls.append(1)
+        if len(calls) > good_runs:
+            raise KeyError("no such layer")
+        return batch.x * 2
+
+    runner = decode_of(step, (X,), captured=False, reset_state=state.zero_)
+    rng = torch.get_rng_state()
+    with pytest.raises(KeyError):
+        runner.capture()
+    assert torch.equal(rng, torch.get_rng_state()) and state.item() == 0
+
+
+def test_the_first_look_at_a_lazy_step_runs_without_gradients():
+    weight, cache = torch.nn.Parameter(torch.ones(3)), torch.zeros(8, 3)
+
+    def step(batch):
+        cache[: batch.tokens] = batch.x * weight
+        return batch.x * weight
+
+    runner = decode_of(step, (X,), config={"capture": "lazy"}, bound={"cache": cache})
+    assert runner.stats().captures == 0 and not cache.requires_grad
+
+
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
 def test_an_interrupt_during_capture_goes_through_and_capture_works_afterwards(kind):
     armed = [True]
@@ -316,6 +347,15 @@ def test_a_spent_time_budget_drops_the_rest():
     assert runner.stats().eager == {"time_budget": 1}
 
 
+def test_after_an_invalidate_the_time_budget_begins_anew():
+    runner = double_runner(config={"time_budget_s": 3600})
+    for graph in runner.graphs:
+        graph.seconds = 3600.0
+    runner.invalidate()
+    runner.capture()
+    assert all(runner.can_run(n).ok for n in range(1, 9))
+
+
 def test_a_graph_over_the_memory_budget_is_dropped_with_the_rest():
     runner = double_runner(config={"memory_budget_bytes": 1})
     assert {b.state for b in runner.plan().buckets} == {"memory_budget"}
@@ -389,6 +429,17 @@ def test_a_lazy_capture_does_not_overwrite_the_outputs_of_its_own_step():
     for _ in range(4):  # eager, eager and capture, graph, graph: each fed with the one before
         x = runner.run({"x": x})
     assert torch.equal(x, rows_of_x(2) * 16)
+
+
+def test_a_lazy_capture_does_not_overwrite_what_its_step_returned_of_its_own_memory():
+    out = torch.zeros(8, 3)
+
+    def step(batch):
+        return torch.mul(batch.x, 2, out=out[: batch.tokens])
+
+    runner = decode_of(step, (X,), config={"capture": "lazy", "lazy_hits": 1})
+    assert runner.run({"x": rows_of_x(2)}).eq(rows_of_x(2) * 2).all()
+    assert runner.stats().captures == 1
 
 
 def test_a_lazy_capture_that_fails_leaves_the_step_and_the_bucket_eager(caplog):
@@ -551,6 +602,15 @@ def test_suspend_gives_memory_back_and_resume_replays_without_a_capture():
         double_runner().suspend(release="memory")
 
 
+def test_a_dummy_step_without_memory_for_its_graph_runs_eagerly():
+    runner = double_runner(config={"releasable": True})
+    other = double_runner(pool=runner.pool, idle_dummy=True)
+    runner.suspend(release="memory")
+    assert other.run({"x": rows_of_x(0)}) is None
+    assert other.run(None, decision=other.can_run(2)) is None
+    assert other.stats().eager == {"executable_memory": 2} and other.stats().idle_steps == 0
+
+
 @pytest.mark.parametrize("capture", ["eager", "lazy", "background"])
 def test_buckets_wait_while_another_runner_on_the_pool_sleeps(capture):
     runner = double_runner(config={"releasable": True})
@@ -624,6 +684,21 @@ def test_close_frees_the_graphs_and_refuses_every_later_call():
         with pytest.raises(dg.StateError, match="decode is closed; make a new one"):
             call()
     assert runner.stats().graph_steps == 1
+
+
+@pytest.mark.parametrize("call", ["close", "invalidate"])
+def test_one_graph_that_fails_to_close_keeps_no_other(monkeypatch, call):
+    runner = double_runner()
+    first = list(runner.graphs)[-1]  # smallest first
+
+    def fail():
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(first.captured, "close", fail)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        getattr(runner, call)()
+    assert not runner.graphs.captured
+    getattr(runner, call)()
 
 
 def test_a_runner_is_a_context_manager():

@@ -30,6 +30,7 @@ from tests.support.runner_steps import (
     X,
     cache_inputs,
     decode_of,
+    double,
     double_runner,
     rows_of_x,
     tokens,
@@ -495,6 +496,52 @@ def test_a_decision_may_be_handed_over():
     assert {b.key: b.hits for b in runner.stats().buckets}["2"] == 1
 
 
+def test_a_decision_brings_the_variant_that_it_was_made_for():
+    def step(batch):
+        return batch.x * (10 if batch.variant.get("lora") else 2)
+
+    runner = decode_of(step, (X,), variants=[{}, {"lora": True}])
+    x = rows_of_x(3)
+    for _ in range(2):  # in graphs, and eagerly
+        lora, plain = runner.can_run(3, variant={"lora": True}), runner.can_run(3)
+        assert runner.run({"x": x}, decision=lora).eq(x * 10).all()
+        assert runner.run({"x": x}, decision=plain).eq(x * 2).all()
+        runner.invalidate()
+    runner.capture()
+    with pytest.raises(dg.InputError, match=r"bucket 4 \(lora=True\), and the batch .* variant {}"):
+        runner.run({"x": x}, decision=runner.can_run(3, variant={"lora": True}), variant={})
+    with pytest.raises(dg.InputError, match="no declared variant has 'width2'"):
+        runner.run({"x": x}, decision=Decision.graph(GraphKey((("width2", 1),), 4)))
+
+
+def test_a_decision_for_wide_requests_counts_them_by_its_width():
+    runner = decode_of(lambda batch: batch.x.view(-1, 4, 3).sum(1), (X,), variants=[{"width": 4}])
+    x = rows_of_x(8)
+    decision = runner.can_run(2, variant={"width": 4})
+    assert runner.run({"x": x}, decision=decision).shape == (2, 3)
+
+
+def test_offsets_without_a_row_are_of_no_batch():
+    runner = decode_of(lambda batch: batch.x + batch.offsets[1:, None], (X, OFFSETS))
+    with pytest.raises(dg.InputError, match="'offsets' has no rows"):
+        runner.run({"x": rows_of_x(2), "offsets": tokens()})
+    assert runner.run({"x": rows_of_x(0), "offsets": tokens(0)}) is None
+
+
+def test_a_refused_runner_changes_nothing_of_the_pool_of_others():
+    pool = dg.get_backend("cpu").make_pool()
+    for wrong in ({"outputs": 3}, {"host_args": {"self": 1}}, {"group": 3}):
+        with pytest.raises(dg.ConfigError):
+            decode_of(double, (X,), pool=pool, config={"memory": 1000}, **wrong)
+    assert pool.recordings.budget_bytes is None
+
+
+def test_input_slots_may_come_from_a_generator():
+    runner = decode_of(double, (X,), captured=False)
+    made = dg.DecodeRunner(double, (slot for slot in (X,)), max_requests=8, backend="cpu")
+    assert made.plan().input_bytes == runner.plan().input_bytes
+
+
 def test_a_decision_that_does_not_fit_is_refused():
     runner = double_runner()
     with pytest.raises(dg.InputError, match="bucket 2, and the batch has 3 requests"):
@@ -667,6 +714,13 @@ def test_what_cannot_be_shared_is_refused_or_stays_its_own():
     out = first.run({"x": rows_of_x(2)})
     other.run({"x": torch.ones(2, 5)})
     assert out.tolist() == (rows_of_x(2) * 2).tolist()
+
+
+def test_a_runner_without_graphs_shares_its_inputs_only():
+    off = decode_of(double, (X,), config="disabled")
+    runner = decode_of(double, (X,), share=off)
+    assert runner.buffers["x"].data_ptr() == off.buffers["x"].data_ptr()
+    assert runner.run({"x": rows_of_x(2)}).eq(rows_of_x(2) * 2).all()
 
 
 def test_sharing_learns_first_what_the_other_runner_returns():

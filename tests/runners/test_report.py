@@ -130,6 +130,24 @@ def test_a_sampled_plan_estimates_without_capturing_for_real():
     assert runner.plan(sample=True) == measured
 
 
+def test_a_sampled_plan_ends_the_leases_and_resets_the_state():
+    state = torch.zeros(1)
+
+    def step(batch):
+        state.add_(1)
+        return batch.x * 2
+
+    config = {"capture": "lazy", "lazy_hits": 1, "buckets": [2, 4]}
+    runner = decode_of(step, (X,), config=config, debug=True, reset_state=state.zero_)
+    for _ in range(2):
+        out = runner.run({"x": rows_of_x(2)})
+    assert runner.stats().graph_steps == 1
+    runner.plan(sample=True)
+    with pytest.raises(dg.StaleOutputError):
+        out.sum()
+    assert state.item() == 0
+
+
 def test_explain_names_slots_segments_reasons_and_counters():
     runner = double_runner(name="demo")
     runner.run({"x": rows_of_x(9)})
