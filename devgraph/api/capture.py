@@ -51,7 +51,9 @@ class Captured:
     ``replay(**host_args)`` does what ``fn(*args, **host_args)`` does, with the data that the
     bound tensors hold now. ``replay(*inputs, **host_args)``, or a call of the capture, copies new
     inputs into the bound tensors first. ``outputs`` are the same tensors every time: the next
-    replay of this capture overwrites them, and no other capture of the pool does.
+    replay of this capture overwrites them, and no other capture of the pool does. Only what torch's
+    pytrees find counts as output: an object of an unregistered class is returned as it is, and the
+    tensors in it are overwritten by replays of other captures as well.
     """
 
     def __init__(self, job: Job, plan: Plan, policy: str, seconds: float) -> None:

@@ -65,7 +65,8 @@ def _run(args: argparse.Namespace) -> int:
         # Only what runs is imported, after its arguments are right: torch takes seconds.
         command: Any = importlib.import_module(f"devgraph.cli.{args.command}")
         code: int = command.run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who started the process
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader has seen enough (head, less); Python must not fail when it flushes once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -140,5 +141,6 @@ def _messages() -> Iterator[Callable[[int], None]]:
 
 
 def _complain(text: str) -> None:
-    sys.stderr.write(f"devgraph: {text}\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.write(f"devgraph: {text}\n")
+        sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 from pathlib import Path
@@ -44,28 +45,29 @@ def run(args: argparse.Namespace) -> int:
     backend = get_backend(args.backend)
     target = find_target(args)
     owner = getattr(target.fn, "__self__", target.fn)
-    with torch.set_grad_enabled(args.grad), user_code(target.name):
-        captured = capture(
-            target.fn,
-            *target.args,
-            kwargs=target.kwargs,
-            policy=args.policy,
-            backend=backend,
-            host_args=target.host_args,
-            compiler=args.compiler,
-            name_nodes=owner if isinstance(owner, torch.nn.Module) else True,
-        )
-        with captured:
+    with contextlib.ExitStack() as stack:
+        with torch.set_grad_enabled(args.grad), user_code(target.name):
+            captured = capture(
+                target.fn,
+                *target.args,
+                kwargs=target.kwargs,
+                policy=args.policy,
+                backend=backend,
+                host_args=target.host_args,
+                compiler=args.compiler,
+                name_nodes=owner if isinstance(owner, torch.nn.Module) else True,
+            )
+            stack.enter_context(captured)
             parts = list(map(_part, itertools.count(), captured.segments, _timed(captured, target)))
             report = captured.prove() if args.prove else None
-            if args.dot:
-                _write(args.dot, _dot(target, parts))
-            if args.chrome_trace:
-                _write(args.chrome_trace, json.dumps(_trace(captured, parts)))
-            if args.json:
-                print_json(_data(captured, parts, report))
-            else:
-                _print(captured, target, parts, report)
+        if args.dot:
+            _write(args.dot, _dot(target, parts))
+        if args.chrome_trace:
+            _write(args.chrome_trace, json.dumps(_trace(captured, parts)))
+        if args.json:
+            print_json(_data(captured, parts, report))
+        else:
+            _print(captured, target, parts, report)
     return 0 if report is None or report.ok else 1
 
 

@@ -141,7 +141,8 @@ def test_from_file_reads_the_device_graph_section(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("name", "text", "parts"),
     [
-        ("a.json", '{"device_graphs": {}}', ["no section 'device_graph', but device_graphs. Put"]),
+        ("a.json", '{"device_graphs": {}}', ["no section 'device_graph', but ['device_graphs']. "]),
+        ("a.json", str({f"k{n}": 0 for n in range(999)}).replace("'", '"'), ["'k1'", "..."]),
         ("a.json", '{"device_graph": {"decode": }}', ["line 1, column 29"]),
         ("a.json", "[]", ["expected an object"]),
         ("a.yaml", "device_graph: {decode: ful}\n", ["decode.policy", "Did you mean 'full'?"]),

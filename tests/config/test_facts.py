@@ -21,6 +21,10 @@ def test_facts_take_over_what_a_backend_declares() -> None:
         compilers=("eager",),
         collectives_capturable=False,
     )
+    stated = {"region_update": False, "piecewise": False, "compilers": ("inductor",)}
+    able = Capabilities(region_update=True, piecewise=True, compilers=("eager", "inductor"))
+    narrowed = EngineFacts(**stated, collectives_capturable=False).on_backend("other", able)
+    assert {name: getattr(narrowed, name) for name in stated} == stated
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from devgraph.api.config.phase import (
     path_of,
     unknown_name,
 )
-from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
 SECTION = "device_graph"
 """The name of the section that holds a mode configuration in a larger file."""
@@ -111,8 +111,8 @@ def read_section(path: str | os.PathLike[str]) -> object:
         )
     if SECTION not in document:
         raise ConfigError(
-            f"{name}: there is no section {SECTION!r}, but {', '.join(map(str, document))}. Put "
-            f"the mode configuration under the key {SECTION!r}."
+            f"{name}: there is no section {SECTION!r}, but {brief([*document])}. Put the mode "
+            f"configuration under the key {SECTION!r}."
         )
     return document[SECTION]
 

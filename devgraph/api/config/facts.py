@@ -138,14 +138,14 @@ class EngineFacts:
             raise type(error)(f"{path}.{error}") from error
 
     def on_backend(self, name: str, capabilities: Any) -> EngineFacts:
-        """Return these facts with what the ``Capabilities`` of a backend say."""
+        """Return these facts for a backend: it can do what they and its ``Capabilities`` say."""
         return attrs.evolve(
             self,
             backend=name,
-            region_update=capabilities.region_update,
-            piecewise=capabilities.piecewise,
-            compilers=capabilities.compilers,
-            collectives_capturable=capabilities.collectives,
+            region_update=self.region_update and capabilities.region_update,
+            piecewise=self.piecewise and capabilities.piecewise,
+            compilers=tuple(one for one in capabilities.compilers if one in self.compilers),
+            collectives_capturable=self.collectives_capturable and capabilities.collectives,
         )
 
 
