@@ -373,6 +373,11 @@ class Runner:
 
     def _check_agreed(self, decision: Decision, size: Size, options: Mapping[str, Any]) -> None:
         graph, graphs = self.graphs.get(decision.key), self.graphs
+        if self._suspended:
+            raise StateError(
+                f"the decision asks for graph {decision.key}, and {self._name} was suspended "
+                f"since; decide again, or call resume() on all ranks together"
+            )
         if graph is None or graph.captured is None:
             raise StateError(
                 f"the decision asks for graph {decision.key}, which is not captured here "

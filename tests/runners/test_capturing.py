@@ -573,6 +573,18 @@ def test_suspend_and_resume_keep_the_graphs():
     assert (stats.graph_steps, stats.eager, stats.captures) == (1, {"suspended": 1}, 4)
 
 
+def test_decision_made_before_a_suspend_is_refused_until_it_resumes():
+    runner = double_runner()
+    runner.capture()
+    decision, batch = runner.can_run(2), {"x": rows_of_x(2)}
+    runner.suspend()
+    for given in (batch, None):
+        with pytest.raises(dg.StateError, match="was suspended since; decide again"):
+            runner.run(given, decision=decision)
+    runner.resume()
+    assert torch.equal(runner.run(batch, decision=decision), batch["x"] * 2)
+
+
 def test_suspend_gives_memory_back_and_resume_replays_without_a_capture():
     """FAULTS 10, 44."""
     runner = double_runner(config={"releasable": True})

@@ -831,7 +831,7 @@ def test_a_rank_that_does_not_vote_is_named(prepared, scenario, stuck, end):
 def test_a_device_that_waits_for_a_rank_that_left_is_noticed(prepared):
     """FAULTS 30."""
     (error,) = survivors(prepared.run("stuck_device", timeout_s=TIMEOUT_S, size=2), 1)
-    assert error.startswith("AgreementError: rank 0 waited 3")
+    assert error.startswith("AgreementError: rank 0 waited ")
     assert "for rank 1, which did not come" in error
 
 
