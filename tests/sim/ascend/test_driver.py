@@ -254,6 +254,12 @@ import os; os._exit(0)
 # Task groups ----------------------------------------------------------------------------------
 
 
+def require_blocked(driver: Driver) -> None:
+    """Fail unless the device waits: a synchronise that waits for a short time only gives up."""
+    with driver.setting(sync_timeout_ms=200), pytest.raises(RuntimeError, match="507046"):
+        torch.npu.synchronize()
+
+
 @pytest.mark.parametrize("stream_type", ["Stream", "SyncLaunchStream"])
 @pytest.mark.parametrize("update_first", [False, True])
 def test_task_update_reaches_the_replay_in_either_order(
@@ -274,11 +280,7 @@ def test_task_update_reaches_the_replay_in_either_order(
 def test_replay_without_update_blocks_until_the_update_comes(driver: Driver) -> None:
     region = Region(driver)
     region.graph.replay()
-    with (
-        driver.setting(sync_timeout_ms=200),
-        pytest.raises(RuntimeError, match="507046"),
-    ):
-        torch.npu.synchronize()
+    require_blocked(driver)
     region.set(2.0)
     assert region.value() == 6.0
 
@@ -291,11 +293,7 @@ def test_two_updates_are_one_credit(driver: Driver) -> None:
     region.graph.replay()
     assert region.value() == 6.0
     region.graph.replay()
-    with (
-        driver.setting(sync_timeout_ms=200),
-        pytest.raises(RuntimeError, match="507046"),
-    ):
-        torch.npu.synchronize()
+    require_blocked(driver)
     region.set(3.0)
     assert region.value() == 8.0
 
@@ -310,11 +308,7 @@ def test_held_updates_and_replays_are_done_when_they_are_let_go(driver: Driver) 
         with driver.setting(**{held: 1}):
             region.graph.replay()
             region.set(5.0)
-            with (
-                driver.setting(sync_timeout_ms=200),
-                pytest.raises(RuntimeError, match="507046"),
-            ):
-                torch.npu.synchronize()
+            require_blocked(driver)
             assert driver.counter(counter) == before
         assert region.value() == 12.0
         region.out.zero_()
@@ -325,11 +319,7 @@ def test_lost_event_record_blocks_the_replay(driver: Driver) -> None:
     driver.set(lose_record_in=1)
     region.graph.replay()
     region.set(1.0)
-    with (
-        driver.setting(sync_timeout_ms=200),
-        pytest.raises(RuntimeError, match="507046"),
-    ):
-        torch.npu.synchronize()
+    require_blocked(driver)
     assert any("record was lost" in line for line in driver.report())
     region.set(3.0)
     assert region.value() == 8.0
