@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import byte_range, fits, rewrite, share_memory, tensors_in
+from devgraph.api.buffers import byte_range, effective_strides, fits, rewrite, share_memory
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.graph import same_value
 
@@ -27,6 +27,7 @@ class Inputs:
     def __init__(self, job: Job) -> None:
         self._fn, self._host = job.fn, job.spec.declared
         self._args, self._kwargs = job.args, job.kwargs
+        self._share_memory = functools.cache(share_memory)
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -59,29 +60,29 @@ class Inputs:
                     f"one bound tensor ({brief(target)}) is several arguments of the step and was "
                     f"given different data; capture with a tensor for each"
                 )
-        for one, other in self._sharing:
-            if {id(one), id(other)} <= new.keys() and not _agree(
-                one, new[id(one)], other, new[id(other)]
-            ):
-                raise InputError(
-                    f"bound tensors that share memory ({brief(one)} and {brief(other)}) were given "
-                    f"different data; capture with memory for each"
-                )
+        if len(new) > 1:
+            self._require_agreement([target for target, _ in pairs], new)
         return pairs, host
 
-    @functools.cached_property
-    def _sharing(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The bound tensors that have memory in common, by twos."""
-        bound = {id(tensor): tensor for tensor in tensors_in((self._args, self._kwargs))}
-        ordered = sorted(bound.values(), key=torch.Tensor.data_ptr)
-        found = []
+    def _require_agreement(
+        self, targets: Sequence[torch.Tensor], new: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Raise InputError where ``targets`` share memory and their ``new`` data, by the target's
+        id, does not share it in the same way: the last copy would be in all of them."""
+        ordered = sorted(targets, key=torch.Tensor.data_ptr)
         for index, one in enumerate(ordered):
+            end = byte_range(one)[1]
             for other in ordered[index + 1 :]:
-                if other.data_ptr() >= byte_range(one)[1]:
+                if other.data_ptr() >= end:
                     break
-                if share_memory(one, other):
-                    found.append((one, other))
-        return found
+                if _agree(one, new[id(one)], other, new[id(other)]):
+                    continue
+                if self._share_memory(one, other):
+                    raise InputError(
+                        f"bound tensors that share memory ({brief(one)} and {brief(other)}) were "
+                        f"given data that does not share it in the same way; capture with memory "
+                        f"for each"
+                    )
 
     @functools.cached_property
     def _names(self) -> list[str]:
@@ -116,8 +117,12 @@ def _agree(
     target: torch.Tensor, source: torch.Tensor, other: torch.Tensor, its: torch.Tensor
 ) -> bool:
     """Whether new data lies to other new data as the bound tensors lie to each other."""
-    way, strides = target.data_ptr() - source.data_ptr(), (target.stride(), other.stride())
-    return way == other.data_ptr() - its.data_ptr() and strides == (source.stride(), its.stride())
+    way = target.data_ptr() - source.data_ptr()
+    return way == other.data_ptr() - its.data_ptr() and all(
+        effective_strides(bound) == effective_strides(new)
+        and (bound.is_conj(), bound.is_neg()) == (new.is_conj(), new.is_neg())
+        for bound, new in ((target, source), (other, its))
+    )
 
 
 def write(pairs: Sequence[Pair]) -> None:

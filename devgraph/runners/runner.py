@@ -386,7 +386,11 @@ class Runner:
         if (
             graphs.rows(size) > graph.key.bucket
             or not graphs.counting.fits(size)
-            or graphs.counting.variant(size, options, graphs.variants) != graph.key.variant
+            # No requests are of no width.
+            or (
+                size.requests
+                and graphs.counting.variant(size, options, graphs.variants) != graph.key.variant
+            )
         ):
             raise InputError(
                 f"the decision asks for bucket {graph.key}, and the batch has {size.requests} "

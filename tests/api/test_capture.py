@@ -278,6 +278,16 @@ def test_different_data_for_bound_tensors_that_share_memory_is_refused():
         assert captured(left, across) == step(left, across)
         new = torch.ones(4, 8)
         assert captured(new[:, :4], new[:, 3:5]) == 16 + 80
+    row = torch.randn(4, 16)
+    with dg.capture(step, row[:1, :8], row[0, :8], backend="cpu") as captured:
+        new = torch.ones(1, 8)
+        assert captured(new, new[0]) == step(new, new[0])  # a stride of one row says nothing
+    turned = torch.randn(4, dtype=torch.complex64)
+    with dg.capture(step, turned, turned.conj(), backend="cpu") as captured:
+        new = torch.full((4,), 1j)
+        with pytest.raises(dg.InputError, match="share memory"):
+            captured(new, new)
+        assert captured(new, new.conj()) == step(new, new.conj())
 
 
 def test_input_that_is_no_tensor_is_compared_by_kind_and_value():

@@ -542,6 +542,13 @@ def test_input_slots_may_come_from_a_generator():
     assert made.plan().input_bytes == runner.plan().input_bytes
 
 
+def test_a_decision_for_a_graph_takes_a_batch_without_rows():
+    runner = double_runner()
+    decision = runner.can_run(2)
+    assert runner.run({"x": rows_of_x(0)}, decision=decision).shape[0] == 0
+    assert runner.stats().graph_steps == 1
+
+
 def test_a_decision_that_does_not_fit_is_refused():
     runner = double_runner()
     with pytest.raises(dg.InputError, match="bucket 2, and the batch has 3 requests"):
