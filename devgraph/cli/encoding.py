@@ -18,8 +18,7 @@ from devgraph.api.config.phase import RUNNER_POLICY
 from devgraph.api.errors import CapabilityError
 from devgraph.cli.contenders import Compared, Contender, Row
 from devgraph.runners.encoder import EncoderRunner
-from devgraph.runners.padding import Pad
-from devgraph.runners.slots import InputSlot
+from devgraph.runners.slots import InputSlot, Pad
 
 ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "siglip-base": {

@@ -8,12 +8,11 @@ from devgraph.runners.decisions import Decision, GraphKey, Reason
 from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.encoder import EncoderRunner
 from devgraph.runners.loop import Loop, LoopResult
-from devgraph.runners.padding import Pad
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.prove import RunnerReport
 from devgraph.runners.ranks import RankGroup
 from devgraph.runners.report import BucketPlan, BucketStats, RunnerPlan, RunnerStats
-from devgraph.runners.slots import HostSlot, InputSlot, OutputSlot, Size
+from devgraph.runners.slots import HostSlot, InputSlot, OutputSlot, Pad, Size
 
 __all__ = [
     "Batch",

@@ -36,10 +36,9 @@ from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
 from devgraph.runners.decisions import Decision, Reason
-from devgraph.runners.graphs import BucketGraph, Emulated, Graphs
-from devgraph.runners.learned import Learned
-from devgraph.runners.lease import LeaseClock
+from devgraph.runners.graphs import BucketGraph, Emulated, Graphs, Learned
 from devgraph.runners.options import Options
+from devgraph.runners.outputs import LeaseClock
 from devgraph.runners.ranks import PeerFailed, RankGroup
 from devgraph.runners.report import Counters, format_bytes
 from devgraph.runners.step import StaticBatch, Step

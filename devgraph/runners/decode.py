@@ -10,7 +10,7 @@ from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, whole
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
-from devgraph.runners.counting import ByRequests
+from devgraph.runners.buckets import ByRequests
 from devgraph.runners.decisions import check_variants
 from devgraph.runners.loop import SLOTS, Loop, looped_outputs
 from devgraph.runners.options import Options, RunnerOptions, settings_of

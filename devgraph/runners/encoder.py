@@ -24,14 +24,12 @@ from devgraph.api.errors import (
 )
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
-from devgraph.runners.buckets import Buckets
-from devgraph.runners.counting import ByTokens
+from devgraph.runners.buckets import Buckets, ByTokens
 from devgraph.runners.decisions import canonical_variant, check_variants
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.outputs import OutputStore
-from devgraph.runners.padding import Pad
 from devgraph.runners.runner import Runner
-from devgraph.runners.slots import ROW_PER_TOKEN, InputSlot, OutputSlot, Size, check_slots
+from devgraph.runners.slots import ROW_PER_TOKEN, InputSlot, OutputSlot, Pad, Size, check_slots
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

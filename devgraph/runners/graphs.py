@@ -1,17 +1,27 @@
-"""The graphs of a runner, one for each variant and bucket, and the choice of one for a batch."""
+"""The graphs of a runner, one for each variant and bucket, the choice of one for a batch, and what
+is known of each: the device's time of its replays, and its use in earlier processes."""
 
 from __future__ import annotations
 
+import bisect
+import collections
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import attrs
+
+from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import InputError, brief, did_you_mean, whole
 from devgraph.api.graph import GraphInfo
-from devgraph.runners.buckets import Buckets
-from devgraph.runners.counting import ByTokens
+from devgraph.runners.buckets import Buckets, ByTokens
 from devgraph.runners.decisions import (
     Decision,
     GraphKey,
@@ -20,8 +30,15 @@ from devgraph.runners.decisions import (
     check_mapping,
     check_width,
 )
-from devgraph.runners.observe import Timing
 from devgraph.runners.slots import Size
+
+logger = logging.getLogger(__name__)
+
+BOUNDS = tuple(base * 10.0**power for power in range(-5, 1) for base in (1, 2.5, 5))
+"""Upper bounds of the histogram's bins in seconds, from 10 us to 5 s; longer ones have the last."""
+
+MOST_OPEN = 64
+"""Replays whose end the device may not have reached before somebody looks for the first ones."""
 
 
 class Emulated:
@@ -67,6 +84,55 @@ class Emulated:
 
     def close(self) -> None:
         """Free nothing."""
+
+
+@attrs.frozen(kw_only=True)
+class ReplayTimes:
+    """How long the device took for the replays of one graph."""
+
+    count: int
+    seconds: float
+    """All together."""
+    bins: tuple[int, ...]
+    """How many took at most as long as each of ``BOUNDS``, and last how many took longer."""
+
+
+class Timing:
+    """Times the replays of one graph.
+
+    Args:
+        backend: whose clock.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._open: collections.deque[Callable[[], float | None]] = collections.deque()
+        self._bins = [0] * (len(BOUNDS) + 1)
+        self._seconds = 0.0
+
+    def over(self, replay: Callable[[Mapping[str, Any]], None]) -> Callable[..., None]:
+        """Return ``replay``, timed."""
+
+        def timed(values: Mapping[str, Any]) -> None:
+            stop = self._backend.stopwatch()
+            replay(values)
+            self._open.append(stop())
+            if len(self._open) > MOST_OPEN:
+                self.read()
+
+        return timed
+
+    def read(self) -> None:
+        """Count the replays that the device has done, without waiting; under the pool's lock."""
+        while self._open and (seconds := self._open[0]()) is not None:
+            self._open.popleft()
+            self._bins[bisect.bisect_left(BOUNDS, seconds)] += 1
+            self._seconds += seconds
+
+    @property
+    def times(self) -> ReplayTimes:
+        """What was read so far."""
+        return ReplayTimes(count=sum(self._bins), seconds=self._seconds, bins=tuple(self._bins))
 
 
 class BucketGraph:
@@ -287,3 +353,59 @@ class Graphs:
                 if self._by_key[GraphKey(variant, bucket)].captured is not None:
                     return Decision.graph(GraphKey(variant, bucket))
         return Decision.eager(wanted.reason, wanted.key)
+
+
+class Learned:
+    """How often buckets were hit in earlier processes, and which could not be captured.
+
+    The file is a help and never a fault: one that is missing, broken or not writable is as if
+    nothing had been learnt. It holds what several runners, versions and devices learnt, each apart.
+
+    Args:
+        path: the file; None keeps nothing.
+        identity: what must be the same for the numbers to mean anything again.
+    """
+
+    def __init__(self, path: str | None, identity: Mapping[str, Any]) -> None:
+        self._path = None if path is None else Path(path)
+        text = json.dumps(dict(identity), sort_keys=True, default=str)
+        self._key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        hits = self._read().get(self._key)
+        self._hits = {
+            name: count
+            for name, count in (hits if isinstance(hits, dict) else {}).items()
+            if isinstance(count, int)
+        }
+        counts = sorted({0, *self._hits.values()}, reverse=True)
+        self._places = {count: at for at, count in enumerate(counts)}
+
+    def place(self, graph: BucketGraph) -> int:
+        """Return where ``graph`` comes in the order of use, from 0; those that were not used are
+        alike, and after them come those that could not be captured."""
+        return self._places[self._hits.get(str(graph.key), 0)]
+
+    def write(self, graphs: Iterable[BucketGraph]) -> None:
+        """Keep what is known now, in place of what was known at the start."""
+        if self._path is None:
+            return
+        found = {str(g.key): -1 if g.dropped else g.hits + g.missed for g in graphs}
+        if not any(found.values()):
+            return  # it served nothing
+        new = Path(f"{self._path}.{os.getpid()}")
+        try:
+            new.write_text(json.dumps({**self._read(), self._key: found}), encoding="utf-8")
+            new.replace(self._path)
+        except (OSError, ValueError) as error:
+            logger.warning("what was learnt of the buckets is not kept: %s", error)
+            with contextlib.suppress(OSError, ValueError):
+                new.unlink()
+
+    def _read(self) -> dict[str, Any]:
+        if self._path is None or not self._path.exists():
+            return {}
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s tells nothing of the buckets: %s", self._path, error)
+            return {}
+        return found if isinstance(found, dict) else {}

@@ -14,9 +14,8 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, InputError, InputTypeError, did_you_mean
 from devgraph.api.graph import DeviceGraph
-from devgraph.runners.lease import LeasedTensor, released
-from devgraph.runners.padding import Pad, Padding
-from devgraph.runners.slots import InputSlot, Size
+from devgraph.runners.outputs import LeasedTensor, released
+from devgraph.runners.slots import InputSlot, Pad, Padding, Size
 
 _ALIGNMENT = 16
 """Bytes between the starts of packed tensors."""

@@ -22,8 +22,7 @@ from devgraph.api.errors import DeviceGraphError, DeviceLost
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
 from devgraph.runners.inputs import InputArena, Staging
-from devgraph.runners.padding import Pad, Padding, cut
-from devgraph.runners.slots import InputSlot, Size
+from devgraph.runners.slots import InputSlot, Pad, Padding, Size, cut
 
 logger = logging.getLogger(__name__)
 

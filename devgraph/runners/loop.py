@@ -27,9 +27,8 @@ from devgraph.api.errors import (
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
 from devgraph.runners.outputs import slots_by_leaf
-from devgraph.runners.padding import Pad, pad_rows
 from devgraph.runners.ranks import several_ranks
-from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot
+from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot, Pad, pad_rows
 
 RUNNING = InputSlot("running", ("requests",), torch.bool, pad=Pad.zero(), real=True)
 """Which requests take a step."""

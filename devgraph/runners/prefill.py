@@ -13,7 +13,7 @@ from devgraph.api.errors import ConfigError, whole
 from devgraph.api.policy import breaks
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
-from devgraph.runners.counting import ByTokens
+from devgraph.runners.buckets import ByTokens
 from devgraph.runners.decisions import check_variants
 from devgraph.runners.options import Options, RunnerOptions, settings_of
 from devgraph.runners.runner import Runner

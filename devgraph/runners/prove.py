@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from devgraph.api.prove import compare, compare_near
 from devgraph.runners.graphs import BucketGraph
 from devgraph.runners.outputs import copied
-from devgraph.runners.padding import Padding
-from devgraph.runners.slots import InputSlot, Size
+from devgraph.runners.slots import InputSlot, Padding, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
 _Compare = Callable[[torch.Tensor, torch.Tensor], str]

@@ -11,11 +11,10 @@ import attrs
 from devgraph.api.backend import ReplayPace
 from devgraph.api.executable import Residency
 from devgraph.runners.decisions import Reason
-from devgraph.runners.graphs import BucketGraph, Graphs
+from devgraph.runners.graphs import BOUNDS, BucketGraph, Graphs, ReplayTimes
 from devgraph.runners.inputs import InputArena
-from devgraph.runners.observe import BOUNDS, ReplayTimes
 from devgraph.runners.outputs import OutputStore
-from devgraph.runners.padding import Pad
+from devgraph.runners.slots import Pad
 
 
 class Counters:

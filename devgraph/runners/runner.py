@@ -32,9 +32,8 @@ from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
-from devgraph.runners.buckets import Buckets, Phase, spans
+from devgraph.runners.buckets import Buckets, ByTokens, Phase, spans
 from devgraph.runners.capturing import Capturing, require_folder
-from devgraph.runners.counting import ByTokens
 from devgraph.runners.decisions import (
     UNLAUNCHED,
     Decision,
@@ -44,13 +43,11 @@ from devgraph.runners.decisions import (
     reason_of,
     refusal,
 )
-from devgraph.runners.graphs import BucketGraph, Graphs
+from devgraph.runners.graphs import BucketGraph, Graphs, Timing
 from devgraph.runners.inputs import InputArena
-from devgraph.runners.lease import LeaseClock, lease
 from devgraph.runners.load import Values
-from devgraph.runners.observe import Timing
 from devgraph.runners.options import EMULATE_VARIABLE, Options, switched_on
-from devgraph.runners.outputs import OutputStore, copied
+from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
 from devgraph.runners.prove import RunnerReport, prove_batches, rows_to_try
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerPlan, RunnerStats, explained

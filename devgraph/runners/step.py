@@ -16,10 +16,8 @@ from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, end_batch
 from devgraph.runners.decisions import GraphKey, canonical_variant
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
-from devgraph.runners.lease import LeaseClock, LeasedTensor
 from devgraph.runners.load import CopyPlan, Values
-from devgraph.runners.observe import in_range
-from devgraph.runners.outputs import OutputStore
+from devgraph.runners.outputs import LeaseClock, LeasedTensor, OutputStore
 from devgraph.runners.slots import Size
 
 _Replay = Callable[[Mapping[str, Any]], None]
@@ -229,7 +227,7 @@ class GraphStep:
         self.replay: _Replay = graph.captured.run
         """Replays the graph on what was loaded."""
         if step.ranges:
-            self.replay = in_range(f"{step.name} {graph.key}", self.replay)
+            self.replay = _in_range(f"{step.name} {graph.key}", self.replay)
         if graph.timing is not None:
             self.replay = graph.timing.over(self.replay)
         if step.prepare is not None:
@@ -320,6 +318,16 @@ class GraphStep:
         batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options)
         with torch.no_grad():
             return self.tail(self.outputs(), batch)
+
+
+def _in_range(title: str, replay: _Replay) -> _Replay:
+    """Return ``replay`` in a range of that name, which profilers of torch and vendors show."""
+
+    def ranged(values: Mapping[str, Any]) -> None:
+        with torch.profiler.record_function(title):
+            replay(values)
+
+    return ranged
 
 
 class BoundSteps:

@@ -50,8 +50,7 @@ from devgraph.integrations.transformers.probe import (
 from devgraph.integrations.transformers.scheduler import Piece
 from devgraph.runners.batch import Batch
 from devgraph.runners.loop import Loop
-from devgraph.runners.padding import Pad
-from devgraph.runners.slots import InputSlot, Size
+from devgraph.runners.slots import InputSlot, Pad, Size
 
 logger = logging.getLogger(__name__)
 
