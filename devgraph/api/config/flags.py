@@ -8,25 +8,76 @@ through the attribute that they set, so an engine can keep its own definitions o
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from devgraph.api.config.document import parse_mode, read_mode, read_section
 from devgraph.api.config.merge import Level, Source
-from devgraph.api.config.older_flags import OLDER_FLAGS, OlderFlag, Reading
-from devgraph.api.config.phase import KEYS, PHASES, DeviceGraphWarning, Key, Setting
+from devgraph.api.config.older_flags import DISABLE, MODE, OLDER_FLAGS, SHORTHANDS, Flag
+from devgraph.api.config.phase import KEYS, PHASES, DeviceGraphWarning
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
-_MODE = "--device-graph-mode"
 _FILE = "--device-graph-config"
 
-_SHORTHANDS: Mapping[str, tuple[tuple[str, Key], ...]] = {
-    phase: tuple((f"--{phase}-device-graph-{key.flag}", key) for key in KEYS.values() if key.flag)
-    for phase in PHASES
-}
-"""The flags of one phase, each with the key that it sets."""
+
+def _mode(value: Any, name: str) -> Source:
+    return parse_mode(read_mode(value, name) if isinstance(value, str) else value, name)
+
+
+def _file(path: Any, name: str) -> Source:
+    return parse_mode(read_section(path), f"{name} {path}", Level.FILE)
+
+
+def _phase(phase: str) -> list[Flag]:
+    """The flags of one phase: the one that switches it off, and one for each key that has one."""
+
+    def sets(key: str) -> Callable[[Any, str], Source]:
+        return lambda value, name: parse_mode({phase: {key: value}}, name, Level.SHORTHAND)
+
+    flags = [
+        Flag(
+            name=DISABLE[phase],
+            shape="switch",
+            help=f"run {phase} eagerly; gives way to {SHORTHANDS[phase, 'policy']}",
+            read=lambda _, name: parse_mode({phase: "disabled"}, name, Level.SHORTHAND),
+        )
+    ]
+    for key in KEYS.values():
+        if key.flag is not None:
+            accepts = f"{key.accepts[0].upper()}{key.accepts[1:]}."
+            flags.append(
+                Flag(
+                    name=SHORTHANDS[phase, key.name],
+                    shape=key.shape,
+                    metavar="N" if key.names is None else key.name.upper(),
+                    help=f"{phase}: {key.meaning} {accepts}",
+                    read=sets(key.name),
+                )
+            )
+    return flags
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(
+        name=MODE,
+        shape="text",
+        metavar="JSON",
+        help='policy per phase, for example \'{"decode": "full", "prefill": "breakable"}\'',
+        read=_mode,
+    ),
+    Flag(
+        name=_FILE,
+        shape="path",
+        metavar="FILE",
+        help="JSON or YAML file with a device_graph section; weaker than every flag",
+        read=_file,
+    ),
+    *(flag for phase in PHASES for flag in _phase(phase)),
+    *OLDER_FLAGS,
+)
+"""Every flag, in the order of the help; of those of one level a later one is stronger."""
 
 
 class _Text(str):
@@ -48,47 +99,28 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     if not isinstance(parser, argparse._ActionsContainer):
         raise ConfigTypeError(f"expected an argparse parser, got {parser!r}")
     taken = parser._option_string_actions
-    pending: list[tuple[list[str], dict[str, Any]]] = []
-
-    def add(*flags: str, **options: Any) -> None:
-        free = [flag for flag in flags if flag not in taken and not _clashes(flag, taken)]
-        if free:
-            pending.append((free, options))
-
-    add(
-        _MODE,
-        metavar="JSON",
-        type=_reading(_MODE, _read_mode),
-        help='policy per phase, for example \'{"decode": "full", "prefill": "breakable"}\'',
-    )
-    add(
-        _FILE,
-        metavar="FILE",
-        help="JSON or YAML file with a device_graph section; weaker than every flag",
-    )
-    for phase in PHASES:
-        text = f"run {phase} eagerly; gives way to {_SHORTHANDS[phase][0][0]}"
-        add(_disable(phase), action="store_true", help=text)
-        for flag, key in _SHORTHANDS[phase]:
-            text = f"{phase}: {key.meaning} {key.accepts[0].upper()}{key.accepts[1:]}."
-            options = _options(flag, key.shape, key.read)
-            if key.names is not None:
-                options["metavar"] = key.name.upper()
-            add(flag, help=text, **options)
-    for older in OLDER_FLAGS:
-        options = _options(older.name, older.shape, older.read)
-        names = (older.name, older.short) if older.short else (older.name,)
-        add(*names, dest=older.dest, help=argparse.SUPPRESS, **options)
-    if not pending:
+    free = [
+        (names, flag)
+        for flag in FLAGS
+        if (names := [one for one in (flag.name, flag.short) if one and not _taken(one, taken)])
+    ]
+    if not free:
         return
     group = parser.add_argument_group(
         "device graphs",
-        f"{_MODE} beats the flags per phase, which beat the graph flags of older engines (accepted "
+        f"{MODE} beats the flags per phase, which beat the graph flags of older engines (accepted "
         f"and not listed here), which beat {_FILE}; merged per key.",
     )
-    for flags, options in pending:
-        options.setdefault("action", _Once)
-        group.add_argument(*flags, default=argparse.SUPPRESS, **options)
+    for names, flag in free:
+        options: dict[str, Any] = {"action": _Once, "metavar": flag.metavar}
+        if flag.shape == "switch":
+            options = {"action": "store_true"}
+        elif flag.shape == "text":
+            options["type"] = _reading(flag)
+        elif flag.shape != "path":
+            options |= {"type": int, "nargs": "+" if flag.shape == "integers" else None}
+        default = argparse.SUPPRESS
+        group.add_argument(*names, dest=flag.dest, help=flag.help, default=default, **options)
 
 
 class _Once(argparse.Action):
@@ -104,41 +136,25 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _disable(phase: str) -> str:
-    return f"--{phase}-disable-device-graph"
+def _taken(name: str, taken: Mapping[str, argparse.Action]) -> bool:
+    """Whether the parser has it, or an option whose meaning it would change: ``-cc`` does that to
+    a ``-c`` with the value ``c``."""
+    return name in taken or (not name.startswith("--") and name[:2] in taken)
 
 
-def _options(name: str, shape: str, read: Callable[[Any, str], object]) -> dict[str, Any]:
-    """Return how argparse takes an option of that shape."""
-    if shape == "switch":
-        return {"action": "store_true"}
-    if shape == "text":
-        return {"metavar": "VALUE", "type": _reading(name, read)}
-    return {"metavar": "N", "type": int, "nargs": "+" if shape == "integers" else None}
-
-
-def _clashes(flag: str, taken: Mapping[str, argparse.Action]) -> bool:
-    """``-cc`` would change the meaning of an existing ``-c`` with the value ``c``."""
-    return not flag.startswith("--") and flag[:2] in taken
-
-
-def _reading(name: str, read: Callable[[Any, str], object]) -> Callable[[str], str]:
+def _reading(flag: Flag) -> Callable[[str], str]:
     """Return an argparse type that reads a text once, and refuses what cannot be read."""
 
     def typed(value: str) -> str:
         text = _Text(value)
         try:
-            text.read = read(value, name)
+            text.read = flag.read(value, flag.name)
         except ConfigError as error:
             # argparse shows the text of this exception only, after the name of the option.
-            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{name}: ")) from error
+            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{flag.name}: ")) from error
         return text
 
     return typed
-
-
-def _read_mode(value: Any, name: str) -> Source:
-    return parse_mode(read_mode(value, name) if isinstance(value, str) else value, name)
 
 
 def sources_of(
@@ -152,72 +168,12 @@ def sources_of(
         raise ConfigTypeError(
             f"expected parsed arguments, as parser.parse_args() returns them, got {namespace!r}"
         )
-
-    def given(flag: str, dest: str | None = None) -> Any:
-        name = dest or flag.lstrip("-").replace("-", "_")
-        value = getattr(namespace, name, None)
-        if parser is not None and value == parser.get_default(name):
-            return None
-        return None if value is False or value in ([], ()) else value
-
     sources: list[Source] = []
-    path = given(_FILE)
-    if path is not None:
-        sources.append(parse_mode(read_section(path), f"{_FILE} {path}", Level.FILE))
-    for older in OLDER_FLAGS:
-        # Most are absent: those cost no call.
-        value = given(older.name, older.dest) if hasattr(namespace, older.dest) else None
-        if value is not None:
-            sources.append(_older_source(older, value))
-    for phase in PHASES:
-        if given(_disable(phase)):
-            document = {phase: "disabled"}
-            sources.append(parse_mode(document, _disable(phase), Level.SHORTHAND))
-        for flag, key in _SHORTHANDS[phase]:
-            value = given(flag)
-            if value is not None:
-                sources.append(parse_mode({phase: {key.name: value}}, flag, Level.SHORTHAND))
-    mode = given(_MODE)
-    if mode is not None:
-        sources.append(_read(mode, _MODE, _read_mode))
-    return sources
-
-
-def _read(value: Any, name: str, read: Callable[[Any, str], Any]) -> Any:
-    return value.read if isinstance(value, _Text) else read(value, name)
-
-
-def _older_source(flag: OlderFlag, value: Any) -> Source:
-    name = flag.name
-    reading: Reading = _read(value, name, flag.read)
-    left = (
-        f" Not for devgraph and left to the engine: {', '.join(reading.left_out)}."
-        if reading.left_out
-        else ""
-    )
-    note = ""
-    if reading.settings:
-        note = f"{name} is an older spelling; use {_new_spelling(reading.settings)}.{left}"
-    elif left:
-        note = f"{name} chooses no graph mode or size.{left}"
-    return Source(
-        level=Level.OLDER, name=name, settings=reading.settings, notes=(note,) if note else ()
-    )
-
-
-def _new_spelling(settings: Mapping[Setting, Any]) -> str:
-    """Return the flags of today that say the same."""
-    flags: list[str] = []
-    rest: dict[str, dict[str, Any]] = {}
-    for (_, phase, name), value in settings.items():
-        flag = KEYS[name].flag
-        if (name, value) == ("policy", "disabled"):
-            flags.append(_disable(phase))
-        elif flag is not None:
-            words = value if isinstance(value, tuple) else (value,)
-            flags.append(f"--{phase}-device-graph-{flag} {' '.join(map(str, words))}")
-        else:
-            rest.setdefault(phase, {})[name] = value
-    if rest:
-        flags.append(f"{_MODE} '{json.dumps(rest)}'")
-    return " ".join(flags)
+    for flag in FLAGS:
+        value = getattr(namespace, flag.dest, None)
+        if value is None or value is False or value in ([], ()):
+            continue
+        if parser is None or value != parser.get_default(flag.dest):
+            read = isinstance(value, _Text)
+            sources.append(value.read if read else flag.read(value, flag.name))
+    return sorted(sources, key=attrgetter("level"))
