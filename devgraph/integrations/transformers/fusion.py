@@ -27,7 +27,7 @@ import math
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -47,21 +47,39 @@ _turning_lock = threading.RLock()
 
 
 @contextlib.contextmanager
+def standing_in(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Let attributes have other values for the duration, so that a model stays as it was.
+
+    Past the checks of their owners: some configurations take no None for the token of padding.
+    """
+    changes = list(changes)
+    saved = [(owner, name, getattr(owner, name), name in vars(owner)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            object.__setattr__(owner, name, value)
+        yield
+    finally:
+        for owner, name, value, own in saved:
+            object.__setattr__(owner, name, value)
+            if not own:  # its class has it
+                vars(owner).pop(name, None)
+
+
+@contextlib.contextmanager
 def _turning(turns: Mapping[ModuleType, Callable[..., Any]]) -> Iterator[None]:
     """Call ``turns``, with the function that they stand in for first, as the rotary functions of
     Python modules. Those are for all threads, so steps of other models wait."""
     if not turns:
         yield
         return
-    with _turning_lock:
-        originals = {home: getattr(home, _ROTARY) for home in turns}
-        try:
-            for home, original in originals.items():
-                setattr(home, _ROTARY, functools.partial(turns[home], original))
-            yield
-        finally:
-            for home, original in originals.items():
-                setattr(home, _ROTARY, original)
+    with (
+        _turning_lock,
+        standing_in(
+            (home, _ROTARY, functools.partial(turn, getattr(home, _ROTARY)))
+            for home, turn in turns.items()
+        ),
+    ):
+        yield
 
 
 class Seen:
@@ -234,8 +252,8 @@ class Fusion:
         """How many of what run as the model wrote them, by the reason."""
         self._turned: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._projections = list(self._join(seen))
-        self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = [
-            (layer.__dict__, forward)
+        self._forwards: list[tuple[nn.Module, str, Callable[..., Any]]] = [
+            (layer, "forward", forward)
             for group in self._projections
             for layer, forward in zip(group.layers, group.forwards, strict=True)
         ]
@@ -258,13 +276,13 @@ class Fusion:
             else:
                 self.unfused["projections: one product gives other results"] += 1
 
-    def _norms(self, seen: Seen) -> Iterator[tuple[dict[str, Any], Callable[..., Any]]]:
+    def _norms(self, seen: Seen) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         for norm, shape in seen.norms.items():
             found = _rms_norm_of(norm, shape)
             if isinstance(found, str):
                 self.unfused[f"{type(norm).__name__}: {found}"] += 1
             else:
-                yield norm.__dict__, found
+                yield norm, "forward", found
 
     def _rotary_forms(self, seen: Seen) -> Iterator[tuple[ModuleType, set[_Form]]]:
         for home, calls in seen.rotary.items():
@@ -310,13 +328,9 @@ class Fusion:
             home: functools.partial(self._turn_or, forms) for home, forms in self._rotary.items()
         }
         try:
-            for attributes, forward in self._forwards:
-                attributes["forward"] = forward
-            with _turning(turns):
+            with standing_in(self._forwards), _turning(turns):
                 yield
         finally:
-            for attributes, _ in self._forwards:
-                attributes.pop("forward", None)
             for group in self._projections:
                 group.forget()
             self._turned.clear()

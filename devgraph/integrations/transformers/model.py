@@ -33,18 +33,16 @@ from devgraph.integrations.transformers.attention import (
     varlen_packed,
 )
 from devgraph.integrations.transformers.cache import CacheLayer, KVCache
-from devgraph.integrations.transformers.fusion import Fusion
+from devgraph.integrations.transformers.fusion import Fusion, standing_in
 from devgraph.integrations.transformers.probe import (
     ModelShape,
     attends_itself,
-    configs_of,
     mask_of,
-    overridden,
+    overriding,
     parameters_of,
     probe,
     refusal,
     register,
-    replaced,
     unregister,
 )
 from devgraph.integrations.transformers.scheduler import Piece
@@ -140,7 +138,6 @@ class CausalModel:
         starts = torch.arange(max_requests + 1, dtype=torch.int32, device=self.device)
         self._starts, self._row_starts = starts, starts * self.max_len
         self.fusion = Fusion(self.shape.seen) if fuse and self.own is None else None
-        self._configs = configs_of(model)
         self._name = f"devgraph_{id(self):x}"
         # The registry must not keep the model alive, nor what its layers would call afterwards.
         if self.own is None:
@@ -156,7 +153,8 @@ class CausalModel:
             for module in self.shape.body.modules()
             if not self._takes_positions and both <= parameters_of(module)
         ]
-        self._overrides = {"_attn_implementation": self._name, **self.shape.overrides}
+        overrides = self.shape.overrides | {"_attn_implementation": self._name}
+        self._overriding = overriding(model, **overrides)
         if self.own is not None:
             self._verify()
 
@@ -383,7 +381,7 @@ class CausalModel:
         that forward runs with the base model standing in for these states.
         """
         output = self.shape.output_type(last_hidden_state=hidden[None])
-        with replaced(self.shape.body, lambda *args, **kwargs: output):
+        with standing_in([(self.shape.body, "forward", lambda *args, **kwargs: output)]):
             ids = hidden.new_zeros((1, hidden.shape[0]), dtype=torch.int64)
             logits = self.model(input_ids=ids, use_cache=False).logits[0]
         return {"logits": logits, "tokens": logits.argmax(-1)}
@@ -413,12 +411,9 @@ class CausalModel:
                 slots = (rows[:1] // self.max_len).clamp(max=self.max_requests - 1)
             self.cache.aim(rows, slots, width=step.width)
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(overridden(self._configs, **self._overrides))
-                for module in self._placed:
-                    stack.enter_context(replaced(module, _at_positions(module, step)))
-                if self.fusion is not None:
-                    stack.enter_context(self.fusion.active())
+            placed = [(module, "forward", _at_positions(module, step)) for module in self._placed]
+            fused = contextlib.nullcontext() if self.fusion is None else self.fusion.active()
+            with standing_in([*self._overriding, *placed]), fused:
                 yield
         finally:
             self.cache.aim(None)
@@ -435,7 +430,7 @@ class CausalModel:
             got, want = self._try(texts), []
             for text in texts:
                 ids = torch.tensor([text], device=self.device)
-                with torch.no_grad(), overridden(self._configs, pad_token_id=None):
+                with torch.no_grad(), standing_in(overriding(self.model, pad_token_id=None)):
                     want.append(self.model(input_ids=ids, use_cache=False).logits[0, -2:])
         except Exception as error:
             raise refusal(

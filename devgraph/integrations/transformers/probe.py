@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -30,7 +30,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.transformers.cache import LayerShape
-from devgraph.integrations.transformers.fusion import Seen
+from devgraph.integrations.transformers.fusion import Seen, standing_in
 
 _TOKENS = 3
 _OTHER_LENGTH = 5
@@ -86,38 +86,6 @@ class ModelShape:
     """What of it could be fused."""
 
 
-@contextlib.contextmanager
-def overridden(configs: list[Any], **values: Any) -> Iterator[None]:
-    """Set attributes of ``configs`` for the duration, so that the model stays as it was.
-
-    Past the checks of a configuration: some take no None for the token of padding.
-    """
-    saved = [(c, {n: getattr(c, n) for n in values if hasattr(c, n)}) for c in configs]
-    try:
-        for config, old in saved:
-            for name in old:
-                object.__setattr__(config, name, values[name])
-        yield
-    finally:
-        for config, old in saved:
-            for name, value in old.items():
-                object.__setattr__(config, name, value)
-
-
-@contextlib.contextmanager
-def replaced(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Make ``module`` run ``forward`` instead of its own."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
-
 def configs_of(model: PreTrainedModel) -> list[Any]:
     """Return every distinct configuration object that a module of ``model`` holds."""
     found = {id(model.config): model.config}
@@ -126,6 +94,13 @@ def configs_of(model: PreTrainedModel) -> list[Any]:
         if config is not None and hasattr(config, "_attn_implementation"):
             found.setdefault(id(config), config)
     return list(found.values())
+
+
+def overriding(model: PreTrainedModel, **values: Any) -> list[tuple[Any, str, Any]]:
+    """Return the changes, for ``standing_in``, by which the configurations of ``model`` that have
+    these attributes say ``values``."""
+    configs = configs_of(model)
+    return [(one, name, v) for one in configs for name, v in values.items() if hasattr(one, name)]
 
 
 def eos_of(*configs: Any) -> list[int]:
@@ -287,7 +262,7 @@ class _Probe(Cache):  # type: ignore[misc]
         register(name, attends_itself(model) if own else self.attention, self.mask)
         try:
             with (
-                overridden(configs_of(model), _attn_implementation=name, **overrides),
+                standing_in(overriding(model, _attn_implementation=name, **overrides)),
                 torch.no_grad(),
                 _NoLists(),
                 _NoHostReads(),  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from devgraph.api.errors import StateError
 from devgraph.api.marks import marks
 from devgraph.integrations.transformers import fusion as fusion_module
-from devgraph.integrations.transformers.fusion import Fusion, Seen
+from devgraph.integrations.transformers.fusion import Fusion, Seen, standing_in
 from devgraph.integrations.transformers.probe import probe
 from tests.support.transformers_models import FAMILIES, make_model, reference
 
@@ -349,3 +349,21 @@ def test_steps_of_two_models_in_two_threads_leave_the_rotary_function_as_it_was(
     other.join()
     assert order == ["first", "second"]
     assert home.apply_rotary_pos_emb is original
+
+
+def test_stand_ins_pass_the_checks_of_their_owner_and_leave_nothing() -> None:
+    """Even where one is the property of a configuration that sets those of its parts."""
+    config = transformers.Emu3TextConfig(pad_token_id=3)
+    layer = nn.Linear(2, 2)
+    before = dict(vars(config)), dict(vars(layer)), config._attn_implementation
+    changes = [
+        (config, "pad_token_id", None),
+        (config, "_attn_implementation", "another"),
+        (layer, "forward", len),
+    ]
+    with pytest.raises(ZeroDivisionError), standing_in(changes):
+        assert config.pad_token_id is None
+        assert config._attn_implementation == "another"
+        assert layer.forward is len
+        raise ZeroDivisionError
+    assert (dict(vars(config)), dict(vars(layer)), config._attn_implementation) == before

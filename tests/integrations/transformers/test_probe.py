@@ -22,7 +22,6 @@ from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import (
     UnsupportedModelError,
     _Probe,
-    overridden,
     probe,
 )
 from tests.support.transformers_models import FAMILIES, make_model
@@ -251,13 +250,6 @@ def test_cache_that_keeps_fewer_rows_than_the_mask_shows_limits_positions() -> N
 
 def test_cache_that_keeps_what_the_mask_shows_limits_nothing() -> None:
     assert probe(make_model("mistral")).positions == 256
-
-
-def test_overriding_passes_the_checks_of_a_configuration() -> None:
-    config = transformers.Emu3TextConfig(pad_token_id=3)
-    with overridden([config], pad_token_id=None):
-        assert config.pad_token_id is None
-    assert config.pad_token_id == 3
 
 
 def test_stand_in_for_a_mask_is_where_the_model_is() -> None:
