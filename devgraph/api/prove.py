@@ -78,23 +78,36 @@ def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """Return "" if the tensors are equal bit for bit (NaN equals NaN), else what differs."""
+    """Return "" if the tensors are equal bit for bit, else what differs.
+
+    0.0 and -0.0 differ, and NaNs are equal where all their bits are.
+    """
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return (
             f"is {got.dtype} {tuple(got.shape)} and should be "
             f"{expected.dtype} {tuple(expected.shape)}"
         )
-    a, b = expected.detach().cpu(), got.detach().cpu()
-    same = a == b
-    if a.is_floating_point() or a.is_complex():
-        same = same | (torch.isnan(a) & torch.isnan(b))
+    a, b = _plain(expected), _plain(got)
+    if not a.numel():
+        return ""
+    same = (_bytes(a) == _bytes(b)).all(1).view(a.shape)
     wrong = int((~same).sum())
     if not wrong:
         return ""
-    where = tuple(int(i[0]) for i in torch.nonzero(~same, as_tuple=True))
-    return (
-        f"differs in {wrong} of {a.numel()} elements, first at {where}: {b[where]} not {a[where]}"
-    )
+    where = tuple((~same).nonzero()[0].tolist())
+    one, other = f"{b[where]}", f"{a[where]}"
+    said = f"{one} not {other}" if one != other else f"{one} of other bits"
+    return f"differs in {wrong} of {a.numel()} elements, first at {where}: {said}"
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the data of ``tensor`` on the host."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each element as a row."""
+    return tensor.reshape(-1).view(torch.uint8).view(-1, tensor.itemsize)
 
 
 def compare_near(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.prove import compare
 from devgraph.testing.conformance.support import POLICIES, Kit, same
 
 
@@ -35,6 +36,35 @@ def test_prove_finds_a_branch_on_data_that_was_frozen(kit: Kit) -> None:
     assert captured.prove().ok
     flag["negate"] = True
     assert not captured.prove().ok
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_prove_finds_a_sign_of_zero_that_differs(kit: Kit, policy: str) -> None:
+    zero = [0.0]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(x, zero[0])
+
+    captured = kit.capture(step, kit.tensor(8), policy=policy)
+    assert captured.prove().ok
+    zero[0] = -0.0
+    (failure,) = captured.prove(cases=1).failures
+    assert failure.message == "differs in 8 of 8 elements, first at (0,): 0.0 not -0.0"
+
+
+def test_tensors_are_compared_by_their_bits() -> None:
+    zeros = torch.tensor([0.0, -0.0, 1.0])
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert compare(nans, nans.clone()) == ""
+    assert compare(zeros, zeros.abs()).endswith("1 of 3 elements, first at (1,): 0.0 not -0.0")
+    assert compare(nans, nans.flip(0)).endswith("2 of 2 elements, first at (0,): nan of other bits")
+    turned = torch.complex(zeros, zeros).conj()
+    assert compare(turned, turned.resolve_conj()) == compare(turned[:0], turned[:0]) == ""
+    assert compare(zeros[:0].sum(), -zeros[:0].sum()).startswith("differs in 1 of 1")
+    for narrow in (torch.float8_e4m3fn, torch.bfloat16, torch.bool, torch.int64):
+        assert compare(zeros.to(narrow), zeros.to(narrow).clone()) == ""
+    spread = zeros.expand(2, 3).t()
+    assert compare(spread, spread.contiguous()) == ""
 
 
 def test_prove_without_cases_is_not_ok(kit: Kit) -> None:

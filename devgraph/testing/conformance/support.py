@@ -27,7 +27,7 @@ INTEGERS = 97
 
 
 def same(got: Any, want: Any, what: str = "the result") -> None:
-    """Fail unless all tensors in ``got`` equal those in ``want`` bit for bit (NaN equals NaN)."""
+    """Fail unless all tensors in ``got`` equal those in ``want`` bit for bit."""
     ours, theirs = pytree.tree_leaves(got), pytree.tree_leaves(want)
     if len(ours) != len(theirs):
         pytest.fail(f"{what} has {len(ours)} leaves and should have {len(theirs)}")

@@ -297,7 +297,7 @@ class Counting:
         assert out.taken.tolist() == taken
         for step in range(5):
             went = (torch.tensor(taken) > step).to(kit.device)
-            want = (x + step).cumsum(1) * went[:, None]
+            want = (x + step).cumsum(1).masked_fill(~went[:, None], 0)
             kit.same(out.outputs["grown"][step], want, f"step {step} of {left}")
             odd = ((given - step) % 2 == 1) & went
             kit.same(out.outputs["odd"][step], odd, f"the bools of {left}")
