@@ -26,9 +26,17 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
+from devgraph.runners.decisions import Variant, canonical_variant
 from devgraph.runners.outputs import slots_by_leaf
 from devgraph.runners.ranks import several_ranks
-from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, OutputSlot, Pad, pad_rows
+from devgraph.runners.slots import (
+    ROW_PER_REQUEST,
+    InputSlot,
+    OutputSlot,
+    Pad,
+    as_words,
+    pad_rows,
+)
 
 RUNNING = InputSlot("running", ("requests",), torch.bool, pad=Pad.zero(), real=True)
 """Which requests take a step."""
@@ -121,8 +129,8 @@ class Loop:
             raise ConfigTypeError(f"the step of a runner must be callable: {brief(forward)}")
 
         given = [slot for slot in slots.values() if slot.real is None]
-        seen: dict[tuple[int, int], Any] = {}
-        """The layout of what a step returned, by requests and tokens of the batch."""
+        seen: dict[tuple[int, int, Variant], Any] = {}
+        """The layout of what a step returned, by requests, tokens and variant of the batch."""
 
         def looped(batch: Batch) -> LoopResult:
             if batch.width is None:
@@ -153,18 +161,19 @@ class Loop:
                         pad_rows(getattr(batch, slot.name), slot.pad, slot.axis, real)
                 return running, found
 
-            compiled = torch.compiler.is_compiling()  # which unrolls the loop
             # Collectives hang where the device of one rank ends its loop before the others.
             why = "ranks" if ranks or several_ranks() else ""
-            size = batch.requests, batch.tokens
-            if not compiled and (repeat := repeater(why)) is not None:
-                if size not in seen:
-                    raise CaptureError(f"a loop of {size[0]} requests was never run: warm it up.")
-                return _repeated(step, self.steps, batch.running, repeat, seen[size])
+            kind = None
+            if not torch.compiler.is_compiling():  # which unrolls the loop
+                kind = batch.requests, batch.tokens, canonical_variant(batch.variant)
+            if kind is not None and (repeat := repeater(why)) is not None:
+                if kind not in seen:
+                    raise CaptureError(f"a loop of {kind[0]} requests was never run: warm it up.")
+                return _repeated(step, self.steps, batch.running, repeat, seen[kind])
             alive, found = zip(*(step() for _ in range(self.steps)), strict=True)
-            if not compiled:
+            if kind is not None:
                 layout = functools.partial(torch.empty_like, device="meta")
-                seen[size] = _for_tensors(layout, found[0])
+                seen[kind] = _for_tensors(layout, found[0])
             went = torch.stack(alive)
             return LoopResult(pytree.tree_map(_stacked, *found), went.any(1).sum(), went.sum(0))
 
@@ -203,7 +212,8 @@ def _masked(result: Any, outputs: Any, running: torch.Tensor, width: int) -> Any
                 shape[slot.dim] = rows.shape[0]
             elif rows.dim():  # of another size than declared, which the output buffers refuse
                 rows = running.any()
-            leaf = leaf.masked_fill(rows.logical_not().view(shape), 0)
+            zeroed = as_words(leaf).masked_fill(rows.logical_not().view(shape), 0)
+            leaf = zeroed.view(leaf.dtype)
         kept.append(leaf)
     return pytree.tree_unflatten(kept, spec)
 
@@ -258,9 +268,7 @@ def _repeated(
 
 def _put(rows: torch.Tensor, at: torch.Tensor, leaf: torch.Tensor) -> None:
     """Make ``leaf`` the row ``at``."""
-    if leaf.itemsize == 1:  # not every type of a byte can be copied so
-        rows, leaf = rows.view(torch.uint8), leaf.view(torch.uint8)
-    rows.index_copy_(0, at, leaf[None])
+    as_words(rows).index_copy_(0, at, as_words(leaf)[None])
 
 
 def _stacked(*steps: Any) -> Any:

@@ -191,6 +191,11 @@ class InputSlot:
                 f"input slot {self.name!r} pads from its last row but has no named dim in "
                 f"{self.dims}; use Pad.fill(value)"
             )
+        if self.pad.kind == "ramp" and only_moved(self.dtype):
+            raise ConfigError(
+                f"input slot {self.name!r} pads in steps and is {self.dtype}, with which torch "
+                f"does not compute; use Pad.fill(value) or Pad.last()"
+            )
         if self.pad.source is not None:
             self._check_source(self.pad.source)
         elif not isinstance(self.pad.value, int | float):
@@ -434,17 +439,35 @@ def pad_rows(tensor: torch.Tensor, pad: Pad, axis: int, real: torch.Tensor) -> N
     Everything happens on the device, as part of a graph. ``real`` is a bool a row.
     """
     keep = _along(real, axis, tensor)
-    if pad.kind == "fill":
+    words = as_words(tensor)
+    if pad.kind == "fill" and words is tensor:
         tensor.masked_fill_(keep.logical_not(), pad.value)
         return
-    padded = pad.first_rows(tensor, axis)
-    if pad.source is None:
+    padded = as_words(pad.first_rows(tensor, axis))
+    if pad.kind in ("last", "ramp"):
         at = torch.arange(len(real), device=tensor.device)
         last = torch.where(real, at, -1).cummax(0).values  # the row to continue from
-        steps = _along((pad.step * (at - last)).to(tensor.dtype), axis, tensor)
-        continued = tensor.index_select(axis, last.clamp(min=0)) + steps
+        continued = words.index_select(axis, last.clamp(min=0))
+        if pad.step:
+            continued += _along((pad.step * (at - last)).to(tensor.dtype), axis, tensor)
         padded = torch.where(_along(last >= 0, axis, tensor), continued, padded)
-    tensor.copy_(torch.where(keep, tensor, padded))
+    words.copy_(torch.where(keep, words, padded))
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def only_moved(dtype: torch.dtype) -> bool:
+    """Whether torch moves data of ``dtype`` and computes hardly anything with it: floats of a byte
+    and the wider unsigned integers."""
+    if dtype.is_floating_point:
+        return dtype.itemsize == 1
+    return not (dtype.is_signed or dtype in (torch.bool, torch.uint8))
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, as integers of its size where torch only moves its dtype."""
+    return tensor.view(_WORDS[tensor.itemsize]) if only_moved(tensor.dtype) else tensor
 
 
 def _along(values: torch.Tensor, axis: int, tensor: torch.Tensor) -> torch.Tensor:

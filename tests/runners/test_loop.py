@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -128,6 +129,33 @@ def test_an_output_of_other_rows_than_declared_is_named() -> None:
             outputs=dg.OutputSlot(rows="tokens"),
             loop=dg.Loop(steps=2, advance=_stay),
         )
+
+
+def test_variants_of_a_loop_return_what_they_return() -> None:
+    def step(batch: Any) -> Any:
+        return batch.x.double() * 2 if batch.variant.get("wide") else batch.x * 2
+
+    loop = dg.Loop(steps=2, advance=lambda batch, out: batch.x.add_(1))
+    runner = decode_of(step, [X], loop=loop, variants=[{}, {"wide": True}], config={"buckets": [2]})
+    x = torch.ones(2, 3)
+    for variant, dtype in (({}, torch.float32), ({"wide": True}, torch.float64)):
+        found = runner.run({"x": x}, variant=variant).outputs
+        assert torch.equal(found, torch.stack([x * 2, x * 2 + 2]).to(dtype))
+    assert runner.stats().updates == {"loops": 2, "loop_nodes": ANY}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16], ids=str)
+@pytest.mark.parametrize("pad", [dg.Pad.fill(2), dg.Pad.last()], ids=["fill", "last"])
+def test_a_loop_takes_data_that_torch_only_moves(dtype: torch.dtype, pad: dg.Pad) -> None:
+    held = dg.InputSlot("held_back", ("tokens", 3), dtype, pad=pad)
+    loop = dg.Loop(
+        steps=2, advance=lambda batch, out: batch.x.sub_(1), done=lambda batch, _: batch.x[:, 0] < 1
+    )
+    runner = decode_of(lambda b: b.held_back.clone(), [X, held], loop=loop, config={"buckets": [4]})
+    given = torch.tensor([[1], [2], [4]]).expand(3, 3).to(dtype)
+    found = runner.run({"x": torch.tensor([[1.0], [2], [1]]).expand(3, 3), "held_back": given})
+    assert found.outputs[..., 0].tolist() == [[1, 2, 4], [0, 2, 0]]
+    assert runner.prove().ok and runner.stats().eager == {}
 
 
 def test_a_loop_of_several_ranks_is_unrolled() -> None:

@@ -95,6 +95,12 @@ def test_padding_from_the_last_row_needs_rows(pad):
         slot((4,), pad=pad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.uint32], ids=str)
+def test_padding_in_steps_needs_a_dtype_that_torch_adds(dtype):
+    with pytest.raises(dg.ConfigError, match="pads in steps"):
+        slot(dtype=dtype, pad=Pad.ramp(1))
+
+
 def test_value_of_takes_a_tensor_of_the_right_kind():
     with pytest.raises(dg.ConfigTypeError, match=r"use Pad.fill\(3\)"):
         Pad.value_of(3)
