@@ -12,8 +12,8 @@ import torch
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.registry import get_backend
 from devgraph.api.torchlike.base import FULL_BUILD, Pages
+from devgraph.api.torchlike.node_calls import NodeRuntime
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
-from devgraph.api.torchlike.nodes import NodeRuntime
 from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.pages import MappedPages, compiler
 from devgraph.cuda.runtime import Runtime

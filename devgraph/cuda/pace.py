@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from devgraph.api.torchlike.node_calls import structure
-from devgraph.api.torchlike.nodes import RuntimeCallError
+from devgraph.api.torchlike.node_calls import RuntimeCallError, structure
 from devgraph.cuda.runtime import LaunchConfig, Runtime
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 from ctypes import addressof, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from devgraph.api.torchlike.node_calls import BRIEF, THREAD_LOCAL, Arguments, NodeCalls, structure
-from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET, Read, RuntimeCallError
+from devgraph.api.torchlike.node_calls import (
+    BRIEF,
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    THREAD_LOCAL,
+    Arguments,
+    NodeRuntime,
+    Read,
+    RuntimeCallError,
+    structure,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +129,8 @@ FillParams = structure(
 )
 
 
-class Runtime(NodeCalls):
-    """A ``NodeRuntime`` over the driver's library.
+class Runtime(NodeRuntime):
+    """The node calls of the driver's library.
 
     Not over the runtime's, whose getter can fail for kernels that the driver loaded (Triton,
     cuBLAS). Calls of the driver want a context, which a thread that is new to CUDA gets when its

@@ -11,8 +11,7 @@ from ctypes import c_size_t, c_uint, c_uint32, c_void_p
 
 import attrs
 
-from devgraph.api.torchlike.node_calls import KINDS, structure
-from devgraph.api.torchlike.nodes import MEMCPY
+from devgraph.api.torchlike.node_calls import KINDS, MEMCPY, structure
 
 INSTANTIATE_AUTO_FREE = 1
 """hipGraphInstantiateFlagAutoFreeOnLaunch: the one flag that torch instantiates with."""

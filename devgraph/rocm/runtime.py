@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from devgraph.api.errors import BackendUnavailableError, UpdateTopologyError
-from devgraph.api.torchlike.node_calls import Arguments, NodeCalls
-from devgraph.api.torchlike.nodes import KERNEL, MEMCPY, MEMSET
+from devgraph.api.torchlike.node_calls import KERNEL, MEMCPY, MEMSET, Arguments, NodeRuntime
 from devgraph.rocm.layouts import (
     COPY_KINDS,
     HOST_COPIES,
@@ -48,8 +47,8 @@ def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
     return None
 
 
-class Runtime(NodeCalls):
-    """A ``NodeRuntime`` over libamdhip64.
+class Runtime(NodeRuntime):
+    """The node calls of libamdhip64.
 
     ``hipGraphExecUpdate`` is never called: in releases up to 7.14 it answers success while the
     executable keeps old packets (ROCm/rocm-systems pull request 10714), and its time grows with the

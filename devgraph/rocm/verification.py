@@ -18,8 +18,9 @@ import torch
 from devgraph.api.errors import UpdateError, UpdateTopologyError
 from devgraph.api.executable import Executable, held
 from devgraph.api.pool import Pool
+from devgraph.api.torchlike.node_calls import RuntimeCallError
 from devgraph.api.torchlike.node_graph import Applying, NodeGraph
-from devgraph.api.torchlike.nodes import RegionPattern, RuntimeCallError
+from devgraph.api.torchlike.nodes import RegionPattern
 from devgraph.api.torchlike.recording import NodeRecording
 from devgraph.rocm.runtime import Runtime
 

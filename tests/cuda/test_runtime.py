@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from devgraph.api.torchlike.nodes import RuntimeCallError, Update
+from devgraph.api.torchlike.node_calls import RuntimeCallError, Update
 from devgraph.cuda import runtime as cuda_runtime
 from devgraph.cuda.runtime import CopyParams, FillParams, KernelParams, LaunchConfig, Runtime
 from tests.support.stub_driver import GRAPH, StubDriver

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.torchlike.nodes import RuntimeCallError
+from devgraph.api.torchlike.node_calls import RuntimeCallError
 from tests.support.fake_hip import (
     assert_usable,
     captured,

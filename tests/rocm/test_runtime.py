@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.torchlike.nodes import RuntimeCallError
+from devgraph.api.torchlike.node_calls import RuntimeCallError
 from devgraph.rocm import backend as rocm
 from devgraph.rocm import runtime as rocm_runtime
 from devgraph.rocm.runtime import Runtime, mapped_library

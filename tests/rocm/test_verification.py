@@ -10,7 +10,7 @@ import torch
 
 import devgraph as dg
 from devgraph.api.torchlike import node_graph as nodegraph
-from devgraph.api.torchlike.nodes import DriverMemoryError, RuntimeCallError
+from devgraph.api.torchlike.node_calls import DriverMemoryError, RuntimeCallError
 from devgraph.rocm import verification
 from devgraph.rocm.verification import LEAK_BUDGET_BYTES, LEAKED_BYTES_PER_NODE
 from tests.support.fake_hip import (

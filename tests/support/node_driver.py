@@ -8,7 +8,8 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.torchlike.nodes import Edges, Read, RegionPattern, Update
+from devgraph.api.torchlike.node_calls import Edges, Read, Update
+from devgraph.api.torchlike.nodes import RegionPattern
 
 __all__ = ["Driver", "Node", "kernel", "pattern_of"]
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import devgraph as dg
-from devgraph.api.torchlike.nodes import RuntimeCallError
+from devgraph.api.torchlike.node_calls import RuntimeCallError
 from tests.support.device_kit import KEEP_ALL, check, record
 
 __all__ = [

@@ -7,7 +7,7 @@ from ctypes import c_int, c_size_t, c_uint64
 from types import SimpleNamespace
 from typing import Any
 
-from devgraph.api.torchlike.node_calls import BRIEF, WAITING, NodeCalls
+from devgraph.api.torchlike.node_calls import BRIEF, WAITING, NodeRuntime
 
 __all__ = ["GRAPH", "KINDS", "REFUSED", "StubDriver"]
 
@@ -34,7 +34,7 @@ class StubDriver:
         self.refuse = 0
         """Which of the next calls that write is refused."""
 
-    def library(self, calls: type[NodeCalls]) -> Any:
+    def library(self, calls: type[NodeRuntime]) -> Any:
         """Return the functions that ``calls`` binds, those that this driver has."""
         found: dict[str, Any] = {}
         for name, arguments in {**BRIEF, **calls.calls, **WAITING}.items():

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from devgraph.api.torchlike.guards import SideStreams
-from devgraph.api.torchlike.nodes import Edges
+from devgraph.api.torchlike.node_calls import Edges
 from tests.support.node_driver import Driver, kernel
 
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from devgraph.api.torchlike.node_calls import NodeCalls
-from devgraph.api.torchlike.nodes import RuntimeCallError, Update
+from devgraph.api.torchlike.node_calls import NodeRuntime, RuntimeCallError, Update
 from tests.support.stub_driver import GRAPH, StubDriver
 
 
@@ -20,7 +19,7 @@ class Params(ctypes.Structure):
     _fields_ = (("value", c_uint64), ("size", c_uint64))
 
 
-class AcmeCalls(NodeCalls):
+class AcmeCalls(NodeRuntime):
     """The driver of that vendor."""
 
     prefix = "acme"

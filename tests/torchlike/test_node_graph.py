@@ -19,6 +19,7 @@ from devgraph.api.errors import ExecutableError
 from devgraph.api.marks.scopes import repeater
 from devgraph.api.torchlike.base import TorchPool
 from devgraph.api.torchlike.node_graph import NodeBackend
+from devgraph.api.torchlike.recording import executable_bytes
 from devgraph.rocm.runtime import Runtime
 from devgraph.runners import load
 from tests.sim.hip import Fake
@@ -146,7 +147,7 @@ def test_executables_of_graphs_and_of_recordings_go_for_the_budget(be: AcmeBacke
         assert pool.recordings.residency().made == 0
         for n in (2, 3, 5, 3, 5):
             check(cap, step, x, n=n)
-        own = be.executables.bytes_of(12)
+        own = executable_bytes(12)
         before = pool.recordings.residency()
         assert before.made == 3 and before.bytes > 3 * own > 0
         for budget in (own, 0):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from devgraph.api.torchlike.recording import Executables, NodeRecording, RawGraph, RegionUpdate
+from devgraph.api.torchlike.recording import NodeRecording, RawGraph, RegionUpdate
 from tests.support.node_driver import Driver, kernel, pattern_of
 
 
@@ -16,21 +16,19 @@ def driver() -> Driver:
     return Driver()
 
 
-def recording_of(
-    driver: Driver, graph: int, executables: Executables, values: Sequence[Any]
-) -> NodeRecording:
+def recording_of(driver: Driver, graph: int, values: Sequence[Any]) -> NodeRecording:
     pattern = pattern_of(driver, graph, ("attend", 0, len(driver.nodes(graph))))
     scratch = driver.graph(*(kernel(v) for v in values))
     (updates,) = pattern.match([0], scratch, [len(values)])
     part = RegionUpdate((), updates, RawGraph(driver, scratch))
     nodes = len(driver.nodes(graph))
-    return NodeRecording(executables, nodes, {None: part}, 1)
+    return NodeRecording(driver, nodes, {None: part}, 1)
 
 
 def test_recording_is_written_or_built_and_charges_for_what_it_holds(driver: Driver) -> None:
     graph = driver.graph(kernel(0), kernel(1))
     own = driver.instantiate(graph)
-    recording = recording_of(driver, graph, Executables(driver), ["a", "b"])
+    recording = recording_of(driver, graph, ["a", "b"])
     driver.write(recording.updates, own)
     assert list(driver.executables[own].values()) == ["a", "b"]
     without = recording.bytes
@@ -49,10 +47,10 @@ def test_closed_recording_frees_its_scratch_graph_with_the_last_that_shares_it(
     driver: Driver,
 ) -> None:
     graph = driver.graph(kernel(0))
-    first = recording_of(driver, graph, Executables(driver), ["a"])
+    first = recording_of(driver, graph, ["a"])
     (part,) = first.parts.values()
     scratch = part.scratch.graph
-    second = NodeRecording(Executables(driver), 1, first.parts, 2)
+    second = NodeRecording(driver, 1, first.parts, 2)
     del part
     first.close()
     assert scratch not in driver.destroyed

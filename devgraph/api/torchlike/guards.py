@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from devgraph.api.errors import CaptureError, DeviceGraphError
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.marks.source import user_line
-from devgraph.api.torchlike.nodes import Capture, NodeRuntime
+from devgraph.api.torchlike.node_calls import Capture, NodeRuntime
 
 MOST_STREAMS = 64
 """torch hands out 32 streams per priority in turn; this many requests see each of them."""

@@ -2,27 +2,64 @@
 
 Drivers whose captures are graphs of nodes give their calls the same names behind a prefix and
 nearly the same arguments. What one of them has besides, or otherwise, is in its own room.
+Whatever is built on them calls plain functions on raw handles.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from ctypes import addressof, c_int, c_size_t, c_uint64
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
-from devgraph.api.torchlike.nodes import (
-    KERNEL,
-    MEMCPY,
-    MEMSET,
-    Capture,
-    DriverMemoryError,
-    Edges,
-    Read,
-    RuntimeCallError,
-    Update,
-)
+from devgraph.api.errors import DeviceGraphError, ResourceError
+
+KERNEL, MEMCPY, MEMSET, EMPTY = "kernel", "memcpy", "memset", "empty"
+
+UPDATABLE = (KERNEL, MEMCPY, MEMSET)
+"""Kinds of nodes whose parameters can be replaced."""
+
+
+class RuntimeCallError(DeviceGraphError):
+    """A driver call failed; the message has the vendor's code and text."""
+
+    def __init__(self, message: str, error_code: int) -> None:
+        super().__init__(message)
+        self.error_code = error_code
+
+
+class DriverMemoryError(RuntimeCallError, ResourceError):
+    """A driver call failed for want of memory."""
+
+
+class Update(NamedTuple):
+    """New parameters for one node. A tuple, because a recording makes hundreds."""
+
+    node: int
+    """The captured graph's node."""
+    kind: str
+    params: Any
+    """As the driver gave them; they point into the recording's own graph, which must live."""
+    source: int
+    """The node they were read from."""
+    exact: bool
+    """Whether an existing executable takes them; else only a new one does."""
+
+
+Capture = tuple[int, int, list[int]]
+"""A capture in progress as one of its streams sees it: id, graph, and the nodes that the stream
+goes on from."""
+
+Edges = tuple[Sequence[int], Sequence[int], Sequence[Hashable]]
+"""The edges of a graph as three sequences of one length: the node where each begins, the node where
+it ends, and its kind, which is only compared."""
+
+
+Read = Callable[[str, Any, int], tuple[Any, bool, bool] | None]
+"""Called with a kind, what an executable's node of that kind keeps for ever, and a node; returns
+the node's parameters, whether that executable's node takes them, and whether they point to host
+memory, or None for a node of another kind."""
 
 Arguments = tuple[Any, ...]
 """The kinds of a call's arguments; every call returns an error code, 0 for success."""
@@ -86,10 +123,11 @@ _NOT_CAPTURING, _ACTIVE = 0, 1
 """Capture states of a stream; others mean a capture that was invalidated."""
 
 
-class NodeCalls:
-    """A ``NodeRuntime`` over the library of a driver.
+class NodeRuntime:
+    """A driver's graph calls. Handles are plain ints; a failed call raises ``RuntimeCallError``.
 
-    A vendor sets the attributes below and implements ``fixed``, ``judge`` and ``error_text``.
+    A vendor sets the attributes below and implements ``fixed``, ``judge`` and ``error_text``, and
+    ``looping`` for loops.
 
     Args:
         brief: the library as ``ctypes.PyDLL`` loads it.
@@ -196,7 +234,14 @@ class NodeCalls:
     def looping(
         self, stream: int, body: int, going: int, prepare: Callable[[], None]
     ) -> contextlib.AbstractContextManager[Callable[[], int]]:
-        """See ``NodeRuntime``."""
+        """Record what the block launches on the stream ``body`` as a loop in the capture on
+        ``stream``, repeated while the byte at the address ``going`` is not zero.
+
+        Args:
+            prepare: called while ``body`` captures nothing, and may allocate.
+
+        Yields what counts, behind the block, the nodes of the body.
+        """
         raise NotImplementedError
 
     def copy_attributes(self, source: int, target: int) -> None:
@@ -206,6 +251,7 @@ class NodeCalls:
     # Captures in progress.
 
     def capturing(self, streams: Sequence[int]) -> list[int]:
+        """Return those of ``streams`` that are part of a capture, be it an invalidated one."""
         found, state = [], c_int()
         where = addressof(state)  # an int converts twice as fast as a reference
         for stream in streams:
@@ -215,6 +261,7 @@ class NodeCalls:
         return found
 
     def capture_of(self, stream: int) -> Capture | None:
+        """Return the capture that ``stream`` is part of, or None if it is part of no valid one."""
         # What the call writes, each to a word: state (an int, in the lower half), id, graph,
         # nodes, where they have any the kinds of their edges, number of nodes.
         words = (c_uint64 * self._info_words)()
@@ -227,9 +274,11 @@ class NodeCalls:
         return words[1], words[2], nodes
 
     def begin_capture(self, stream: int) -> None:
+        """Begin a thread-local capture on ``stream`` that torch does not know of."""
         self.call("StreamBeginCapture", stream, THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
+        """End the capture on ``stream`` and return its graph, which the caller owns."""
         graph = c_uint64()
         self.call("StreamEndCapture", stream, addressof(graph))
         return graph.value
@@ -237,11 +286,13 @@ class NodeCalls:
     # Graphs.
 
     def count(self, graph: int) -> int:
+        """Return the number of nodes."""
         count = c_size_t()
         self.call("GraphGetNodes", graph, None, addressof(count))
         return count.value
 
     def nodes(self, graph: int) -> list[int]:
+        """Return all nodes, in the order in which they were captured."""
         count = c_size_t(self.count(graph))
         if not count.value:
             return []  # no driver takes an array without room
@@ -250,6 +301,7 @@ class NodeCalls:
         return found[:]  # a slice is four times as fast as list()
 
     def edges(self, graph: int) -> Edges:
+        """Return every edge, in three columns."""
         count, none = c_size_t(), (None,) * self._edge_columns
         self.call("GraphGetEdges", graph, *none, addressof(count))
         if not count.value:
@@ -260,21 +312,25 @@ class NodeCalls:
         return sources[:], targets[:], kinds[:]
 
     def destroy(self, graph: int) -> None:
+        """Free a graph."""
         self.call("GraphDestroy", graph)
 
     # Nodes.
 
     def kind(self, node: int) -> str:
+        """Return the kind: one of ``UPDATABLE``, "empty", or the vendor's word for another."""
         value = c_int()
         self.call("GraphNodeGetType", node, addressof(value))
         return self.kinds.get(value.value) or f"type-{value.value}"
 
     def params(self, kind: str, node: int) -> Any:
+        """Return the parameters of a node of a kind in ``UPDATABLE``."""
         params = self.structures[kind]()
         self.call(_GETTERS[kind], node, addressof(params))
         return params
 
     def reader(self) -> Read:
+        """Return a function that reads nodes, for one thread."""
         # A recording reads hundreds of nodes, with no more than their calls.
         functions, structures, kinds = self._functions, self.structures, self.kinds
         ask, value, judge = functions["GraphNodeGetType"], c_int(), self.judge
@@ -293,6 +349,7 @@ class NodeCalls:
         return read
 
     def clone(self, graph: int, updates: Sequence[Update]) -> int:
+        """Return a copy of ``graph`` with new parameters; the caller owns it."""
         self.context()  # to set a node's kernel without one can end the process
         copy = self.made("GraphClone", graph)
         try:
@@ -326,6 +383,10 @@ class NodeCalls:
     # Executables.
 
     def write(self, updates: Sequence[Update], executable: int) -> None:
+        """Write parameters into an executable of the captured graph; seen by later launches.
+
+        If it fails, the executable holds a part of them.
+        """
         set_kernel, context = self._functions["GraphExecKernelNodeSetParams"], self.context()
         for node, kind, params, _, _ in updates:
             if kind != KERNEL:
@@ -335,12 +396,15 @@ class NodeCalls:
                 self.failed(error, "GraphExecKernelNodeSetParams", executable, node, at)
 
     def instantiate(self, graph: int) -> int:
+        """Return an executable of ``graph``, made as torch makes its own."""
         return self.made("GraphInstantiateWithFlags", graph, self.instantiate_flags)
 
     def destroy_executable(self, executable: int) -> None:
+        """Free an executable, once it is no longer in flight."""
         self.call("GraphExecDestroy", executable)
 
     def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:
+        """Return a callable that launches ``executable`` on the current stream."""
         launch, failed = self._functions["GraphLaunch"], self.failed
 
         def run() -> None:
@@ -350,6 +414,7 @@ class NodeCalls:
         return run
 
     def bound(self, executable: int, stream: int) -> Callable[[], None]:
+        """Return a callable that launches ``executable`` on ``stream``."""
         launch, failed = self._functions["GraphLaunch"], self.failed
 
         def run() -> None:

@@ -1,7 +1,7 @@
 """NodeGraph, a torch graph whose regions are updated node by node, and its backend.
 
 For every vendor whose captures become graphs of nodes with parameters; what its driver has to
-offer for that is ``devgraph.api.torchlike.nodes.NodeRuntime``.
+offer for that is ``devgraph.api.torchlike.node_calls.NodeRuntime``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from devgraph.api.marks.scopes import LoopError
 from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
-from devgraph.api.torchlike.nodes import NodeRuntime, RegionPattern, RuntimeCallError, Update
+from devgraph.api.torchlike.node_calls import NodeRuntime, RuntimeCallError, Update
+from devgraph.api.torchlike.nodes import RegionPattern
 from devgraph.api.torchlike.recording import (
-    Executables,
     NodeRecording,
     RawGraph,
     RegionUpdate,
+    executable_bytes,
+    free_executable,
 )
 
 logger = logging.getLogger(__name__)
@@ -130,7 +132,7 @@ class _Own:
         if self.raw is None:
             raise StateError("cannot replay a graph that was closed or reset.")
         self.drop()  # what an interrupt left
-        self._executable = backend.executables.make(self.raw.graph)
+        self._executable = backend.driver.instantiate(self.raw.graph)
         recording = None if self.held is self.captured else self.held
         try:
             backend.driver.write(recording.updates if recording else (), self._executable)
@@ -149,7 +151,7 @@ class _Own:
         """Free the executable, if there is one; safe while it is in flight."""
         executable, self._executable = self._executable, 0
         if executable:
-            self._backend.executables.free(executable)
+            free_executable(self._backend.driver, executable)
 
     def write(self, recording: NodeRecording) -> None:
         """Launch ``recording`` from now on."""
@@ -288,7 +290,7 @@ class NodeGraph(TorchGraph):
             regions = [(hit.mark.name, hit.note.nodes) for hit in self.hits]
             regions.append(("(behind the regions)", self._closing))
             self._pattern = RegionPattern(runtime, own.raw.graph, regions)
-        size = self._torch.executables.bytes_of(self._nodes)
+        size = executable_bytes(self._nodes)
         self._remade = Remade(self, self.pool.recordings, make=own.make, drop=own.drop, nbytes=size)
         return self._remade
 
@@ -311,7 +313,7 @@ class NodeGraph(TorchGraph):
     def _size(self) -> tuple[int | None, int]:
         if not self._nodes:
             return self._nodes, 0
-        return self._nodes, self._torch.executables.bytes_of(self._nodes)
+        return self._nodes, executable_bytes(self._nodes)
 
     def _nodes_so_far(self) -> int | None:
         capture = self._runtime.capture_of(self._torch.current_stream_id())
@@ -449,7 +451,7 @@ class NodeGraph(TorchGraph):
         for mark, own in updates.items():
             parts[mark] = RegionUpdate(keys[mark], own, scratch)
         parts[None] = RegionUpdate((), closing, scratch)
-        return NodeRecording(self._torch.executables, self._nodes, parts, self._made)
+        return NodeRecording(self._runtime, self._nodes, parts, self._made)
 
     def _capture_regions(
         self, picks: Sequence[int], host: Mapping[Mark, dict[str, Any]]
@@ -557,7 +559,6 @@ class NodeBackend(TorchBackend):
             self.graph_type = TorchGraph
             return
         namespace = self.namespace
-        self.executables = Executables(runtime)
         make = functools.partial(namespace.Stream, self._device)
         self.side_streams = SideStreams(runtime, make, self.stream_handle)
 

@@ -1,148 +1,18 @@
 """Region nodes of a captured graph, and how the nodes of a new recording pair with them.
 
 Everything here is the same for every driver whose captures become graphs of nodes with
-parameters. What differs is behind ``NodeRuntime``: plain calls on raw handles, one vendor each.
+parameters. What differs is behind ``NodeRuntime``.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import attrs
 
-from devgraph.api.errors import DeviceGraphError, ResourceError, UpdateError, UpdateTopologyError
-
-KERNEL, MEMCPY, MEMSET, EMPTY = "kernel", "memcpy", "memset", "empty"
-
-UPDATABLE = (KERNEL, MEMCPY, MEMSET)
-"""Kinds of nodes whose parameters can be replaced."""
-
-
-class RuntimeCallError(DeviceGraphError):
-    """A driver call failed; the message has the vendor's code and text."""
-
-    def __init__(self, message: str, error_code: int) -> None:
-        super().__init__(message)
-        self.error_code = error_code
-
-
-class DriverMemoryError(RuntimeCallError, ResourceError):
-    """A driver call failed for want of memory."""
-
-
-class Update(NamedTuple):
-    """New parameters for one node. A tuple, because a recording makes hundreds."""
-
-    node: int
-    """The captured graph's node."""
-    kind: str
-    params: Any
-    """As the driver gave them; they point into the recording's own graph, which must live."""
-    source: int
-    """The node they were read from."""
-    exact: bool
-    """Whether an existing executable takes them; else only a new one does."""
-
-
-Capture = tuple[int, int, list[int]]
-"""A capture in progress as one of its streams sees it: id, graph, and the nodes that the stream
-goes on from."""
-
-Edges = tuple[Sequence[int], Sequence[int], Sequence[Hashable]]
-"""The edges of a graph as three sequences of one length: the node where each begins, the node where
-it ends, and its kind, which is only compared."""
-
-
-Read = Callable[[str, Any, int], tuple[Any, bool, bool] | None]
-"""Called with a kind, what an executable's node of that kind keeps for ever, and a node; returns
-the node's parameters, whether that executable's node takes them, and whether they point to host
-memory, or None for a node of another kind."""
-
-
-class NodeRuntime(Protocol):
-    """A driver's graph calls. Handles are plain ints; a failed call raises ``RuntimeCallError``.
-
-    ``devgraph.api.torchlike.node_calls`` binds those of a driver's library.
-    """
-
-    # Captures in progress.
-
-    def capture_of(self, stream: int) -> Capture | None:
-        """Return the capture that ``stream`` is part of, or None if it is part of no valid one."""
-
-    def capturing(self, streams: Sequence[int]) -> list[int]:
-        """Return those of ``streams`` that are part of a capture, be it an invalidated one."""
-
-    def begin_capture(self, stream: int) -> None:
-        """Begin a thread-local capture on ``stream`` that torch does not know of."""
-
-    def end_capture(self, stream: int) -> int:
-        """End the capture on ``stream`` and return its graph, which the caller owns."""
-
-    def looping(
-        self, stream: int, body: int, going: int, prepare: Callable[[], None]
-    ) -> contextlib.AbstractContextManager[Callable[[], int]]:
-        """Record what the block launches on the stream ``body`` as a loop in the capture on
-        ``stream``, repeated while the byte at the address ``going`` is not zero.
-
-        Args:
-            prepare: called while ``body`` captures nothing, and may allocate.
-
-        Yields what counts, behind the block, the nodes of the body.
-        """
-
-    # Graphs.
-
-    def count(self, graph: int) -> int:
-        """Return the number of nodes."""
-
-    def nodes(self, graph: int) -> list[int]:
-        """Return all nodes, in the order in which they were captured."""
-
-    def edges(self, graph: int) -> Edges:
-        """Return every edge, in three columns."""
-
-    def destroy(self, graph: int) -> None:
-        """Free a graph."""
-
-    # Nodes.
-
-    def kind(self, node: int) -> str:
-        """Return the kind: one of ``UPDATABLE``, "empty", or the vendor's word for another."""
-
-    def params(self, kind: str, node: int) -> Any:
-        """Return the parameters of a node of a kind in ``UPDATABLE``."""
-
-    def fixed(self, kind: str, node: int, params: Any) -> Any:
-        """Return what an executable's node keeps for ever."""
-
-    def reader(self) -> Read:
-        """Return a function that reads nodes, for one thread."""
-
-    def clone(self, graph: int, updates: Sequence[Update]) -> int:
-        """Return a copy of ``graph`` with new parameters; the caller owns it."""
-
-    # Executables.
-
-    def write(self, updates: Sequence[Update], executable: int) -> None:
-        """Write parameters into an executable of the captured graph; seen by later launches.
-
-        If it fails, the executable holds a part of them.
-        """
-
-    def instantiate(self, graph: int) -> int:
-        """Return an executable of ``graph``, made as torch makes its own."""
-
-    def destroy_executable(self, executable: int) -> None:
-        """Free an executable, once it is no longer in flight."""
-
-    def launcher(self, executable: int, current_stream: Callable[[], int]) -> Callable[[], None]:
-        """Return a callable that launches ``executable`` on the current stream."""
-
-    def bound(self, executable: int, stream: int) -> Callable[[], None]:
-        """Return a callable that launches ``executable`` on ``stream``."""
+from devgraph.api.errors import UpdateError, UpdateTopologyError
+from devgraph.api.torchlike.node_calls import EMPTY, UPDATABLE, Edges, NodeRuntime, Read, Update
 
 
 @attrs.frozen

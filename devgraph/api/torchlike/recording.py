@@ -12,7 +12,7 @@ import attrs
 
 from devgraph.api.executable import Executable
 from devgraph.api.marks.marks import Mark
-from devgraph.api.torchlike.nodes import NodeRuntime, RuntimeCallError, Update
+from devgraph.api.torchlike.node_calls import NodeRuntime, RuntimeCallError, Update
 
 logger = logging.getLogger(__name__)
 
@@ -29,31 +29,17 @@ small elementwise kernels (one H200, docs/costs.md). What the driver reports fre
 making an executable also loads kernels, and takes what earlier ones left."""
 
 
-class Executables:
-    """Makes and frees executables.
+def executable_bytes(nodes: int) -> int:
+    """Return what an executable of ``nodes`` nodes takes."""
+    return _EXECUTABLE_BYTES + nodes * _DEVICE_BYTES_PER_NODE
 
-    Args:
-        runtime: the driver's graph calls.
-    """
 
-    def __init__(self, runtime: NodeRuntime) -> None:
-        self._runtime = runtime
-
-    def bytes_of(self, nodes: int) -> int:
-        """Return what an executable of ``nodes`` nodes takes."""
-        return _EXECUTABLE_BYTES + nodes * _DEVICE_BYTES_PER_NODE
-
-    def make(self, graph: int, updates: Sequence[Update] = ()) -> int:
-        """Return an executable of ``graph`` with new parameters."""
-        changed = RawGraph(self._runtime, self._runtime.clone(graph, updates)) if updates else None
-        return self._runtime.instantiate(changed.graph if changed else graph)
-
-    def free(self, executable: int) -> None:
-        """Free an executable; safe while it is in flight."""
-        try:
-            self._runtime.destroy_executable(executable)
-        except RuntimeCallError as error:
-            logger.warning("an executable was not freed: %s", error)
+def free_executable(runtime: NodeRuntime, executable: int) -> None:
+    """Free an executable; safe while it is in flight."""
+    try:
+        runtime.destroy_executable(executable)
+    except RuntimeCallError as error:
+        logger.warning("an executable was not freed: %s", error)
 
 
 class RawGraph:
@@ -102,13 +88,13 @@ class NodeRecording:
 
     def __init__(
         self,
-        executables: Executables,
+        runtime: NodeRuntime,
         nodes: int,
         parts: Mapping[Mark | None, RegionUpdate],
         number: int,
     ) -> None:
         self.number = number
-        self._executables = executables
+        self._runtime = runtime
         self._nodes = nodes
         self.parts = dict(parts)
         self.updates = tuple(itertools.chain.from_iterable(map(_updates_of, parts.values())))
@@ -128,12 +114,14 @@ class NodeRecording:
     @property
     def executable_bytes(self) -> int:
         """What an executable of its own would take."""
-        return self._executables.bytes_of(self._nodes)
+        return executable_bytes(self._nodes)
 
     def build(self, graph: int) -> None:
         """Make an executable of its own from the captured graph."""
         self.shrink()  # what an interrupt left
-        self.executable = self._executables.make(graph, self.updates)
+        runtime, updates = self._runtime, self.updates
+        changed = RawGraph(runtime, runtime.clone(graph, updates)) if updates else None
+        self.executable = runtime.instantiate(changed.graph if changed else graph)
 
     def shrink(self) -> None:
         """Give up the executable; safe while it is in flight."""
@@ -141,7 +129,7 @@ class NodeRecording:
         self.direct = None
         self.uses = 0
         if executable:
-            self._executables.free(executable)
+            free_executable(self._runtime, executable)
 
     def close(self) -> None:
         """Free everything."""
