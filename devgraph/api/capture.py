@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from devgraph.api import process
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import (
     Bound,
@@ -19,6 +18,7 @@ from devgraph.api.buffers import (
     tensors_in,
     unexpanded,
 )
+from devgraph.api.device import identity
 from devgraph.api.errors import (
     CaptureError,
     InputError,
@@ -70,7 +70,7 @@ class Captured:
         self._spec = job.spec
         self.modes = Modes.current()
         """The modes of torch at the capture."""
-        self._process = process.identity.token
+        self._process = identity.token
         self._lock = job.pool.lock
         self._waits = job.check
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
@@ -156,8 +156,8 @@ class Captured:
     def _check(self) -> None:
         if self._job is None:
             raise StateError("this capture is closed; capture again")
-        if process.identity.token is not self._process:
-            process.identity.require(self._process, "replay a capture")
+        if identity.token is not self._process:
+            identity.require(self._process, "replay a capture")
         if current_scope() is not None:
             raise NestedCaptureError("cannot replay a capture inside a capture")
         self._bound.check()

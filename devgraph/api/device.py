@@ -1,4 +1,7 @@
-"""Device: who has a vendor's device to himself, and whether it still works."""
+"""Device: who has a vendor's device to himself, and whether it still works.
+
+And in which process: handles of a device do not survive a fork.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,13 +18,45 @@ from typing import Any, Protocol
 
 import torch
 
-from devgraph.api import process
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.errors import CaptureBusyError, DeviceLost, InputError
+from devgraph.api.errors import CaptureBusyError, DeviceLost, InputError, StateError
 
 logger = logging.getLogger(__name__)
 
 CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
+
+
+class Renewed(Protocol):
+    """What holds state that a forked child must not inherit."""
+
+    def after_fork(self) -> None:
+        """Forget it, in a child that has no other thread yet."""
+
+
+class _Identity:
+    """Replaced in every forked child, so that comparing by ``is`` costs no system call."""
+
+    def __init__(self) -> None:
+        self.token = object()
+        self.renewed: weakref.WeakSet[Renewed] = weakref.WeakSet()
+        """Told of every fork, in the child."""
+
+    def renew(self) -> None:
+        self.token = object()
+        for thing in list(self.renewed):
+            thing.after_fork()
+
+    def require(self, token: object, call: str) -> None:
+        """Raise StateError unless ``token`` is that of this process."""
+        if token is not self.token:
+            raise StateError(
+                f"cannot {call} in a forked process: graphs, captures, pools and runners belong "
+                f"to the process that made them. Start workers with 'spawn' and capture there."
+            )
+
+
+identity = _Identity()
+os.register_at_fork(after_in_child=identity.renew)
 
 
 def keep_for_ever(*things: object) -> None:
@@ -47,7 +83,7 @@ class Device(abc.ABC):
 
     def __init__(self) -> None:
         self.after_fork()
-        process.identity.renewed.add(self)
+        identity.renewed.add(self)
         self._lost = ""
         self.keeps_memory = False
         """Whether memory of graphs is not given back any more."""

@@ -18,9 +18,7 @@ from __future__ import annotations
 import abc
 import enum
 import functools
-import inspect
 import logging
-import numbers
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping
@@ -29,9 +27,8 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-from devgraph.api import process
 from devgraph.api.capabilities import hooks
-from devgraph.api.device import Device
+from devgraph.api.device import Device, identity
 from devgraph.api.errors import (
     CapabilityError,
     CaptureError,
@@ -44,7 +41,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.executable import Call, Executable, Recording, weakly
 from devgraph.api.marks.calls import MarkedCall
-from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec
+from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec, exact
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
 from devgraph.api.marks.names import Names, NodeRange
 from devgraph.api.pool import Pool
@@ -151,7 +148,7 @@ class DeviceGraph(abc.ABC):
         self.names_side_streams = True
         """Whether the error for side streams that a capture left unjoined names them: the driver
         must be asked of every stream before it ends the capture (30 us on one H200)."""
-        self._process = process.identity.token
+        self._process = identity.token
         self._state = GraphState.EMPTY
         self._unready = Call(weakly(self._refuse_replay))
         self.executable: Executable = self._unready
@@ -466,7 +463,7 @@ class DeviceGraph(abc.ABC):
             for kwargs in host.values():
                 for name, value in kwargs.items():
                     kind = type(value)
-                    pairs.append((name, value if kind is int or kind is str else _exact(value)))
+                    pairs.append((name, value if kind is int or kind is str else exact(value)))
             key = tuple(pairs)
             hash(key)
         except TypeError:
@@ -491,7 +488,7 @@ class DeviceGraph(abc.ABC):
         """
         calls, refuse, scope = self._calls, self._unready, current_scope
         pool, order, lock = self.pool, self.pool.order, self.pool.lock
-        identity, known, graph_of = process.identity, self._process, weakref.ref(self)
+        known, graph_of = self._process, weakref.ref(self)
 
         def replay() -> None:
             if scope() is not None or identity.token is not known:
@@ -546,7 +543,7 @@ class DeviceGraph(abc.ABC):
             self.backend.require_alive()
         if self._state not in allowed:
             self._refuse_state(call)
-        process.identity.require(self._process, f"{call} a graph")
+        identity.require(self._process, f"{call} a graph")
 
     def _refuse_spoiled(self) -> None:
         if self.spoiled is not None:
@@ -588,73 +585,10 @@ class DeviceGraph(abc.ABC):
 _NOTHING = Call(lambda: None)
 """Launches a graph without work: a driver need not have an executable of it."""
 
-_BY_IDENTITY: Any = object.__hash__
-
-
-def _exact(value: Any) -> Any:
-    """Return what stands for ``value`` in a key: 1, True and 1.0, or 0.0 and -0.0, are equal in
-    Python and are other host values, with which a region may do other work. A tensor is none."""
-    kind = type(value)
-    if kind is int or kind is str:
-        return value
-    if kind is float:
-        return kind, value.hex()
-    if kind is tuple:
-        return value if {int}.issuperset(map(type, value)) else tuple(map(_exact, value))
-    if isinstance(value, torch.Tensor):
-        raise TypeError(
-            "its data can change unnoticed; hand tensors to the region as ordinary arguments, or "
-            "make their data_ptr() the value"
-        )
-    if kind.__hash__ is _BY_IDENTITY and hasattr(value, "__dict__") and not callable(value):
-        raise TypeError("it is compared by identity, so that a change inside it goes unnoticed")
-    return kind, value, _alike(value, ())
-
-
-def same_value(one: object, other: object) -> bool:
-    """Whether two host values are equal, and of one kind, as those with one key are."""
-    try:
-        return one is other or bool(_exact(one) == _exact(other))
-    except (TypeError, ValueError):  # what cannot be a key, or compares element by element
-        return False
-
-
-def _alike(value: Any, around: tuple[int, ...]) -> Any:
-    """Return what equal values may differ in: the kinds of all that is in them, and zeros' signs.
-
-    What an object leaves out of its comparison counts no more than that.
-
-    Args:
-        around: identities of the objects that ``value`` is part of.
-    """
-    kind = type(value)
-    if kind is int or kind is str or isinstance(value, torch.Tensor) or id(value) in around:
-        return kind
-    if isinstance(value, numbers.Number):
-        return kind, None if kind is float and value else repr(value)
-    around = (*around, id(value))
-    if isinstance(value, set | frozenset):
-        return kind, frozenset(_alike(item, around) for item in value)
-    parts: list[Any] = []
-    if isinstance(value, tuple | list | dict):
-        parts.extend(value)
-    if isinstance(value, dict):
-        parts.extend(value.values())
-    if kind.__hash__ is not _BY_IDENTITY:
-        parts.extend(getattr(value, "__dict__", {}).values())
-        parts.extend(getattr(value, name, None) for name in _slots(kind))  # type: ignore[arg-type]
-    return kind, tuple(_alike(part, around) for part in parts)
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    members = (member for base in kind.__mro__ for member in vars(base).values())
-    return tuple(m.__name__ for m in members if inspect.ismemberdescriptor(m))
-
 
 def _require_key(mark: Mark, name: str, value: object) -> None:
     try:
-        hash(_exact(value))
+        hash(exact(value))
     except TypeError as error:
         what = "the context" if name == "context" else f"host argument {name!r}"
         raise HostArgumentError(

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import byte_range, effective_strides, fits, rewrite, share_memory
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
-from devgraph.api.graph import same_value
+from devgraph.api.marks.host_values import same_value
 
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Job

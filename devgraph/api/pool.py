@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devgraph.api import process
-from devgraph.api.device import Device
+from devgraph.api.device import Device, identity
 from devgraph.api.errors import CapabilityError, ConfigError, StateError, whole
 from devgraph.api.executable import Recordings
 
@@ -50,7 +49,7 @@ class Pool:
         self.recordings = Recordings(budget_bytes)
         self.releasable = releasable
         self._lock = backend.new_replay_lock()
-        self._process = process.identity.token
+        self._process = identity.token
         self.occupied = False
         """Whether the thread that holds ``lock`` runs an eager body between segments of the pool,
         which count on its memory."""
@@ -69,7 +68,7 @@ class Pool:
         Raises:
             StateError: in a forked process, where the thread that holds it may not exist.
         """
-        process.identity.require(self._process, "use a pool")
+        identity.require(self._process, "use a pool")
         return self._lock
 
     def require_free(self, call: str) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
-from devgraph.api import process
 from devgraph.api.errors import (
     BackendUnavailableError,
     DeviceGraphError,
@@ -78,7 +79,6 @@ class _Registry:
         self._factories: dict[str, Callable[[], Backend]] = {}
         self._instances: dict[str, Backend] = {}
         self.after_fork()
-        process.identity.renewed.add(self)
 
     def after_fork(self) -> None:
         """Forget who makes a backend: that thread is not in the child."""
@@ -157,6 +157,11 @@ def installed_version(name: str) -> str | None:
         return None
 
 
+def cache_folder() -> Path:
+    """Return the folder of devgraph among the user's caches, which may not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "devgraph"
+
+
 def _package(entry: importlib.metadata.EntryPoint) -> str:
     return f" of the package {entry.dist.name!r}" if entry.dist else ""
 
@@ -181,6 +186,7 @@ def _made(name: str, factory: Callable[[], Backend]) -> Backend:
 
 
 _registry = _Registry()
+os.register_at_fork(after_in_child=_registry.after_fork)
 names = _registry.names
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from devgraph.api.errors import CapabilityError, ResourceError
-from devgraph.api.process import cache_folder
+from devgraph.api.registry import cache_folder
 
 _SOURCE = Path(__file__).with_name("pages.c")
 

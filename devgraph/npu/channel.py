@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from devgraph.api import process
+from devgraph.api.device import identity
 from devgraph.api.errors import UpdateError
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class UpdateChannel:
         if self._thread is not None:
             return
         # torch_npu waits for the device when the process ends, after the thread was ended.
-        atexit.register(_settle_at_exit, weakref.ref(self), process.identity.token)
+        atexit.register(_settle_at_exit, weakref.ref(self), identity.token)
         self.stream = self._namespace.SyncLaunchStream(self._index)
         self.rescue_stream = self._namespace.SyncLaunchStream(self._index)
         self._thread = threading.Thread(
@@ -232,6 +232,6 @@ class UpdateChannel:
 
 def _settle_at_exit(known: weakref.ref[UpdateChannel], owner: object) -> None:
     channel = known()
-    if channel is not None and process.identity.token is owner:
+    if channel is not None and identity.token is owner:
         with contextlib.suppress(Exception):  # a lost device waits for nothing
             channel.settle()

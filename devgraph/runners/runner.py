@@ -11,10 +11,11 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.api import __version__, process
+from devgraph.api import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.config.phase import PhaseConfig
+from devgraph.api.device import identity
 from devgraph.api.errors import (
     ConfigError,
     ConfigTypeError,
@@ -161,7 +162,7 @@ class Runner:
             share=lender and lender._capturing,
         )
         self._lock = pool.lock
-        self._process = process.identity.token
+        self._process = identity.token
         self._inside = False
         """Whether the thread that holds the lock is in ``run``."""
         self._suspended = False
@@ -260,8 +261,8 @@ class Runner:
             raise NestedCaptureError(
                 f"{self._name} cannot run inside a capture; leave the capture first"
             )
-        if process.identity.token is not self._process:
-            process.identity.require(self._process, f"run {self._name}")
+        if identity.token is not self._process:
+            identity.require(self._process, f"run {self._name}")
         with self._lock:
             if self._inside or self.pool.occupied:
                 self._require_outside("run")

@@ -8,12 +8,16 @@ read it raises ``FrozenValueError`` with the line that did.
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
+import numbers
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NoReturn
+
+import torch
 
 from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_you_mean
 from devgraph.api.marks.source import SourceLine, is_machinery, user_line
@@ -276,3 +280,66 @@ def _same_kind(name: str, captured: Any, value: Any) -> Any:
 
 NO_HOST_ARGS = HostSpec()
 """What a capture without host arguments declares."""
+
+_BY_IDENTITY: Any = object.__hash__
+
+
+def exact(value: Any) -> Any:
+    """Return what stands for ``value`` in a key: 1, True and 1.0, or 0.0 and -0.0, are equal in
+    Python and are other host values, with which a region may do other work. A tensor is none."""
+    kind = type(value)
+    if kind is int or kind is str:
+        return value
+    if kind is float:
+        return kind, value.hex()
+    if kind is tuple:
+        return value if {int}.issuperset(map(type, value)) else tuple(map(exact, value))
+    if isinstance(value, torch.Tensor):
+        raise TypeError(
+            "its data can change unnoticed; hand tensors to the region as ordinary arguments, or "
+            "make their data_ptr() the value"
+        )
+    if kind.__hash__ is _BY_IDENTITY and hasattr(value, "__dict__") and not callable(value):
+        raise TypeError("it is compared by identity, so that a change inside it goes unnoticed")
+    return kind, value, _alike(value, ())
+
+
+def same_value(one: object, other: object) -> bool:
+    """Whether two host values are equal, and of one kind, as those with one key are."""
+    try:
+        return one is other or bool(exact(one) == exact(other))
+    except (TypeError, ValueError):  # what cannot be a key, or compares element by element
+        return False
+
+
+def _alike(value: Any, around: tuple[int, ...]) -> Any:
+    """Return what equal values may differ in: the kinds of all that is in them, and zeros' signs.
+
+    What an object leaves out of its comparison counts no more than that.
+
+    Args:
+        around: identities of the objects that ``value`` is part of.
+    """
+    kind = type(value)
+    if kind is int or kind is str or isinstance(value, torch.Tensor) or id(value) in around:
+        return kind
+    if isinstance(value, numbers.Number):
+        return kind, None if kind is float and value else repr(value)
+    around = (*around, id(value))
+    if isinstance(value, set | frozenset):
+        return kind, frozenset(_alike(item, around) for item in value)
+    parts: list[Any] = []
+    if isinstance(value, tuple | list | dict):
+        parts.extend(value)
+    if isinstance(value, dict):
+        parts.extend(value.values())
+    if kind.__hash__ is not _BY_IDENTITY:
+        parts.extend(getattr(value, "__dict__", {}).values())
+        parts.extend(getattr(value, name, None) for name in _slots(kind))  # type: ignore[arg-type]
+    return kind, tuple(_alike(part, around) for part in parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    return tuple(m.__name__ for m in members if inspect.ismemberdescriptor(m))

@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import effective_strides, fits, rewrite
 from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError, brief
-from devgraph.api.graph import DeviceGraph, same_value
+from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import describe, memory_of
+from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.scopes import GraphScope, LoopError

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from devgraph.api.errors import DeviceGraphError, InputError
-from devgraph.api.process import cache_folder
+from devgraph.api.registry import cache_folder
 
 logger = logging.getLogger(__name__)
 
