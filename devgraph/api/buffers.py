@@ -126,7 +126,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
                 layer). A tensor of a tree is named as ``name[0]`` or ``name['key']``.
 
         Raises:
-            InputError: the name is taken. InputTypeError: something in it is no tensor.
+            InputError: the name is taken. InputTypeError: something in it is no strided tensor.
         """
         if name in self._flat or name in self._trees:
             raise InputError(f"there is already a buffer {name!r}; choose another name")
@@ -272,6 +272,12 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 def _leaves(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, torch.Tensor):
+            if not has_place(leaf):
+                raise InputTypeError(
+                    f"bound buffer {name + pytree.keystr(path)!r} has layout {leaf.layout}"
+                    f"{' (nested)' * leaf.is_nested}, and graphs need tensors at fixed addresses: "
+                    f"bind its parts"
+                )
             yield name + pytree.keystr(path), leaf
         elif leaf is not None:
             raise InputTypeError(

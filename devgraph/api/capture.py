@@ -396,7 +396,7 @@ def _contents_kept(
         backend.set_rng_state(rng)
         for tensor, place in zip(tensors, places, strict=True):
             if not _is_at(tensor, place):
-                with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                     tensor.set_(*place)
         with torch.inference_mode():  # inference tensors may only be written in this mode
             for tensor, content in saved:

@@ -133,11 +133,11 @@ def write(pairs: Sequence[Pair]) -> None:
         first, last = byte_range(source)
         overlaps = any(first < stop and last > start for start, stop in ranges)
         held.append(source.clone() if overlaps and source is not target else source)
-    with torch.no_grad():
-        for (target, _), source in zip(pairs, held, strict=True):
-            if source is not target:
-                with torch.inference_mode(target.is_inference()):
-                    rewrite(target, source)
+    for (target, _), source in zip(pairs, held, strict=True):
+        if source is not target:
+            # In this order: leaving inference mode switches gradients on.
+            with torch.inference_mode(target.is_inference()), torch.no_grad():
+                rewrite(target, source)
 
 
 def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:

@@ -163,8 +163,8 @@ class Runner:
         )
         self._lock = pool.lock
         self._process = identity.token
-        self._inside = False
-        """Whether the thread that holds the lock is in ``run``."""
+        self._busy: list[Runner] = [] if share is None else share._busy
+        """The runner that is at work under the lock, of those that share buffers."""
         self._suspended = False
         self._closed = False
         # Where this is False, a size that once ran in a graph needs no decision any more: the
@@ -216,9 +216,15 @@ class Runner:
 
         Raises:
             AgreementError: ranks want different variants, or one did not vote.
+            InputError: the decision is another runner's.
         """
         self._require_open("agree")
         _require_decision(decision)
+        if decision and decision.key and self.graphs.get(decision.key) is None:
+            raise InputError(
+                f"the decision is for graph {decision.key}, which {self._name} does not have; give "
+                f"agree what can_run of the same runner returned"
+            )
         return self._ranks.agree(decision, list(self.graphs.variants), self._name)
 
     # Running.
@@ -264,9 +270,9 @@ class Runner:
         if identity.token is not self._process:
             identity.require(self._process, f"run {self._name}")
         with self._lock:
-            if self._inside or self.pool.occupied:
+            if self._busy or self.pool.occupied:
                 self._require_outside("run")
-            self._inside = True
+            self._busy.append(self)
             try:
                 if not clone and self._step.clock.caller != get_ident():
                     self._step.clock.called_by(get_ident())
@@ -281,7 +287,7 @@ class Runner:
                 self.backend.raise_if_lost(error)
                 raise
             finally:
-                self._inside = False
+                self._busy.pop()
 
     def _run_decided(
         self,
@@ -437,12 +443,14 @@ class Runner:
         self._counters.count(decision.reason)
 
     def _require_outside(self, call: str) -> None:
-        """Raise StateError in the runner's own step, and in an eager body of a step on its pool;
-        called under the pool's lock."""
+        """Raise StateError in the runner's own step, in that of one that it shares buffers with,
+        and in an eager body of a step on its pool; called under the pool's lock."""
         self.pool.require_free(f"{call} {self._name}")
-        if self._inside:
+        if self._busy:
+            (busy,) = self._busy
+            step = "its own step" if busy is self else f"a step of {busy._name}"
             raise StateError(
-                f"cannot {call} {self._name} inside its own step, which uses its buffers. Do it "
+                f"cannot {call} {self._name} inside {step}, which uses its buffers. Do it "
                 f"before or after the step, or make another runner."
             )
 
@@ -452,7 +460,11 @@ class Runner:
         with self.pool.lock:
             self._require_outside(call)
             self._require_open(call)
-            yield
+            self._busy.append(self)
+            try:
+                yield
+            finally:
+                self._busy.pop()
 
     def _require_open(self, call: str) -> None:
         if self._closed:

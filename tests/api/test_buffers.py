@@ -190,4 +190,6 @@ def test_what_is_no_tensor_in_a_bound_tree_is_named_by_its_path():
     buffers = make(x=((1,), torch.float32))
     with pytest.raises(dg.InputTypeError, match=r"'cache\[0\]' must be a tensor.*got 1"):
         buffers.bind("cache", [1, torch.randn(99)])
+    with pytest.raises(dg.InputTypeError, match=r"'cache\[1\]' has layout torch.sparse_coo"):
+        buffers.bind("cache", [torch.randn(99), torch.eye(3).to_sparse()])
     buffers.bind("cache", [torch.randn(99)])

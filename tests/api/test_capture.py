@@ -290,6 +290,15 @@ def test_different_data_for_bound_tensors_that_share_memory_is_refused():
         assert captured(new, new.conj()) == step(new, new.conj())
 
 
+def test_new_data_for_a_bound_tensor_that_requires_grad_is_no_step_of_autograd():
+    weight = torch.nn.Parameter(torch.ones(3))
+    history = (weight * 1).requires_grad_()
+    before = history.grad_fn
+    with dg.capture(lambda w, h: (w + h).detach(), weight, history, backend="cpu") as captured:
+        assert captured(torch.full((3,), 5.0), torch.nn.Parameter(torch.ones(3))).eq(6).all()
+    assert weight.eq(5).all() and weight.is_leaf and history.grad_fn is before
+
+
 def test_input_that_is_no_tensor_is_compared_by_kind_and_value():
     x = torch.arange(3)
     with dg.capture(lambda x, by: x * by, x, 1, backend="cpu") as captured:

@@ -723,6 +723,31 @@ def test_what_cannot_be_shared_is_refused_or_stays_its_own():
     assert out.tolist() == (rows_of_x(2) * 2).tolist()
 
 
+@pytest.mark.parametrize("hook", ["prepare", "tail"])
+def test_a_runner_is_refused_inside_a_step_that_uses_its_buffers(hook):
+    others = []
+
+    def use(*args):
+        for other in others:
+            with pytest.raises(dg.StateError, match="cannot run draft inside a step of prefill"):
+                other.run({"x": torch.full((2, 3), 9.0)})
+        return args[0] if hook == "tail" else None
+
+    runner = dg.PrefillRunner(
+        lambda batch: batch.x * 2,
+        [X],
+        max_tokens=8,
+        max_requests=4,
+        backend="cpu",
+        **({"tail": use} if hook == "tail" else {"prepare": use}),
+    )
+    others.append(double_runner(share=runner, name="draft", captured=False))
+    runner.capture()
+    assert runner.run({"x": rows_of_x(2)}).equal(rows_of_x(2) * 2)
+    assert runner.prove().ok
+    assert others[0].run({"x": rows_of_x(2)}).equal(rows_of_x(2) * 2)
+
+
 def test_a_runner_without_graphs_shares_its_inputs_only():
     off = decode_of(double, (X,), config="disabled")
     runner = decode_of(double, (X,), share=off)

@@ -38,6 +38,7 @@ from tests.support.runner_steps import (
     cache_inputs,
     decode_of,
     double,
+    double_runner,
     encode_alone,
     encoder_items,
     encoder_of,
@@ -567,6 +568,15 @@ def test_a_group_of_one_needs_nobody():
     runner = ranked(RankGroup(dist.HashStore(), 0, size=1))
     assert runner.agree(runner.can_run(2)).bucket == 2
     assert runner.agree(None).reason is Reason.EMPTY_BATCH
+
+
+def test_a_decision_of_another_runner_is_no_vote():
+    other = double_runner(variants=[{"lora": True}])
+    decision = other.can_run(2, variant={"lora": True})
+    pair = RankGroup(dist.HashStore(), 0, size=2, timeout_s=10)
+    for runner in (double_runner(), ranked(pair, captured=False)):
+        with pytest.raises(dg.InputError, match=r"graph 2 \(lora=True\), which decode does not"):
+            runner.agree(decision)
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ class FullPlan:
                 f"returned an argument there, or memory of another output, which would change as "
                 f"well. Return a clone() that is the output's own."
             )
-        with torch.inference_mode(target.is_inference()):
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
             rewrite(target, source)
 
 
