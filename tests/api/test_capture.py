@@ -9,7 +9,7 @@ import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.support import Kit
-from devgraph.testing.conformance.test_sharing import check
+from devgraph.testing.conformance.test_memory import check
 
 POLICIES = ("full", "breakable", "piecewise")
 

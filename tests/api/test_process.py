@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.steps import WIDTH, runner_of
-from devgraph.testing.conformance.support import Kit
+from devgraph.testing.conformance.support import WIDTH, Kit, runner_of
 
 
 def _in_child(work: Callable[[], object]) -> str:

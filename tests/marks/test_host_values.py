@@ -14,7 +14,7 @@ import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.support import Kit, same
-from devgraph.testing.conformance.test_host_args import (
+from devgraph.testing.conformance.test_marks import (
     LENGTHS,
     prefix_sum,
     step,

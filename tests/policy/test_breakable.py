@@ -20,7 +20,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.cpu.backend import CpuBackend
 from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit
-from devgraph.testing.conformance.test_sharing import check
+from devgraph.testing.conformance.test_memory import check
 from tests.support.cpu_capture import same
 
 

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 import devgraph as dg
 from devgraph import Reason
 from devgraph.runners import Decision, GraphKey, HostSlot, InputSlot, Pad
-from devgraph.testing.conformance.steps import (
+from devgraph.testing.conformance.support import (
+    POLICIES,
     ROWS,
     WIDTH,
+    Kit,
     Model,
     batch_of,
     check_decode,
@@ -22,7 +24,6 @@ from devgraph.testing.conformance.steps import (
     mixed,
     runner_of,
 )
-from devgraph.testing.conformance.support import POLICIES, Kit
 from tests.support.runner_steps import (
     IDS,
     OFFSETS,

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.steps import WIDTH, runner_of
-from devgraph.testing.conformance.support import BREAKING, Kit, same
+from devgraph.testing.conformance.support import BREAKING, WIDTH, Kit, runner_of, same
 
 
 @pytest.mark.parametrize("debug", [False, True])

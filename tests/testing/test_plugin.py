@@ -391,7 +391,7 @@ def test_suite_runs_where_it_is_installed(tmp_path):
     result = run_suite(
         *("--devgraph-backend", "cpu", "--devgraph-fail-on-skip", "-v"),
         cwd=tmp_path,
-        modules=[f"{SUITE}.test_random", f"{SUITE}.test_streams"],
+        modules=[f"{SUITE}.test_concurrency"],
     )
     assert result.exit_code == 0, result.text
     assert "backend cpu on cpu" in result.text

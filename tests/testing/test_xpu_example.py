@@ -53,7 +53,7 @@ def test_native_graph_has_the_calls_that_the_example_makes():
 @needs_fake
 @pytest.mark.parametrize("backend", ["xpu", pytest.param("accelerator", marks=pytest.mark.slow)])
 def test_example_passes_the_suite_on_a_mock(tmp_path: Path, backend: str):
-    chosen = "test_backend or test_capture or test_host_args or test_marks or test_pool"
+    chosen = "test_backend or test_capture or test_marks or test_pool"
     result = run_suite(
         *("-p", "tests.sim.xpu", "--devgraph-backend", backend, "--devgraph-skip-undeclared"),
         *("-k", f"({chosen}) and not ({BEYOND_THE_MOCK})"),

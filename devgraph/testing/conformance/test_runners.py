@@ -9,9 +9,11 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.steps import (
+from devgraph.testing.conformance.support import (
+    POLICIES,
     SCRATCH,
     WIDTH,
+    Kit,
     Model,
     batch_of,
     check_decode,
@@ -19,8 +21,8 @@ from devgraph.testing.conformance.steps import (
     decoder,
     prefiller,
     runner_of,
+    same,
 )
-from devgraph.testing.conformance.support import POLICIES, Kit, same
 
 
 @pytest.mark.parametrize("policy", POLICIES)

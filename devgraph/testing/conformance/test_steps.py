@@ -12,8 +12,18 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.steps import VOCAB, WIDTH, X, mixed, runner_of, slot
-from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
+from devgraph.testing.conformance.support import (
+    POLICIES,
+    VOCAB,
+    WIDTH,
+    Kit,
+    X,
+    declares,
+    mixed,
+    runner_of,
+    same,
+    slot,
+)
 
 IDS = slot("ids", ("tokens",), torch.int64, dg.Pad.zero())
 SCRATCH, MOST = 64, 8

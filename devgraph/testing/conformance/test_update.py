@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.testing.conformance.steps import runner_of
-from devgraph.testing.conformance.support import Kit, declares, same
+from devgraph.testing.conformance.support import Kit, declares, runner_of, same
 
 pytestmark = declares("region_update")
 
