@@ -26,6 +26,9 @@ KINDS = ("host_sync", "host_value", "data_dependent_shape", "rng", "escaping_all
 ENCODERS = ("siglip-base", "tiny")
 """Vision towers of ``bench --encoder``; devgraph/cli/encoding.py has their sizes."""
 
+IMAGES = 64
+"""Images that ``bench --encoder`` encodes."""
+
 SIZES = {
     "layers": (8, "decoder layers"),
     "hidden": (256, "width of the model"),
@@ -190,10 +193,10 @@ def _demo(add: Options) -> None:
 def _bench(add: Options) -> None:
     add.backend()
     for name, (size, meaning) in SIZES.items():
-        add.number(f"--{name}", meaning, size)
+        add.number(f"--{name}", f"{meaning} (default: {size})")
     text = f"instead, encode images of five sizes with a vision tower (default: {ENCODERS[0]})"
     add.value("--encoder", text, nargs="?", const=ENCODERS[0], choices=ENCODERS)
-    add.number("--images", "of --encoder", 64)
+    add.number("--images", f"of --encoder (default: {IMAGES})")
     text = "of weights and caches (default: float32)"
     add.value("--dtype", text, choices=DTYPES, default="float32")
     add.number("--kv-len", "rows to attend over (default: half the window)")

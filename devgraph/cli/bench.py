@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from xml.sax.saxutils import escape
 
-import attrs
 import torch
 
 from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES
-from devgraph.cli.contenders import Compared, Row, Shape, measure
+from devgraph.cli.contenders import Comparison, measure
 from devgraph.cli.encoding import ENCODERS, measure_encoder
 from devgraph.cli.tables import (
     CommandError,
@@ -33,55 +32,23 @@ from devgraph.runners.report import format_bytes
 
 def run(args: argparse.Namespace) -> int:
     """Time everything and print it; 1 when a policy fails or its outputs are not those of eager."""
-    if args.plot and not args.plot.endswith(".svg"):
+    if args.plot is not None and not args.plot.endswith(".svg"):
         raise CommandError(f"cannot write the chart {args.plot}: charts are SVG, name it *.svg")
     if args.results:
         if not args.plot:
             raise CommandError("--results draws what was measured: add --plot FILE.svg")
         _plot(_earlier(args.results), args.plot)
         return 0
+    for name in (*SIZES, "kv_len", "compiler") if args.encoder else ("images",):
+        if getattr(args, name) is not None:
+            beside = "with" if args.encoder else "without"
+            raise CommandError(f"--{name.replace('_', '-')} does not go {beside} --encoder")
     if args.threads:
         torch.set_num_threads(args.threads)
     backend = get_backend(args.backend)
     with torch.inference_mode():
         what, compared = (_encoder if args.encoder else _decoder)(backend, args)
-    rows = compared.rows
     report = {
-        **_report(backend, what, args, rows),
-        "absent": compared.absent,
-        "failed": compared.failed,
-    }
-    if args.json:
-        print_json(report)
-    else:
-        _print(report, rows)
-    if args.plot:
-        _plot(report, args.plot)
-    return 0 if all(row.equal for row in rows) and not compared.failed else 1
-
-
-def _decoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any], Compared]:
-    """Return what a step of a decoder was, and what it costs."""
-    shape = Shape(**{name: getattr(args, name) for name in SIZES}, dtype=getattr(torch, args.dtype))
-    kv_len = shape.window // 2 or 1 if args.kv_len is None else args.kv_len
-    if not 1 <= kv_len <= shape.window:
-        raise CommandError(f"--kv-len must be from 1 to the window of {shape.window}, got {kv_len}")
-    compared = measure(backend, shape, kv_len, args)
-    return {"work": "one decode step", "shape": shape.to_dict(), "kv_len": kv_len}, compared
-
-
-def _encoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any], Compared]:
-    """Return what an image of a vision tower was, and what it costs."""
-    shape = {**ENCODERS[args.encoder], "dtype": args.dtype}
-    with working("encoding"):
-        compared = measure_encoder(backend, args)
-    return {"work": f"one image of SigLIP ({args.encoder})", "shape": shape}, compared
-
-
-def _report(
-    backend: Backend, what: dict[str, Any], args: argparse.Namespace, rows: list[Row]
-) -> dict[str, Any]:
-    return {
         "title": f"{what['work']} on {backend.device_name}",
         "devgraph": __version__,
         "torch": torch.__version__,
@@ -92,34 +59,61 @@ def _report(
         **what,
         "steps": args.steps,
         "repeats": args.repeats,
-        "rows": [
-            {
-                **attrs.asdict(row),
-                "host_ratio": rows[row.against].host / row.host,
-                "wall_ratio": rows[row.against].wall / row.wall,
-            }
-            for row in rows
-        ],
+        "rows": compared.rows,
+        "absent": compared.absent,
+        "failed": compared.failed,
     }
+    if args.json:
+        print_json(report)
+    else:
+        _print(report)
+    if args.plot:
+        _plot(report, args.plot)
+    return 0 if all(row["equal"] for row in compared.rows) and not compared.failed else 1
 
 
-def _print(report: dict[str, Any], rows: list[Row]) -> None:
-    columns: dict[str, list[Any]] = {
-        "": [row.name for row in rows],
-        "host": [time_text(row.host) for row in rows],
-        "wall": [time_text(row.wall) for row in rows],
-        "host vs eager": [ratio(row["host_ratio"]) for row in report["rows"]],
-        "wall vs eager": [ratio(row["wall_ratio"]) for row in report["rows"]],
-        "capture": [time_text(row.capture_seconds) for row in rows],
-        "memory": [
-            None if row.pool_bytes is None else format_bytes(row.pool_bytes) for row in rows
-        ],
-        "segments": [row.segments for row in rows],
-        "nodes": [row.nodes for row in rows],
-        "padding": [None if row.padding is None else percent(row.padding) for row in rows],
-        "eager packs": [row.eager_packs for row in rows],
+def _decoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any], Comparison]:
+    """Return what a step of a decoder was, and what it costs."""
+    sizes = {name: getattr(args, name) or size for name, (size, _) in SIZES.items()}
+    kv_len = args.kv_len or sizes["window"] // 2 or 1
+    if kv_len > sizes["window"]:
+        raise CommandError(
+            f"--kv-len must be from 1 to the window of {sizes['window']}, got {kv_len}"
+        )
+    what = {"work": "one decode step", "shape": {**sizes, "dtype": args.dtype}, "kv_len": kv_len}
+    return what, measure(backend, sizes, kv_len, args)
+
+
+def _encoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any], Comparison]:
+    """Return what an image of a vision tower was, and what it costs."""
+    shape = {**ENCODERS[args.encoder], "dtype": args.dtype}
+    with working("encoding"):
+        compared = measure_encoder(backend, args)
+    return {"work": f"one image of SigLIP ({args.encoder})", "shape": shape}, compared
+
+
+def _print(report: dict[str, Any]) -> None:
+    rows = report["rows"]
+
+    def column(key: str, shown: Callable[[Any], Any] = lambda value: value) -> list[Any]:
+        return [None if row[key] is None else shown(row[key]) for row in rows]
+
+    columns = {
+        "": column("name"),
+        "host": column("host", time_text),
+        "wall": column("wall", time_text),
+        "host vs eager": column("host_ratio", ratio),
+        "wall vs eager": column("wall_ratio", ratio),
+        "capture": column("capture_seconds", time_text),
+        "memory": column("pool_bytes", format_bytes),
+        "segments": column("segments"),
+        "nodes": column("nodes"),
+        "padding": column("padding", percent),
+        "eager packs": column("eager_packs"),
         "equals eager": [
-            row.equal if row.equal == (row.difference == 0) else f"to {row.difference:.0e}"
+            row["equal"]
+            if row["equal"] == (row["difference"] == 0)
+            else f"to {row['difference']:.0e}"
             for row in rows
         ],
     }

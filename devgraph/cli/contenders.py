@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -22,66 +23,41 @@ from devgraph.api.policy import breaks, compiles, policies
 from devgraph.cli.measure import Timing, median, seconds_per_call
 from devgraph.cli.tables import working
 
+_T = TypeVar("_T")
 
-@attrs.frozen(kw_only=True)
-class Row:
-    """One way to run the step, and what it costs."""
+Lengths = Callable[[], Iterator[int]]
+"""Returns the host argument of each step of a repeat."""
 
-    name: str
-    host: float
-    """Seconds until the call returns, median of the repeats."""
-    wall: float
-    """Seconds until its work is done, in a row of steps."""
-    repeats: tuple[Timing, ...]
-    difference: float
-    """Largest difference from eager's outputs, relative to the largest of those."""
-    equal: bool
-    """Whether the outputs are right: eager's bit for bit, or, where a compiler chose other kernels,
-    to half of the digits of the dtype."""
-    capture_seconds: float | None = None
-    pool_bytes: int | None = None
-    segments: int | None = None
-    nodes: int | None = None
-    padding: float | None = None
-    """Of rows computed in graphs, those without data."""
-    eager_packs: int | None = None
-    """Packs that ran outside a graph."""
-    against: int = 0
-    """The row of eager on the same work."""
+FIGURES = ("capture_seconds", "pool_bytes", "segments", "nodes", "padding", "eager_packs")
+"""What is known of some ways only; ``padding`` is the share of rows computed in graphs that hold no
+data, ``eager_packs`` those that ran outside of a graph."""
 
 
 class Contender:
-    """One way to run the step: a call per step with the host argument of that step.
+    """One way to do the work, and what it costs.
 
     Args:
-        parts: what a call does so many times; figures are of one.
+        call: does it once, with the host argument of that step.
+        figures: of ``FIGURES``, those that are known of this way.
+        exact: its outputs have to be eager's bit for bit; otherwise, as where a compiler chose
+            other kernels, to half of the digits of the dtype.
+        parts: what a call does so many times; times are of one.
     """
 
     def __init__(
         self,
         name: str,
         call: Callable[..., Tensor],
-        lengths: Callable[[], Iterator[int]],
-        captured: Captured | None = None,
+        lengths: Lengths,
+        figures: Mapping[str, Any] | None = None,
         *,
         exact: bool = True,
         parts: int = 1,
     ) -> None:
-        self.name = name
-        self._parts = parts
-        self.exact = exact
-        self.memory = None if captured is None else captured.pool.bytes
-        self.takes_lengths = (
-            captured is None
-            or breaks(captured.policy)
-            or captured.backend.capabilities.region_update
-        )
-        self.call = call
-        self.captured = captured
+        self.name, self.call, self.exact = name, call, exact
+        self.figures = {**dict.fromkeys(FIGURES), **(figures or {})}
         self.timings: list[Timing] = []
-        self.equal = False
-        self.difference = float("nan")
-        self._lengths = lengths
+        self._lengths, self._parts = lengths, parts
 
     def time(self, backend: Backend, steps: int) -> None:
         """Time one repeat of ``steps`` steps."""
@@ -90,183 +66,142 @@ class Contender:
         self.timings.append(Timing(spent.host / self._parts, spent.wall / self._parts))
 
     def compare(self, expected: Tensor, got: Tensor) -> None:
-        """Note how far one result is from eager's."""
-        largest = expected.abs().max()
-        self.difference = float(((got - expected).abs().max() / largest).item())
-        if self.exact:
-            self.equal = torch.equal(got, expected)
-        else:
-            self.equal = self.difference <= float(torch.finfo(expected.dtype).eps) ** 0.5
+        """Note how far one result is from eager's, relative to the largest of that."""
+        difference = ((got - expected).abs().max() / expected.abs().max()).item()
+        close = difference <= torch.finfo(expected.dtype).eps ** 0.5
+        equal = torch.equal(got, expected) if self.exact else close
+        self.figures |= {"difference": difference, "equal": equal}
 
-    def row(self) -> Row:
-        """Return the medians of all repeats."""
-        timing = median(self.timings)
-        captured = self.captured
-        info = None if captured is None else captured.info()
-        return Row(
-            name=self.name,
-            host=timing.host,
-            wall=timing.wall,
-            repeats=tuple(self.timings),
-            difference=self.difference,
-            equal=self.equal,
-            capture_seconds=None if captured is None else captured.capture_seconds,
-            pool_bytes=self.memory,
-            segments=None if info is None else info.segments,
-            nodes=None if info is None else info.nodes,
-        )
+    def row(self, eager: Contender) -> dict[str, Any]:
+        """Return the medians of all repeats, and how many times as long eager takes, as JSON has
+        them."""
+        mine, other = median(self.timings), median(eager.timings)
+        return {
+            "name": self.name,
+            **attrs.asdict(mine),
+            "repeats": [attrs.asdict(one) for one in self.timings],
+            **self.figures,
+            "host_ratio": other.host / mine.host,
+            "wall_ratio": other.wall / mine.wall,
+        }
 
 
-class Compared:
-    """What the ways that ran cost."""
+class Comparison:
+    """What ways to do some work cost on a backend."""
 
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        """Eager first."""
+    def __init__(self, backend: Backend, args: argparse.Namespace) -> None:
+        self.backend, self.args = backend, args
+        self.rows: list[dict[str, Any]] = []
+        """Of all ways that ran; ``against`` is the row of eager on the same work."""
         self.absent: dict[str, str] = {}
         """Why ways have no row that this backend or machine does not offer."""
         self.failed: dict[str, str] = {}
         """The same of ways that should have worked."""
 
+    def attempt(self, name: str, make: Callable[[], _T]) -> _T | None:
+        """Return what ``make`` captures for a way, or note why there is nothing."""
+        try:
+            return make()
+        except CapabilityError as error:
+            self.absent[name] = str(error)
+        except CaptureError as error:
+            self.failed[name] = str(error)
+        return None
 
-class Comparison(Compared):
-    """One model, its bound arguments, every way to run it, and what those that ran cost."""
+    def time(self, ways: Sequence[Contender]) -> None:
+        """Let ways to do the same work take turns, eager first; add the rows of those that run."""
+        running = [way for way in ways if self._runs(way)]
+        for _ in range(self.args.repeats):
+            for way in running:
+                way.time(self.backend, self.args.steps)
+        against = len(self.rows)
+        self.rows += [{**way.row(running[0]), "against": against} for way in running]
 
-    def __init__(self, backend: Backend, shape: Shape, kv_len: int) -> None:
-        super().__init__()
-        self.backend, self.shape, self.kv_len = backend, shape, kv_len
-        self.model = Decoder(shape, backend.device)
-        self.ids = torch.arange(shape.batch, device=backend.device) % shape.vocabulary
-        self.row = torch.zeros(1, dtype=torch.int64, device=backend.device)
-        eager = Contender("eager", self._eager, lambda: itertools.repeat(kv_len))
-        self.contenders = [eager]
-
-    def _eager(self, **host: Any) -> Tensor:
-        logits: Tensor = self.model(self.ids, self.row, **host)
-        return logits
-
-    def add_policies(self, policies: Sequence[str], compilers: Sequence[str]) -> None:
-        """Capture the step under each policy, and piecewise with each compiler."""
-        for policy in policies:
-            declared = self.backend.capabilities.compilers
-            chosen = tuple(compilers) or declared
-            for compiler in chosen if compiles(policy) else (None,):
-                name = policy if compiler is None else f"{policy}, {compiler}"
-                try:
-                    captured = capture(
-                        self.model,
-                        self.ids,
-                        self.row,
-                        policy=policy,
-                        backend=self.backend,
-                        host_args={"kv_len": self.kv_len},
-                        compiler=compiler,
-                    )
-                except CapabilityError as error:
-                    self.absent[name] = str(error)
-                except CaptureError as error:
-                    self.failed[name] = str(error)
-                else:
-                    self._add(name, captured, exact=compiler in (None, "eager"))
-
-    def _add(self, name: str, captured: Captured, *, exact: bool) -> None:
-        """Add the ways to replay one capture: one length, a few that return, always a new one."""
-        kv_len, window = self.kv_len, self.shape.window
-
-        def add(name: str, lengths: Callable[[], Iterator[int]]) -> None:
-            way = Contender(name, captured.replay, lengths, captured, exact=exact)
-            self.contenders.append(way)
-
-        add(name, lambda: itertools.repeat(kv_len))
-        if not breaks(captured.policy) and self.contenders[-1].takes_lengths and window > 1:
-            known = [max(1, kv_len - i) for i in range(min(4, kv_len))]
-            fresh = itertools.cycle(range(1, window + 1))
-            add(f"{name}, 4 lengths in turn", lambda: itertools.cycle(known))
-            add(f"{name}, other length each step", lambda: fresh)
-
-    def add_public(self) -> None:
-        """Capture the step with the public package for breaks, where it is installed."""
-        public = public_breakable(self.backend, self.model, self.ids, self.row, self.kv_len)
-        if public is not None:
-            way = Contender(_PUBLIC, public, lambda: itertools.repeat(self.kv_len))
-            self.contenders.append(way)
-
-    def check(self) -> None:
-        """Compare every way with eager on data that no capture saw, and at another length."""
-        self.model.fill_caches()  # steps during captures wrote there, and their tokens are no data
-        self.ids.copy_((self.ids + 1) % self.shape.vocabulary)
-        self.row.fill_(self.kv_len - 1)
-        other = max(1, self.kv_len - 1)
-        expected = {n: self._eager(kv_len=n).clone() for n in (self.kv_len, other)}
-        for contender in self.contenders:
-            length = other if contender.takes_lengths else self.kv_len
-            contender.compare(expected[length], contender.call(kv_len=length))
-
-    def time(self, steps: int, repeats: int) -> None:
-        """Let all take turns and keep their medians."""
-        running = self._warm(min(steps, 3))
-        for _ in range(repeats):
-            for contender in running:
-                contender.time(self.backend, steps)
-        self.rows = [contender.row() for contender in running]
-
-    def _warm(self, steps: int) -> list[Contender]:
-        """Run every way a little, untimed; return those that can run."""
-        running = []
-        for contender in self.contenders:
-            try:
-                contender.time(self.backend, steps)
-            except UpdateError as error:
-                self.absent[contender.name] = str(error)
-                continue
-            contender.timings.clear()
-            running.append(contender)
-        return running
-
-    def close(self) -> None:
-        """Free all captures."""
-        for contender in self.contenders:
-            if contender.captured is not None:
-                contender.captured.close()
+    def _runs(self, way: Contender) -> bool:
+        """Run a way a little, untimed."""
+        try:
+            way.time(self.backend, min(self.args.steps, 3))
+        except UpdateError as error:
+            self.absent[way.name] = str(error)
+            return False
+        way.timings.clear()
+        return True
 
 
-def measure(backend: Backend, shape: Shape, kv_len: int, args: argparse.Namespace) -> Comparison:
-    """Return what every way that can run costs."""
-    compared = Comparison(backend, shape, kv_len)
-    try:
+def measure(
+    backend: Backend, sizes: Mapping[str, int], kv_len: int, args: argparse.Namespace
+) -> Comparison:
+    """Return what every way that can run costs for one step of a decoder of these sizes."""
+    compared = Comparison(backend, args)
+    model = Decoder(backend.device, getattr(torch, args.dtype), **sizes)
+    ids = torch.arange(sizes["batch"], device=backend.device) % sizes["vocabulary"]
+    row = torch.zeros(1, dtype=torch.int64, device=backend.device)
+    ways = [Contender("eager", functools.partial(model, ids, row), _in_turn(kv_len))]
+    frozen: list[Contender] = []  # at the length of the capture
+    with contextlib.ExitStack() as captures:
         with working("capturing"):
-            compared.add_policies(args.policy or policies(), args.compiler or ())
-            compared.add_public()
-        compared.check()
+            for policy in args.policy or policies():
+                compilers = tuple(args.compiler or backend.capabilities.compilers)
+                for compiler in compilers if compiles(policy) else (None,):
+                    name = policy if compiler is None else f"{policy}, {compiler}"
+                    how: dict[str, Any] = {"policy": policy, "compiler": compiler}
+                    how |= {"backend": backend, "host_args": {"kv_len": kv_len}}
+                    step = functools.partial(capture, model, ids, row, **how)
+                    captured = compared.attempt(name, step)
+                    if captured is None:
+                        continue
+                    captures.enter_context(captured)
+                    exact = compiler in (None, "eager")
+                    replays = _replays(name, captured, kv_len, sizes["window"], exact=exact)
+                    if not _takes_lengths(captured):
+                        frozen += replays
+                    ways += replays
+            public = public_breakable(backend, model, ids, row, kv_len)
+            if public is not None:
+                ways.append(Contender(_PUBLIC, public, _in_turn(kv_len)))
+        # Data that no capture saw, and another length.
+        model.fill_caches()  # steps during captures wrote there, and their tokens are no data
+        ids.copy_((ids + 1) % sizes["vocabulary"])
+        row.fill_(kv_len - 1)
+        other = max(1, kv_len - 1)
+        expected = {n: model(ids, row, kv_len=n).clone() for n in (kv_len, other)}
+        for way in ways:
+            length = kv_len if way in frozen else other
+            way.compare(expected[length], way.call(kv_len=length))
         with working("timing"):
-            compared.time(args.steps, args.repeats)
-    finally:
-        compared.close()
+            compared.time(ways)
     return compared
 
 
-@attrs.frozen(kw_only=True)
-class Shape:
-    """Sizes of the model and of its batch."""
+def _in_turn(*lengths: int) -> Lengths:
+    return lambda: itertools.cycle(lengths)
 
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    batch: int
-    window: int
-    """Rows of the key and value cache of each request."""
-    dtype: torch.dtype
 
-    def __attrs_post_init__(self) -> None:
-        if self.hidden % self.heads:
-            raise InputError(
-                f"hidden {self.hidden} is no multiple of {self.heads} heads; choose another size"
-            )
+def _takes_lengths(captured: Captured) -> bool:
+    return breaks(captured.policy) or captured.backend.capabilities.region_update
 
-    def to_dict(self) -> dict[str, object]:
-        """Return the sizes as JSON has them."""
-        return {**attrs.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
+
+def _replays(
+    name: str, captured: Captured, kv_len: int, window: int, *, exact: bool
+) -> list[Contender]:
+    """Return the ways to replay one capture: one length, a few that return, always a new one."""
+    lengths: dict[str, Lengths] = {name: _in_turn(kv_len)}
+    if not breaks(captured.policy) and _takes_lengths(captured) and window > 1:
+        known = [max(1, kv_len - i) for i in range(min(4, kv_len))]
+        fresh = itertools.cycle(range(1, window + 1))
+        lengths[f"{name}, 4 lengths in turn"] = _in_turn(*known)
+        lengths[f"{name}, other length each step"] = lambda: fresh
+    info = captured.info()
+    figures = {
+        "capture_seconds": captured.capture_seconds,
+        "pool_bytes": captured.pool.bytes,
+        "segments": info.segments,
+        "nodes": info.nodes,
+    }
+    return [
+        Contender(one, captured.replay, turns, figures, exact=exact)
+        for one, turns in lengths.items()
+    ]
 
 
 @region(host_args=("kv_len",), mutates=("out",))
@@ -281,17 +216,16 @@ class _Layer(nn.Module):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, hidden: int, heads: int, batch: int, window: int) -> None:
         super().__init__()
-        hidden = shape.hidden
-        self.heads = shape.heads
+        self.heads = heads
         self.before = nn.RMSNorm(hidden)
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.project = nn.Linear(hidden, hidden, bias=False)
         self.after = nn.RMSNorm(hidden)
         self.up = nn.Linear(hidden, 8 * hidden, bias=False)
         self.down = nn.Linear(4 * hidden, hidden, bias=False)
-        rows = (shape.batch, shape.heads, shape.window, hidden // shape.heads)
+        rows = (batch, heads, window, hidden // heads)
         self.register_buffer("keys", torch.empty(rows))
         self.register_buffer("values", torch.empty(rows))
 
@@ -311,22 +245,37 @@ class _Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``layers`` decoder layers with caches, an embedding and a head; random weights, no autograd.
+    """``layers`` decoder layers with caches of ``window`` rows for each of ``batch`` requests, an
+    embedding and a head; random weights, no autograd.
 
-    Args:
-        shape: sizes.
-        device: where weights and caches are.
+    Raises:
+        InputError: the width is no multiple of the heads.
     """
 
-    def __init__(self, shape: Shape, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        vocabulary: int,
+        batch: int,
+        window: int,
+    ) -> None:
         super().__init__()
+        if hidden % heads:
+            raise InputError(
+                f"hidden {hidden} is no multiple of {heads} heads; choose another size"
+            )
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden)
-        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.layers = nn.ModuleList(_Layer(hidden, heads, batch, window) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
         self.requires_grad_(False)
-        self.to(device=device, dtype=shape.dtype)
+        self.to(device=device, dtype=dtype)
         self.fill_caches()
 
     def fill_caches(self) -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.phase import RUNNER_POLICY
-from devgraph.api.errors import CapabilityError
-from devgraph.cli.contenders import Compared, Contender, Row
+from devgraph.cli.arguments import IMAGES
+from devgraph.cli.contenders import Comparison, Contender
 from devgraph.runners.encoder import EncoderRunner
 from devgraph.runners.slots import InputSlot, Pad
 
@@ -116,45 +117,45 @@ def siglip(shape: Mapping[str, Any]) -> Any:
     return SiglipVisionModel(config).eval().requires_grad_(False)
 
 
-def measure_encoder(backend: Backend, args: argparse.Namespace) -> Compared:
+def measure_encoder(backend: Backend, args: argparse.Namespace) -> Comparison:
     """Return what all images cost in every way, and those of each size alone."""
     shape, dtype = ENCODERS[args.encoder], getattr(torch, args.dtype)
     model = siglip(shape).to(device=backend.device, dtype=dtype)
     vision = PackedVision(model)
-    compared = Compared()
+    compared = Comparison(backend, args)
     runners: dict[str, EncoderRunner] = {}
-    for policy in args.policy or (RUNNER_POLICY["encoder"],):
-        try:
-            runners[policy] = vision.runner(
-                shape["budgets"], config=policy, backend=backend, progress=False
-            )
-        except CapabilityError as error:
-            compared.absent[policy] = str(error)
-    sides = [shape["patch"] * shape["grids"][i % len(shape["grids"])] for i in range(args.images)]
+    sides = [side * shape["patch"] for side in shape["grids"]]
+    sides = [sides[index % len(sides)] for index in range(args.images or IMAGES)]
     generator = torch.Generator().manual_seed(0)
     images = [torch.randn(3, side, side, generator=generator) for side in sides]
     images = [image.to(backend.device, dtype) for image in images]
-    for side in (None, *dict.fromkeys(sides)):
-        chosen = [one for one in images if side in (None, one.shape[1])]
-        work = f"{len(chosen)} images" + (f", {side}x{side}" if side else "")
-        rows = _rows(backend, work, chosen, model, vision, runners, args)
-        eager = len(compared.rows)
-        compared.rows.extend(attrs.evolve(row, against=eager) for row in rows)
-    for runner in runners.values():
-        runner.close()
+    with contextlib.ExitStack() as stack:
+        for policy in args.policy or (RUNNER_POLICY["encoder"],):
+            options = {"config": policy, "backend": backend, "progress": False}
+            make = functools.partial(vision.runner, shape["budgets"], **options)
+            runner = compared.attempt(policy, make)
+            if runner is not None:
+                stack.callback(runner.close)
+                runners[policy] = runner
+        for side in (None, *dict.fromkeys(sides)):
+            chosen = [one for one in images if side in (None, one.shape[1])]
+            work = f"{len(chosen)} images" + (f", {side}x{side}" if side else "")
+            compared.time(_ways(work, chosen, model, vision, runners))
     return compared
 
 
-def _rows(
-    backend: Backend,
+def _ways(
     work: str,
     images: Sequence[Tensor],
     model: Any,
     vision: PackedVision,
     runners: Mapping[str, EncoderRunner],
-    args: argparse.Namespace,
-) -> list[Row]:
-    """Return what an image of ``images`` costs in every way, eager first."""
+) -> list[Contender]:
+    """Return every way to encode ``images``, eager first, compared with it."""
+
+    def way(name: str, call: Callable[..., Tensor]) -> Contender:
+        lengths = functools.partial(itertools.repeat, 0)
+        return Contender(f"{work}: {name}", call, lengths, exact=False, parts=len(images))
 
     def alone(**_: int) -> Tensor:
         batches = (image[None] for image in images)
@@ -164,31 +165,19 @@ def _rows(
     def packing(runner: EncoderRunner) -> Callable[..., Tensor]:
         return lambda **_: torch.cat(runner.run([vision.item(image) for image in images]))
 
-    calls = {"eager": alone, **{name: packing(runner) for name, runner in runners.items()}}
-    ways = [
-        Contender(name, call, lambda: itertools.repeat(0), exact=False, parts=len(images))
-        for name, call in calls.items()
-    ]
-    before = {name: runner.stats() for name, runner in runners.items()}
     expected = alone()
-    for way in ways:
-        way.compare(expected, way.call())
-    after = {name: runner.stats() for name, runner in runners.items()}
-    for _ in range(args.repeats):
-        for way in ways:
-            way.time(backend, args.steps)
-    rows = [attrs.evolve(ways[0].row(), name=f"{work}: eager")]
-    for way in ways[1:]:
-        then, now = before[way.name], after[way.name]
+    ways = [way("eager", alone)]
+    ways[0].compare(expected, alone())
+    for name, runner in runners.items():
+        ways.append(way(name, packing(runner)))
+        then = runner.stats()
+        ways[-1].compare(expected, ways[-1].call())
+        now = runner.stats()
         padded = now.padded_rows - then.padded_rows
-        rows.append(
-            attrs.evolve(
-                way.row(),
-                name=f"{work}: {way.name}",
-                capture_seconds=now.capture_seconds,
-                pool_bytes=runners[way.name].pool.bytes,
-                padding=padded / max(1, padded + now.real_rows - then.real_rows),
-                eager_packs=now.eager_steps - then.eager_steps,
-            )
-        )
-    return rows
+        ways[-1].figures |= {
+            "capture_seconds": now.capture_seconds,
+            "pool_bytes": runner.pool.bytes,
+            "padding": padded / max(1, padded + now.real_rows - then.real_rows),
+            "eager_packs": now.eager_steps - then.eager_steps,
+        }
+    return ways

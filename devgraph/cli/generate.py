@@ -149,30 +149,21 @@ class OrderedText:
 
     def __init__(self, headings: Sequence[str], out: TextIO | None = None) -> None:
         self._out = sys.stdout if out is None else out
-        self._headings = list(headings)
-        self._waiting = [""] * len(headings)
+        self._waiting = list(headings)
         self._finished = [False] * len(headings)
-        self._current = -1
+        self._current = 0
 
     def add(self, index: int, piece: str, *, last: bool = False) -> None:
         """Add a piece to text ``index``; ``last`` says that nothing more will come."""
-        if self._current < 0:
-            self._next()
-        self._waiting[index] += piece
-        self._finished[index] = self._finished[index] or last
-        while self._current < len(self._headings):
+        self._waiting[index] += f"{piece}\n\n" if last else piece
+        self._finished[index] = last
+        while self._current < len(self._waiting):
             self._out.write(self._waiting[self._current])
             self._waiting[self._current] = ""
             if not self._finished[self._current]:
                 break
-            self._out.write("\n\n")
-            self._next()
+            self._current += 1
         self._out.flush()
-
-    def _next(self) -> None:
-        self._current += 1
-        if self._current < len(self._headings):
-            self._out.write(self._headings[self._current])
 
 
 @attrs.frozen(kw_only=True)

@@ -12,7 +12,7 @@ import torch
 
 import devgraph as dg
 from devgraph.cli import bench, contenders
-from devgraph.cli.contenders import Decoder, Shape
+from devgraph.cli.contenders import Decoder
 from devgraph.cli.measure import Timing, median
 from tests.support.cli_programs import run_cli, run_json
 
@@ -156,6 +156,9 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
         (["--plot", "no/folder/chart.svg"], "cannot write the chart no/folder/chart.svg"),
         (["--results", "none.json", "--plot", "chart.svg"], "none.json is no result of bench"),
         (["--results", "none.json"], "--results draws what was measured: add --plot"),
+        (["--plot", ""], "charts are SVG"),
+        (["--images", "3"], "--images does not go without --encoder"),
+        (["--encoder", "tiny"], "--layers does not go with --encoder"),
     ],
 )
 def test_unusable_request_is_one_clear_error(
@@ -168,10 +171,10 @@ def test_unusable_request_is_one_clear_error(
 
 
 def test_step_depends_on_token_row_and_length():
-    shape = Shape(
-        layers=1, hidden=8, heads=2, vocabulary=16, batch=2, window=8, dtype=torch.float32
-    )
-    model = Decoder(shape, torch.device("cpu"))
+    model = Decoder(
+        torch.device("cpu"), torch.float32,
+        layers=1, hidden=8, heads=2, vocabulary=16, batch=2, window=8,
+    )  # fmt: skip
     ids, row = torch.tensor([1, 2]), torch.tensor([3])
     with torch.inference_mode():
         base = model(ids, row, kv_len=4)
