@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.policy import COMPILERS, policies
 from devgraph.api.registry import names
+from devgraph.cli.tables import CommandError
 from devgraph.integrations.engine.installation import MODE_VARIABLE
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -247,6 +249,23 @@ COMMANDS = {
     "explain": ("capture a function and show its segments, regions, nodes and memory", _explain),
 }
 """What each command does, and what declares its options."""
+
+
+def by_name(flag: str, given: Sequence[str], example: str) -> dict[str, str]:
+    """Return what a repeated NAME=VALUE says.
+
+    Raises:
+        CommandError: one has another form, or a name is there twice.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise CommandError(f"{flag} {text!r}: write NAME=VALUE, for example {example}")
+        if name in found:
+            raise CommandError(f"{flag} {text!r}: {name!r} is given twice; keep one of them")
+        found[name] = value
+    return found
 
 
 def mode_of(args: argparse.Namespace) -> DeviceGraphConfig:

@@ -26,6 +26,7 @@ from devgraph.cli.tables import (
     say,
     time_text,
     working,
+    write_file,
 )
 from devgraph.runners.report import format_bytes
 
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.results:
         if not args.plot:
             raise CommandError("--results draws what was measured: add --plot FILE.svg")
-        _plot(_earlier(args.results), args.plot)
+        _plot(args.plot, _earlier(args.results))
         return 0
     for name in (*SIZES, "kv_len", "compiler") if args.encoder else ("images",):
         if getattr(args, name) is not None:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report)
     if args.plot:
-        _plot(report, args.plot)
+        _plot(args.plot, report)
     return 0 if all(row["equal"] for row in compared.rows) and not compared.failed else 1
 
 
@@ -142,16 +143,9 @@ def _print(report: dict[str, Any]) -> None:
         say(f"{name} FAILED: {why}")
 
 
-def _plot(report: dict[str, Any], path: str) -> None:
-    """Draw the host and wall time of every row, with the spread of its repeats, into ``path``.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
-    try:
-        Path(path).write_text(chart(report["title"], report["rows"]), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write the chart {path}: {error}") from error
+def _plot(path: str, report: dict[str, Any]) -> None:
+    """Draw the host and wall time of every row, with the spread of its repeats, into ``path``."""
+    write_file(path, chart(report["title"], report["rows"]))
 
 
 def _earlier(path: str) -> dict[str, Any]:

@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"no backend {name!r}. {hint}")
     wanted = [info for info in found if not args.backend or info.name in args.backend]
     if args.capabilities:
+        if args.json:
+            raise CommandError("--capabilities is Markdown; --no-probe --json has it as `declared`")
         say(capability_table([info.name for info in wanted]))
         return 0
     checked = [_check(info, probe=not args.no_probe) for info in wanted]

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -17,7 +16,7 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.names import NodeRange
 from devgraph.api.registry import get_backend
 from devgraph.cli.measure import median, seconds_per_call
-from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text
+from devgraph.cli.tables import print_json, print_table, say, time_text, write_file
 from devgraph.cli.target import Target, find_target, user_code
 from devgraph.runners.report import format_bytes
 
@@ -60,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
             stack.enter_context(captured)
             parts = list(map(_part, itertools.count(), captured.segments, _timed(captured, target)))
             report = captured.prove() if args.prove else None
-        if args.dot:
-            _write(args.dot, _dot(target, parts))
-        if args.chrome_trace:
-            _write(args.chrome_trace, json.dumps(_trace(captured, parts)))
+        if args.dot is not None:
+            write_file(args.dot, _dot(target, parts))
+        if args.chrome_trace is not None:
+            write_file(args.chrome_trace, json.dumps(_trace(captured, parts)))
         if args.json:
             print_json(_data(captured, parts, report))
         else:
@@ -182,10 +181,3 @@ def _trace(captured: Captured, parts: list[_Part]) -> dict[str, Any]:
         events.append(event)
         start += part.seconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {path}: {error.strerror}") from error

@@ -98,7 +98,7 @@ def _shown(prompts: Sequence[str], *, chat: bool) -> Callable[[TokenEvent], None
 def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt:
         return list(args.prompt)
-    if args.prompts_file and args.prompts_file != "-":
+    if args.prompts_file not in (None, "-"):
         try:
             text = Path(args.prompts_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

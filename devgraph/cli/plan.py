@@ -20,7 +20,7 @@ from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend
-from devgraph.cli.arguments import mode_of
+from devgraph.cli.arguments import by_name, mode_of
 from devgraph.cli.tables import CommandError, print_json, print_table, ranges, say
 from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.options import settings_of
@@ -32,12 +32,12 @@ def run(args: argparse.Namespace) -> int:
     config = mode_of(args)
     facts = _facts(args.fact)
     sizes = _sizes(args)
-    plan = _cluster_plan if args.cluster else _node_plan
+    plan = _node_plan if args.cluster is None else _cluster_plan
     rows, data = plan(args, config, facts, sizes)
     if args.json:
         print_json(data)
         return 0
-    where = f"in {args.cluster}" if args.cluster else f"on {rows[0].backend.name}"
+    where = f"on {rows[0].backend.name}" if args.cluster is None else f"in {args.cluster}"
     say(_sizes_text(sizes))
     _print_phases(f"phases {where}", rows)
     _print_rules(rows)
@@ -128,10 +128,9 @@ def _flag(config: DeviceGraphConfig) -> str:
 
 def _facts(given: list[str]) -> EngineFacts:
     values: dict[str, Any] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise CommandError(f"--fact {text!r}: write NAME=VALUE, for example lora=true")
+    for name, value in by_name("--fact", given, "lora=true").items():
+        if name == "backend":
+            raise CommandError(f"--fact backend={value}: write --backend {value}")
         try:
             values[name] = json.loads(value.lower() if value in ("True", "False") else value)
         except ValueError:  # a word without quotes: role=decode; or thousands of digits
@@ -259,47 +258,32 @@ class ModelSizes:
 
     layers: int
     hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocabulary: int
-    item_bytes: int
-    """Bytes of one number."""
+    token_bytes: int
+    """Most memory that the intermediate results of one token take at one time."""
+    logit_bytes: int
+    """Memory of the logits of one row."""
 
     @classmethod
     def from_config(cls, config: Any, item_bytes: int) -> ModelSizes:
-        """Read the configuration of a transformers model."""
+        """Read the configuration of a transformers model, of numbers of so many bytes."""
         text = config.get_text_config()
-        heads = text.num_attention_heads
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        # Some older families leave the common factor out of their configuration.
+        intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or hidden // heads
+        # In attention: residual, its norm, query, key, value and the result. In the MLP: residual,
+        # its norm, gate, up and their product. Nothing of one layer outlives the next.
+        attention = 2 * hidden + 2 * heads * head_dim + 2 * kv_heads * head_dim
+        mlp = 2 * hidden + 3 * intermediate
         return cls(
             layers=text.num_hidden_layers,
-            hidden=text.hidden_size,
-            # Some older families leave the common factor out of their configuration.
-            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            heads=heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            hidden=hidden,
             vocabulary=text.vocab_size,
-            item_bytes=item_bytes,
+            token_bytes=max(attention, mlp) * item_bytes,
+            logit_bytes=text.vocab_size * item_bytes,
         )
-
-    @property
-    def token_bytes(self) -> int:
-        """Most memory that the intermediate results of one token take at one time.
-
-        In attention: residual, its norm, query, key, value and the result. In the MLP: residual,
-        its norm, gate, up and their product. Nothing of one layer outlives the next.
-        """
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * self.hidden + 2 * queries + 2 * keys
-        mlp = 2 * self.hidden + 3 * self.intermediate
-        return max(attention, mlp) * self.item_bytes
-
-    @property
-    def logit_bytes(self) -> int:
-        """Memory of the logits of one row."""
-        return self.vocabulary * self.item_bytes
 
 
 @attrs.frozen(kw_only=True)

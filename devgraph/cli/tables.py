@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
@@ -52,6 +53,14 @@ def print_json(data: Any) -> None:
     """Print data as JSON, for programs."""
     sys.stdout.write(json.dumps(data, indent=2, default=str) + "\n")
     sys.stdout.flush()
+
+
+def write_file(path: str, text: str) -> None:
+    """Write a result into a file; CommandError if the system refuses."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:  # of a name with a zero, or a character of half a pair
+        raise CommandError(f"cannot write {path}: {error}") from error
 
 
 def print_table(

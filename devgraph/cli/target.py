@@ -17,6 +17,7 @@ import attrs
 
 from devgraph.api.errors import DeviceGraphError, did_you_mean
 from devgraph.api.marks.source import raising_line
+from devgraph.cli.arguments import by_name
 from devgraph.cli.tables import CommandError
 
 
@@ -39,7 +40,15 @@ def find_target(args: argparse.Namespace) -> Target:
     """
     fn = _find(args.target)
     positional, keywords = _inputs(args)
-    host_args = dict(map(_host_arg, args.host_arg))
+    host_args = {}
+    for name, text in by_name("--host-arg", args.host_arg, "kv_len=512").items():
+        try:
+            host_args[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError) as error:
+            raise CommandError(
+                f"--host-arg {f'{name}={text}'!r}: {text!r} is no Python literal such as 512, "
+                f"[1, 2] or 'x'"
+            ) from error
     return Target(name=args.target, fn=fn, args=positional, kwargs=keywords, host_args=host_args)
 
 
@@ -117,18 +126,6 @@ def _inputs(args: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
         f"{args.inputs} returned a {type(made).__name__}; it must return a tuple of arguments, a "
         f"dictionary of keywords, or a pair of both"
     )
-
-
-def _host_arg(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise CommandError(f"--host-arg {text!r}: write NAME=VALUE, for example kv_len=512")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError) as error:
-        raise CommandError(
-            f"--host-arg {text!r}: {value!r} is no Python literal such as 512, [1, 2] or 'x'"
-        ) from error
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
         (["--steps", "0"], "--steps: must be at least 1"),
         (["--layers", "0"], "--layers: must be at least 1"),
         (["--plot", "chart.png"], "cannot write the chart chart.png: charts are SVG"),
-        (["--plot", "no/folder/chart.svg"], "cannot write the chart no/folder/chart.svg"),
+        (["--plot", "no/folder/chart.svg"], "cannot write no/folder/chart.svg"),
         (["--results", "none.json", "--plot", "chart.svg"], "none.json is no result of bench"),
         (["--results", "none.json"], "--results draws what was measured: add --plot"),
         (["--plot", ""], "charts are SVG"),

@@ -109,6 +109,7 @@ def test_module_in_the_current_folder_is_found(
         ("{path}:clean", ["--inputs", "wrong_inputs"], "returned a list"),
         ("{path}:hosted", ["--host-arg", "factor"], "write NAME=VALUE"),
         ("{path}:hosted", ["--host-arg", "factor=?"], "no Python literal"),
+        ("{path}:hosted", ["--host-arg", "a=1", "--host-arg", "a=2"], "'a' is given twice"),
         ("{path}:raises", ["--inputs", "inputs"], "raises raised KeyError: 'nothing' at {path}:"),
     ],
 )

@@ -139,6 +139,14 @@ def test_capabilities_are_listed_where_no_device_is(capsys: pytest.CaptureFixtur
         assert f"`{field.name}`" in table
 
 
+def test_capabilities_as_markdown_and_as_data_do_not_go_together(
+    capsys: pytest.CaptureFixture[str],
+):
+    result = run_cli(capsys, "doctor", "--capabilities", "--json")
+    assert result.code == 2
+    assert "--no-probe --json has it" in result.err
+
+
 def test_every_backend_says_what_it_declares_and_nothing_more_than_it_has(
     capsys: pytest.CaptureFixture[str],
 ):

@@ -80,12 +80,13 @@ def test_user_exception_is_one_error_with_the_line(
     assert f"raises raised KeyError: 'nothing' at {path}:" in result.err
 
 
+@pytest.mark.parametrize("dot", ["", "no/folder.dot"])
 def test_file_that_cannot_be_written_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dot: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     result = run_cli(
         capsys, "explain", f"{write_steps(tmp_path)}:clean", "--inputs", "inputs",
-        "--backend", "cpu", "--dot", tmp_path / "no" / "folder.dot",
+        "--backend", "cpu", "--dot", dot,
     )  # fmt: skip
     assert result.code == 2
     assert "cannot write" in result.err

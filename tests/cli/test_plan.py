@@ -16,16 +16,7 @@ from devgraph.cli.tables import ranges
 from devgraph.runners import default_buckets
 from tests.support.cli_programs import run_cli, run_json
 
-SIZES = ModelSizes(
-    layers=4,
-    hidden=8,
-    intermediate=32,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
-    vocabulary=100,
-    item_bytes=2,
-)
+SIZES = ModelSizes(layers=4, hidden=8, vocabulary=100, token_bytes=224, logit_bytes=200)
 
 
 def _phases(data: Any) -> dict[str, Any]:
@@ -98,6 +89,9 @@ def test_choice_that_a_safety_rule_forbids_is_an_error(capsys: pytest.CaptureFix
     [
         (["--fact", "loras=true"], "Did you mean 'lora'?"),
         (["--fact", "lora"], "write NAME=VALUE"),
+        (["--fact", "lora=true", "--fact", "lora=false"], "'lora' is given twice"),
+        (["--fact", "backend=npu"], "write --backend npu"),
+        (["--cluster", ""], "cannot read the configuration file ''"),
         (["--max-requests", "0"], "--max-requests: must be at least 1"),
         (["--decode-device-graph-bs", "999"], "over the capacity of 256"),
         (["--cluster", "nowhere.json"], "nowhere.json"),
