@@ -17,7 +17,6 @@ import torch
 
 from devgraph.api.backend import ReplayPace
 from devgraph.api.capture import Captured, capture
-from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import (
     AgreementError,
     CaptureError,
@@ -37,7 +36,6 @@ from devgraph.api.pool import Pool
 from devgraph.api.session import session
 from devgraph.runners.decisions import Decision, Reason
 from devgraph.runners.graphs import BucketGraph, Emulated, Graphs, Learned
-from devgraph.runners.options import Options
 from devgraph.runners.outputs import LeaseClock
 from devgraph.runners.ranks import PeerFailed, RankGroup
 from devgraph.runners.report import Counters, format_bytes
@@ -76,8 +74,6 @@ class Capturing:
         graphs: what it is captured into.
         counters: the runner's.
         facts: what all ranks must have in common.
-        identity: what else must be the same for hits of buckets to say something of another
-            process.
         share: that of the runner whose buffers this one uses.
 
     Attributes:
@@ -91,10 +87,7 @@ class Capturing:
         counters: Counters,
         *,
         ranks: RankGroup,
-        config: PhaseConfig,
-        options: Options,
         facts: Mapping[str, Any],
-        identity: Mapping[str, Any],
         share: Capturing | None,
     ) -> None:
         self._share = share
@@ -102,12 +95,14 @@ class Capturing:
         self._graphs = graphs
         self._counters = counters
         self._ranks = ranks
-        self._config = config
-        self._options = options
+        self._options = step.options
+        self._config = step.options.config
+        self._name = step.options.name
         self.facts = facts
+        # What must be the same for hits of buckets to say something of another process.
         known = {n: fact for n, fact in facts.items() if n not in ("mode", "buckets")}
-        self._learned = Learned(config.learned, {**known, **identity})
-        self._name = options.name
+        known |= {"name": self._name, "device": step.backend.device_name}
+        self._learned = Learned(self._config.learned, known)
         self._backend, self._pool = step.backend, step.pool
         self._held = 0
         self.rounds = 0

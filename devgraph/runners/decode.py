@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from devgraph.api.backend import Backend
-from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, whole
-from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import ByRequests
-from devgraph.runners.decisions import check_variants
 from devgraph.runners.loop import SLOTS, Loop, looped_outputs
-from devgraph.runners.options import Options, RunnerOptions, settings_of
+from devgraph.runners.options import Options, RunnerOptions
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, check_slots
 
@@ -32,18 +28,11 @@ class DecodeRunner(Runner):
             padded rows, and may be called any number of times on pad values alone.
         inputs: the input slots.
         outputs: an ``OutputSlot`` for all returned tensors, or a tree of them as returned.
-        variants: what besides the bucket distinguishes graphs; ``width`` is tokens per request.
-        host_args: host arguments and their values at capture (or ``HostSlot``s).
-        config: a ``PhaseConfig``, a policy name, or a mapping of configuration keys; ``full`` by
-            default.
-        backend: a backend or its name.
-        pool: graph memory to share with other runners; a new one by default.
-        group: the ranks that run each step together: None, a ``RankGroup`` or a gloo group.
         max_requests: the most requests of a step.
         loop: take several steps in one launch, see ``Loop``; ``run`` then returns a ``LoopResult``,
             and the batch has one slot more, ``running``.
-        **options: see ``Options``: name, strict, debug, bound, weights_epoch, reset_state, prepare,
-            idle_dummy, ranges, progress.
+        **options: see ``Options``: variants, host_args, config, backend, pool, group, name, strict,
+            debug, bound, weights_epoch, reset_state, prepare, share, idle_dummy, ...
 
     Raises:
         ConfigError: something in the declaration cannot work.
@@ -66,12 +55,6 @@ class DecodeRunner(Runner):
         inputs: Sequence[InputSlot],
         *,
         outputs: Any = ROW_PER_REQUEST,
-        variants: Sequence[Mapping[str, Any]] = ({},),
-        host_args: Mapping[str, Any] | None = None,
-        config: PhaseConfig | str | Mapping[str, Any] | None = None,
-        backend: str | Backend = "auto",
-        pool: Pool | None = None,
-        group: Any = None,
         max_requests: int,
         loop: Loop | None = None,
         **options: Unpack[RunnerOptions],
@@ -82,21 +65,13 @@ class DecodeRunner(Runner):
         slots = check_slots(inputs, SLOTS if loop else ())
         step = forward
         if loop is not None:
-            step = loop.around(forward, slots, outputs, ranks=group is not None)
+            step = loop.around(forward, slots, outputs, ranks=options.get("group") is not None)
             outputs = looped_outputs(outputs)
         super().__init__(
             slots=slots,
             function=step,
-            whole_step=step,
-            tail=None,
             outputs=outputs,
-            variants=check_variants(variants, with_width=True),
-            host_args=host_args,
-            config=settings_of(config, "decode", capacity),
-            options=Options.of("decode", options),
-            backend=backend,
-            pool=pool,
-            group=group,
+            options=Options.of("decode", capacity, options),
             capacity=capacity,
             counting=ByRequests("decode", capacity, None),
             steps_per_launch=loop.steps if loop else 1,

@@ -12,8 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from devgraph.api.backend import Backend
-from devgraph.api.config.phase import PhaseConfig, count
+from devgraph.api.config.phase import count
 from devgraph.api.errors import (
     ConfigError,
     ConfigTypeError,
@@ -22,11 +21,10 @@ from devgraph.api.errors import (
     brief,
     note,
 )
-from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets, ByTokens
-from devgraph.runners.decisions import canonical_variant, check_variants
-from devgraph.runners.options import Options, RunnerOptions, settings_of
+from devgraph.runners.decisions import canonical_variant
+from devgraph.runners.options import Options, RunnerOptions
 from devgraph.runners.outputs import OutputStore
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import ROW_PER_TOKEN, InputSlot, OutputSlot, Pad, Size, check_slots
@@ -69,9 +67,7 @@ class EncoderRunner(Runner):
         data_parallel: a ``torch.distributed`` group whose ranks share the items out by tokens, each
             with all weights. Every rank calls ``run`` with the same items and gets every output.
             The group moves tensors of the runner's device.
-        variants, host_args, config, backend, pool, group: as for ``DecodeRunner``; the ranks of
-            ``group`` run every pack together.
-        **options: see ``Options``.
+        **options: see ``Options``; the ranks of ``group`` run every pack together.
 
     Raises:
         ConfigError: something in the declaration cannot work.
@@ -98,23 +94,19 @@ class EncoderRunner(Runner):
         max_items: int,
         outputs: Any = ROW_PER_TOKEN,
         data_parallel: ProcessGroup | None = None,
-        variants: Sequence[Mapping[str, Any]] = ({},),
-        host_args: Mapping[str, Any] | None = None,
-        config: PhaseConfig | str | Mapping[str, Any] | None = None,
-        backend: str | Backend = "auto",
-        pool: Pool | None = None,
-        group: Any = None,
         **options: Unpack[RunnerOptions],
     ) -> None:
         sizes = Buckets.of(budgets, phase="encoder", maximum=2**63)
         capacity = sizes.maximum
-        settings = settings_of(config, "encoder", capacity)
+        chosen = Options.of("encoder", capacity, options)
+        settings = chosen.config
         most = count(max_items, "max_items")
         most = min(most, settings.max_requests or most)
         if settings.buckets is None:
             top = settings.max_bs or capacity
             bounded = tuple(sorted({min(size, top) for size in sizes}))
             settings = attrs.evolve(settings, buckets=bounded, explicit=settings.explicit)
+            chosen = attrs.evolve(chosen, config=settings)
         own = (_ITEM_IDS, _OFFSETS)
         slots = check_slots(inputs, own)
         self._item_slots = [n for n, s in slots.items() if s.real is None and s not in own]
@@ -123,16 +115,8 @@ class EncoderRunner(Runner):
         super().__init__(
             slots=slots,
             function=forward,
-            whole_step=forward,
-            tail=None,
             outputs=outputs,
-            variants=check_variants(variants, with_width=False),
-            host_args=host_args,
-            config=settings,
-            options=Options.of("encoder", options),
-            backend=backend,
-            pool=pool,
-            group=group,
+            options=chosen,
             capacity=capacity,
             counting=ByTokens("encoder", most, most),
             implied=_even_layout,

@@ -18,7 +18,6 @@ import attrs
 
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured
-from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import InputError, brief, did_you_mean, whole
 from devgraph.api.graph import GraphInfo
 from devgraph.runners.buckets import Buckets, ByTokens
@@ -30,6 +29,7 @@ from devgraph.runners.decisions import (
     check_mapping,
     check_width,
 )
+from devgraph.runners.options import Options
 from devgraph.runners.slots import Size
 
 logger = logging.getLogger(__name__)
@@ -202,26 +202,17 @@ class Graphs:
     """All graphs of a runner, and the choice of one for a batch.
 
     Args:
-        variants: the declared variants.
+        options: the variants and the rules of the choice; no graphs where it is ``disabled``.
         buckets: the sizes.
         counting: what buckets count.
-        config: the rules of the choice; without graphs where it is ``disabled``.
-        weights_epoch: see ``Options.weights_epoch``.
     """
 
-    def __init__(
-        self,
-        variants: Mapping[Variant, Mapping[str, Any]],
-        buckets: Buckets,
-        counting: ByTokens,
-        config: PhaseConfig,
-        weights_epoch: Callable[[], Hashable] | None,
-    ) -> None:
+    def __init__(self, options: Options, buckets: Buckets, counting: ByTokens) -> None:
         self.buckets = buckets
-        self.variants = dict(variants)
+        self.variants = variants = dict(options.variants)
         self.counting = counting
-        self._config = config
-        self._weights_epoch = weights_epoch
+        self._config = config = options.config
+        self._weights_epoch = options.weights_epoch
         self._names = {"width"}.union(*variants.values())
         self._by_key = {
             key: BucketGraph(key, counting.padded(key.bucket, named), named)

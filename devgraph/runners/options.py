@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import attrs
 import torch
 
+from devgraph.api.backend import Backend
 from devgraph.api.config.phase import DeviceGraphWarning, PhaseConfig, count, phase_config
 from devgraph.api.config.rules import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
+from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Phase
+from devgraph.runners.decisions import Variant, check_variants
 
 DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
 """Environment variable that switches ``debug`` on where the engine does not say."""
@@ -32,6 +35,12 @@ def switched_on(variable: str) -> bool:
 class RunnerOptions(TypedDict, total=False):
     """Options that all runners take as keywords; see ``Options`` for their meaning."""
 
+    variants: Sequence[Mapping[str, Any]]
+    host_args: Mapping[str, Any] | None
+    config: PhaseConfig | str | Mapping[str, Any] | None
+    backend: str | Backend
+    pool: Pool | None
+    group: Any
     name: str
     strict: bool | None
     debug: bool | None
@@ -49,8 +58,22 @@ class RunnerOptions(TypedDict, total=False):
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """Options of a runner that belong to the engine and not to the mode configuration."""
+    """What all runners are told as keywords, besides their step and its data."""
 
+    config: PhaseConfig
+    """The mode of the phase: a ``PhaseConfig``, a policy name, or a mapping of configuration keys;
+    ``full`` by default for decode and encoders, and ``breakable`` for prefill."""
+    variants: Mapping[Variant, Mapping[str, Any]]
+    """What besides the bucket distinguishes graphs: a list of mappings, ``[{}]`` by default. In
+    those of a decode runner ``width`` is tokens per request."""
+    host_args: Mapping[str, Any] | None = None
+    """Host arguments and their values at capture (or ``HostSlot``s)."""
+    backend: str | Backend = "auto"
+    """A backend or its name."""
+    pool: Pool | None = None
+    """Graph memory to share with other runners; a new one by default."""
+    group: Any = None
+    """The ranks that run each step together: None, a ``RankGroup`` or a gloo group."""
     name: str
     """Name in messages, logs and metrics; the phase by default."""
     strict: bool | None = None
@@ -114,16 +137,28 @@ class Options:
                 raise ConfigTypeError(f"{key} must be a function: {brief(getattr(self, key))}")
 
     @classmethod
-    def of(cls, phase: Phase, given: Mapping[str, Any]) -> Options:
-        """Check options; an unknown name raises ``ConfigError`` that lists what exists."""
+    def of(cls, phase: Phase, capacity: int, given: Mapping[str, Any]) -> Options:
+        """Check options, and settle those that the environment or another of them decides.
+
+        Args:
+            capacity: the largest batch.
+
+        Raises:
+            ConfigError: a name is unknown (lists what exists), or a value cannot work.
+        """
         known = [field.name for field in attrs.fields(cls)]
         for name in given:
             if name not in known:
                 raise ConfigError(f"unknown runner option {name!r}. {did_you_mean(name, known)}")
-        options = cls(**{"name": phase, **given})
-        if options.debug is None:
-            options = attrs.evolve(options, debug=switched_on(DEBUG_VARIABLE))
-        return options
+        config = settings_of(given.get("config"), phase, capacity)
+        variants = check_variants(given.get("variants", [{}]), with_width=phase == "decode")
+        options = cls(**{"name": phase, **given, "config": config, "variants": variants})
+        if options.strict is not None:
+            config = attrs.evolve(config, strict=options.strict)
+        if switched_on(EMULATE_VARIABLE):
+            config = attrs.evolve(config, emulate=True)
+        debug = switched_on(DEBUG_VARIABLE) if options.debug is None else options.debug
+        return attrs.evolve(options, config=config, debug=debug)
 
 
 def settings_of(
@@ -138,5 +173,5 @@ def settings_of(
     for key, because in unused(phase, settings, capacity).items():
         if key not in told:
             text = f"{phase}.{key}={getattr(settings, key)!r} has no effect: {because}"
-            warnings.warn(text, DeviceGraphWarning, stacklevel=3)
+            warnings.warn(text, DeviceGraphWarning, stacklevel=4)
     return settings

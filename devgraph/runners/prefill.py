@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
 
-from devgraph.api.backend import Backend
-from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError, whole
 from devgraph.api.policy import breaks
-from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import ByTokens
-from devgraph.runners.decisions import check_variants
-from devgraph.runners.options import Options, RunnerOptions, settings_of
+from devgraph.runners.options import Options, RunnerOptions
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import (
     ROW_PER_REQUEST,
@@ -48,8 +44,6 @@ class PrefillRunner(Runner):
         hidden: an ``OutputSlot`` or a tree of them for what the body returns; without a tail that
             is the step's output.
         outputs: the same for what the tail returns, used under ``full``.
-        variants, host_args, config, backend, pool, group: as for ``DecodeRunner``; the default
-            policy is ``breakable``.
         max_tokens: the most tokens of a step.
         max_requests: the requests that static buffers hold. Under ``full`` a step of more runs
             eagerly; under the other policies it stays on the graph, and only its slots that count
@@ -69,19 +63,14 @@ class PrefillRunner(Runner):
         tail: Callable[[Any, Batch], Any] | None = None,
         hidden: Any = ROW_PER_TOKEN,
         outputs: Any = ROW_PER_REQUEST,
-        variants: Sequence[Mapping[str, Any]] = ({},),
-        host_args: Mapping[str, Any] | None = None,
-        config: PhaseConfig | str | Mapping[str, Any] | None = None,
-        backend: str | Backend = "auto",
-        pool: Pool | None = None,
-        group: Any = None,
         max_tokens: int,
         max_requests: int,
         **options: Unpack[RunnerOptions],
     ) -> None:
         capacity = whole("max_tokens", max_tokens, 1, ConfigError)
         requests = whole("max_requests", max_requests, 1, ConfigError)
-        settings = settings_of(config, "prefill", capacity)
+        chosen = Options.of("prefill", capacity, options)
+        settings = chosen.config
         slots = check_slots(inputs)
         if not any(slot.row_dim == "tokens" for slot in slots.values()):
             raise ConfigError("a prefill runner needs an input slot with a dim 'tokens'")
@@ -97,13 +86,7 @@ class PrefillRunner(Runner):
             whole_step=eager,
             tail=None if whole_step else tail,
             outputs=outputs if whole_step and tail is not None else hidden,
-            variants=check_variants(variants, with_width=False),
-            host_args=host_args,
-            config=settings,
-            options=Options.of("prefill", options),
-            backend=backend,
-            pool=pool,
-            group=group,
+            options=chosen,
             capacity=capacity,
             counting=ByTokens("prefill", requests, requests if whole_step else None),
             run_slots=frozenset(

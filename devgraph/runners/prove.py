@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.prove import compare, compare_near
-from devgraph.runners.graphs import BucketGraph
+from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.outputs import copied
 from devgraph.runners.slots import InputSlot, Padding, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
@@ -141,7 +141,7 @@ class _Proof:
                 self.failures.append(f"{what}: output {where} {message}")
 
 
-def rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:
+def _rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:
     """Return row counts that this bucket serves: the bucket itself, the fewest, and between.
 
     Args:
@@ -156,21 +156,30 @@ def rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: 
     return list(dict.fromkeys(picks))[:cases]
 
 
-def prove_batches(
+def prove_graphs(
     step: Step,
-    batches: Sequence[tuple[BucketGraph, Size, Mapping[str, torch.Tensor]]],
+    graphs: Graphs,
+    cases: int,
     *,
+    implied: Callable[[Size], Mapping[str, torch.Tensor]] | None,
     host_args: Mapping[str, Any] | None,
     rtol: float | None,
     atol: float | None,
 ) -> RunnerReport:
-    """Compare each graph with eager on a batch of that real size, with the inputs that belong
-    together with it and others that are drawn; see ``Runner.prove``."""
+    """Compare each captured graph with eager; see ``Runner.prove``.
+
+    Args:
+        implied: the inputs of a batch of that real size that belong together; others are drawn.
+    """
     proof = _Proof(step, host_args, rtol, atol)
+    count, varied = 0, set[str]()
     with step.trial():
-        for batch in batches:
-            proof.case(*batch)
-    varied = {name for *_, implied in batches for name in implied}
+        for graph in graphs.captured:
+            for rows in _rows_to_try(graph, graphs.buckets, step.options.config.max_padding, cases):
+                size = graphs.counting.some(rows, graph.options, count)
+                together = implied(size) if implied else {}
+                proof.case(graph, size, together)
+                count, varied = count + 1, varied | together.keys()
     slots = step.inputs.slots.items()
     fixed = tuple(n for n, slot in slots if slot.fixed_in_proofs and n not in varied)
-    return RunnerReport(cases=len(batches), failures=tuple(proof.failures), fixed_slots=fixed)
+    return RunnerReport(cases=count, failures=tuple(proof.failures), fixed_slots=fixed)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
-import attrs
 import torch
 
 from devgraph.api import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.device import identity
 from devgraph.api.errors import (
     ConfigError,
@@ -39,7 +37,6 @@ from devgraph.runners.decisions import (
     UNLAUNCHED,
     Decision,
     Reason,
-    Variant,
     canonical_variant,
     reason_of,
     refusal,
@@ -47,9 +44,9 @@ from devgraph.runners.decisions import (
 from devgraph.runners.graphs import BucketGraph, Graphs, Timing
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.load import Values
-from devgraph.runners.options import EMULATE_VARIABLE, Options, switched_on
+from devgraph.runners.options import Options
 from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
-from devgraph.runners.prove import RunnerReport, prove_batches, rows_to_try
+from devgraph.runners.prove import RunnerReport, prove_graphs
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerPlan, RunnerStats, explained
 from devgraph.runners.slots import InputSlot, Size
@@ -75,27 +72,18 @@ class Runner:
         *,
         slots: Mapping[str, InputSlot],
         function: Callable[[Batch], Any],
-        whole_step: Callable[[Batch], Any],
-        tail: Callable[[Any, Batch], Any] | None,
         outputs: Any,
-        variants: Mapping[Variant, Mapping[str, Any]],
-        host_args: Mapping[str, Any] | None,
-        config: PhaseConfig,
         options: Options,
-        backend: str | Backend,
-        pool: Pool | None,
-        group: Any,
         capacity: int,
         counting: ByTokens,
+        whole_step: Callable[[Batch], Any] | None = None,
+        tail: Callable[[Any, Batch], Any] | None = None,
         run_slots: frozenset[str] = frozenset(),
         steps_per_launch: int = 1,
         implied: Callable[[Size], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        if options.strict is not None:
-            config = attrs.evolve(config, strict=options.strict)
-        if switched_on(EMULATE_VARIABLE):
-            config = attrs.evolve(config, emulate=True)
-        _check_config(config, options)
+        config, pool, backend = options.config, options.pool, options.backend
+        _check_config(options)
         for what, given in (("step", function), ("tail", tail)):
             if not callable(given) and (given is not None or what == "step"):
                 raise ConfigTypeError(f"the {what} of a runner must be callable: {brief(given)}")
@@ -105,8 +93,8 @@ class Runner:
             maximum=min(config.max_bs or capacity, capacity),
             multiple_of=config.align,
         )
-        _report_uncovered(buckets, capacity, config, counting.counts, options.name)
-        largest = [counting.padded(buckets.maximum, named) for named in variants.values()]
+        _report_uncovered(buckets, capacity, counting.counts, options)
+        largest = [counting.padded(buckets.maximum, named) for named in options.variants.values()]
         share = options.share
         if share is not None:
             pool = _pool_with(share, pool)
@@ -133,32 +121,27 @@ class Runner:
         self._implied = implied
         self._step = Step(
             function=function,
-            whole=whole_step,
+            whole=whole_step or function,
             tail=tail,
             inputs=arena,
             outputs=OutputStore(outputs, lender and lender._step.outputs),
-            host=HostArgs(host_args, partly=options.prepare is not None),
-            prepare=options.prepare,
+            host=HostArgs(options.host_args, partly=options.prepare is not None),
             reset_state=options.reset_state or (lambda: None),
             clock=LeaseClock(options.name),
-            ranges=options.ranges,
-            name=options.name,
+            options=options,
             backend=backend,
             pool=pool,
         )
-        self.graphs = Graphs(variants, buckets, counting, config, options.weights_epoch)
+        self.graphs = Graphs(options, buckets, counting)
         self._steps = BoundSteps(self._step, self.graphs)
         self._counters = Counters()
-        self._ranks = ranks_of(group)
+        self._ranks = ranks_of(options.group)
         self._capturing = Capturing(
             self._step,
             self.graphs,
             self._counters,
             ranks=self._ranks,
-            config=config,
-            options=options,
             facts=self._facts(),
-            identity={"name": options.name, "device": backend.device_name},
             share=lender and lender._capturing,
         )
         self._lock = pool.lock
@@ -751,35 +734,26 @@ class Runner:
         with self._between_steps("prove"):
             whole("cases", cases)
             self._step.clock.tick()
-            tried = [
-                (graph, rows)
-                for graph in self.graphs.captured
-                for rows in rows_to_try(graph, self.buckets, self._config.max_padding, cases)
-            ]
-            sizes = [
-                self.graphs.counting.some(rows, graph.options, index)
-                for index, (graph, rows) in enumerate(tried)
-            ]
-            implied = self._implied or (lambda size: {})
-            return prove_batches(
+            return prove_graphs(
                 self._step,
-                [(g, size, implied(size)) for (g, _), size in zip(tried, sizes, strict=True)],
+                self.graphs,
+                cases,
+                implied=self._implied,
                 host_args=host_args,
                 rtol=rtol,
                 atol=atol,
             )
 
 
-def _report_uncovered(
-    buckets: Buckets, capacity: int, config: PhaseConfig, counts: str, name: str
-) -> None:
+def _report_uncovered(buckets: Buckets, capacity: int, counts: str, options: Options) -> None:
+    config = options.config
     missing = buckets.uncovered(capacity, config.max_padding)
     # Below the smallest bucket the defaults leave sizes out as well.
     if config.policy != "disabled" and missing and missing[-1][0] > buckets[0]:
         logger.warning(
             "%s: steps of %s %s run eagerly: no bucket of %s holds them with at most %g times "
             "their rows",
-            name,
+            options.name,
             spans(missing),
             counts,
             list(buckets),
@@ -787,8 +761,9 @@ def _report_uncovered(
         )
 
 
-def _check_config(config: PhaseConfig, options: Options) -> None:
+def _check_config(options: Options) -> None:
     """Raise ConfigError or CapabilityError for what this version cannot do, before building."""
+    config = options.config
     if config.policy != "disabled":
         get_policy(config.policy)
     if config.strict and config.capture != "eager":

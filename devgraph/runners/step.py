@@ -17,6 +17,7 @@ from devgraph.runners.decisions import GraphKey, canonical_variant
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.load import CopyPlan, Values
+from devgraph.runners.options import Options
 from devgraph.runners.outputs import LeaseClock, LeasedTensor, OutputStore
 from devgraph.runners.slots import Size
 
@@ -40,15 +41,11 @@ class Step:
     inputs: InputArena
     outputs: OutputStore
     host: HostArgs
-    prepare: Callable[[Batch], Mapping[str, Any] | None] | None
-    """Plans the step over the filled batch; see ``Options.prepare``."""
     reset_state: Callable[[], None]
     """Undoes what runs on pad values did; see ``Options.reset_state``."""
     clock: LeaseClock
     """Counts the runs, each of which overwrites the outputs of the one before."""
-    ranges: bool
-    """Show replays in profiles; see ``Options.ranges``."""
-    name: str
+    options: Options
     backend: Backend
     pool: Pool
     """The memory of its graphs."""
@@ -113,10 +110,11 @@ class Step:
 
         Raises as ``HostArgs.resolve``, for a batch of ``size``, or whatever ``prepare`` does.
         """
-        if self.prepare is None:
+        prepare = self.options.prepare
+        if prepare is None:
             return host
         with torch.no_grad():
-            return self.host.completed(host, self.prepare(batch), size)
+            return self.host.completed(host, prepare(batch), size)
 
     def static_batch(self, graph: BucketGraph, host: Mapping[str, Any]) -> Batch:
         """Return the batch of ``graph``, over the static views."""
@@ -187,7 +185,7 @@ class StaticBatch:
         capture; return all of them."""
         size = self._graph.size
         host = self._step.host.at_capture(size) if given is None else given
-        if self._step.prepare is None:
+        if self._step.options.prepare is None:
             return host
         return self._step.prepared(self.batch(host), host, size)
 
@@ -219,18 +217,18 @@ class GraphStep:
         """Host arguments that the engine planned in the last run."""
         self._declares_host = bool(step.host.declared)
         self._order = step.pool.order
-        self._name = step.name
+        self._name = step.options.name
         self._clock, self._live, self.tail = step.clock, step.live, step.tail
         self._run_tensors = inputs.run_views(real)
         plan = CopyPlan(inputs, real, graph.size, self._run_tensors, pool=step.pool)
         self._copy, self.alike = plan.load, plan.alike
         self.replay: _Replay = graph.captured.run
         """Replays the graph on what was loaded."""
-        if step.ranges:
-            self.replay = _in_range(f"{step.name} {graph.key}", self.replay)
+        if step.options.ranges:
+            self.replay = _in_range(f"{self._name} {graph.key}", self.replay)
         if graph.timing is not None:
             self.replay = graph.timing.over(self.replay)
-        if step.prepare is not None:
+        if step.options.prepare is not None:
             self.replay = self._planning(step, self.replay)
         self._tensors = {
             **inputs.real_views(graph.size, real, inputs.graph_slots),
@@ -270,7 +268,8 @@ class GraphStep:
     def _planning(self, step: Step, replay: _Replay) -> _Replay:
         """Return what lets the engine plan over the loaded batch, and replays the graph then."""
         batch = step.static_batch(self.graph, {})
-        prepare, declared, seen = step.prepare, len(step.host.declared), vars(batch.host)
+        prepare, seen = step.options.prepare, vars(batch.host)
+        declared = len(step.host.declared)
         assert prepare is not None
         with_grad, enable_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
 
