@@ -72,7 +72,7 @@ class Fallback(str, enum.Enum):
     PADDING = "padding", "padding, for a model that attends by itself and may count it as positions"
     BATCH = "over_max_requests", "more rows than max_requests"
     LENGTH = "over_max_len", "more positions than max_len"
-    LOGITS = "all_logits", "the logits of more tokens than a step checks"
+    LOGITS = "all_logits", "the logits of more tokens than a step checks, or of padding"
     NESTED = "nested", "a generation of the same model inside this one"
     MODEL = "model", "a model in training mode, with hooks, under autocast, or that no engine runs"
     CONFIG = "generation_config", "options of generate_batch that the engine has not"
@@ -307,6 +307,8 @@ class _Acceleration:
         count = ids.shape[1]
         if seat.length + count - min(seat.pads) > self.engine.model.positions:
             return Fallback.LENGTH, None
+        if any(seat.pads) and inputs.get("attention_mask") is None:
+            return Fallback.MASK, None  # which shows what was padding
         # A row that only has padding yet has no token to decode.
         if count == 1 and seat.length >= max(seat.pads):
             return None, seat.decode(ids, self.engine.decode)
@@ -315,7 +317,7 @@ class _Acceleration:
         if keep == 1:
             return None, seat.packed(ids)
         keep = keep or count
-        if len(seat.pads) > 1 or keep > _WIDTHS[-1]:
+        if len(seat.pads) > 1 or keep > _WIDTHS[-1] or seat.length + count - keep < seat.pads[0]:
             return Fallback.LOGITS, None
         if count > keep:
             seat.packed(ids[:, :-keep])

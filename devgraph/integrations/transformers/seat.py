@@ -178,7 +178,7 @@ class Seat:
         model = self._engine.model
         starts = [self.length - pad for pad in self.pads]
         width = next((w for w in widths if w >= count), count)
-        if max(starts) + width > model.max_len:
+        if max(starts) + width > model.positions:
             width = count
         if self._next is None:
             slots = [start + slot * model.max_len for slot, start in enumerate(starts)]

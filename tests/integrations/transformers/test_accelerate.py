@@ -615,6 +615,41 @@ def test_loops_of_callers_over_a_seated_cache_get_what_the_model_gives(model: An
     assert generate_stats(model).fallbacks == {"inputs": 1}
 
 
+def test_tokens_added_to_a_step_have_positions_that_the_model_has() -> None:
+    """A table of learned positions may end before the rows of a slot do."""
+    model = make_model("gpt2", max_position_embeddings=13)
+
+    def loop(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+        cache = kwargs["past_key_values"]
+        model(input_ids=input_ids[:, :10], past_key_values=cache, logits_to_keep=1)
+        return model(input_ids=input_ids[:, 10:], past_key_values=cache).logits
+
+    ids = {"input_ids": torch.arange(1, 14)[None]}
+    want = generated(model, ids, custom_generate=loop)
+    with accelerated(model, **OPTIONS | {"max_len": 13}):
+        close(generated(model, ids, custom_generate=loop), want)
+        assert generate_stats(model).fallbacks == {}
+
+
+def test_loops_of_callers_that_drop_the_mask_or_ask_for_padding_run_the_model(model: Any) -> None:
+    def without(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+        cache = kwargs["past_key_values"]
+        model(input_ids=input_ids[:, :7], past_key_values=cache, logits_to_keep=1)
+        return model(input_ids=input_ids[:, 7:], past_key_values=cache).logits
+
+    def whole(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+        cache, mask = kwargs["past_key_values"], kwargs["attention_mask"]
+        out = model(input_ids=input_ids, attention_mask=mask, past_key_values=cache)
+        return out.logits[:, 3:]
+
+    ids = {"input_ids": torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9]])}
+    for loop, reason in ((without, "mask"), (whole, "all_logits")):
+        want, got = both(model, ids, custom_generate=loop)
+        close(got, want)
+        assert generate_stats(model).fallbacks == {reason: 1}
+        unaccelerate(model)
+
+
 class Reached:
     """An event that has happened."""
 
