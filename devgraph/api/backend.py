@@ -255,7 +255,7 @@ class Backend(Device):
         own = graph.pool
         pool = self.own_pool(own if pool is None else pool)
         spec = HostSpec(host_args)
-        scope = GraphScope(graph, spec, accept_equal=True)
+        scope = GraphScope(graph, accept_equal=True)
         with session(pool, scope, stream=stream, mode=capture_error_mode) as recording:
             if pool is not own:
                 graph.use_pool(pool)

@@ -158,7 +158,8 @@ class DeviceGraph(abc.ABC):
         self.launch = lambda: calls[0]()
         self.replay = self._make_replay()
         self._capture_seconds = 0.0
-        self._spec = NO_HOST_ARGS
+        self.spec = NO_HOST_ARGS
+        """The host arguments of the capture."""
         self._values: dict[str, Any] = {}
         self._host: dict[Mark, dict[str, Any]] = {}
         self.key: Hashable = None
@@ -242,8 +243,8 @@ class DeviceGraph(abc.ABC):
         self._refuse_in_capture("update")
         with self.pool.lock:
             self.pool.require_free("update a graph")
-            values = {**self._values, **self._spec.checked(host_args)}
-            self.select(self._host_of(values))
+            values = {**self._values, **self.spec.checked(host_args)}
+            self.select({mark: mark.host_kwargs(values) for mark in self.marks})
             self._values = values
 
     def reset(self) -> None:
@@ -354,8 +355,8 @@ class DeviceGraph(abc.ABC):
 
     def begin(self, mode: str, *, spec: HostSpec | None = None) -> None:
         """Start recording into an empty graph; pair with ``end`` or ``cancel``, also on failure."""
-        self._spec = spec or NO_HOST_ARGS
-        self._values = dict(self._spec.declared)
+        self.spec = spec or NO_HOST_ARGS
+        self._values = dict(self.spec.declared)
         self._host = {}
         self.spoiled = None
         self._capture_seconds = -time.perf_counter()
@@ -387,7 +388,10 @@ class DeviceGraph(abc.ABC):
             executable = _NOTHING
         elif not self.backend.capabilities.remakes_executables:
             self.pool.recordings.count_resident(self, self._size()[1])
-        self._remember_capture()
+        if self.hits:
+            self.key = self.key_of(self._host)
+            if (own := self._own_recording()) is not None:
+                self.pool.recordings.put(self, self.key, own)
         self._capture_seconds += time.perf_counter()
         self._state = GraphState.READY
         self.use(executable)
@@ -516,17 +520,6 @@ class DeviceGraph(abc.ABC):
         self._require("replay", GraphState.READY)
         self._refuse_in_capture("replay")
         raise AssertionError("replay was refused without a reason")
-
-    def _host_of(self, values: Mapping[str, Any]) -> dict[Mark, dict[str, Any]]:
-        return {mark: mark.host_kwargs(values) for mark in self.marks}
-
-    def _remember_capture(self) -> None:
-        if not self.hits:
-            return
-        self.key = self.key_of(self._host)
-        own = self._own_recording()
-        if own is not None:
-            self.pool.recordings.put(self, self.key, own)
 
     def _clear(self, state: GraphState, free: Callable[[], None]) -> None:
         """Free what was captured; called under the pool's lock."""

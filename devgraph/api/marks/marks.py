@@ -16,14 +16,12 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from devgraph.api.errors import (
-    FrozenValueError,
     HostArgumentError,
     InputTypeError,
     NotCapturableError,
     brief,
     did_you_mean,
 )
-from devgraph.api.marks.host_values import is_tracked
 from devgraph.api.marks.source import user_line
 
 P = ParamSpec("P")
@@ -221,24 +219,6 @@ class Mark:
             return self.fn(*args, **kwargs)
         args, kwargs, host = self.split(args, kwargs)
         return self.fn(*args, **kwargs, **self.host_kwargs(host))
-
-    def tracked_names(self, host: Mapping[str, Any]) -> dict[str, Any]:
-        """Check that each host argument is the tracked value of its own name.
-
-        Returns the plain arguments, those that are not tracked, for the caller to judge.
-        """
-        plain = {}
-        for name, value in host.items():
-            if not is_tracked(value):
-                plain[name] = value
-            elif value._devgraph_name != name:
-                raise FrozenValueError(
-                    f"{self.name} takes host argument {name!r} and was given the tracked value of "
-                    f"{value._devgraph_name!r}, at {user_line()}. Pass it under its own name, or "
-                    f"declare derive={{{name!r}: lambda {value._devgraph_name}: "
-                    f"{value._devgraph_name}}} on the mark."
-                )
-        return plain
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.name}>"

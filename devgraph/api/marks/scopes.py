@@ -69,9 +69,19 @@ def _plain_host_values(
     mark: Mark, host: dict[str, Any], spec: HostSpec, accept_equal: bool
 ) -> dict[str, Any]:
     """Return the values of capture for a mark's host arguments, all of them checked as tracked."""
-    for name, value in mark.tracked_names(host).items():
+    plain = {}
+    for name, value in host.items():
+        tracked = is_tracked(value)
+        plain[name] = value._devgraph_value if tracked else value
+        if tracked and value._devgraph_name != name:
+            raise FrozenValueError(
+                f"{mark.name} takes host argument {name!r} and was given the tracked value of "
+                f"{value._devgraph_name!r}, at {user_line()}. Pass it under its own name, or "
+                f"declare derive={{{name!r}: lambda {value._devgraph_name}: "
+                f"{value._devgraph_name}}} on the mark."
+            )
         declared = name in spec.declared
-        if declared and accept_equal and value == spec.declared[name]:
+        if tracked or (declared and accept_equal and value == spec.declared[name]):
             continue
         if declared:
             what = (
@@ -89,9 +99,7 @@ def _plain_host_values(
             f"region {mark.name} was given {what} for {name!r}, at {user_line()}; it would freeze "
             f"in the graph. {cure[0].upper()}{cure[1:]}."
         )
-    return {
-        name: value._devgraph_value if is_tracked(value) else value for name, value in host.items()
-    }
+    return plain
 
 
 def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,14 +154,12 @@ class GraphScope(Scope):
     def __init__(
         self,
         graph: DeviceGraph,
-        spec: HostSpec,
         *,
         accept_equal: bool = False,
         host: Mapping[Mark, dict[str, Any]] | None = None,
         unrolls: str = "here",
     ) -> None:
         self._graph = graph
-        self._spec = spec
         self._accept_equal = accept_equal
         self._host_of: dict[Mark, dict[str, Any]] = dict(host or {})
         self._unrolls = unrolls
@@ -194,7 +200,7 @@ class GraphScope(Scope):
                 )
                 raise self._graph.spoiled
             args, kwargs, host = captured_call(
-                mark, args, kwargs, self._spec, self._host_of, accept_equal=self._accept_equal
+                mark, args, kwargs, self._graph.spec, self._host_of, accept_equal=self._accept_equal
             )
             try:
                 return self._graph.capture_region(mark, args, kwargs, host)

@@ -144,7 +144,7 @@ class FullPlan:
         job, started = self._job, time.perf_counter()
         graph = job.backend.make_graph(job.pool)
         graph.touchable = job.tensors
-        scope = GraphScope(graph, job.spec, host=host)
+        scope = GraphScope(graph, host=host)
         try:
             with (
                 self._modes.restored(),
@@ -252,7 +252,7 @@ class _Full(Policy):
     def _captured(self, job: Job, session: Session, *, unrolls: str = "") -> FullPlan:
         graph = job.backend.make_graph(job.pool)
         graph.touchable, graph.names = job.tensors, job.names
-        scope = GraphScope(graph, job.spec, unrolls=unrolls)
+        scope = GraphScope(graph, unrolls=unrolls)
         with session.recording(scope):
             session.begin(graph, spec=job.spec)
             outputs = job.outputs.filled(job.fn(*job.args, **job.kwargs, **job.spec.tracked()))

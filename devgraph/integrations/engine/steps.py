@@ -12,7 +12,6 @@ import torch
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks.host_values import NO_HOST_ARGS
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session, session
@@ -86,7 +85,7 @@ def recorded(
     started = time.perf_counter()
     graph = backend.make_graph(pool)
     graph.names_side_streams = False  # an engine captures a thousand graphs, of code that it knows
-    scope = GraphScope(graph, NO_HOST_ARGS)
+    scope = GraphScope(graph)
     with within or session(pool) as held, held.recording(scope):
         held.begin(graph)
         yield graph
