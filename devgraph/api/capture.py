@@ -310,6 +310,8 @@ def capture(
     """
     _require("fn", fn, callable(fn), "a callable")
     _require("kwargs", kwargs, kwargs is None or isinstance(kwargs, Mapping), "a mapping")
+    for what, called in (("before_break", before_break), ("after_warmup", after_warmup)):
+        _require(what, called, called is None or callable(called), "a function")
     spec = HostSpec(host_args, fn)
     twice = sorted(set(kwargs or ()) & set(spec.declared))
     if twice:

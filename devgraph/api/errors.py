@@ -35,6 +35,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -206,6 +207,19 @@ def whole(
     if number < least:
         raise kind(f"{what} must be at least {least}, got {number}")
     return number
+
+
+def finite(what: str, value: object) -> float:
+    """Return ``value`` if it is a finite number of at least 0.
+
+    Raises:
+        InputError: it is another number. InputTypeError: it is none.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InputTypeError(f"{what} must be a number, got {brief(value)}")
+    if not 0 <= value < math.inf:
+        raise InputError(f"{what} must be a finite number of at least 0, got {value}")
+    return value
 
 
 class _Brief(reprlib.Repr):

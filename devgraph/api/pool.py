@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devgraph.api.device import Device, identity
-from devgraph.api.errors import CapabilityError, ConfigError, StateError, whole
+from devgraph.api.errors import CapabilityError, ConfigError, StateError, finite, whole
 from devgraph.api.executable import Recordings
 
 if TYPE_CHECKING:
@@ -144,9 +144,10 @@ class Pool:
             memory: bytes, or between 0 and 1 a share of the device's memory.
 
         Raises:
+            InputError: it is no such number.
             ConfigError: it is a share, and the backend does not know its memory.
         """
-        share = 0 < memory < 1
+        share = 0 < finite("memory", memory) < 1
         info = self.backend.memory_info() if share else None
         if share and info is None:
             raise ConfigError(

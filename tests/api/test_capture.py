@@ -131,6 +131,14 @@ def test_warmup_that_is_no_count_is_refused(kit: Kit, warmup: Any) -> None:
         kit.capture(lambda x: x + 1, kit.tensor(4), warmup=warmup)
 
 
+@pytest.mark.parametrize("name", ["before_break", "after_warmup"])
+def test_what_is_called_and_is_no_function_is_refused_before_any_run(name: str) -> None:
+    ran: list[int] = []
+    with pytest.raises(dg.InputTypeError, match=f"{name} must be a function, got 5"):
+        dg.capture(lambda x: ran.append(1), torch.ones(2), backend="cpu", **{name: 5})
+    assert not ran
+
+
 def test_python_runs_once_and_its_numbers_are_frozen(kit: Kit) -> None:
     x = kit.tensor(8)
     factor = {"value": 2.0, "calls": 0}

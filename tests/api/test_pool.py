@@ -103,4 +103,21 @@ def test_pool_belongs_to_one_backend(kit: Kit, pool: dg.Pool) -> None:
         pool.check(Other())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("memory", "kind"),
+    [
+        (-1, dg.InputError),
+        (float("nan"), dg.InputError),
+        (float("inf"), dg.InputError),
+        ("1", dg.InputTypeError),
+        (True, dg.InputTypeError),
+    ],
+)
+def test_budget_that_is_no_amount_of_memory_is_refused(memory: Any, kind: type[Exception]) -> None:
+    pool = dg.get_backend("cpu").make_pool()
+    with pytest.raises(kind, match="memory"):
+        pool.limit(memory)
+    assert pool.recordings.budget_bytes is None
+
+
 # Executables of graphs.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -90,8 +92,23 @@ def test_ranks_that_meet_before_breaks_never_capture_alone() -> None:
 def test_budget_of_another_kind_is_refused() -> None:
     with pytest.raises(dg.InputError, match="UpdateBudget"):
         dg.capture(torch.relu, torch.ones(4), backend="cpu", budget=5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="misses"):
-        UpdateBudget(misses=-1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind"),
+    [
+        ({"misses": -1}, dg.InputError),
+        ({"misses": 1.5}, dg.InputTypeError),
+        ({"recent": 0}, dg.InputError),
+        ({"copies": "4"}, dg.InputTypeError),
+        ({"copy_seconds": float("nan")}, dg.InputError),
+        ({"copy_seconds": "2"}, dg.InputTypeError),
+        ({"may_capture": False}, dg.InputTypeError),
+    ],
+)
+def test_limit_that_is_none_is_refused_and_named(limits: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=next(iter(limits))):
+        UpdateBudget(**limits)
 
 
 def test_miss_budget_earns_back_no_more_than_it_started_with() -> None:

@@ -68,6 +68,8 @@ def test_unknown_policy_is_refused_with_what_there_is() -> None:
     """FAULTS 33."""
     with pytest.raises(dg.InputError, match="no policy 'ful'.*breakable.*Did you mean 'full'"):
         get_policy("ful")
+    with pytest.raises(dg.InputError, match="no policy .'full'.*Known"):
+        get_policy(["full"])  # type: ignore[arg-type]
 
 
 def test_registration_refuses_a_name_that_is_taken_and_a_promise_that_is_none() -> None:

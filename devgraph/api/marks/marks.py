@@ -126,7 +126,7 @@ class Mark:
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         self._derive_inputs = {
-            name: tuple(inspect.signature(rule).parameters) for name, rule in self.derive.items()
+            name: tuple(_signature(rule).parameters) for name, rule in self.derive.items()
         }
         self._check()
 

@@ -71,7 +71,7 @@ def registration(name: str) -> Registration:
     Raises:
         InputError: there is no such policy (a ValueError).
     """
-    if name not in _registered:
+    if not isinstance(name, str) or name not in _registered:
         raise InputError(f"no policy {name!r}. {did_you_mean(str(name), _registered)}")
     return _registered[name]
 

@@ -6,9 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 import attrs
-from attrs import validators
 
-from devgraph.api.errors import InputError, brief
+from devgraph.api.errors import InputError, InputTypeError, brief, finite, whole
 
 
 @attrs.frozen(kw_only=True)
@@ -17,21 +16,31 @@ class UpdateBudget:
 
     A recording costs about as much host time as two steps that break, and every later step with
     the same key saves nearly one. The defaults bound what a trace without repeated keys loses.
+
+    Raises:
+        InputError: a limit is out of range; InputTypeError: it is of another kind.
     """
 
-    misses: int = attrs.field(default=8, validator=validators.ge(0))
+    misses: int = 8
     """Keys that may be recorded when they are first seen; each replay of a recorded key earns one
     back. Past it, a key is recorded when it is seen again, and the step breaks until then."""
-    recent: int = attrs.field(default=64, validator=validators.ge(1))
+    recent: int = 64
     """How many keys that were not recorded are remembered as seen."""
-    copies: int = attrs.field(default=4, validator=validators.ge(0))
+    copies: int = 4
     """Topology copies: whole-graph captures for keys that need other nodes."""
-    copy_seconds: float = attrs.field(default=2.0, validator=validators.ge(0))
+    copy_seconds: float = 2.0
     """Time that capturing them may take in all."""
     may_capture: Callable[[], bool] | None = None
     """Asked before a copy or a broken form is captured in a replay; it answers False while outputs
     of the pool are leased, or where ranks have to agree first. None allows it, unless the capture
     was given ``before_break``: then other ranks take part, and none captures alone."""
+
+    def __attrs_post_init__(self) -> None:
+        for name, least in (("misses", 0), ("recent", 1), ("copies", 0)):
+            whole(name, getattr(self, name), least)
+        finite("copy_seconds", self.copy_seconds)
+        if self.may_capture is not None and not callable(self.may_capture):
+            raise InputTypeError(f"may_capture must be a function, got {brief(self.may_capture)}")
 
     @staticmethod
     def of(value: UpdateBudget | None) -> UpdateBudget:
