@@ -152,7 +152,8 @@ class CopyPlan:
             template = self._arena.template(slot, slot.pad)
             if template is None:
                 assert slot.axis is not None
-                last = head.narrow(slot.axis, head.shape[slot.axis] - 1, 1)
+                rows = head.shape[slot.axis]
+                last = head.narrow(slot.axis, rows - 1, 1) if rows else None
                 self._padding.add(tail, slot.pad, slot.axis, last=last)
             else:
                 tails.append(tail)

@@ -297,6 +297,11 @@ class Runner:
         elif decision.ok:
             self._check_agreed(decision, size, options)
         if decision.reason is Reason.EMPTY_BATCH:
+            if size.requests and size.tokens:
+                raise InputError(
+                    f"the decision is for an empty batch, and the batch has {_counted(size)}; "
+                    f"decide for this batch"
+                )
             return self._run_empty(options)
         if decision.ok:
             assert decision.key is not None
@@ -370,6 +375,11 @@ class Runner:
                 f"the decision asks for graph {decision.key}, which is not captured here "
                 f"({graph.reason.value if graph else 'unknown'}); capture on all ranks together"
             )
+        if not graphs.at_epoch(decision).ok:
+            raise StateError(
+                f"the decision asks for graph {decision.key}, and the weights of {self._name} were "
+                f"replaced since; decide again, or capture again, on all ranks together"
+            )
         if (
             graphs.rows(size) > graph.key.bucket
             or not graphs.counting.fits(size)
@@ -380,8 +390,8 @@ class Runner:
             )
         ):
             raise InputError(
-                f"the decision asks for bucket {graph.key}, and the batch has {size.requests} "
-                f"requests and {size.tokens} tokens of the variant {dict(options)}"
+                f"the decision asks for bucket {graph.key}, and the batch has {_counted(size)} of "
+                f"the variant {dict(options)}"
             )
 
     def _run_empty(self, options: Mapping[str, Any]) -> None:
@@ -793,6 +803,10 @@ def _pool_with(share: object, pool: Pool | None) -> Pool:
             f"follow each other; leave pool= out"
         )
     return share.pool
+
+
+def _counted(size: Size) -> str:
+    return f"{size.requests} requests and {size.tokens} tokens"
 
 
 def _require_decision(decision: object) -> None:

@@ -523,9 +523,13 @@ def test_weights_that_changed_are_never_replayed():
         return batch.x * holder["weight"]
 
     runner = decode_of(step, (X,), weights_epoch=lambda: epoch[0])
-    assert runner.can_run(2).ok
+    decision = runner.can_run(2)
+    assert decision.ok
     holder["weight"] = torch.full((3,), 5.0)
     epoch[0] += 1
+    for given in ({"x": rows_of_x(2)}, None):
+        with pytest.raises(dg.StateError, match="weights of decode were replaced since"):
+            runner.run(given, decision=decision)
     assert runner.can_run(2).reason is Reason.WEIGHTS_CHANGED
     assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 5)
     assert runner.stats().eager == {"weights_changed": 1}

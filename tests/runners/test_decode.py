@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -543,8 +544,9 @@ def test_input_slots_may_come_from_a_generator():
     assert made.plan().input_bytes == runner.plan().input_bytes
 
 
-def test_a_decision_for_a_graph_takes_a_batch_without_rows():
-    runner = double_runner()
+@pytest.mark.parametrize("pad", [Pad.zero(), Pad.last(), Pad.ramp(2), Pad.value_of(torch.ones(()))])
+def test_a_decision_for_a_graph_takes_a_batch_without_rows(pad):
+    runner = decode_of(double, (attrs.evolve(X, pad=pad),))
     decision = runner.can_run(2)
     assert runner.run({"x": rows_of_x(0)}, decision=decision).shape[0] == 0
     assert runner.stats().graph_steps == 1
@@ -556,6 +558,9 @@ def test_a_decision_that_does_not_fit_is_refused():
         runner.run({"x": rows_of_x(3)}, decision=runner.can_run(2))
     with pytest.raises(dg.StateError, match="not captured here"):
         runner.run({"x": rows_of_x(1)}, decision=Decision.graph(GraphKey((), 3)))
+    with pytest.raises(dg.InputError, match="for an empty batch, and the batch has 1 requests"):
+        runner.run({"x": rows_of_x(1)}, decision=runner.can_run(0))
+    assert runner.stats().steps == 0
 
 
 def test_a_rank_without_requests_replays_the_decided_bucket():
