@@ -8,7 +8,6 @@ result or with an error that names the rank at fault.
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from devgraph.runners import RankGroup
 from devgraph.runners import capturing as rounds
 from devgraph.runners import ranks as ranks_module
 from tests.sim import ascend
+from tests.support.rank_clock import Waiting
 from tests.support.runner_steps import (
     IDS,
     ROWS,
@@ -63,45 +63,13 @@ PATIENT_S = 60.0
 Ranks = Callable[..., dict[int, dict[str, Any]]]
 
 
-class Waiting:
-    """The time of ranks that are threads: it passes for one only while all the others wait.
-
-    A host that stalls, or gives one of them no processor, takes none of it: late is only who does
-    not come. Each step of a rank's time takes two looks of every other that has not ended.
-    """
-
-    def __init__(self, size):
-        self.looks = [0] * size
-        self.now = [0.0] * size
-        self._own = threading.local()
-
-    def enter(self, rank):
-        self._own.rank, self._own.seen = rank, list(self.looks)
-
-    def leave(self, rank):
-        self.looks[rank] = math.inf
-
-    def monotonic(self):
-        return self.now[self._own.rank]
-
-    def sleep(self, seconds):
-        rank = self._own.rank
-        self.looks[rank] += 1
-        time.sleep(0.0005)
-        looks = list(self.looks)
-        pairs = enumerate(zip(looks, self._own.seen, strict=True))
-        if all(n == rank or now == math.inf or now - before >= 2 for n, (now, before) in pairs):
-            self.now[rank] += max(seconds, 0.01)
-            self._own.seen = looks
-
-
 def in_ranks(size, work, *, timeout_s=PATIENT_S, vote=None, absent=(), within=PATIENT_S):
     """Run ``work(rank, group)`` on ``size`` threads; return results or exceptions by rank.
 
     Args:
         within: the seconds that none of them may wait longer in all.
     """
-    store, clock = dist.HashStore(), Waiting(size)
+    store, clock = dist.HashStore(), Waiting([0.0] * size)
     results: list[Any] = [None] * size
     for rank in absent:
         clock.leave(rank)
@@ -530,7 +498,7 @@ def test_ranks_with_different_buckets_left_are_refused():
 
 def test_a_rank_at_another_vote_is_told():
     """Where the vote is the engine's, or an all-reduce, values of any two calls would mix."""
-    meet, cast = threading.Barrier(2, timeout=60), [[], []]
+    meet, cast = threading.Barrier(2, timeout=LIMIT_S), [[], []]
 
     def work(rank, group):
         def vote(values):
@@ -764,7 +732,7 @@ def survivors(found: dict[int, dict[str, Any]], *gone: int) -> list[str]:
         assert result["end"] != "hang", f"rank {rank} hangs"
         if rank not in gone:
             assert "error" in result, f"rank {rank} ended without an error: {result}"
-            assert result["seconds"] < PATIENT_S
+            assert result["waited"] < PATIENT_S
     return [result["error"] for rank, result in found.items() if rank not in gone]
 
 
@@ -925,7 +893,7 @@ def test_groups_on_the_reference_and_the_simulated_driver_generate_the_same_toke
     prepared, tmp_path
 ):
     ascend.build()  # once, not in two processes at the same time
-    script, rest = str(SCENARIOS), ["4", str(PATIENT_S), str(tmp_path)]
+    script, rest = str(SCENARIOS), ["4", str(LIMIT_S), str(tmp_path)]
     alone = [
         subprocess.Popen(
             [sys.executable, script, "mixed_npu", str(rank), *rest],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ import devgraph as dg
 from devgraph.api.registry import register
 from devgraph.runners import RankGroup
 from devgraph.runners import capturing as rounds
+from devgraph.runners import ranks as ranks_module
+from tests.support.rank_clock import Waiting
 from tests.support.runner_steps import (
     IDS,
     ROWS,
@@ -129,16 +132,21 @@ def _killed_in_capture(victim: int) -> Scenario:
     return scenario
 
 
-def _gone_in_a_vote(how: Callable[[], None]) -> Scenario:
+def _gone_in_a_vote(how: Callable[[int], object]) -> Scenario:
     def scenario(rank: int, group: RankGroup) -> Any:
         runner = ranked(group)
         for turn in range(3):
             if rank == 1 and turn == 2:
-                how()
+                how(rank)
             decision = runner.agree(runner.can_run(2))
             runner.run({"x": rows_of_x(2)}, decision=decision)
 
     return scenario
+
+
+def _stick(rank: int) -> None:
+    ranks_module.time.leave(rank)  # type: ignore[attr-defined]
+    time.sleep(3600)
 
 
 def shared_items(rank: int, group: RankGroup) -> Any:
@@ -275,8 +283,8 @@ SCENARIOS: dict[str, Scenario] = {
     "break_third": break_third,
     "killed_last": _killed_in_capture(3),
     "killed_first": _killed_in_capture(0),
-    "exit_before_vote": _gone_in_a_vote(lambda: os._exit(0)),
-    "stuck_before_vote": _gone_in_a_vote(lambda: time.sleep(3600)),
+    "exit_before_vote": _gone_in_a_vote(lambda rank: os._exit(0)),
+    "stuck_before_vote": _gone_in_a_vote(_stick),
     "stuck_device": stuck_device,
     "shared_items": shared_items,
     "capture_while_serving": capture_while_serving,
@@ -293,10 +301,13 @@ PLAIN_STORE = {"mixed_second", "mixed_npu"}
 """Scenarios whose ranks need no process group of all."""
 
 
-def run_rank(name: str, rank: int, size: int, timeout_s: float, folder: str) -> None:
+def run_rank(
+    name: str, rank: int, size: int, timeout_s: float, folder: str, clock: Waiting
+) -> None:
     """Run one rank and leave what it returned or raised in ``folder``."""
     store = dist.FileStore(f"{folder}/store", size)
-    started = time.monotonic()
+    clock.enter(rank)
+    ranks_module.time = clock  # type: ignore[assignment]  # this process is this rank's alone
     result: dict[str, Any] = {}
     try:
         if name in PLAIN_STORE:
@@ -304,24 +315,25 @@ def run_rank(name: str, rank: int, size: int, timeout_s: float, folder: str) -> 
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             group = RankGroup.from_process_group(timeout_s=timeout_s)
-        started = time.monotonic()
         result["value"] = SCENARIOS[name](rank, group)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"
-    result["seconds"] = time.monotonic() - started
+    result["waited"] = clock.now[rank]
     path = Path(folder, f"{rank}.json")
     path.with_suffix(".new").write_text(json.dumps(result), encoding="utf-8")
     path.with_suffix(".new").rename(path)
 
 
-def _fork(name: str, size: int, timeout_s: float, folder: str, ranks: list[int]) -> dict[int, int]:
+def _fork(
+    name: str, size: int, timeout_s: float, folder: str, ranks: list[int], clock: Waiting
+) -> dict[int, int]:
     """Fork the ranks; return process numbers by rank."""
     found = {}
     for rank in ranks:
         number = os.fork()
         if number == 0:
             try:
-                run_rank(name, rank, size, timeout_s, folder)
+                run_rank(name, rank, size, timeout_s, folder, clock)
             finally:
                 # Peers may be gone: an orderly end of the process group would wait for them.
                 os._exit(0)
@@ -329,7 +341,9 @@ def _fork(name: str, size: int, timeout_s: float, folder: str, ranks: list[int])
     return found
 
 
-def _collect(children: dict[int, int], stuck: int | None, deadline: float) -> dict[int, str]:
+def _collect(
+    children: dict[int, int], stuck: int | None, deadline: float, clock: Waiting
+) -> dict[int, str]:
     """Wait for the ranks; return how each ended. Kills what is left at the deadline.
 
     Args:
@@ -343,6 +357,7 @@ def _collect(children: dict[int, int], stuck: int | None, deadline: float) -> di
             done, status = os.waitpid(number, os.WNOHANG)
             if done:
                 ends[rank] = f"exit {os.waitstatus_to_exitcode(status)}"
+                clock.leave(rank)
             elif time.monotonic() > deadline or (rank == stuck and len(ends) == len(children) - 1):
                 os.kill(number, signal.SIGKILL)
                 os.waitpid(number, 0)
@@ -360,10 +375,12 @@ def serve() -> None:
         wanted = json.loads(line)
         with contextlib.ExitStack() as stack:
             folder = wanted.get("folder") or stack.enter_context(tempfile.TemporaryDirectory())
-            children = _fork(
-                wanted["scenario"], wanted["size"], wanted["timeout_s"], folder, wanted["ranks"]
-            )
-            ends = _collect(children, wanted["stuck"], time.monotonic() + wanted["limit_s"])
+            size, timeout_s, ranks = wanted["size"], wanted["timeout_s"], wanted["ranks"]
+            # A vote blocks for a while between two looks: few steps until a rank is late.
+            clock = Waiting(multiprocessing.RawArray("d", size), step=0.25)
+            children = _fork(wanted["scenario"], size, timeout_s, folder, ranks, clock)
+            deadline = time.monotonic() + wanted["limit_s"]
+            ends = _collect(children, wanted["stuck"], deadline, clock)
             answer = {}
             for rank, end in ends.items():
                 path = Path(folder, f"{rank}.json")
@@ -376,6 +393,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if len(sys.argv) > 1:  # one rank that cannot be forked: SCENARIO RANK SIZE TIMEOUT FOLDER
         scenario, rank, size, timeout_s, folder = sys.argv[1:]
-        run_rank(scenario, int(rank), int(size), float(timeout_s), folder)
+        clock = Waiting([0.0] * int(size))  # never sees the others wait: no time passes
+        run_rank(scenario, int(rank), int(size), float(timeout_s), folder, clock)
         os._exit(0)
     serve()
