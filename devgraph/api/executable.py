@@ -165,6 +165,8 @@ class Recordings:
         """Whether the pool's memory was given back: then nothing is made."""
         self.latest: object = None
         """What was used last."""
+        self.direct: Remade | None = None
+        """The same, if its graph launches it directly although there is a budget."""
         # Executables that stay as long as their graphs, by the graph's id: a pool has thousands,
         # which no search for what may go should pass.
         self._resident: dict[int, _Kept] = {}
@@ -193,7 +195,7 @@ class Recordings:
             for (_, key), kept in self._all():
                 if key is _OWN:
                     kept.recording.watch()
-            self.latest, self.budget_bytes = None, budget_bytes
+            self.latest, self.direct, self.budget_bytes = None, None, budget_bytes
             self.trim()
 
     def residency(self) -> Residency:
@@ -240,7 +242,9 @@ class Recordings:
 
     def use(self, item: tuple[int, Hashable], latest: object = None) -> None:
         """Note that ``item``, which is kept, is used, and is the ``latest`` to be."""
-        self.latest = latest
+        if self.direct is not None:
+            self.direct.watch()
+        self.latest, self.direct = latest, None
         self._items.move_to_end(item)
 
     def settle_own(self, item: tuple[int, Hashable]) -> None:
@@ -389,7 +393,7 @@ class Recordings:
         own = item[1] is _OWN
         if own:  # what was interrupted is done by the next launch
             if kept.recording is self.latest:
-                self.latest = None
+                self.latest = self.direct = None
             kept.recording.close()
         self._charge(kept, 0, own=own)
         self._items.pop(item, None)
@@ -402,9 +406,10 @@ class Remade:
     it is launched.
 
     What was bound to it stays valid, for that is this object: a step in whose middle it is dropped
-    makes it again. Under a budget every launch is noted, so that the rest are evicted in the order
-    of their use. Without one it is not dropped while the graph can be launched: graphs and steps
-    launch what was made directly.
+    makes it again. The graph launches what was made directly, under a budget as long as it is the
+    one of the pool that was used last, so that the rest are evicted in the order of their use.
+    Without a budget it is not dropped while the graph can be launched, and steps launch what was
+    made directly too.
 
     Args:
         graph: launches it.
@@ -436,15 +441,12 @@ class Remade:
         Raises:
             ExecutableError: there is no memory to make it; nothing was launched.
         """
-        made, recordings = self._made, self._recordings
+        made = self._made
         if made is None:
             self._launch_anew()
-            return
-        if recordings.latest is not self:
-            recordings.use(self._item, self)
-        if recordings.budget_bytes is None:
-            held(self._graph).launch_by(self, made.launch)
-        made.launch()
+        else:
+            self._note(made)
+            made.launch()
 
     def bound(self, stream: int | None) -> Callable[[], None]:
         """Return the launch, by what the executable that is then made binds to ``stream``."""
@@ -479,6 +481,15 @@ class Remade:
         graph = self._graph()
         if graph is not None:
             graph.launch_by(self, self.launch)
+
+    def _note(self, made: Executable) -> None:
+        recordings = self._recordings
+        if recordings.latest is not self:
+            recordings.use(self._item, self)
+        else:  # as long as nothing else is used
+            if recordings.budget_bytes is not None:
+                recordings.direct = self
+            held(self._graph).launch_by(self, made.launch)
 
     def _launch_anew(self) -> None:
         graph = held(self._graph)

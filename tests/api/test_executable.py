@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import weakref
 from typing import Any
 
@@ -237,6 +238,24 @@ def test_a_launch_that_repeats_the_last_is_not_noted_again(
         for step in steps:
             _check(step)
         assert len(noted) == count
+
+
+def test_a_launch_that_repeats_the_last_costs_under_a_budget_what_it_costs_without(
+    kit: Kit,
+) -> None:
+    def functions(budget: int | None) -> list[str]:
+        captured, _ = _captured(kit, kit.backend.make_pool(budget_bytes=budget), 2)[1]
+        graph, entered = captured.segments[0], []
+        for _ in range(3):
+            graph.replay()
+        sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code))
+        try:
+            graph.replay()
+        finally:
+            sys.setprofile(None)
+        return [code.co_name for code in entered]
+
+    assert functions(100_000) == functions(None)
 
 
 @pytest.mark.parametrize("seed", range(3))
