@@ -12,7 +12,7 @@ from typing import Any
 from devgraph.api.config.flags import add_cli_args
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import DeviceGraphWarning
-from devgraph.api.policy import COMPILERS, policies
+from devgraph.api.policy import COMPILERS, compiles, policies
 from devgraph.api.registry import names
 from devgraph.cli.tables import CommandError
 from devgraph.integrations.engine.installation import MODE_VARIABLE
@@ -51,8 +51,9 @@ MOST_STEP_TOKENS = 512
 def _count(text: str) -> int:
     if not text.lstrip("-").isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    if not 1 <= int(text) < 1 << 31:
+        must = "at least 1" if int(text) < 1 else "below 2**31"
+        raise argparse.ArgumentTypeError(f"must be {must}, got {text}")
     return int(text)
 
 
@@ -249,6 +250,13 @@ COMMANDS = {
     "explain": ("capture a function and show its segments, regions, nodes and memory", _explain),
 }
 """What each command does, and what declares its options."""
+
+
+def check_compilers(args: argparse.Namespace, chosen: Sequence[str]) -> None:
+    """Refuse ``--compiler``, which was given, where none of the chosen policies reads it."""
+    if args.compiler is not None and not any(map(compiles, chosen)):
+        names = " and ".join(filter(compiles, policies()))
+        raise CommandError(f"--compiler is of the policy {names}: nothing else compiles")
 
 
 def by_name(flag: str, given: Sequence[str], example: str) -> dict[str, str]:

@@ -13,8 +13,9 @@ import torch
 
 from devgraph import __version__
 from devgraph.api.backend import Backend
+from devgraph.api.policy import policies
 from devgraph.api.registry import get_backend
-from devgraph.cli.arguments import SIZES
+from devgraph.cli.arguments import SIZES, check_compilers
 from devgraph.cli.contenders import Comparison, measure
 from devgraph.cli.encoding import ENCODERS, measure_encoder
 from devgraph.cli.tables import (
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             beside = "with" if args.encoder else "without"
             raise CommandError(f"--{name.replace('_', '-')} does not go {beside} --encoder")
+    check_compilers(args, args.policy or policies())
     if args.threads:
         torch.set_num_threads(args.threads)
     backend = get_backend(args.backend)

@@ -15,6 +15,7 @@ from devgraph.api.capture import Captured, capture
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.names import NodeRange
 from devgraph.api.registry import get_backend
+from devgraph.cli.arguments import check_compilers
 from devgraph.cli.measure import median, seconds_per_call
 from devgraph.cli.tables import print_json, print_table, say, time_text, write_file
 from devgraph.cli.target import Target, find_target, user_code
@@ -41,6 +42,7 @@ class _Part:
 
 def run(args: argparse.Namespace) -> int:
     """Capture and print; 1 when ``--prove`` finds a difference."""
+    check_compilers(args, [args.policy])
     backend = get_backend(args.backend)
     target = find_target(args)
     owner = getattr(target.fn, "__self__", target.fn)

@@ -86,6 +86,8 @@ def _cluster_plan(
     facts: EngineFacts,
     sizes: ModelSizes | None,
 ) -> tuple[list[_Row], dict[str, Any]]:
+    if args.backend != "auto":
+        raise CommandError("--backend does not go with --cluster: groups name theirs")
     if facts != EngineFacts():
         raise CommandError(
             f"--fact does not go with --cluster: state facts per group in {args.cluster}"
@@ -140,6 +142,8 @@ def _facts(given: list[str]) -> EngineFacts:
 
 def _sizes(args: argparse.Namespace) -> ModelSizes | None:
     if args.model is None:
+        if args.gguf_file is not None:
+            raise CommandError("--gguf-file is a file inside of the folder --model: add that")
         return None
     from devgraph.integrations.transformers.loading import read_config
 

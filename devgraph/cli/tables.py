@@ -34,7 +34,8 @@ class _Console(Console):
 
 def _console(*, stderr: bool = False) -> Console:
     console = _Console(stderr=stderr, highlight=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    asked = os.environ.get("COLUMNS", "").isdecimal()
+    if console.width < 1 or not (console.is_terminal or asked):
         console.width = _PIPE_WIDTH  # a file or pipe has no width; 80 would break most tables
     return console
 

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,11 @@ def _inputs(args: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Turn an exception of the user's own code into one line that says where it was raised."""
+    """Turn an exception of the user's own code into one line that says where it was raised, and
+    print what it prints on standard error: the other is for the result, which programs read."""
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except (DeviceGraphError, ModuleNotFoundError):
         raise
     except Exception as error:

@@ -158,6 +158,16 @@ def test_closed_output_changes_no_exit_code(given: str, code: int):
     assert done.returncode == code
 
 
+@pytest.mark.parametrize("columns", ["0", "wide"])
+def test_width_that_is_none_is_that_of_a_pipe(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["plan", "--backend", "cpu"]) == 0
+    widths = [len(line.rstrip()) for line in capsys.readouterr().out.splitlines()]
+    assert 80 < max(widths) <= 140
+
+
 def test_file_that_the_system_refuses_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

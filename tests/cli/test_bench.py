@@ -157,6 +157,8 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
         (["--results", "none.json", "--plot", "chart.svg"], "none.json is no result of bench"),
         (["--results", "none.json"], "--results draws what was measured: add --plot"),
         (["--plot", ""], "charts are SVG"),
+        (["--threads", "9" * 20], "--threads: must be below 2**31"),
+        (["--compiler", "inductor"], "--compiler is of the policy piecewise"),
         (["--images", "3"], "--images does not go without --encoder"),
         (["--encoder", "tiny"], "--layers does not go with --encoder"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,19 @@ def test_error_of_the_step_names_its_line(tmp_path: Path, capsys: pytest.Capture
     result = run_cli(capsys, "check", f"{path}:raises", "--inputs", "inputs")
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "nothing" in text)
     assert f"raised KeyError: 'nothing' at {path}:{line} (--debug" in result.err
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_what_the_users_code_prints_is_no_part_of_the_result(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "chatty.py"
+    path.write_text("print('loaded')\ndef inputs():\n    print('made')\n    return ()\n")
+    with path.open("a") as file:
+        file.write("import torch\ndef step():\n    print('ran')\n    return torch.ones(2)\n")
+    result = run_cli(capsys, command, f"{path}:step", "--inputs", "inputs", "--json")
+    assert isinstance(json.loads(result.out), dict)
+    assert set(result.err.split()) == {"loaded", "made", "ran"}
 
 
 def test_unknown_function_lists_functions_and_no_modules(

@@ -80,6 +80,15 @@ def test_user_exception_is_one_error_with_the_line(
     assert f"raises raised KeyError: 'nothing' at {path}:" in result.err
 
 
+def test_compiler_that_the_policy_does_not_read_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    target = f"{write_steps(tmp_path)}:clean"
+    result = run_cli(capsys, "explain", target, "--inputs", "inputs", "--compiler", "inductor")
+    assert result.code == 2
+    assert "--compiler is of the policy piecewise" in result.err
+
+
 @pytest.mark.parametrize("dot", ["", "no/folder.dot"])
 def test_file_that_cannot_be_written_is_an_error(
     dot: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -245,6 +245,7 @@ def test_chat_puts_prompts_into_the_template(folder: Path, capsys: pytest.Captur
     [
         (["--max-new-tokens", "0"], "--max-new-tokens: must be at least 1"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or positive"),
+        (["--temperature", "1", "--seed", "9" * 20], "a seed has 64 bits"),
         (["--max-len", "4"], "need"),
         (["--backend", "cpuu"], "Did you mean 'cpu'?"),
     ],

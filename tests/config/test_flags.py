@@ -19,7 +19,7 @@ from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
 from devgraph.api.config.older_flags import OLDER_FLAGS
 from devgraph.api.config.phase import KEYS, PHASES
 from devgraph.api.config.resolve import resolve
-from devgraph.api.errors import ConfigError
+from devgraph.api.errors import ConfigError, ConfigTypeError
 from tests.support.config_cases import MODE, PARSER, from_argv, make_parser
 
 SHORTHANDS = (
@@ -101,6 +101,16 @@ def test_add_cli_args_twice_changes_nothing() -> None:
     before = parser.format_help()
     add_cli_args(parser)
     assert parser.format_help() == before
+
+
+def test_flags_are_added_to_a_group_and_to_none_that_excludes() -> None:
+    parser = argparse.ArgumentParser()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a group in a group is deprecated
+        add_cli_args(parser.add_argument_group("graphs"))  # type: ignore[arg-type]
+    assert parser.parse_args([MODE, "{}"]).device_graph_mode == "{}"
+    with pytest.raises(ConfigTypeError, match="expected an argparse parser"):
+        add_cli_args(parser.add_mutually_exclusive_group())  # type: ignore[arg-type]
 
 
 def test_add_cli_args_leaves_an_engines_own_flags_alone() -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import devgraph as dg
 from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
 from devgraph.api.config.phase import KEYS, PHASES, PhaseConfig
 from devgraph.api.errors import ConfigError, ConfigTypeError
@@ -77,6 +78,12 @@ def test_backend_unknown_on_this_node_is_a_warning_and_stays_in_the_configuratio
     assert said[0].filename == __file__
     assert config.for_backend("npuu").prefill.policy == "full"
     assert DeviceGraphConfig.from_json(text) == config  # without names nothing is checked
+
+
+@pytest.mark.parametrize("backends", ["cpu", dg.backends()])
+def test_backends_that_are_no_names_are_refused(backends: Any) -> None:
+    with pytest.raises(ConfigTypeError, match=r"\[info.name for info in dg.backends\(\)\]"):
+        DeviceGraphConfig.from_json('{"backends": {"cpu": {"decode": "full"}}}', backends=backends)
 
 
 def test_configuration_is_hashable_and_survives_pickle() -> None:

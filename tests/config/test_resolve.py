@@ -17,7 +17,7 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PHASES, choices
 from devgraph.api.config.resolve import resolve
 from devgraph.api.config.rules import RULES, Rule
-from devgraph.api.errors import ConfigError
+from devgraph.api.errors import ConfigError, ConfigTypeError
 from tests.support.config_cases import (
     config_with,
     resolve_quietly,
@@ -155,6 +155,20 @@ def test_engine_passes_rules_of_its_own() -> None:
     found = resolve_quietly(DeviceGraphConfig(), EngineFacts(), rules=(*RULES, own))
     assert found.effective.prefill.policy == "disabled"
     assert [one.rule for one in found.fired] == ["our-architecture"]
+
+
+def test_rule_of_an_engine_holds_beside_one_of_the_same_name() -> None:
+    named = Rule(
+        name="lora", kind="safety", when=lambda facts, _: facts.lora, explanation="e", source="s"
+    )
+    found = resolve(DeviceGraphConfig(), EngineFacts(lora=True), rules=(*RULES, named))
+    assert {found.effective.phase(phase).policy for phase in PHASES} == {"disabled"}
+
+
+@pytest.mark.parametrize("given", [None, "full", {"decode": "full"}])
+def test_what_is_no_configuration_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigTypeError, match="expected a DeviceGraphConfig"):
+        resolve(given)
 
 
 def test_resolution_as_data_has_requested_effective_and_every_rule() -> None:

@@ -122,6 +122,24 @@ def test_rule_that_would_strengthen_a_policy_is_refused() -> None:
              value="full")  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ({"kind": "safty"}, "no kind 'safty'.*Did you mean 'safety'"),
+        ({"phases": ("prefil",)}, "no phase 'prefil'.*Did you mean 'prefill'"),
+        ({"phases": "prefill"}, "no phase 'p'"),
+        ({"key": "polcy"}, "no key 'polcy'.*Did you mean 'policy'"),
+        ({"spares": {"brakes"}}, "no promise 'brakes'.*Did you mean 'breaks'"),
+    ],
+)
+def test_rule_that_could_never_hold_as_it_is_meant_is_refused(
+    wrong: dict[str, Any], hint: str
+) -> None:
+    row = {"name": "ours", "kind": "safety", "when": bool, "explanation": "", "source": "", **wrong}
+    with pytest.raises(ConfigError, match=f"rule 'ours': there is {hint}"):
+        Rule(**row)
+
+
 @pytest.fixture
 def shadow(monkeypatch: pytest.MonkeyPatch) -> str:
     """A policy that promises nothing, registered for one test."""

@@ -30,7 +30,7 @@ import attrs
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import ROLES, EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PHASES, DeviceGraphWarning, count, unknown_name
+from devgraph.api.config.phase import PHASES, DeviceGraphWarning, check_names, count
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 from devgraph.api.registry import OTHER_NAMES, declaration
@@ -224,8 +224,7 @@ def _group(entry: object, path: str) -> Group:
     if not isinstance(name, str) or not name:
         raise ConfigTypeError(f"{path}.name: expected the name of the group, got {name!r}")
     role = values.get("role", "both")
-    if role not in ROLES:
-        raise unknown_name(f"{path}.role", role, ROLES, what="role")
+    check_names(f"{path}.role", [role], ROLES, what="role")
     members = _members(values, path)
     parallel = count(values.get("tensor_parallel", 1), f"{path}.tensor_parallel")
     total = sum(member.count for member in members)
@@ -267,16 +266,12 @@ def _member(entry: object, path: str) -> Member:
         if not isinstance(name, str) or not name:
             raise ConfigTypeError(f"{path}.{key}: expected the name of a {key}, got {name!r}")
         names[key] = name
-    registered = registered_names()
-    if names["backend"] not in registered:
-        raise unknown_name(f"{path}.backend", names["backend"], registered, what="backend")
+    check_names(f"{path}.backend", [names["backend"]], registered_names(), what="backend")
     return Member(**names, count=count(values.get("count", 1), f"{path}.count"))
 
 
 def _mapping(value: object, path: str, known: Sequence[str] | None) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigTypeError(f"{path}: expected an object, got {value!r}")
-    for key in value:
-        if known is not None and key not in known:
-            raise unknown_name(path, key, known, what="key")
+    check_names(path, value, [*value] if known is None else known, what="key")
     return value

@@ -20,10 +20,10 @@ from devgraph.api.config.phase import (
     OLDER_POLICIES,
     PHASES,
     Setting,
+    check_names,
     choices,
     over_maximum,
     path_of,
-    unknown_name,
 )
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
@@ -133,10 +133,9 @@ def parse_mode(document: object, source: str, level: Level = Level.JSON) -> Sour
             raise ConfigTypeError(f"{source}: backends: a backend name is a string, got {name!r}")
     for backend, phases in ((None, general), *overlays.items()):
         where = source if backend is None else f"{source}: backends.{backend}"
-        for phase, value in _object(phases, where, _PER_PHASE).items():
-            if phase not in PHASES:
-                known = (*PHASES, "backends") if backend is None else PHASES
-                raise unknown_name(where, phase, known, what="phase")
+        known = (*PHASES, "backends") if backend is None else PHASES
+        check_names(where, _object(phases, where, _PER_PHASE), known, what="phase")
+        for phase, value in phases.items():
             chosen = value if isinstance(value, (dict, Mapping)) else {"policy": value}
             place = f"{source}: {path_of((backend, phase, ''))[:-1]}"
             settings.update(_checked(chosen, backend, phase, place, notes))
@@ -148,9 +147,8 @@ def _checked(
 ) -> dict[Setting, Any]:
     """Return the keys of one phase, checked."""
     values: dict[str, Any] = {}
+    check_names(where, chosen, KEYS, what="key")
     for key, item in chosen.items():
-        if key not in KEYS:
-            raise unknown_name(where, key, KEYS, what="key")
         values[key] = KEYS[key].read(item, f"{where}.{key}")
         if key == "policy" and item in OLDER_POLICIES:
             notes.append(

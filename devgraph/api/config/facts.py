@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.config.phase import FLAG, PHASES, choice, number, shown, unknown_name
+from devgraph.api.config.phase import FLAG, PHASES, check_names, choice, number, shown
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from devgraph.api.policy import COMPILERS
 
@@ -128,10 +128,7 @@ class EngineFacts:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, path: str = "facts") -> EngineFacts:
         """Build facts from JSON or YAML; ``ConfigError`` names the path of what is wrong."""
-        known = [field.name for field in _FIELDS]
-        for name in values:
-            if name not in known:
-                raise unknown_name(path, name, known, what="fact")
+        check_names(path, values, [field.name for field in _FIELDS], what="fact")
         try:
             return cls(**values)
         except ConfigError as error:
@@ -154,7 +151,5 @@ _FIELDS = attrs.fields(EngineFacts)
 
 def weakest_attention(*capabilities: str) -> str:
     """Return the least of several capabilities: one graph holds all of a model's attention."""
-    for capability in capabilities:
-        if capability not in ATTENTION:
-            raise unknown_name("attention", capability, ATTENTION, what="value")
+    check_names("attention", capabilities, ATTENTION, what="value")
     return min(capabilities, key=ATTENTION.index, default="always")

@@ -96,7 +96,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     flags of its own, is safe. Broken values end the program through ``parser.error``; the meaning
     of all of them together is found by ``DeviceGraphConfig.from_args``.
     """
-    if not isinstance(parser, argparse._ActionsContainer):
+    exclusive = isinstance(parser, argparse._MutuallyExclusiveGroup)
+    if exclusive or not isinstance(parser, argparse._ActionsContainer):
         raise ConfigTypeError(f"expected an argparse parser, got {parser!r}")
     taken = parser._option_string_actions
     free = [
@@ -106,11 +107,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     ]
     if not free:
         return
-    group = parser.add_argument_group(
-        "device graphs",
-        f"{MODE} beats the flags per phase, which beat the graph flags of older engines (accepted "
-        f"and not listed here), which beat {_FILE}; merged per key.",
-    )
+    group: argparse._ActionsContainer = parser
+    if not isinstance(parser, argparse._ArgumentGroup):  # which holds no other
+        group = parser.add_argument_group(
+            "device graphs",
+            f"{MODE} beats the flags per phase, which beat the graph flags of older engines "
+            f"(accepted and not listed here), which beat {_FILE}; merged per key.",
+        )
     for names, flag in free:
         options: dict[str, Any] = {"action": _Once, "metavar": flag.metavar}
         if flag.shape == "switch":

@@ -27,12 +27,12 @@ from devgraph.api.config.phase import (
     DeviceGraphWarning,
     PhaseConfig,
     Setting,
+    check_names,
     path_of,
     phase_config,
     plain,
-    unknown_name,
 )
-from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.api.registry import OTHER_NAMES
 
 
@@ -149,6 +149,12 @@ class DeviceGraphConfig:
     def _from_sources(
         cls, sources: Iterable[Source], backends: Collection[str] | None
     ) -> DeviceGraphConfig:
+        text = isinstance(backends, str)
+        if text or (backends and not all(isinstance(name, str) for name in backends)):
+            raise ConfigTypeError(
+                f"backends are names, such as [info.name for info in dg.backends()], got "
+                f"{brief(backends)}"
+            )
         merged = merge(sources)
         phases: dict[str, Any] = {}
         for phase in PHASES:
@@ -175,8 +181,7 @@ class DeviceGraphConfig:
 
     def phase(self, name: str) -> PhaseConfig:
         """Return the configuration of ``"decode"`` or ``"prefill"``."""
-        if name not in PHASES:
-            raise unknown_name("phase", name, PHASES, what="phase")
+        check_names("phase", [name], PHASES, what="phase")
         return self.decode if name == "decode" else self.prefill
 
     def for_backend(self, name: str) -> DeviceGraphConfig:

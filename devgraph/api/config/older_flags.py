@@ -23,7 +23,7 @@ import attrs
 
 from devgraph.api.config.document import read_json
 from devgraph.api.config.merge import Level, Source
-from devgraph.api.config.phase import KEYS, PHASES, unknown_name
+from devgraph.api.config.phase import KEYS, PHASES, check_names, unknown_name
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from devgraph.api.policy import COMPILERS
 
@@ -133,17 +133,14 @@ def _phases_json(value: Any, flag: str) -> Source:
     document = _document(value, flag)
     found: dict[tuple[str, str], Any] = {}
     left_out: list[str] = []
+    check_names(flag, document, PHASES, what="phase")
     for phase, body in document.items():
-        if phase not in PHASES:
-            raise unknown_name(flag, phase, PHASES, what="phase")
         keys = body if isinstance(body, Mapping) else {"backend": body}
+        check_names(f"{flag}: {phase}", keys, (*_JSON_KEYS, *_JSON_LEFT_OUT), what="key")
         for key, item in keys.items():
             if key in _JSON_LEFT_OUT:
                 left_out.append(f"{phase}.{key}")
                 continue
-            if key not in _JSON_KEYS:
-                known = (*_JSON_KEYS, *_JSON_LEFT_OUT)
-                raise unknown_name(f"{flag}: {phase}", key, known, what="key")
             if item is None:
                 continue  # an engine's own "not chosen"
             name = _JSON_KEYS[key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -68,6 +68,13 @@ def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) ->
         )
     hint = did_you_mean(name, names, {**_HABITS, **OTHER_NAMES})
     return ConfigError(f"{path}: there is no {what} {name!r}. {hint}")
+
+
+def check_names(path: str, names: Iterable[object], known: Collection[str], *, what: str) -> None:
+    """Raise ``unknown_name`` for the first of ``names`` that is not ``known``."""
+    for name in names:
+        if name not in known:
+            raise unknown_name(path, name, known, what=what)
 
 
 def choices() -> tuple[str, ...]:
@@ -355,8 +362,7 @@ class PhaseConfig:
             value = getattr(self, name)
             if value is not key.default:
                 object.__setattr__(self, name, key.read(value, name))
-        for name in sorted(set(self.explicit) - KEYS.keys()):
-            raise unknown_name("explicit", name, KEYS, what="key")
+        check_names("explicit", sorted(self.explicit, key=str), KEYS, what="key")
         self._settle()
 
     def with_checked(self, values: Mapping[str, Any], explicit: frozenset[str]) -> PhaseConfig:
@@ -415,9 +421,7 @@ def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: st
     if isinstance(config, str):
         return PhaseConfig(policy=config)
     if isinstance(config, Mapping):
-        for key in config:
-            if key not in KEYS:
-                raise unknown_name(phase, key, KEYS, what="key")
+        check_names(phase, config, KEYS, what="key")
         chosen = {"policy": RUNNER_POLICY[phase], **config}
         return PhaseConfig(**chosen, explicit=frozenset(config))
     raise ConfigTypeError(

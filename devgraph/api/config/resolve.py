@@ -19,7 +19,7 @@ from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PHASES, DeviceGraphWarning, PhaseConfig, path_of, plain
 from devgraph.api.config.rules import RULES, WEAKER, Rule
-from devgraph.api.errors import ConfigError
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 from devgraph.api.policy import registration
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,11 @@ def resolve(
     reason and what would hold without the choice. Preference rules against explicit choices are
     ``DeviceGraphWarning``; changes to defaults are logged and listed in the result.
     """
+    if not isinstance(config, DeviceGraphConfig):
+        raise ConfigTypeError(
+            f"expected a DeviceGraphConfig, as from_args or from_json returns it, got "
+            f"{brief(config)}"
+        )
     facts = facts or EngineFacts()
     table = tuple(rules)
     requested = config.for_backend(facts.backend) if facts.backend else config
@@ -141,21 +146,21 @@ def _apply(
     holds = asked
     fired: list[FiredRule] = []
     conflicts: list[Rule] = []
-    done: set[str] = set()
+    done: set[int] = set()  # by identity: an engine's rule may be named as another one is
     changed = True
     while changed:
         changed = False
         for rule in _rules_for(holds.policy, phase, rules):
-            if rule.name in done or not rule.when(facts, holds):
+            if id(rule) in done or not rule.when(facts, holds):
                 continue
             if rule.kind == "note":
-                done.add(rule.name)
+                done.add(id(rule))
                 fired.append(_fired(phase, rule, "noted", None, None))
                 continue
             before, after = getattr(holds, rule.key), rule.result(facts, holds)
             if rule.key == "policy" and before in WEAKER[WEAKER.index(after) :]:
                 continue  # as weak already
-            done.add(rule.name)
+            done.add(id(rule))
             if rule.kind == "scope" or rule.key not in explicit:
                 outcome = "set aside" if rule.kind == "scope" else "changed"
                 fired.append(_fired(phase, rule, outcome, before, after))

@@ -25,7 +25,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.phase import KEYS, PHASES, RUNNER_POLICY, PhaseConfig
+from devgraph.api.config.phase import KEYS, PHASES, RUNNER_POLICY, PhaseConfig, check_names
 from devgraph.api.errors import ConfigError
 from devgraph.api.policy import BREAKS, UNTRACED, WHOLE, breaks, compiles, policies
 
@@ -34,22 +34,13 @@ WEAKER = ("breakable", "disabled")
 and so cannot undo each other."""
 
 
-def _checked(rule: Rule, _: Any, value: Any) -> None:
-    if rule.key == "policy" and rule.kind != "note" and value not in WEAKER:
-        raise ConfigError(
-            f"rule {rule.name!r} may set the policy to {' or '.join(map(repr, WEAKER))}, which are "
-            f"weaker than the others, not to {value!r}"
-        )
-
-
 @attrs.frozen(kw_only=True)
 class Rule:
     """One row: in which phases and for which policies, when, and what follows."""
 
     name: str
-    kind: str = attrs.field(
-        validator=attrs.validators.in_(("safety", "preference", "note", "scope"))
-    )
+    kind: str
+    """``safety``, ``preference``, ``note`` or ``scope``."""
     when: Callable[[EngineFacts, PhaseConfig], bool]
     explanation: str
     source: str
@@ -57,9 +48,21 @@ class Rule:
     spares: Set[str] | None = None
     """A policy that promises all of these is spared; None spares no policy."""
     key: str = "policy"
-    value: Any = attrs.field(default="disabled", validator=_checked)
+    value: Any = "disabled"
     """What ``key`` is set to, or a function of facts and phase configuration; a note sets
     nothing."""
+
+    def __attrs_post_init__(self) -> None:
+        name = f"rule {self.name!r}"
+        check_names(name, [self.kind], ("safety", "preference", "note", "scope"), what="kind")
+        check_names(name, self.phases, PHASES, what="phase")
+        check_names(name, [self.key], KEYS, what="key")
+        check_names(name, self.spares or (), (BREAKS, WHOLE, UNTRACED), what="promise")
+        if self.key == "policy" and self.kind != "note" and self.value not in WEAKER:
+            raise ConfigError(
+                f"{name} may set the policy to {' or '.join(map(repr, WEAKER))}, which are weaker "
+                f"than the others, not to {self.value!r}"
+            )
 
     def result(self, facts: EngineFacts, phase: PhaseConfig) -> Any:
         """Return the value that the rule sets."""
