@@ -320,6 +320,30 @@ def test_one_compilation_serves_all_sizes_and_equal_layers_share_code(bench, ste
     assert "pieces_shared: 3" in first.explain()
 
 
+@dg.region()
+def halves(x, *, turned):
+    return (x.t() if turned else x + 0), [None, x * 2]
+
+
+def twice_from_tuples(x):
+    for turned in (False, True):
+        half, (_, other) = halves(x, turned=turned)
+        x = (half * 2 + other).sin()
+    return x
+
+
+def test_pieces_share_no_code_where_marks_return_tuples_of_other_layouts(bench):
+    capture = bench.capture(twice_from_tuples, bench.randn(WIDTH, WIDTH))
+    bench.check(capture, twice_from_tuples)
+    assert (capture.stats()["pieces"], capture.stats()["pieces_shared"]) == (2, 0)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_what_takes_tuples_of_marks(bench):
+    capture = bench.capture(twice_from_tuples, bench.randn(WIDTH, WIDTH), compiler="inductor")
+    bench.check(capture, twice_from_tuples, near=True)
+
+
 def test_many_models_are_compiled_by_one_process(bench):
     torch._dynamo.reset()
     for number in range(12):

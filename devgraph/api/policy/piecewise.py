@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -185,6 +186,14 @@ def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node,
     node.args, node.kwargs = args, kwargs
 
 
+def _picks_of_mark(node: Node) -> bool:
+    """Whether ``node`` is an element of a tuple that a marked function returned."""
+    whole = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(whole, Node) or not isinstance(whole.meta.get("example_value"), tuple | list):
+        return False
+    return _is_cut(whole) or _picks_of_mark(whole)
+
+
 _OPENING = {_enter_inference_mode, _enter_autocast}
 _CLOSING = {_exit_inference_mode, _exit_autocast}
 _MODE_FUNCTIONS = {*_OPENING, *_CLOSING, torch._C._set_grad_enabled}
@@ -213,6 +222,10 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
             elif _is_cut(node):
                 parts[node] = len(modes)
                 modes.append(modes[-1])
+            elif _picks_of_mark(node):
+                # A piece that was handed a tuple would not show the layouts it is compiled for.
+                parts[node] = parts[node.all_input_nodes[0]]
+                continue
             else:
                 parts[node] = len(modes) - 1
                 continue
