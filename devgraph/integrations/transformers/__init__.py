@@ -34,9 +34,7 @@ from devgraph.integrations.transformers.engine import Completion, Engine, Engine
 from devgraph.integrations.transformers.loading import find_demo, load, load_demo
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import UnsupportedModelError
-from devgraph.integrations.transformers.sampling import SamplingParams
-from devgraph.integrations.transformers.scheduler import FinishReason
-from devgraph.integrations.transformers.text import TextStream
+from devgraph.integrations.transformers.requests import FinishReason, SamplingParams, TextStream
 
 __all__ = [
     "CausalModel",

@@ -41,7 +41,7 @@ from devgraph.api.errors import InputError, StateError
 from devgraph.integrations.engine.installation import Changes
 from devgraph.integrations.transformers.engine import Engine
 from devgraph.integrations.transformers.probe import UnsupportedModelError, eos_of
-from devgraph.integrations.transformers.sampling import SamplingParams
+from devgraph.integrations.transformers.requests import SamplingParams
 from devgraph.integrations.transformers.seat import Seat, seat_of
 from devgraph.runners.decode import DecodeRunner
 

@@ -20,14 +20,16 @@ from devgraph.api.policy import breaks
 from devgraph.api.registry import get_backend
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import eos_of
-from devgraph.integrations.transformers.sampling import (
+from devgraph.integrations.transformers.requests import (
+    Chunk,
+    FinishReason,
+    Request,
     Sampler,
     SamplingParams,
+    Scheduler,
+    TextStream,
     draw_rows,
-    per_prompt,
 )
-from devgraph.integrations.transformers.scheduler import Chunk, FinishReason, Request, Scheduler
-from devgraph.integrations.transformers.text import TextStream
 from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.options import DEBUG_VARIABLE, switched_on
 from devgraph.runners.prefill import PrefillRunner
@@ -457,10 +459,15 @@ class Engine:
             on_event: called with every event of these prompts as it comes.
         """
         self._check_open()
-        each = per_prompt(sampling, len(prompts))
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise InputError(
+                f"{len(sampling)} sampling parameters for {len(prompts)} prompts; give one each"
+            )
         made = [
             self._request(prompt, max_new_tokens, params, stop, stop_token_ids)
-            for prompt, params in zip(prompts, each, strict=True)
+            for prompt, params in zip(prompts, sampling, strict=True)
         ]
         self.ready()
         requests = {request.id: request for request in made}

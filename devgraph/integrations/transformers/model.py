@@ -45,7 +45,7 @@ from devgraph.integrations.transformers.probe import (
     register,
     unregister,
 )
-from devgraph.integrations.transformers.scheduler import Piece
+from devgraph.integrations.transformers.requests import Piece
 from devgraph.runners.batch import Batch
 from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size

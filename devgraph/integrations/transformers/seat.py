@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 )
 
 from devgraph.integrations.transformers.engine import Engine
-from devgraph.integrations.transformers.scheduler import Piece
+from devgraph.integrations.transformers.requests import Piece
 from devgraph.runners.decode import DecodeRunner
 
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)

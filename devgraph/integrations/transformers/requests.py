@@ -1,4 +1,4 @@
-"""Which requests run in a step, with how many tokens, and in which slots of the cache.
+"""Requests: how their tokens are chosen and become text, and which of them run in a step.
 
 A request is *waiting* until a slot is free, then *running* until it ends. All running requests
 take part in every step: as a decode step when each of them has one token to go, else as a packed
@@ -10,12 +10,182 @@ from __future__ import annotations
 
 import collections
 import enum
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from devgraph.api.errors import InputError, did_you_mean
-from devgraph.integrations.transformers.sampling import Sampler
-from devgraph.integrations.transformers.text import TextStream
+
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen; the default is greedy.
+
+    Filters apply in the order temperature, ``top_k``, ``top_p``, as transformers applies them.
+    """
+
+    temperature: float = 0.0
+    """Logits are divided by this; 0 chooses the best token always."""
+
+    top_k: int = 0
+    """Keep this many best tokens; 0 keeps all."""
+
+    top_p: float = 1.0
+    """Keep the fewest best tokens whose probabilities sum to at least this."""
+
+    seed: int | None = None
+    """The same seed, prompt and parameters give the same tokens whatever else is in the batch.
+    None takes a seed that nobody chose."""
+
+    def __attrs_post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if self.top_k < 0:
+            raise InputError(f"top_k must be 0 (all tokens) or positive, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
+            raise InputError(f"a seed has 64 bits, got {self.seed}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Sampler:
+    """Draws the tokens of one request, with a random stream of its own.
+
+    Args:
+        params: not greedy.
+        device: where the logits are.
+    """
+
+    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+        self._filters = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
+        if params.top_k:
+            self._filters.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            self._filters.append(TopPLogitsWarper(params.top_p))
+        self._generator = torch.Generator(device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Return one token, a scalar int64 tensor on the device, from logits ``[vocabulary]``."""
+        kept = self.kept(logits)
+        # The largest of log p + Gumbel noise is a sample of p; exponential noise says the same.
+        noise = torch.empty_like(kept).exponential_(generator=self._generator)
+        return (torch.softmax(kept, -1) / noise).argmax(-1)
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return float32 ``logits`` over the temperature, -inf for tokens that may not be drawn."""
+        scores: Tensor = self._filters(None, logits.float()[None])
+        return scores[0]
+
+
+def draw_rows(logits: Tensor, best: Tensor, samplers: Sequence[Sampler | None]) -> list[int]:
+    """Return a token for every row, with one transfer to the host.
+
+    Args:
+        logits: ``[rows, vocabulary]``.
+        best: argmax of every row, which greedy requests take.
+        samplers: one per row; None for greedy.
+    """
+    if any(sampler is not None for sampler in samplers):
+        rows = [
+            best[i] if sampler is None else sampler.draw(logits[i])
+            for i, sampler in enumerate(samplers)
+        ]
+        best = torch.stack(rows)
+    tokens: list[int] = best.tolist()
+    return tokens
+
+
+class TextStream:
+    """Turns the tokens of one request into pieces of text as they come.
+
+    A piece is held back while it ends inside a character, and, with stop strings, while it might
+    be the beginning of one. The pieces joined are the whole text up to the first stop string.
+
+    Args:
+        tokenizer: of transformers, or anything with its ``decode``.
+        stop: strings that end the text; they are not part of it.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._decode = tokenizer.decode
+        self._stop = tuple(s for s in stop if s)
+        self._tokens: list[int] = []
+        # Text of tokens [start:read] was handed on; a token's text depends on the one before it
+        # (spaces), so decoding starts a little earlier than what is new.
+        self._start = 0
+        self._read = 0
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+        """Whether a stop string was found."""
+
+    def push(self, token: int) -> str:
+        """Add a token and return the text that is certain now (may be empty)."""
+        if self.stopped:
+            return ""
+        self._tokens.append(token)
+        new = self._new()
+        if not new or new.endswith(_BROKEN):
+            return ""
+        self._start, self._read = self._read, len(self._tokens)
+        return self._emit(new, last=False)
+
+    def finish(self) -> str:
+        """Return what was still held back."""
+        if self.stopped:
+            return ""
+        new = self._new()
+        self._start = self._read = len(self._tokens)
+        return self._emit(new, last=True)
+
+    def _new(self) -> str:
+        """Return the text of the tokens that were not handed on yet."""
+        before, after = (
+            self._decode(self._tokens[self._start : end], skip_special_tokens=True)
+            for end in (self._read, None)
+        )
+        new: str = after[len(before) :]
+        return new
+
+    def _emit(self, new: str, *, last: bool) -> str:
+        held = self._held + new
+        found = [at for at in (held.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            piece, self._held = held[: min(found)], ""
+        else:
+            keep = 0 if last else self._beginning_of_stop(held)
+            piece, self._held = held[: len(held) - keep], held[len(held) - keep :]
+        self.text += piece
+        return piece
+
+    def _beginning_of_stop(self, held: str) -> int:
+        """Return how many characters at the end of ``held`` could become a stop string."""
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        for size in range(min(longest, len(held)), 0, -1):
+            if any(s.startswith(held[-size:]) for s in self._stop):
+                return size
+        return 0
 
 
 class FinishReason(str, enum.Enum):
