@@ -29,7 +29,7 @@ from devgraph.integrations.transformers.accelerate import (
     generate_stats,
     unaccelerate,
 )
-from devgraph.integrations.transformers.cache import KVCache, LayerShape
+from devgraph.integrations.transformers.attention import KVCache, LayerShape
 from devgraph.integrations.transformers.engine import Completion, Engine, EngineStats, TokenEvent
 from devgraph.integrations.transformers.loading import find_demo, load, load_demo
 from devgraph.integrations.transformers.model import CausalModel

@@ -24,6 +24,8 @@ from transformers import PreTrainedModel
 from devgraph.api.backend import SlotAttention
 from devgraph.api.errors import InputError, StateError
 from devgraph.integrations.transformers.attention import (
+    CacheLayer,
+    KVCache,
     decode_bounded,
     decode_mask,
     decode_whole,
@@ -32,7 +34,6 @@ from devgraph.integrations.transformers.attention import (
     varlen_decode,
     varlen_packed,
 )
-from devgraph.integrations.transformers.cache import CacheLayer, KVCache
 from devgraph.integrations.transformers.fusion import Fusion, standing_in
 from devgraph.integrations.transformers.probe import (
     ModelShape,

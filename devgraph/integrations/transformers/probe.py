@@ -29,7 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from devgraph.api.errors import DeviceGraphError
-from devgraph.integrations.transformers.cache import LayerShape
+from devgraph.integrations.transformers.attention import LayerShape
 from devgraph.integrations.transformers.fusion import Seen, standing_in
 
 _TOKENS = 3
