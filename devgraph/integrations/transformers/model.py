@@ -255,17 +255,14 @@ class CausalModel:
         if self.slotted:
             spans = ((slot, position, width) for slot, position in enumerate(positions))
             return {"spans": tuple(itertools.chain.from_iterable(spans))}
+        longest = longest or max(positions) + width
+        high = _round_up(longest, ROW_MULTIPLE) if self.bounded else self.max_len
+        for slot, position in enumerate(positions):
+            self.cache.prepare(slot, position + width, high)
         if not self.bounded:
-            self._prepare(positions, width, self.max_len)
             return {}
-        high = _round_up(longest or max(positions) + width, ROW_MULTIPLE)
-        self._prepare(positions, width, high)
         low = min(positions) // ROW_MULTIPLE * ROW_MULTIPLE if self._windows != [None] else 0
         return {"kv_len": high, "kv_from": low}
-
-    def _prepare(self, positions: list[int], width: int, upto: int) -> None:
-        for slot, position in enumerate(positions):
-            self.cache.prepare(slot, position + width, upto)
 
     def decode_data(
         self, pieces: Sequence[Piece], left: Sequence[int] | None = None, *, steps: int = 1
@@ -371,16 +368,12 @@ class CausalModel:
 
     @torch.no_grad()
     def tail(self, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Finish a packed step: what ``decode`` returns, for the last token of every request."""
-        return self.head(hidden.index_select(0, batch.last_tokens))
+        """Finish a packed step: what ``decode`` returns, for the last token of every request.
 
-    @torch.no_grad()
-    def head(self, hidden: Tensor) -> dict[str, Tensor]:
-        """Apply the model's own head to hidden states ``[rows, hidden]``.
-
-        The head is whatever the model's forward does after its base model (scaling, capping), so
-        that forward runs with the base model standing in for these states.
+        The model's own head is whatever its forward does after its base model (scaling, capping),
+        so that forward runs with the hidden states ``[tokens, hidden]`` in place of that.
         """
+        hidden = hidden.index_select(0, batch.last_tokens)
         output = self.shape.output_type(last_hidden_state=hidden[None])
         with standing_in([(self.shape.body, "forward", lambda *args, **kwargs: output)]):
             ids = hidden.new_zeros((1, hidden.shape[0]), dtype=torch.int64)
@@ -421,54 +414,47 @@ class CausalModel:
             self._step = None
 
     def _verify(self) -> None:
-        """Refuse the model unless steps over slots give the logits that it gives alone."""
+        """Refuse the model unless steps over slots give the logits that it gives alone: those of
+        the last two tokens of texts that run in two packed steps each and a decode step of all."""
         draw = torch.Generator().manual_seed(0)
         texts = [
             torch.randint(self.shape.vocabulary, (n,), generator=draw).tolist()
             for n in (7, 5)[: self.max_requests]
         ]
+        got, alone = [], []
         try:
-            got, want = self._try(texts), []
-            for text in texts:
-                ids = torch.tensor([text], device=self.device)
-                with torch.no_grad(), standing_in(overriding(self.model, pad_token_id=None)):
-                    want.append(self.model(input_ids=ids, use_cache=False).logits[0, -2:])
+            for slot, text in enumerate(texts):
+                for first, end in ((0, 3), (3, len(text) - 1)):
+                    piece = Piece(slot, first, text[first:end], completes=True)
+                    batch = self._batch(self.packed_data([piece]), 1, padding=2)
+                    last = self.tail(self.packed(batch), batch)["logits"][0]
+                got.append(last)
+            ends = [Piece(slot, len(t) - 1, t[-1:], completes=True) for slot, t in enumerate(texts)]
+            got += self.decode(self._batch(self.decode_data(ends), len(ends)))["logits"]
+            with torch.no_grad(), standing_in(overriding(self.model, pad_token_id=None)):
+                for text in texts:
+                    ids = torch.tensor([text], device=self.device)
+                    alone.append(self.model(input_ids=ids, use_cache=False).logits[0])
         except Exception as error:
             raise refusal(
                 self.model, f"{self.own}; and its own attention fails on whole slots ({error})"
             ) from error
-        expected = torch.cat(want).float()
+        for slot in range(len(texts)):
+            self.cache.release(slot)
+        want = torch.stack([logits[at] for at in (-2, -1) for logits in alone]).float()
         limit = 1e-3 if self.dtype == torch.float32 else 5e-2
-        if not (torch.cat(got).float() - expected).abs().max() <= limit * expected.abs().max():
+        if not (torch.stack(got).float() - want).abs().max() <= limit * want.abs().max():
             raise refusal(
                 self.model, f"{self.own}; and its own attention gives other logits on whole slots"
             )
 
-    def _try(self, texts: list[list[int]]) -> list[Tensor]:
-        """Return the logits of the last two tokens of ``texts``: all but one token in two packed
-        steps, the last in a decode step of all."""
-
-        def batch(pieces: list[Piece], padding: int) -> Batch:
-            pads = {"slot_mapping": self.cache.scratch_row}
-            inputs = {
-                name: F.pad(tensor, (0, padding), value=pads.get(name, 0))
-                for name, tensor in self._tokens(pieces).items()
-            }
-            inputs["last_tokens"] = self.tensor([pieces[0].count - 1])
-            size = Size(len(pieces), len(inputs["input_ids"]))
-            return Batch(inputs, size, host={}, variant={})
-
-        heads = []
-        for slot, text in enumerate(texts):
-            for first, end in ((0, 3), (3, len(text) - 1)):
-                made = batch([Piece(slot, first, text[first:end], completes=False)], 2)
-                last = self.tail(self.packed(made), made)["logits"]
-            heads.append(last)
-        ends = [Piece(slot, len(t) - 1, t[-1:], completes=True) for slot, t in enumerate(texts)]
-        decoded = self.decode(batch(ends, 0))["logits"][:, None]
-        for slot in range(len(texts)):
-            self.cache.release(slot)
-        return [t for pair in zip(heads, decoded, strict=True) for t in pair]
+    def _batch(self, data: dict[str, Any], requests: int, *, padding: int = 0) -> Batch:
+        pads = {"slot_mapping": self.cache.scratch_row}
+        inputs = {
+            name: F.pad(tensor, (0, padding), value=pads.get(name, 0))
+            for name, tensor in data["inputs"].items()
+        }
+        return Batch(inputs, Size(requests, len(inputs["input_ids"])), host={}, variant={})
 
     # -- attention -------------------------------------------------------------------------------
 
