@@ -10,14 +10,7 @@ from typing import Any
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import (
-    Bound,
-    Place,
-    has_place,
-    place_of,
-    tensors_in,
-    unexpanded,
-)
+from devgraph.api.buffers import Bound, Place, has_place, place_of, tensors_in, unexpanded
 from devgraph.api.device import identity
 from devgraph.api.errors import (
     CaptureError,

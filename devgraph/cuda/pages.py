@@ -81,7 +81,7 @@ def compiled(command: Sequence[str], folder: Path) -> Path:
 
 
 class MappedPages:
-    """The segments of all releasable pools of a process.
+    """The segments of all releasable pools of a process; see ``Pages``.
 
     Args:
         library: what was compiled.
@@ -99,7 +99,6 @@ class MappedPages:
 
     @functools.cached_property
     def allocator(self) -> Any:
-        """What a MemPool of torch takes."""
         names = "pages_allocate", "pages_free"
         # Pools do not keep it alive; the process does, through ``made``.
         self._plugged = torch.cuda.memory.CUDAPluggableAllocator(str(self._library), *names)
@@ -118,16 +117,10 @@ class MappedPages:
         return cls(compiled(command, cache_folder()), "libcuda.so.1")
 
     def release(self, addresses: Sequence[int]) -> None:
-        """Give the memory of segments back, of which some may have none; the device is idle."""
         self._call("pages_release", addresses)
         self._calls.pages_trim()
 
     def restore(self, addresses: Sequence[int]) -> None:
-        """Take memory for segments, of which some may have theirs.
-
-        Raises:
-            ResourceError: there is none.
-        """
         self._call("pages_restore", addresses)
 
     def _call(self, name: str, addresses: Sequence[int]) -> None:

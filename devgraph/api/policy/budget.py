@@ -50,10 +50,13 @@ class UpdateBudget:
             InputError: it is something else.
         """
         if value is None:
-            return UpdateBudget()
+            return _DEFAULTS
         if not isinstance(value, UpdateBudget):
             raise InputError(f"budget must be an UpdateBudget or None, not {brief(value)}")
         return value
+
+
+_DEFAULTS = UpdateBudget()
 
 
 class MissBudget:
