@@ -255,8 +255,8 @@ class Runner:
         with self._lock:
             if self._busy or self.pool.occupied:
                 self._require_outside("run")
-            self._busy.append(self)
-            try:
+            try:  # around the call too, behind which an interrupt may come
+                self._busy.append(self)
                 if not clone and self._step.clock.caller != get_ident():
                     self._step.clock.called_by(get_ident())
                 if decision is None and not self._decide_always and inputs is not None:
@@ -270,7 +270,7 @@ class Runner:
                 self.backend.raise_if_lost(error)
                 raise
             finally:
-                self._busy.pop()
+                self._busy.clear()
 
     def _run_decided(
         self,
@@ -453,11 +453,11 @@ class Runner:
         with self.pool.lock:
             self._require_outside(call)
             self._require_open(call)
-            self._busy.append(self)
-            try:
+            try:  # as in ``run``
+                self._busy.append(self)
                 yield
             finally:
-                self._busy.pop()
+                self._busy.clear()
 
     def _require_open(self, call: str) -> None:
         if self._closed:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 # What the fake cannot show, and why.
 BEYOND_THE_FAKE = {
-    "test_endurance": "it keeps what was recorded, so that a use after the end is seen",
+    "test_memory_is": "it keeps what was recorded, so that a use after the end is seen",
     "test_closed_capture_lets_go": "the same",
     "test_many_buckets_cost": "its memory is the CPU allocator's, which pools nothing",
     "test_temporaries_of_a_step": "the same",
