@@ -22,7 +22,7 @@ from devgraph.api.errors import (
     note,
     whole,
 )
-from devgraph.api.graph import DeviceGraph, GraphInfo
+from devgraph.api.graph import DeviceGraph, GraphInfo, summed
 from devgraph.api.inputs import Inputs, Pair, write
 from devgraph.api.marks.calls import describe
 from devgraph.api.marks.host_values import HostSpec
@@ -180,17 +180,10 @@ class Captured:
 
     def info(self) -> GraphInfo:
         """Return the sums over all segments."""
-        infos = [s.info() for s in self.segments if isinstance(s, DeviceGraph)]
-        counts = [info.nodes for info in infos]
-        eager = len(self.segments) - len(infos)
-        return GraphInfo(
+        return summed(
+            self.segments,
             state="closed" if self._job is None else "ready",
-            nodes=None if None in counts else sum(n for n in counts if n is not None),
-            regions=eager + sum(info.regions for info in infos),
-            segments=len(self.segments),
-            bytes=sum(info.bytes for info in infos),
             capture_seconds=self.capture_seconds,
-            recordings=sum(info.recordings for info in infos),
             phases=dict(self.phases),
         )
 

@@ -21,7 +21,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import attrs
@@ -91,6 +91,21 @@ class GraphInfo:
     phases: Mapping[str, float] = attrs.field(factory=dict)
     """Seconds by phase of what ``dg.capture`` made (warm-up, capture, and under ``piecewise``
     activate and compile before them); empty for a single graph."""
+
+
+def summed(segments: Sequence[Any], *, state: str, **rest: Any) -> GraphInfo:
+    """Return the sums over graphs; what is no graph among the segments counts as a region."""
+    infos = [segment.info() for segment in segments if isinstance(segment, DeviceGraph)]
+    counts = [info.nodes for info in infos]
+    return GraphInfo(
+        state=state,
+        nodes=None if None in counts else sum(n for n in counts if n is not None),
+        regions=len(segments) - len(infos) + sum(info.regions for info in infos),
+        segments=len(segments),
+        bytes=sum(info.bytes for info in infos),
+        recordings=sum(info.recordings for info in infos),
+        **rest,
+    )
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,9 +28,6 @@ from devgraph.api.marks.modes import Modes
 
 if TYPE_CHECKING:
     from devgraph.api.pool import Pool
-
-BoundCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A function, its arguments and its keyword arguments, which may change between calls."""
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -383,28 +381,33 @@ class MarkedCall:
             f"time (write into a preallocated output of the largest size instead)."
         )
 
-    def bound_run(self, host: dict[str, Any]) -> BoundCall:
+    def bound_run(self, host: dict[str, Any]) -> Callable[[], Any]:
         """Return ``run`` as a call that is bound to the live ``host``.
 
-        What it returns goes to ``refuse`` unless it is None. Ask for it under the modes of torch
-        that replays will run in.
+        Ask for it under the modes of torch that replays will run in.
         """
         self._settle()
         if Modes.current() == self.modes:
             if self._returned_none:
-                if not self.kwargs:
-                    return self.mark.fn, self.args, host
-                fn, args, kwargs = self.mark.fn, self.args, self.kwargs
-                return lambda: fn(*args, **kwargs, **host), (), {}
+                return self._runner_of_none(host)
             assert self._spec is not None
             known = self._known[0] if self._spec.is_leaf() else None
             if isinstance(known, _Bridge) and known.plain:
-                return self._runner_of_one(host, known.target), (), {}
-        return self.run, (host,), {}
+                return self._runner_of_one(host, known.target)
+        return functools.partial(self.run, host)
 
-    def refuse(self, result: Any) -> NoReturn:
-        """Raise RegionError for what a function returned that returned None at capture."""
-        self._refuse(result, "None")
+    def _runner_of_none(self, host: dict[str, Any]) -> Callable[[], None]:
+        fn, args, kwargs, refuse = self.mark.fn, self.args, self.kwargs, self._refuse
+
+        def run_with_names() -> None:
+            if (result := fn(*args, **kwargs, **host)) is not None:
+                refuse(result, "None")
+
+        def run_none() -> None:  # an empty dictionary costs as much as a small one
+            if (result := fn(*args)) is not None:
+                refuse(result, "None")
+
+        return run_with_names if kwargs or host else run_none
 
     def _runner_of_one(self, host: dict[str, Any], target: torch.Tensor) -> Callable[[], None]:
         fn, args, kwargs, owned = self.mark.fn, self.args, self.kwargs, self._owned

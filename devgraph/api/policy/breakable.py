@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError, StateError, note
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks.calls import BoundCall, MarkedCall
+from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call, swallowed
 from devgraph.api.policy.job import Job, Policy
+from devgraph.api.pool import Pool
 from devgraph.api.session import Session
 
 
@@ -28,14 +29,9 @@ class EagerSegment:
         """Run the body once; see ``MarkedCall.run``."""
         self._held().run(self._host)
 
-    def bound(self) -> BoundCall:
-        """Return ``replay`` as a call for the modes of torch at this moment; what it returns goes
-        to ``refuse`` unless it is None."""
+    def bound(self, stream: int | None = None) -> Callable[[], Any]:
+        """Return ``replay`` as a call for the modes of torch at this moment, on any stream."""
         return self._held().bound_run(self._host)
-
-    def refuse(self, result: Any) -> NoReturn:
-        """Raise the error that ``result`` of the call stands for."""
-        self._held().refuse(result)
 
     def reset(self) -> None:
         """Let go of every tensor."""
@@ -55,20 +51,33 @@ class BreakablePlan:
 
     The loop runs callables that were bound beforehand; they are bound anew when the pool says that
     some graph of it is no longer what it was.
+
+    Args:
+        segments: in order, graphs of ``pool`` and what has ``bound`` and ``reset`` as
+            ``EagerSegment`` does.
+        host: the live host values by mark, where the segments follow any.
+        check: wait for the device after every segment.
     """
 
-    def __init__(self, job: Job, segments: list[Any], host: dict[Mark, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        segments: list[Any],
+        pool: Pool,
+        host: dict[Mark, dict[str, Any]] | None = None,
+        *,
+        check: bool = False,
+    ) -> None:
         self.segments = segments
         self.outputs: Any = None
         self.notes: dict[str, Any] = {}
         self.held: Any = None
         """What must live as long as the graphs do, and nothing else keeps."""
-        self._pool = job.pool
-        self._backend = job.backend
-        self._check = job.check
-        self._host = host
-        self.marks = [mark for mark in host if mark.dynamic]
-        self._steps: dict[int | None, tuple[BoundCall, ...]] = {}
+        self._pool = pool
+        self._backend = pool.backend
+        self._check = check
+        self._host = host or {}
+        self.marks = [mark for mark in self._host if mark.dynamic]
+        self._steps: dict[int | None, list[Callable[[], Any]]] = {}
         self._epoch: int | None = None
 
     def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
@@ -91,18 +100,12 @@ class BreakablePlan:
     def _run(self) -> None:
         pool = self._pool
         if self._epoch != pool.epoch:
-            self._forget_steps()
-        steps = self._steps.get(pool.ordered_stream) or self._bound_steps()
-        rest = iter(steps)
+            self._steps, self._epoch = {}, pool.epoch
+        rest = iter(self._steps.get(pool.ordered_stream) or self._bound_steps())
         pool.occupied = True
         try:
-            for call, args, keywords in rest:
-                result = call(*args, **keywords)
-                if result is not None:
-                    break
-            else:
-                return
-            self.segments[self._position(rest)].refuse(result)
+            for step in rest:
+                step()
         except Exception as error:
             index, count = self._position(rest), len(self.segments)
             if isinstance(error, ExecutableError):
@@ -113,35 +116,26 @@ class BreakablePlan:
         finally:
             pool.occupied = False
 
-    def _position(self, rest: Iterator[BoundCall]) -> int:
+    def _position(self, rest: Iterator[Any]) -> int:
         """Return the index of the segment that ran before the ``rest`` of the bound steps."""
         ran = len(self.segments) * (1 + self._check) - operator.length_hint(rest)
         return (ran - 1) // (1 + self._check)
 
-    def _forget_steps(self) -> None:
-        for segment in self.segments:
-            if isinstance(segment, DeviceGraph):
-                segment.require_ready()
-        self._steps.clear()
-        self._epoch = self._pool.epoch
-
-    def _bound_steps(self) -> tuple[BoundCall, ...]:
-        """Bind every segment to the stream that is current now."""
+    def _bound_steps(self) -> list[Callable[[], Any]]:
+        """Bind every segment to the stream that is current now; raise if one cannot be replayed."""
         stream = self._pool.ordered_stream
-        steps: list[BoundCall] = []
+        steps: list[Callable[[], Any]] = []
         for segment in self.segments:
-            graph = isinstance(segment, DeviceGraph)
-            steps.append((segment.bound(stream), (), {}) if graph else segment.bound())
+            steps.append(segment.bound(stream))
             if self._check:
-                steps.append((self._backend.synchronize, (), {}))
-        self._steps[stream] = tuple(steps)
-        return self._steps[stream]
+                steps.append(self._backend.synchronize)
+        self._steps[stream] = steps
+        return steps
 
     def close(self) -> None:
         """Free graphs and let go of tensors."""
         self.outputs = None
-        self._steps.clear()
-        self._epoch = None
+        self._steps, self._epoch = {}, None
         for segment in self.segments:
             if isinstance(segment, DeviceGraph):
                 segment.close()
@@ -256,7 +250,7 @@ def capture_segments(
                 "the capture recorded no device work and no eager segment. Run the step on "
                 f"this backend's device ({job.backend.device})."
             )
-    plan = BreakablePlan(job, scope.segments, scope.host)
+    plan = BreakablePlan(scope.segments, job.pool, scope.host, check=job.check)
     plan.outputs = outputs
     return plan
 

@@ -257,13 +257,14 @@ def breakable_backend() -> Any:
             )
 
         def _capture(self, pool: Pool, body: Callable[[], Any]) -> tuple[Any, Any]:
-            segments = segment_class(shared().memory.backend, pool, self._count)
+            backend = shared().memory.backend
+            segments = segment_class(pool, self._count)
             started = time.perf_counter()
             try:
                 with (
                     undifferentiated(),
                     session(pool, stream=self._capture_stream) as held,
-                    capture_class(segments, held, self._tp_group.barrier) as capture,
+                    capture_class(segments, backend, held, self._tp_group.barrier) as capture,
                 ):
                     output = capture.run_eagerly(body) if self._debug_eager else body()
             except BaseException:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.graph import GraphInfo
+from devgraph.api.graph import GraphInfo, summed
+from devgraph.api.policy.breakable import BreakablePlan
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
 from devgraph.integrations.engine.ledger import ModeCount
@@ -30,66 +30,67 @@ def undifferentiated() -> contextlib.AbstractContextManager[Any]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+class _Break:
+    """An eager body of SGLang's, which puts what it returns where later segments read it."""
+
+    def __init__(self, body: Callable[[], Any]) -> None:
+        self._body = body
+
+    def bound(self, stream: int | None) -> Callable[[], Any]:
+        return self._body
+
+    def reset(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return "<eager code of SGLang>"
+
+
 @functools.cache
 def segment_classes() -> tuple[Any, Any]:
     """Return what stands for SGLang's segmented graph and for its capture."""
     engine: Any = importlib.import_module(BREAKS)
 
     class Segments(engine.BreakableCUDAGraph):  # type: ignore[misc]
-        """SGLang's list of segments and eager bodies; the segments are graphs of devgraph."""
+        """SGLang's list of segments and eager bodies as a plan of devgraph."""
 
-        def __init__(self, backend: Backend, pool: Pool, count: ModeCount) -> None:
+        def __init__(self, pool: Pool, count: ModeCount) -> None:
             super().__init__(None)
-            self.backend = backend
+            self.plan = BreakablePlan([], pool)
             self._pool = pool
             self._count = count
-            self._calls: dict[int | None, list[Callable[[], Any]]] = {}
-            self._epoch: int | None = None
             self.seconds = 0.0
 
         def _append_segment(self, graph: Any, needs_instantiate: bool) -> None:
-            self._segments.append(graph.graph)
+            # SGLang's marks leave the bodies of which each runs before the segment that follows.
+            self.plan.segments += map(_Break, self._break_fns)
+            self._break_fns.clear()
+            if graph.graph.recorded_nothing:
+                graph.graph.close()
+            else:
+                self.plan.segments.append(graph.graph)
 
         def replay(self) -> None:
-            """Run segments and eager bodies in order on the current stream, as SGLang does, by
-            calls that were bound to that stream beforehand."""
+            """Run segments and eager bodies in order on the current stream, as SGLang does."""
             pool = self._pool
             self._count.replays += 1
             token = engine._current_stream_var.set(engine.get_device_module().current_stream())
             try:
                 with pool.lock, undifferentiated():
+                    if pool.occupied:
+                        pool.require_free("replay a graph of SGLang")
                     pool.order()
-                    if self._epoch != pool.epoch:
-                        self._calls, self._epoch = {}, pool.epoch
-                    for call in self._calls.get(pool.ordered_stream) or self._bound_calls():
-                        call()
+                    self.plan.run()
             finally:
                 engine._current_stream_var.reset(token)
 
-        def _bound_calls(self) -> list[Callable[[], Any]]:
-            stream = self._pool.ordered_stream
-            launches = [segment.bound(stream) for segment in self._segments]
-            calls = itertools.chain(*itertools.zip_longest(launches, self._break_fns))
-            self._calls[stream] = [call for call in calls if call is not None]
-            return self._calls[stream]
-
         def info(self) -> GraphInfo:
-            infos = [segment.info() for segment in self._segments]
-            return GraphInfo(
-                state=infos[0].state if infos else "closed",
-                nodes=None,
-                regions=len(self._break_fns),
-                segments=len(infos) + len(self._break_fns),
-                bytes=sum(info.bytes for info in infos),
-                capture_seconds=self.seconds,
-                recordings=0,
-            )
+            state = "ready" if self.plan.segments else "closed"
+            return summed(self.plan.segments, state=state, capture_seconds=self.seconds)
 
         def reset(self) -> None:
-            for segment in self._segments:
-                segment.close()
-            for kept in (self._segments, self._break_fns, self._calls):
-                kept.clear()
+            self.plan.close()
+            self.plan.segments.clear()
 
     class SegmentCapture(engine.BreakableCUDAGraphCapture):  # type: ignore[misc]
         """SGLang's capture, which its marks talk to, recording graphs of devgraph.
@@ -98,9 +99,14 @@ def segment_classes() -> tuple[Any, Any]:
         """
 
         def __init__(
-            self, segments: Any, session: Session, barrier_fn: Callable[[], None] | None
+            self,
+            segments: Any,
+            backend: Backend,
+            session: Session,
+            barrier_fn: Callable[[], None] | None,
         ) -> None:
             super().__init__(cuda_graph=segments, barrier_fn=barrier_fn)
+            self._backend = backend
             self._session = session
             self._current_graph: Any = None
 
@@ -118,7 +124,7 @@ def segment_classes() -> tuple[Any, Any]:
             return output
 
         def _begin_new_segment(self) -> None:
-            graph = self.cuda_graph.backend.make_graph(self._session.pool)
+            graph = self._backend.make_graph(self._session.pool)
             graph.names_side_streams = False  # SGLang joins those that a segment forked
             self._session.begin(graph)
             # SGLang ends what it records by this name.

@@ -124,6 +124,50 @@ def test_segments_are_not_launched_while_capturing(engine: Any) -> None:
     assert [torch.equal(found, written) for found in seen] == [True, True, False, True]
 
 
+def test_error_of_marked_code_names_its_segment_and_the_next_replay_works(engine: Any) -> None:
+    state = {"broken": False}
+
+    def body(hidden: torch.Tensor) -> torch.Tensor:
+        if state["broken"]:
+            raise KeyError("of the model")
+        return hidden + 1
+
+    backend, case = sglang.breakable_backend()(runner()), Case(engine.eager(body))
+    captured(engine, backend, case, 4)
+    state["broken"] = True
+    with pytest.raises(KeyError, match="of the model") as raised:
+        backend.replay(engine.ShapeKey(4), None)
+    assert raised.value.__notes__ == ["in segment 1 of 3, <eager code of SGLang>"]
+    state["broken"] = False
+    case.fill()
+    assert torch.equal(backend.replay(engine.ShapeKey(4), None), case.expected(4))
+
+
+def test_marked_code_cannot_replay_graphs_whose_memory_is_in_use(engine: Any) -> None:
+    inner: list[int] = []
+
+    def body(hidden: torch.Tensor) -> torch.Tensor:
+        for size in inner:
+            backend.replay(engine.ShapeKey(size), None)
+        return hidden + 1
+
+    backend, case = sglang.breakable_backend()(runner()), Case(engine.eager(body))
+    captured(engine, backend, case, 8, 4)
+    inner.append(4)
+    with pytest.raises(dg.StateError, match="replay a graph of SGLang inside an eager body"):
+        backend.replay(engine.ShapeKey(8), None)
+
+
+def test_segments_without_device_work_are_dropped(engine: Any) -> None:
+    marked = engine.eager(lambda hidden: hidden * 2)
+    backend, case = sglang.breakable_backend()(runner()), Case(lambda x: marked(marked(x)))
+    captured(engine, backend, case, 4)
+    found = sglang.stats()["modes"]["breakable"]
+    assert (found["regions"], found["segments"]) == (2, 4)
+    case.fill()
+    assert torch.equal(backend.replay(engine.ShapeKey(4), None), case.expected(4))
+
+
 def test_debug_mode_runs_the_whole_step_eagerly(engine: Any) -> None:
     backend, case = sglang.breakable_backend()(runner(), debug_eager=True), Case()
     captured(engine, backend, case, 4)
