@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import attrs
+
 from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, brief, whole
 from devgraph.runners.decisions import Reason, Variant, canonical_variant
 from devgraph.runners.slots import Size
@@ -165,6 +167,9 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+_AS_MANY_ROWS = "Give the slots of 'requests' and 'tokens' as many rows as the batch has"
+
+
 class ByTokens:
     """Requests differ in length, and buckets count tokens.
 
@@ -193,7 +198,11 @@ class ByTokens:
         """
         if tokens is None:
             raise InputError(f"{self.phase} needs the number of tokens: can_run(requests, tokens)")
-        return Size((1 if tokens else 0) if requests is None else requests, tokens)
+        if requests is None:
+            requests = 1 if tokens else 0
+        elif not requests and tokens:
+            raise InputError(f"{tokens} tokens are of no request. {_AS_MANY_ROWS}")
+        return Size(requests, tokens)
 
     def some(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
         """Return the size of some batch with so many rows of a bucket; ``index`` varies it."""
@@ -235,14 +244,14 @@ class ByRequests(ByTokens):
             requests = tokens // width
         elif tokens is None:
             tokens = requests * width
-        elif 0 < tokens < requests:
+        elif tokens < requests:
             raise InputError(
                 f"{requests} requests have only {tokens} tokens; every request of a decode batch "
-                f"has at least one. Give the slots of 'requests' and 'tokens' as many rows as the "
-                f"batch has"
+                f"has at least one. {_AS_MANY_ROWS}"
             )
-        uniform = requests and tokens % requests == 0
-        return Size(requests, tokens, tokens // requests if uniform else None)
+        if requests:
+            width = tokens // requests if tokens % requests == 0 else None
+        return attrs.evolve(super().size(requests, tokens, options), width=width)
 
     def variant(
         self, size: Size, options: Mapping[str, Any], declared: Mapping[Variant, Mapping[str, Any]]

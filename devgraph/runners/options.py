@@ -128,7 +128,7 @@ class Options:
                 )
         if self.max_graphs is not None:
             count(self.max_graphs, "max_graphs")
-        if not isinstance(self.bound, Mapping):
+        if not isinstance(self.bound, Mapping) or not all(isinstance(n, str) for n in self.bound):
             raise ConfigTypeError(
                 f"bound must be a mapping of names to tensors: {brief(self.bound)}"
             )

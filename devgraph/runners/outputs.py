@@ -21,7 +21,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import StaticBuffers
+from devgraph.api.buffers import StaticBuffers, has_place
 from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, StaleOutputError, brief
 from devgraph.runners.decisions import Variant
 from devgraph.runners.slots import OutputSlot, Size
@@ -313,6 +313,11 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
         raise ConfigError(
             f"output {path} is {brief(value)}: a graph can only return tensors (or None); anything "
             f"else would keep its value of capture for ever"
+        )
+    if not has_place(value):
+        raise ConfigError(
+            f"output {path} has layout {value.layout}{' (nested)' * value.is_nested}, and outputs "
+            f"are copied to fixed addresses: return its parts, or to_dense()"
         )
     if slot.rows is not None:
         rows = size.rows(slot.rows)

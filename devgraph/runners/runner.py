@@ -179,7 +179,8 @@ class Runner:
             longest: tokens of the longest sequence, needed where ``max_seq_len`` is configured.
 
         Raises:
-            InputError: a number is negative, or a name is of no declared variant (a ValueError).
+            InputError: a number is negative, the numbers do not go together, or a name is of no
+                declared variant (a ValueError).
             InputTypeError: it is no int.
         """
         self._require_open("decide")

@@ -113,6 +113,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
     "decision": (lambda: _decode().run({"x": X[:2]}, decision=3), "can_run or agree returned"),
     "decision of a vote": (lambda: _decode().agree("yes"), "can_run or agree returned"),
     "bound tensors": (lambda: _decode(bound=[X]), "bound must be a mapping of names"),
+    "bound names": (lambda: _decode(bound={1: X}), "bound must be a mapping of names"),
     "epoch": (lambda: _decode(weights_epoch=3), "weights_epoch must be a function: 3"),
     "reset": (lambda: _decode(reset_state="no"), "reset_state must be a function: 'no'"),
     "switch": (lambda: _decode(idle_dummy=3), "idle_dummy: expected true or false, got 3"),

@@ -43,8 +43,13 @@ def test_slot_may_have_any_name_that_is_not_reserved(name: str):
 def test_slots_that_disagree_about_the_batch_are_refused():
     runner = _decode(_scaled)
     runner.capture()
-    with pytest.raises(dg.InputError, match="4 requests have only 3 tokens"):
-        runner.run({"x": torch.ones(3, WIDTH), "scale": torch.ones(4)})
+    for rows, requests, text in (
+        (3, 4, "4 requests have only 3 tokens"),
+        (0, 4, "4 requests have only 0 tokens"),
+        (3, 0, "3 tokens are of no request"),
+    ):
+        with pytest.raises(dg.InputError, match=text):
+            runner.run({"x": torch.ones(rows, WIDTH), "scale": torch.ones(requests)})
     runner.close()
 
 

@@ -44,6 +44,13 @@ def test_a_batch_of_several_widths_cannot_loop() -> None:
         runner.run({"x": torch.ones(5, 3), "n": torch.ones(2, dtype=torch.int64)})
 
 
+def test_a_batch_without_requests_loops_with_the_others() -> None:
+    runner = decode_of(lambda batch: batch.x * 2, [X], loop=dg.Loop(steps=2, advance=_stay))
+    for decision in (runner.can_run(2), dg.Decision.eager(dg.Reason.VOTED_EAGER)):
+        found = runner.run({"x": torch.ones(0, 3)}, decision=decision)
+        assert found.outputs.shape == (2, 0, 3)
+
+
 @pytest.mark.parametrize("loop", [3, dg.Loop])
 def test_a_loop_is_a_loop(loop: Any) -> None:
     with pytest.raises(dg.ConfigError, match="loop of a decode runner must be a dg.Loop"):

@@ -86,6 +86,7 @@ def test_a_caller_may_change_the_containers_it_was_given():
         (lambda b: {"y": b.x}, {"z": OutputSlot()}, "must have the same structure"),
         (lambda b: (b.x, 3), OutputSlot(), "can only return tensors"),
         (lambda b: None, OutputSlot(), "at least one tensor"),
+        (lambda b: b.x.to_sparse(), OutputSlot(), "has layout torch.sparse_coo"),
     ],
 )
 def test_outputs_that_do_not_fit_their_declaration_are_refused(step, slots, text):
