@@ -71,10 +71,16 @@ def _run(args: argparse.Namespace) -> int:
         # The reader has seen enough (head, less); Python must not fail when it flushes once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (DeviceGraphError, ImportError, OSError) as error:  # no room or right to write, too
+    except Exception as error:
         if getattr(args, "debug", False):
             raise
-        _complain(f"error: {error}")
+        text = str(error)
+        # An OSError says that there is no room or right to write, too. Of others, such as torch's
+        # where memory ends, the text alone says too little.
+        if not isinstance(error, (DeviceGraphError, ImportError, OSError)):
+            first = (text.strip().splitlines() or [""])[0]
+            text = f"{type(error).__name__}: {first} (--debug shows all of it)"
+        _complain(f"error: {text}")
         return ERROR
     return code
 

@@ -270,24 +270,48 @@ class ModelSizes:
 
     @classmethod
     def from_config(cls, config: Any, item_bytes: int) -> ModelSizes:
-        """Read the configuration of a transformers model, of numbers of so many bytes."""
-        text = config.get_text_config()
-        hidden, heads = text.hidden_size, text.num_attention_heads
-        # Some older families leave the common factor out of their configuration.
-        intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        head_dim = getattr(text, "head_dim", None) or hidden // heads
-        # In attention: residual, its norm, query, key, value and the result. In the MLP: residual,
-        # its norm, gate, up and their product. Nothing of one layer outlives the next.
-        attention = 2 * hidden + 2 * heads * head_dim + 2 * kv_heads * head_dim
-        mlp = 2 * hidden + 3 * intermediate
+        """Read the configuration of a transformers model, of numbers of so many bytes.
+
+        Raises:
+            CommandError: it lacks a size, as that of a model without attention does.
+        """
+        text = config.get_text_config(decoder=True)
+        count, vocabulary = _size(text, "num_hidden_layers"), _size(text, "vocab_size")
+        # One for each layer, where the version of transformers lets them differ.
+        layers = getattr(text, "per_layer_config", None) or [text]
         return cls(
-            layers=text.num_hidden_layers,
-            hidden=hidden,
-            vocabulary=text.vocab_size,
-            token_bytes=max(attention, mlp) * item_bytes,
-            logit_bytes=text.vocab_size * item_bytes,
+            layers=count,
+            hidden=_size(text, "hidden_size"),
+            vocabulary=vocabulary,
+            token_bytes=max(map(_numbers, layers)) * item_bytes,
+            logit_bytes=vocabulary * item_bytes,
         )
+
+
+def _size(config: Any, name: str, default: int = 0) -> int:
+    """Return a size, of a list of one for each layer the largest."""
+    found = getattr(config, name, None) or default
+    size = max(found) if isinstance(found, (list, tuple)) else found
+    if not isinstance(size, int) or size < 1:
+        raise CommandError(
+            f"nothing can be estimated for a model of the kind {config.model_type}, whose "
+            f"configuration has no {name}: leave --model out"
+        )
+    return size
+
+
+def _numbers(layer: Any) -> int:
+    """Return how many numbers the intermediate results of one token are at one time, at most.
+
+    In attention: residual, its norm, query, key, value and the result. In the MLP: residual, its
+    norm, gate, up and their product. Nothing of one layer outlives the next.
+    """
+    hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
+    kv_heads = _size(layer, "num_key_value_heads", heads)
+    head_dim = _size(layer, "head_dim", hidden // heads)
+    # Some older families leave the common factor out of their configuration.
+    mlp = 3 * _size(layer, "intermediate_size", 4 * hidden)
+    return 2 * hidden + max(2 * (heads + kv_heads) * head_dim, mlp)
 
 
 @attrs.frozen(kw_only=True)

@@ -137,7 +137,7 @@ def user_code(name: str) -> Iterator[None]:
             yield
     except (DeviceGraphError, ModuleNotFoundError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script's end is no answer of this program
         own = raising_line(error)
         where = f" at {own.file}:{own.line}" if own else ""
         text = str(error).strip().splitlines() or [""]

@@ -158,6 +158,23 @@ def test_closed_output_changes_no_exit_code(given: str, code: int):
     assert done.returncode == code
 
 
+def test_error_of_another_kind_is_one_line_with_the_way_to_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    import devgraph.cli.plan
+
+    def full(args: object) -> int:
+        raise RuntimeError("no memory is left\nstack of the driver")
+
+    monkeypatch.setattr(devgraph.cli.plan, "run", full)
+    result = run_cli(capsys, "plan")
+    assert result.code == 2
+    said = "devgraph: error: RuntimeError: no memory is left (--debug shows all of it)\n"
+    assert result.err == said
+    with pytest.raises(RuntimeError):
+        main(["plan", "--debug"])
+
+
 @pytest.mark.parametrize("columns", ["0", "wide"])
 def test_width_that_is_none_is_that_of_a_pipe(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -144,6 +144,16 @@ def test_error_of_the_step_names_its_line(tmp_path: Path, capsys: pytest.Capture
     assert f"raised KeyError: 'nothing' at {path}:{line} (--debug" in result.err
 
 
+def test_script_that_ends_the_program_is_no_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "script.py"
+    path.write_text("import sys\ndef step():\n    return None\nsys.exit(0)\n")
+    result = run_cli(capsys, "check", f"{path}:step")
+    assert result.code == 2
+    assert f"{path} raised SystemExit: 0 at {path}:4" in result.err
+
+
 @pytest.mark.parametrize("command", ["check", "explain"])
 def test_what_the_users_code_prints_is_no_part_of_the_result(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -275,6 +276,33 @@ def test_model_folder_gives_graphs_and_memory(tmp_path: Path, capsys: pytest.Cap
     assert phases["decode"]["bytes"] == 4 * 2 * (112 + 100)
     assert phases["prefill"]["bytes"] == 16 * 2 * 112
     assert "model of 4 layers" in run_cli(capsys, "plan", *argv).out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "numbers"),
+    [
+        ({}, 64),  # the MLP: 2 * 8 and 3 * 16
+        ({"intermediate_size": [4, 40]}, 136),
+        ({"head_dim": [4, 16]}, 144),  # attention: 2 * 8 and 2 * (2 + 2) * 16
+    ],
+)
+def test_largest_layer_counts_where_layers_differ(sizes: dict[str, Any], numbers: int):
+    layer = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
+    text = SimpleNamespace(**{**layer, **sizes}, num_hidden_layers=2)
+    if "head_dim" in sizes:
+        text.per_layer_config = [SimpleNamespace(**layer, head_dim=n) for n in sizes["head_dim"]]
+    config = SimpleNamespace(get_text_config=lambda decoder: text)
+    assert ModelSizes.from_config(config, 2).token_bytes == 2 * numbers
+
+
+def test_model_without_attention_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    pytest.importorskip("transformers", reason="reads a model's configuration")
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}', encoding="utf-8")
+    result = run_cli(capsys, "plan", "--backend", "cpu", "--model", tmp_path)
+    assert result.code == 2
+    assert "the kind mamba, whose configuration has no num_attention_heads" in result.err
 
 
 def test_memory_is_the_sum_where_graphs_do_not_share_a_pool():
