@@ -313,6 +313,13 @@ class Graphs:
             return Decision.eager(Reason.OVER_MAX_REQUESTS)
         return self.at_epoch(self._choose(variant, size))
 
+    def unusable(self, *, suspended: bool) -> Reason | None:
+        """Return why some captured graph cannot be launched now, None if all can."""
+        if suspended:
+            return Reason.SUSPENDED
+        found = (self.at_epoch(Decision.graph(graph.key)) for graph in self.captured)
+        return next((one.reason for one in found if not one.ok), None)
+
     def at_epoch(self, decision: Decision) -> Decision:
         """Return ``decision``, or that to run eagerly where weights were replaced since."""
         if decision.ok and self._weights_epoch is not None:

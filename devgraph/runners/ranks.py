@@ -212,32 +212,44 @@ class RankGroup:
             )
         return found
 
-    def agree(self, decision: Decision | None, variants: Sequence[Variant], name: str) -> Decision:
+    def agree(
+        self,
+        decision: Decision | None,
+        variants: Sequence[Variant],
+        name: str,
+        *,
+        unable: Reason | None = None,
+    ) -> Decision:
         """Return what all ranks of runner ``name`` do in this step, by one vote of minima; None
         stands for no requests.
 
         Args:
             variants: those that the runner declares, in the same order on every rank.
+            unable: why this rank could launch no graph for the requests of others.
 
         Raises:
             AgreementError: ranks want different variants, or one did not vote.
         """
         if self.size == 1:
             return decision or Decision.eager(Reason.EMPTY_BATCH)
-        ok, bucket, variant = 1, 0, None
-        if decision is not None and decision.reason is not Reason.EMPTY_BATCH:
-            ok = int(decision.ok)
-            if decision.key is not None:
-                bucket, variant = decision.key.bucket, variants.index(decision.key.variant)
+        bucket, variant = 0, None
+        busy = decision if decision and decision.reason is not Reason.EMPTY_BATCH else None
+        if busy is None:
+            able = 1 if unable else 2  # Alone it makes no step: there may be nothing to run.
+        else:
+            able, unable = 2 if busy.ok else 0, None
+            if busy.key is not None:
+                bucket, variant = busy.key.bucket, variants.index(busy.key.variant)
         low, high = (_NEUTRAL, _NEUTRAL) if variant is None else (variant, -variant)
-        ok, bucket, low, high = self.minimum(f"{name}/vote", (ok, -bucket, low, high))
+        able, bucket, low, high = self.minimum(f"{name}/vote", (able, -bucket, low, high))
         key = None if low == _NEUTRAL else GraphKey(variants[low], -bucket)
-        if not ok:
-            if decision is not None and not decision.ok:
-                return decision
-            return Decision.eager(Reason.VOTED_EAGER, decision.key if decision else key)
-        if key is None:
+        if able and key is None:
             return Decision.eager(Reason.EMPTY_BATCH)
+        if able < 2:
+            if busy is None:
+                return Decision.eager(unable or Reason.VOTED_EAGER, key)
+            return Decision.eager(Reason.VOTED_EAGER, busy.key) if busy.ok else busy
+        assert key is not None
         if low != -high:
             raise AgreementError(
                 f"the ranks of {name} want different variants in one step: {dict(variants[low])} "

@@ -196,7 +196,8 @@ class Runner:
         """Return the decision that all ranks take for this step; every rank must call it.
 
         A step runs in a graph only if every rank can, and then in the largest bucket that a rank
-        needs. A rank without requests passes None and then calls ``run(None, decision=...)``.
+        needs. A rank without requests passes None and then calls ``run(None, decision=...)``; where
+        it is suspended, or a graph of it is of other weights, all run eagerly.
 
         Raises:
             AgreementError: ranks want different variants, or one did not vote.
@@ -209,7 +210,10 @@ class Runner:
                 f"the decision is for graph {decision.key}, which {self._name} does not have; give "
                 f"agree what can_run of the same runner returned"
             )
-        return self._ranks.agree(decision, list(self.graphs.variants), self._name)
+        unable = None
+        if self._ranks.size > 1 and (decision is None or decision.reason is Reason.EMPTY_BATCH):
+            unable = self.graphs.unusable(suspended=self._suspended)
+        return self._ranks.agree(decision, [*self.graphs.variants], self._name, unable=unable)
 
     # Running.
 

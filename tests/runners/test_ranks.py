@@ -322,6 +322,35 @@ def test_an_idle_rank_takes_part_on_pad_values():
     assert idle[1].eager == {"voted_eager": 1, "empty_batch": 1}
 
 
+@pytest.mark.parametrize("why", ["suspended", "weights_changed"])
+def test_an_idle_rank_that_cannot_launch_keeps_the_others_from_it(why):
+    def work(rank, group):
+        epoch = [0]
+        runner = ranked(group, weights_epoch=lambda: epoch[0])
+        if rank:
+            epoch[0] = 1
+            if why == "suspended":
+                runner.suspend()
+        for busy in (not rank, False):
+            decision = runner.agree(runner.can_run(2) if busy else None)
+            runner.run({"x": rows_of_x(2)} if busy else None, decision=decision)
+        return runner.stats().eager
+
+    assert in_ranks(2, work) == [{"voted_eager": 1, "empty_batch": 1}, {why: 1, "empty_batch": 1}]
+
+
+def test_a_rank_with_an_empty_batch_takes_part_in_an_eager_step():
+    def work(rank, group):
+        runs = []
+        runner = ranked(group, step=lambda batch: runs.append(0) or batch.x * 2)
+        runs.clear()
+        decision = runner.agree(runner.can_run(0 if rank else 9))
+        runner.run(None if rank else {"x": rows_of_x(9)}, decision=decision)
+        return len(runs), decision.reason.value
+
+    assert in_ranks(2, work) == [(1, "over_largest_bucket"), (1, "voted_eager")]
+
+
 def test_an_idle_rank_follows_the_variant_of_the_others():
     def work(rank, group):
         runner = ranked(group, variants=[{}, {"lora": True}])
