@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from devgraph.api.backend import Backend
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import InputError, InputTypeError, StateError
+from devgraph.api.errors import InputError, InputTypeError, StateError, brief, whole
 from devgraph.api.policy import breaks
 from devgraph.api.registry import get_backend
 from devgraph.integrations.transformers.model import CausalModel
@@ -261,7 +262,7 @@ class Engine:
             prompt: text (with a tokenizer) or token ids.
             max_new_tokens: tokens to generate at most.
             sampling: how to choose them; None is greedy.
-            stop: strings that end the request; they need a tokenizer.
+            stop: strings that end the request, or one alone; they need a tokenizer.
             stop_token_ids: tokens that end it, besides the end-of-sequence tokens.
 
         Raises:
@@ -282,8 +283,7 @@ class Engine:
         stop_token_ids: Sequence[int],
     ) -> Request:
         ids = self._ids(prompt)
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        max_new_tokens = whole("max_new_tokens", max_new_tokens, 1)
         needed = len(ids) + max_new_tokens
         if needed > self.model.positions:
             raise InputError(
@@ -312,10 +312,15 @@ class Engine:
                 raise InputTypeError("a text prompt needs a tokenizer; pass token ids instead")
             ids = list(self.tokenizer(prompt)["input_ids"])
         else:
-            ids = [int(i) for i in prompt]
+            try:
+                ids = list(map(operator.index, prompt))
+            except TypeError as error:
+                raise InputTypeError(
+                    f"a prompt must be text or a list of token ids, got {brief(prompt)}"
+                ) from error
         if not ids:
             raise InputError("the prompt is empty; it needs at least one token")
-        worst = max(ids, key=lambda i: i if i >= 0 else self.model.shape.vocabulary - i)
+        worst = min(ids) if min(ids) < 0 else max(ids)
         if not 0 <= worst < self.model.shape.vocabulary:
             raise InputError(
                 f"token id {worst} is outside the vocabulary of {self.model.shape.vocabulary}"
@@ -459,6 +464,10 @@ class Engine:
             on_event: called with every event of these prompts as it comes.
         """
         self._check_open()
+        if isinstance(prompts, str):
+            raise InputTypeError(
+                "prompts must be a list of prompts, got one text; put it in a list"
+            )
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from devgraph.api.backend import SlotAttention
-from devgraph.api.errors import InputError, StateError
+from devgraph.api.errors import InputError, StateError, whole
 from devgraph.integrations.transformers.attention import (
     CacheLayer,
     KVCache,
@@ -113,9 +113,7 @@ class CausalModel:
         self._pin = pin
         self.shape = probe(model)
         self.positions = _positions(self.shape, max_len)
-        if max_requests < 1:
-            raise InputError(f"max_requests must be at least 1, got {max_requests}")
-        self.max_requests = max_requests
+        self.max_requests = max_requests = whole("max_requests", max_requests, 1)
         self.device, self.dtype = self.shape.device, self.shape.dtype
         self.own = self.shape.own
         self.bounded = updatable and self.own is None
@@ -548,8 +546,7 @@ def _positions(shape: ModelShape, max_len: int | None) -> int:
     limit = shape.positions
     if max_len is None:
         max_len = min(limit or 2048, 2048)
-    if max_len < 1:
-        raise InputError(f"max_len must be at least 1, got {max_len}")
+    max_len = whole("max_len", max_len, 1)
     if limit is not None and max_len > limit:
         raise InputError(
             f"max_len {max_len} is over the {limit} positions that the model has and its cache "

@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from devgraph.api.errors import InputError, did_you_mean
+from devgraph.api.errors import InputError, did_you_mean, whole
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -52,8 +52,7 @@ class SamplingParams:
     def __attrs_post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InputError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"top_k must be 0 (all tokens) or positive, got {self.top_k}")
+        whole("top_k", self.top_k)
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
@@ -123,12 +122,12 @@ class TextStream:
 
     Args:
         tokenizer: of transformers, or anything with its ``decode``.
-        stop: strings that end the text; they are not part of it.
+        stop: strings that end the text, or one alone; they are not part of it.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._decode = tokenizer.decode
-        self._stop = tuple(s for s in stop if s)
+        self._stop = tuple(s for s in ([stop] if isinstance(stop, str) else stop) if s)
         self._tokens: list[int] = []
         # Text of tokens [start:read] was handed on; a token's text depends on the one before it
         # (spaces), so decoding starts a little earlier than what is new.
@@ -300,7 +299,7 @@ class Scheduler:
     """
 
     def __init__(self, slots: int, *, max_step_tokens: int, alone: bool = False) -> None:
-        if max_step_tokens < slots:
+        if whole("max_step_tokens", max_step_tokens) < slots:
             raise InputError(
                 f"max_step_tokens is {max_step_tokens}, which cannot hold one token for each of "
                 f"{slots} requests; raise it to at least {slots}"

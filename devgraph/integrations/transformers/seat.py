@@ -71,14 +71,20 @@ class Seat:
         """Return whether ``cache`` holds nothing but keys and values that slots can hold."""
         if type(cache) is not DynamicCache or cache.offloading:
             return False
-        if not cache.get_seq_length():
-            return all(type(layer) in _PLAIN for layer in cache.layers)
         shapes = [(batch, one.kv_heads, one.key_dim) for one in engine.model.shape.layers]
+        empty = not cache.get_seq_length()
+        if empty and not cache.layers:
+            return True
         return len(cache.layers) == len(shapes) and all(
             type(layer) in _PLAIN
-            and (*layer.keys.shape[:2], layer.keys.shape[3]) == shape
-            and layer.keys.device == engine.model.device
-            and layer.keys.dtype == engine.model.dtype
+            and (
+                empty
+                or (
+                    (*layer.keys.shape[:2], layer.keys.shape[3]) == shape
+                    and layer.keys.device == engine.model.device
+                    and layer.keys.dtype == engine.model.dtype
+                )
+            )
             for layer, shape in zip(cache.layers, shapes, strict=True)
         )
 

@@ -466,6 +466,16 @@ def test_cache_that_slots_cannot_continue_falls_back(model: Any) -> None:
     assert generate_stats(model).fallbacks == {"over_max_len": 1, "mask": 1}
 
 
+def test_model_told_to_have_fewer_layers_falls_back_and_gets_its_methods_back() -> None:
+    """Its cache has fewer layers than slots do."""
+    model = make_model("llama")
+    accelerate(model, **OPTIONS)
+    model.config.num_hidden_layers = 1
+    got = generated(model)
+    assert generate_stats(model).fallbacks == {"cache": 1}
+    assert torch.equal(got, generated(unaccelerate(model)))
+
+
 def test_returned_cache_has_the_layers_that_it_came_with() -> None:
     model = make_model("mistral")
     inputs = {"input_ids": torch.tensor([prompts(3)[2]])}

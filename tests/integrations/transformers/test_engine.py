@@ -333,7 +333,7 @@ def test_text_streams_in_pieces_and_stops_at_a_string() -> None:
         assert done.text == whole == "".join(event.text for event in seen)
         assert [event.token for event in seen] == tokens
         assert [event.finish_reason for event in seen][-2:] == [None, FinishReason.LENGTH]
-        stopped = engine.generate(["hello"], max_new_tokens=12, stop=[whole[5:7]])[0]
+        stopped = engine.generate(["hello"], max_new_tokens=12, stop=whole[5:7])[0]
         assert stopped.text == whole[: whole.index(whole[5:7])]
         assert stopped.finish_reason is FinishReason.STOP
 
@@ -445,6 +445,11 @@ def test_full_prefill_without_device_lengths_warns_at_construction(
         (lambda e: e.add_request([1], stop=["x"]), "tokenizer"),
         (lambda e: e.cancel(3), "no request 3"),
         (lambda e: e.generate([[1], [2]], sampling=[SamplingParams()]), "1 sampling"),
+        (lambda e: e.generate("text"), "put it in a list"),
+        (lambda e: e.generate([1, 2]), "list of token ids, got 1"),
+        (lambda e: e.generate([[1.5, 2]]), "list of token ids"),
+        (lambda e: e.generate([torch.ones(1, 2, dtype=torch.int64)]), "list of token ids"),
+        (lambda e: e.generate([[1]], max_new_tokens=2.5), "max_new_tokens must be an int"),
     ],
 )
 def test_bad_requests_are_refused_and_leave_nothing_queued(call: Any, says: str) -> None:
@@ -469,9 +474,18 @@ def test_closed_engine_says_so_and_closes_twice() -> None:
         engine.step()
 
 
-def test_budget_below_the_slots_is_refused() -> None:
-    with pytest.raises(DeviceGraphError, match="at least 3"):
-        make_engine(make_model("llama"), max_step_tokens=2)
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"max_step_tokens": 2}, "at least 3"),
+        ({"max_step_tokens": "16"}, "max_step_tokens must be an int"),
+        ({"max_len": 2.5}, "max_len must be an int"),
+        ({"max_requests": 2.5}, "max_requests must be an int"),
+    ],
+)
+def test_sizes_that_do_not_fit_or_are_none_are_refused(option: dict[str, Any], says: str) -> None:
+    with pytest.raises(DeviceGraphError, match=says):
+        make_engine(make_model("llama"), **option)
 
 
 def test_prompts_of_a_generation_that_fails_do_not_stay_behind() -> None:

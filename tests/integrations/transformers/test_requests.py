@@ -91,6 +91,7 @@ def test_rows_mix_greedy_and_sampled_requests() -> None:
         {"temperature": -0.1},
         {"temperature": math.nan},
         {"top_k": -1},
+        {"top_k": 2.5},
         {"top_p": 0.0},
         {"top_p": 1.5},
     ],
@@ -98,7 +99,7 @@ def test_rows_mix_greedy_and_sampled_requests() -> None:
 def test_bad_parameters_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(DeviceGraphError, match=next(iter(bad))) as error:
         SamplingParams(**bad)
-    assert isinstance(error.value, ValueError)
+    assert isinstance(error.value, ValueError | TypeError)
 
 
 class ByteTokenizer:
