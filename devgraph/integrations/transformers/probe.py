@@ -52,14 +52,12 @@ _HOST_ROPE = frozenset({"dynamic", "longrope"})
 # Layers that keep keys and values; the last keeps nothing and reads what another has written.
 _KEPT = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
 
+_HOST_READ = "it reads device data on the host"
 _OWN_ATTENTION = "its attention does not go through the attention-function registry"
 
 
 class UnsupportedModelError(DeviceGraphError, ValueError):
     """The model does something that this integration cannot run correctly; it says what."""
-
-    what = ""
-    """What that is, as part of a sentence."""
 
 
 @attrs.frozen(kw_only=True)
@@ -112,43 +110,37 @@ def eos_of(*configs: Any) -> list[int]:
     return []
 
 
-def refusal(model: PreTrainedModel, what: str) -> UnsupportedModelError:
+class _Refused(Exception):
+    """Says what keeps a model from running here."""
+
+
+def refusal(model: PreTrainedModel, what: object) -> UnsupportedModelError:
     """Return the error that says ``what`` keeps ``model`` from running here."""
-    made = UnsupportedModelError(
+    return UnsupportedModelError(
         f"{type(model).__name__} cannot run on device graphs here: {what}. Supported are causal "
         f"language models of transformers whose whole state is a cache of keys and values."
     )
-    made.what = what
-    return made
 
 
 def _check_static(model: PreTrainedModel) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"expected a transformers model, got {type(model).__name__}; load one with "
-            f"AutoModelForCausalLM.from_pretrained(...)"
-        )
     if model.training:
-        raise refusal(model, "it is in training mode, where dropout is on; call model.eval()")
+        raise _Refused("it is in training mode, where dropout is on; call model.eval()")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise refusal(model, "it is an encoder-decoder model")
+        raise _Refused("it is an encoder-decoder model")
     if model.get_output_embeddings() is None:
-        raise refusal(model, "it has no base model with a language-model head on top")
+        raise _Refused("it has no base model with a language-model head on top")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
-        raise refusal(
-            model, f"its parameters are on {len(devices)} devices: {sorted(map(str, devices))}"
-        )
+        raise _Refused(f"its parameters are on {len(devices)} devices: {sorted(map(str, devices))}")
     if next(iter(devices)).type == "meta":
-        raise refusal(model, "its parameters are on the meta device and have no data")
+        raise _Refused("its parameters are on the meta device and have no data")
     for name, module in model.named_modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind in _HOST_ROPE:
-                raise refusal(
-                    model,
+                raise _Refused(
                     f"the rotary embedding {name!r} is of type {kind!r}, which reads the longest "
-                    f"position of every step on the host",
+                    f"position of every step on the host"
                 )
 
 
@@ -157,10 +149,8 @@ def _check_state(model: PreTrainedModel) -> list[DynamicLayer]:
     layers = DynamicCache(config=model.config).layers
     for index, layer in enumerate(layers):
         if type(layer).__name__ not in _KEPT:
-            raise refusal(
-                model,
-                f"layer {index} of its cache is a {type(layer).__name__}, not keys and values "
-                f"alone",
+            raise _Refused(
+                f"layer {index} of its cache is a {type(layer).__name__}, not keys and values alone"
             )
     return layers  # type: ignore[no-any-return]
 
@@ -183,7 +173,7 @@ def _positions(
     windows = set()
     for function in functions:
         with contextlib.suppress(Exception):  # One that reads more than positions is none.
-            windows.add(_window_of(function, model))
+            windows.add(_window_of(function))
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     for layer, shape in zip(kept, shapes, strict=False):
         window = getattr(layer, "sliding_window", None) if layer.is_sliding else None
@@ -214,12 +204,12 @@ def _body_of(model: PreTrainedModel) -> torch.nn.Module:
     except _Found:
         pass
     except Exception as error:
-        raise refusal(model, f"its forward failed with {type(error).__name__}: {error}") from error
+        raise _Refused(f"its forward failed with {type(error).__name__}: {error}") from error
     finally:
         for hook in hooks:
             hook.remove()
     if not called or not {"input_ids", "past_key_values"} <= parameters_of(called[0]):
-        raise refusal(model, "its forward does not begin with a base model that has a cache")
+        raise _Refused("its forward does not begin with a base model that has a cache")
     return called[0]
 
 
@@ -268,16 +258,14 @@ class _Probe(Cache):  # type: ignore[misc]
                 _NoHostReads(),  # type: ignore[no-untyped-call]
             ):
                 self.output = body(**inputs)
-        except UnsupportedModelError:
+        except _Refused:
             raise
-        except _HostRead as error:
-            raise refusal(model, f"it reads device data on the host ({error})") from error
         except Exception as error:
             # Between writing to its cache and calling an attention function: it attends by itself,
             # and stumbles over the mask that stands in.
             alone = self.written is not None and not own
             failed = f"a first forward failed with {type(error).__name__}: {error}"
-            raise refusal(model, _OWN_ATTENTION if alone else failed) from error
+            raise _Refused(_OWN_ATTENTION if alone else failed) from error
         finally:
             unregister(name)
         return self
@@ -323,13 +311,13 @@ class _Probe(Cache):  # type: ignore[misc]
         function = kwargs.get("mask_function")
         padded = kwargs.get("attention_mask") is not None
         if function is None or (padded and self.own is None):
-            raise refusal(self.model, "it builds its attention mask in a way unknown here")
+            raise _Refused("it builds its attention mask in a way unknown here")
         if self.own is not None:
             self.functions.append(function)
             at = torch.arange(_TOKENS, device=self.model.device)
             return mask_of(function, at[None], at, self.model.dtype)
         with _disable_current_modes():
-            self.windows.append(_window_of(function, self.model))
+            self.windows.append(_window_of(function))
         # On the model's device, so that attention of its own meets it alike on every device.
         return torch.full((1, 1, 1, 1), len(self.windows) - 1, device=self.model.device)
 
@@ -345,14 +333,13 @@ class _Probe(Cache):  # type: ignore[misc]
         written, self.written = self.written, None
         name = type(module).__name__
         if written is None or written[1] is not key or written[2] is not value:
-            raise refusal(
-                self.model,
-                f"a layer of {name} attends to something else than what it just wrote to the cache",
+            raise _Refused(
+                f"a layer of {name} attends to something else than what it just wrote to the cache"
             )
         self._check_call(name, query, attention_mask, kwargs)
         index = written[0]
         if index in self.found:
-            raise refusal(self.model, f"layer {index} calls attention more than once")
+            raise _Refused(f"layer {index} calls attention more than once")
         assert attention_mask is not None
         self.attended += (query, key, value)
         with _disable_current_modes():
@@ -366,13 +353,11 @@ class _Probe(Cache):  # type: ignore[misc]
     ) -> None:
         unknown = [n for n, v in kwargs.items() if v is not None and n not in _HARMLESS | _HONOURED]
         if unknown:
-            raise refusal(
-                self.model, f"{name} passes {', '.join(sorted(unknown))} to attention, unknown here"
-            )
+            raise _Refused(f"{name} passes {', '.join(sorted(unknown))} to attention, unknown here")
         if mask is None or mask.dtype != torch.int64:
-            raise refusal(self.model, f"{name} is not given a mask of transformers' masking_utils")
+            raise _Refused(f"{name} is not given a mask of transformers' masking_utils")
         if query.shape[0] != 1 or query.shape[2] != _TOKENS:
-            raise refusal(self.model, f"{name} attends with queries of shape {tuple(query.shape)}")
+            raise _Refused(f"{name} attends with queries of shape {tuple(query.shape)}")
 
 
 def mask_of(
@@ -388,7 +373,7 @@ def mask_of(
     return torch.zeros((), dtype=dtype, device=rows.device).masked_fill(~shown, hide)
 
 
-def _window_of(function: Callable[..., Tensor], model: PreTrainedModel) -> int | None:
+def _window_of(function: Callable[..., Tensor]) -> int | None:
     """Return the sliding window of a causal mask function, None when it has none.
 
     The function is evaluated, not recognised: at positions far apart it must allow exactly the
@@ -409,7 +394,7 @@ def _window_of(function: Callable[..., Tensor], model: PreTrainedModel) -> int |
         if limit is not None:
             want &= rows > position - limit
         if not torch.equal(allowed(position, rows), want):
-            raise refusal(model, "its attention mask is neither causal nor a causal sliding window")
+            raise _Refused("its attention mask is neither causal nor a causal sliding window")
     return limit
 
 
@@ -419,20 +404,26 @@ def probe(model: PreTrainedModel) -> ModelShape:
     Raises:
         UnsupportedModelError: it cannot run correctly here; the message says why.
     """
-    _check_static(model)
-    kept = _check_state(model)
-    body = _body_of(model)
-    overrides = _overrides(model)
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"expected a transformers model, got {type(model).__name__}; load one with "
+            f"AutoModelForCausalLM.from_pretrained(...)"
+        )
     try:
-        return _probe(model, body, kept, overrides)
-    except UnsupportedModelError as error:
-        own = error
-    try:
-        return _probe(model, body, kept, overrides, own=own.what)
-    except UnsupportedModelError as error:
-        if error.what == own.what:
-            raise
-        raise refusal(model, f"{own.what}; and attending by itself, {error.what}") from error
+        _check_static(model)
+        known = model, _check_state(model), _body_of(model), _overrides(model)
+        try:
+            return _probe(*known)
+        except _Refused as error:
+            own = str(error)
+        try:
+            return _probe(*known, own=own)
+        except _Refused as error:
+            if str(error) == own:
+                raise
+            raise _Refused(f"{own}; and attending by itself, {error}") from error
+    except _Refused as error:
+        raise refusal(model, error) from error
 
 
 def _overrides(model: PreTrainedModel) -> dict[str, Any]:
@@ -447,28 +438,28 @@ def _overrides(model: PreTrainedModel) -> dict[str, Any]:
 
 def _probe(
     model: PreTrainedModel,
-    body: torch.nn.Module,
     kept: list[DynamicLayer],
+    body: torch.nn.Module,
     overrides: dict[str, Any],
     own: str | None = None,
 ) -> ModelShape:
     if own is None and "position_ids" not in parameters_of(body):
-        raise refusal(model, "its base model takes no position_ids")
+        raise _Refused("its base model takes no position_ids")
     seen = Seen(body)
     with seen.noting():
         watch = _Probe(model, own=own).run(body, overrides)
     found = watch.found
     if not found:
-        raise refusal(model, _OWN_ATTENTION if own is None else "it keeps no keys and values")
+        raise _Refused(_OWN_ATTENTION if own is None else "it keeps no keys and values")
     if sorted(found) != list(range(len(found))):
-        raise refusal(model, f"only layers {sorted(found)} attend")
+        raise _Refused(f"only layers {sorted(found)} attend")
     if own is None and watch.written is not None:
-        raise refusal(model, f"only layers {sorted(found)} attend through the registry")
+        raise _Refused(f"only layers {sorted(found)} attend through the registry")
     if own is None and watch.asked:
         # A cache here holds requests of different lengths, and has none.
         other = _Probe(model, own=own).run(body, overrides, length=_OTHER_LENGTH)
         if not watch.equals(other):
-            raise refusal(model, "it computes with the length of its cache, not with position_ids")
+            raise _Refused("it computes with the length of its cache, not with position_ids")
     layers = tuple(found[i] for i in sorted(found))
     return ModelShape(
         body=body,
@@ -521,7 +512,7 @@ class _NoLists(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in (Tensor.tolist, Tensor.numpy):
-            raise _HostRead(func.__name__)
+            raise _Refused(f"{_HOST_READ} ({func.__name__})")
         return func(*args, **(kwargs or {}))
 
 
@@ -535,12 +526,8 @@ class _NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if reads and func.overloadpacket is torch.ops.aten.index:
             reads = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         if reads:
-            raise _HostRead(func.overloadpacket.__name__)
+            raise _Refused(f"{_HOST_READ} ({func.overloadpacket.__name__})")
         return func(*args, **(kwargs or {}))
-
-
-class _HostRead(Exception):
-    """Ends a forward that reads device data on the host."""
 
 
 _READ = torch.ops.aten._local_scalar_dense.default
