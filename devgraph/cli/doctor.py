@@ -139,12 +139,19 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
     }
     if not info.available:
         return found
-    backend = get_backend(info.name)
+    try:
+        return found | _seen(get_backend(info.name), probe=probe)
+    except Exception as error:  # the report is about the others, too
+        logger.info("backend %s", info.name, exc_info=True)
+        return found | {"available": False, "reason": f"{type(error).__name__}: {error}"}
+
+
+def _seen(backend: Backend, *, probe: bool) -> dict[str, Any]:
     here, everywhere = backend.capabilities, type(backend).capabilities
     memory = backend.memory_info()
-    with working(f"capturing on {info.name}"):
+    with working(f"capturing on {backend.name}"):
         probes = probe_backend(backend) if probe else []
-    return found | {
+    return {
         "torch_device": str(backend.device),
         "memory": None if memory is None else {"free": memory[0], "total": memory[1]},
         "capabilities": attrs.asdict(here),

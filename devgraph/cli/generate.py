@@ -98,18 +98,18 @@ def _shown(prompts: Sequence[str], *, chat: bool) -> Callable[[TokenEvent], None
 def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt:
         return list(args.prompt)
-    if args.prompts_file not in (None, "-"):
-        try:
-            text = Path(args.prompts_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(f"cannot read {args.prompts_file}: {error}") from error
-    elif args.prompts_file is None and sys.stdin.isatty():
+    file = args.prompts_file
+    piped = file in (None, "-")
+    if piped and (sys.stdin is None or (file is None and sys.stdin.isatty())):
         raise CommandError("no prompt: give --prompt TEXT, --prompts-file FILE, or pipe one a line")
-    else:
-        text = sys.stdin.read()
-    prompts = [line for line in text.splitlines() if line.strip()]
+    name = "standard input" if piped else file
+    try:
+        text = sys.stdin.read() if piped else Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # of text that is no UTF-8, and of a name with a zero
+        raise CommandError(f"cannot read {name}: {error}") from error
+    prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
-        raise CommandError(f"no prompt in {args.prompts_file or 'standard input'}: one a line")
+        raise CommandError(f"no prompt in {name}: one a line")
     return prompts
 
 

@@ -78,9 +78,8 @@ def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
 def _load(name: str) -> Any:
     if name.endswith(".py"):
         return _load_file(Path(name))
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does, for the installed program
+    here = Path.cwd()
+    _importable(here)  # as `python -m` does, for the installed program
     try:
         with user_code(name):
             return importlib.import_module(name)
@@ -93,14 +92,23 @@ def _load(name: str) -> Any:
         ) from error
 
 
+def _importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise CommandError(f"there is no file {path}")
-    name = path.stem
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path.resolve()):
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    file = path.resolve()
+    for name in (path.stem, f"{path.stem}_of_{file.parent.name}"):
+        loaded = sys.modules.get(name)
+        if loaded is None:
+            break  # another module of the name stays what others import
+        if getattr(loaded, "__file__", None) == str(file):
+            return loaded
+    _importable(file.parent)  # what lies beside it, as for a script
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

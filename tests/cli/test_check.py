@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import colorsys
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,22 @@ def test_error_of_the_step_names_its_line(tmp_path: Path, capsys: pytest.Capture
     result = run_cli(capsys, "check", f"{path}:raises", "--inputs", "inputs")
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if "nothing" in text)
     assert f"raised KeyError: 'nothing' at {path}:{line} (--debug" in result.err
+
+
+def test_file_has_its_neighbours_and_leaves_modules_of_its_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "beside_colorsys.py").write_text("def inputs():\n    return (colours(),)\n")
+    (tmp_path / "colorsys.py").write_text(
+        "from beside_colorsys import inputs\nimport beside_colorsys\nKEPT = []\n"
+        "def colours():\n    return KEPT\ndef step(kept):\n    assert kept is KEPT\n"
+        "beside_colorsys.colours = colours\n"
+    )
+    path = f"{tmp_path / 'colorsys.py'}"
+    result = run_cli(capsys, "check", f"{path}:step", "--inputs", f"{path}:inputs")
+    assert result.code == 0, result.err
+    assert sys.modules["colorsys"] is colorsys
 
 
 def test_script_that_ends_the_program_is_no_answer(

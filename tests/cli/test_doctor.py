@@ -108,6 +108,19 @@ def test_undeclared_capability_that_works_is_said_and_is_no_failure():
     assert probes["region_update"].verdict == "no"
 
 
+def test_backend_that_fails_while_it_is_looked_at_does_not_end_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def lost(self: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(type(dg.get_backend("cpu")), "details", lost)
+    data = run_json(capsys, "doctor", "--no-probe")
+    (cpu,) = (one for one in data["backends"] if one["name"] == "cpu")
+    assert (cpu["available"], cpu["reason"]) == (False, "RuntimeError: the device is gone")
+    assert run_cli(capsys, "doctor", "--no-probe", "--backend", "cpu").code == 1
+
+
 def test_asking_for_a_backend_that_is_not_here_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -226,13 +226,13 @@ def test_prompts_come_one_a_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    text = "abc\n\n  \nxyz\n"
+    text = "abc\n\n  \nx\u2028z\n"
     path = tmp_path / "prompts.txt"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text.replace("\n", "\r\n"), encoding="utf-8-sig", newline="")
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     given = {"file": ["--prompts-file", str(path)], "dash": ["--prompts-file", "-"], "pipe": []}
     data = run_json(capsys, *_argv(folder, "--max-new-tokens", "2", *given[source], prompts=()))
-    assert data["prompts"] == ["abc", "xyz"]
+    assert data["prompts"] == ["abc", "x\u2028z"]
 
 
 def test_chat_puts_prompts_into_the_template(folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -91,7 +91,7 @@ def read_file(path: str | os.PathLike[str]) -> object:
     """
     name = os.fspath(path)
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = Path(name).read_text(encoding="utf-8-sig")  # some editors begin files with a mark
     except (OSError, ValueError) as error:  # of text that is no UTF-8, and of a name with a zero
         raise ConfigError(f"cannot read the configuration file {name!r}: {error}") from error
     suffix = Path(name).suffix.lower()
