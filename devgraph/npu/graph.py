@@ -44,18 +44,18 @@ class _Recording:
 class NpuPool(TorchPool):
     """Graph memory that is freed in an order, and at a time, that torch_npu survives."""
 
-    _torch: NpuDevice
+    backend: NpuDevice
 
     def bare(self, tensor: torch.Tensor) -> torch.Tensor:
         # A bare torch storage has no place for the memory format that torch_npu's operators read.
-        bare: torch.Tensor = self._torch.native_module._weak_ref_tensor(tensor)
+        bare: torch.Tensor = self.backend.native_module._weak_ref_tensor(tensor)
         return bare
 
     def fence(self) -> Callable[[], bool]:
         """Return what tells, without waiting, whether every replay so far is over."""
         if self._last_stream is None:
             return lambda: True
-        return self._torch.fence_of(self._last_stream)
+        return self.backend.fence_of(self._last_stream)
 
     def __del__(self) -> None:
         take = self.__dict__.pop
@@ -65,7 +65,7 @@ class NpuPool(TorchPool):
                 # object only if nothing else uses it. In a list, because a caller's frame may keep
                 # what it passes until the call is over, as under Dynamo.
                 keys = ("_stuck", "_memory", "_region_memory", "keeper")
-                self._torch.bury_memory([take(key, None) for key in keys])
+                self.backend.bury_memory([take(key, None) for key in keys])
         except Exception:  # at the interpreter's end modules are gone
             pass
 
@@ -97,7 +97,7 @@ class NpuGraph(TorchGraph):
     """A graph that is updated in task groups while it is being replayed."""
 
     pool: NpuPool
-    _torch: NpuDevice
+    backend: NpuDevice
 
     def __init__(self, backend: NpuDevice, pool: TorchPool) -> None:
         super().__init__(backend, pool)
@@ -120,7 +120,7 @@ class NpuGraph(TorchGraph):
 
     def _end(self) -> Executable:
         executable = super()._end()
-        self._nodes = self._torch.count_nodes(self._native)
+        self._nodes = self.backend.count_nodes(self._native)
         if self._regions is None:
             return _Ordered(executable, self.pool.order)
         self._regions.applied = self._regions.planned = self._host
@@ -128,7 +128,7 @@ class NpuGraph(TorchGraph):
 
     def _open_regions(self) -> TaskGroups:
         if self._regions is None:
-            backend = self._torch
+            backend = self.backend
             backend.channel.start()
             self._regions = TaskGroups(backend.channel, backend.namespace, self.pool.region_memory)
         return self._regions
@@ -137,18 +137,18 @@ class NpuGraph(TorchGraph):
         group, self._group_open = self._group_open, None
         if group is not None:
             with contextlib.suppress(Exception):
-                self._torch.namespace.graph_task_group_end(group)
+                self.backend.namespace.graph_task_group_end(group)
         native = self._native
         super()._abort()
         if native is not None:
-            self._torch.budget.give_back(native)
+            self.backend.budget.give_back(native)
         self._drop_regions()
 
     def _recover(self, native: Any) -> None:
         # This torch_npu stops routing allocations before it reports the failure; what stays is
         # one use of the pool too many, which would keep its memory for ever.
         while self.pool.uses > self._uses:
-            self._torch.release_pool(self.pool)
+            self.backend.release_pool(self.pool)
 
     def capture_region(
         self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
@@ -161,7 +161,7 @@ class NpuGraph(TorchGraph):
             return super().capture_region(mark, args, kwargs, host)
 
     def _region_begin(self, hit: MarkedCall) -> None:
-        backend = self._torch
+        backend = self.backend
         self._open_regions()
         stream = backend.namespace.current_stream(backend.device)
         hit.note = event = backend.events.take(backend.channel.stream)
@@ -172,7 +172,7 @@ class NpuGraph(TorchGraph):
 
     def _region_end(self, hit: MarkedCall) -> None:
         stream, self._group_open = self._group_open, None
-        handle = self._torch.namespace.graph_task_group_end(stream)
+        handle = self.backend.namespace.graph_task_group_end(stream)
         assert self._regions is not None
         self._regions.add(Group(hit, hit.note, handle))
 
@@ -188,9 +188,9 @@ class NpuGraph(TorchGraph):
         and so are those of the backend's own attention.
         """
         regions = self._settled()
-        if self._torch.try_new_values and not trusted.issuperset(host):
+        if self.backend.try_new_values and not trusted.issuperset(host):
             self.pool.order()
-            self._torch.drain()
+            self.backend.drain()
             regions.try_values(host, f"the update of {self!r}")
             self._refuse_broken(regions)
         return _Recording(host)
@@ -204,7 +204,7 @@ class NpuGraph(TorchGraph):
         regions = self._settled()
         regions.make_room()
         self._refuse_broken(regions)
-        backend = self._torch
+        backend = self.backend
         channel = backend.channel
         host, self._due = self._due, None
         backend.free_buried()
@@ -228,7 +228,7 @@ class NpuGraph(TorchGraph):
         if job is not None:
             self._job = None
             try:
-                self._torch.channel.finish(job, f"the last update of {self!r}")
+                self.backend.channel.finish(job, f"the last update of {self!r}")
             except BaseException:
                 self._leave_for(GraphState.DIRTY)
                 self._told = True
@@ -240,7 +240,7 @@ class NpuGraph(TorchGraph):
         """Raise why the regions are broken, and from then on that the graph is dirty."""
         if regions.failure is not None:
             self._leave_for(GraphState.DIRTY)
-            self._torch.channel.unwatch(regions)
+            self.backend.channel.unwatch(regions)
             if self._told:
                 self.require_ready()
             self._told = True
@@ -256,7 +256,7 @@ class NpuGraph(TorchGraph):
         self._nodes = None
         regions = self._drop_regions()
         if native is not None:
-            self._torch.retire(native, self.pool.fence, regions)
+            self.backend.retire(native, self.pool.fence, regions)
 
     def _drop_regions(self) -> TaskGroups | None:
         regions, self._regions = self._regions, None
@@ -266,8 +266,8 @@ class NpuGraph(TorchGraph):
 
     def __del__(self) -> None:
         try:
-            if self._regions is not None and self._torch.channel.on_thread():
-                self._torch.channel.bury_later(self)
+            if self._regions is not None and self.backend.channel.on_thread():
+                self.backend.channel.bury_later(self)
                 return
         except Exception:  # its making failed, or at the interpreter's end modules are gone
             pass

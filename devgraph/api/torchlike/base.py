@@ -72,11 +72,12 @@ class TorchPool(Pool):
     because the allocator reuses blocks only within one stream.
     """
 
+    backend: TorchBackend
+
     def __init__(
         self, backend: TorchBackend, budget_bytes: int | None = None, *, releasable: bool = False
     ) -> None:
         super().__init__(backend, budget_bytes, releasable=releasable)
-        self._torch = backend
         self._pages = backend.make_pages() if releasable else None
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._memory = self._make_memory()
@@ -94,7 +95,7 @@ class TorchPool(Pool):
 
     def _make_memory(self) -> Any:
         """Return a MemPool."""
-        make = self._torch.namespace.MemPool
+        make = self.backend.namespace.MemPool
         return make() if self._pages is None else make(self._pages.allocator)
 
     def _segments(self, *memories: Any) -> dict[int, int]:
@@ -105,7 +106,7 @@ class TorchPool(Pool):
     def _release(self) -> None:
         assert self._pages is not None
         # Of memory that is free between replays a replay writes what it reads.
-        device = self._torch.device
+        device = self.backend.device
         blocks = (block for each in self.snapshot(self._memory) for block in each["blocks"])
         alive = {b["address"]: b["size"] for b in blocks if b["state"].startswith("active")}
         for address, size in {**alive, **self._segments(self._region_memory)}.items():
@@ -121,7 +122,7 @@ class TorchPool(Pool):
             try:
                 self._pages.restore(addresses)
             except ResourceError:
-                self._torch.namespace.empty_cache()  # what torch keeps for itself
+                self.backend.namespace.empty_cache()  # what torch keeps for itself
                 self._pages.restore(addresses)
         except ResourceError:
             self._pages.release(addresses)
@@ -129,20 +130,20 @@ class TorchPool(Pool):
         for there, saved in self._saved:
             there.copy_(saved)
         self._saved.clear()
-        self._torch.synchronize()  # whichever stream is the next
+        self.backend.synchronize()  # whichever stream is the next
 
     def keep_alive(self) -> None:
         """Capture the ``keeper``; called on the capture stream."""
         if self.keeper is not None:
             return
-        keeper = self._torch.make_native_graph()
-        self._word = torch.empty(1, device=self._torch.device)
-        self._torch.begin_native(keeper, self, "thread_local")
+        keeper = self.backend.make_native_graph()
+        self._word = torch.empty(1, device=self.backend.device)
+        self.backend.begin_native(keeper, self, "thread_local")
         try:
             try:
                 self._word.zero_()
             finally:
-                self._torch.end_native(keeper)
+                self.backend.end_native(keeper)
         except BaseException:
             self.renew(keeper)
             raise
@@ -154,7 +155,7 @@ class TorchPool(Pool):
         # One for all pools: libraries keep a workspace for every stream that they have seen (32
         # MiB of cuBLAS on an H200), and the allocator what warm-up runs used for their stream
         # alone; only one thread captures at a time anyway.
-        return self._torch.capture_stream
+        return self.backend.capture_stream
 
     @property
     def bytes(self) -> int:
@@ -168,7 +169,7 @@ class TorchPool(Pool):
         """Return the allocator's segments of ``memory``, a MemPool, as torch describes them."""
         # Not memory.snapshot(): torch drops a reference too many to each value that it is given
         # (pytorch/pytorch#196366), so that the numbers of pools from 257 on were freed in use.
-        backend = self._torch
+        backend = self.backend
         if backend.drops_references is None:
             backend.drops_references = self._drops_references()
         number = memory.id
@@ -182,26 +183,26 @@ class TorchPool(Pool):
         given = (0, number)
         _add_references(given)
         before = sys.getrefcount(number)
-        self._torch.namespace.memory_snapshot(given)
+        self.backend.namespace.memory_snapshot(given)
         return sys.getrefcount(number) < before
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # a pool whose making failed has no memory
-            self._torch.bury(self._memory, self._region_memory, self.keeper, *self._stuck)
+            self.backend.bury(self._memory, self._region_memory, self.keeper, *self._stuck)
             # A memory pool gives its memory back only as the last of its owners.
             self.keeper = None
             self._stuck.clear()
 
     def order(self) -> None:
-        current = self._torch.current_stream_id()
+        current = self.backend.current_stream_id()
         if current != self.ordered_stream:
             self._switch(current)
 
     def _switch(self, current: int) -> None:
         # Recorded only when the stream changes: it covers more than the last replay, never less.
-        stream = self._torch.namespace.current_stream(self._torch.device)
+        stream = self.backend.namespace.current_stream(self.backend.device)
         if self._last_stream is not None:
-            self._torch.join(stream, self._last_stream)
+            self.backend.join(stream, self._last_stream)
         self._last_stream, self.ordered_stream = stream, current
 
     @property
@@ -215,7 +216,7 @@ class TorchPool(Pool):
         The next capture makes its keeper: the stream may be stuck as well, and is retired only now.
         """
         if stuck is not None:
-            self._torch.keep_memory()  # torch counts a capture as under way, and asserts none
+            self.backend.keep_memory()  # torch counts a capture as under way, and asserts none
         self._stuck.append((stuck, self._memory, self.keeper))
         self._memory = self._make_memory()
         self.handle = self._memory.id
@@ -257,8 +258,8 @@ class TorchPool(Pool):
         A segment is one pool's until it is freed, which the allocator counts where it counts at
         all; looking takes 0.2 ms an address.
         """
-        look = getattr(self._torch.namespace, "memory_stats_as_nested_dict", None)
-        stats = {} if look is None else look(self._torch.device)
+        look = getattr(self.backend.namespace, "memory_stats_as_nested_dict", None)
+        stats = {} if look is None else look(self.backend.device)
         freed, self._freed = self._freed, stats.get("num_device_free")
         if freed is None or freed != self._freed:
             self._starts, self._sizes = [], []
@@ -277,8 +278,8 @@ class TorchPool(Pool):
         Other threads must leave pools alone meanwhile, and so must the garbage collector: a pool
         that is given back while allocations go to another one ends the process.
         """
-        routed: contextlib.AbstractContextManager[Any] = self._torch.namespace.use_mem_pool(
-            memory, self._torch.device
+        routed: contextlib.AbstractContextManager[Any] = self.backend.namespace.use_mem_pool(
+            memory, self.backend.device
         )
         return routed
 
@@ -292,11 +293,11 @@ def _add_references(number: tuple[int, int]) -> None:
 class TorchGraph(DeviceGraph):
     """A graph object of the vendor's torch namespace behind the DeviceGraph contract."""
 
+    backend: TorchBackend
     pool: TorchPool
 
     def __init__(self, backend: TorchBackend, pool: TorchPool) -> None:
         super().__init__(backend, pool)
-        self._torch = backend
         self._native: Any = None
         self._open = False
         self._ended = False
@@ -304,9 +305,9 @@ class TorchGraph(DeviceGraph):
 
     def _begin(self, mode: str) -> None:
         self._uses = self.pool.uses
-        self._native = self._torch.make_native_graph()
+        self._native = self.backend.make_native_graph()
         try:
-            self._torch.begin_native(self._native, self.pool, mode)
+            self.backend.begin_native(self._native, self.pool, mode)
         except BaseException:
             self._native = None
             raise
@@ -318,7 +319,7 @@ class TorchGraph(DeviceGraph):
         try:
             self._close_capture()
         except Exception as error:
-            if self._torch.is_unjoined(error):
+            if self.backend.is_unjoined(error):
                 raise UnjoinedStreamError(
                     "a side stream that was forked inside the capture was not joined. Make the "
                     "capturing stream wait for it (current_stream.wait_stream(side)) before the "
@@ -330,7 +331,7 @@ class TorchGraph(DeviceGraph):
 
     def _close_capture(self) -> None:
         """End the capture under way."""
-        self._torch.end_native(self._native)
+        self.backend.end_native(self._native)
 
     def _abort(self) -> None:
         native, self._native = self._native, None
@@ -339,7 +340,7 @@ class TorchGraph(DeviceGraph):
         if self._open:
             self._open = False
             with contextlib.suppress(Exception):
-                self._torch.end_native(native)
+                self.backend.end_native(native)
                 self._ended = True
         if not self._ended:
             self._recover(native)
@@ -356,8 +357,8 @@ class TorchGraph(DeviceGraph):
         if self.pool.uses == self._uses:
             return  # This torch cleaned up itself.
         try:
-            self._torch.reopen_capture()
-            self._torch.end_native(native)
+            self.backend.reopen_capture()
+            self.backend.end_native(native)
         except Exception as error:
             logger.warning(
                 "%s: a failed capture could not be undone (%s); its memory stays reserved and "

@@ -223,7 +223,6 @@ class NodeGraph(TorchGraph):
     that draws random numbers, because only torch advances the generators.
     """
 
-    _torch: NodeBackend
     backend: NodeBackend
 
     def __init__(self, backend: NodeBackend, pool: TorchPool) -> None:
@@ -239,7 +238,7 @@ class NodeGraph(TorchGraph):
         self._stream: Any = None
         self._pattern: RegionPattern | None = None
         self._current: NodeRecording | None = None
-        self.applying = self._torch.applying_type()
+        self.applying = self.backend.applying_type()
         self._own: _Own | None = None
         self._remade: Executable = self._unready
         self._closing: tuple[int, ...] = ()
@@ -252,12 +251,12 @@ class NodeGraph(TorchGraph):
 
     def _begin(self, mode: str) -> None:
         if self._updatable:
-            self._stream = self._torch.namespace.current_stream(self._torch.device)
+            self._stream = self.backend.namespace.current_stream(self.backend.device)
             self.applying.prepare(self)
         super()._begin(mode)
 
     def _end(self) -> Executable:
-        runtime, stream = self._runtime, self._torch.current_stream_id()
+        runtime, stream = self._runtime, self.backend.current_stream_id()
         if self.hits and self._updatable:
             self._find_region_nodes()
         capture = runtime.capture_of(stream)
@@ -265,7 +264,7 @@ class NodeGraph(TorchGraph):
         if capture is not None:
             self._nodes = runtime.count(capture[1]) + self._repeated
             if self.names_side_streams:
-                unjoined = self._torch.side_streams.unjoined(stream, capture)
+                unjoined = self.backend.side_streams.unjoined(stream, capture)
         try:
             super()._end()
         except UnjoinedStreamError as error:
@@ -279,7 +278,7 @@ class NodeGraph(TorchGraph):
                 runtime.destroy_executable(runtime.instantiate(own.raw.graph))
             except RuntimeCallError as error:
                 raise LoopError("failed", f"a loop has no executable: {error}") from error
-        if self._nodes and self._torch.draws_random(self._native, self.pool):
+        if self._nodes and self.backend.draws_random(self._native, self.pool):
             if self._repeated:  # each turn would draw the numbers of the first
                 raise LoopError("random", "a step with a loop draws random numbers")
             own.prologue = self._native.replay
@@ -295,7 +294,7 @@ class NodeGraph(TorchGraph):
         return self._remade
 
     def _close_capture(self) -> None:
-        stream = self._torch.current_stream_id()
+        stream = self.backend.current_stream_id()
         self._own = _Own(self, self._runtime.end_capture(stream))
         self._runtime.begin_capture(stream)  # for torch to end, whose executable stays
         super()._close_capture()
@@ -316,11 +315,11 @@ class NodeGraph(TorchGraph):
         return self._nodes, executable_bytes(self._nodes)
 
     def _nodes_so_far(self) -> int | None:
-        capture = self._runtime.capture_of(self._torch.current_stream_id())
+        capture = self._runtime.capture_of(self.backend.current_stream_id())
         return None if capture is None else self._runtime.count(capture[1]) + self._repeated
 
     def _loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
-        backend, stream = self._torch, self._torch.current_stream_id()
+        backend, stream = self.backend, self.backend.current_stream_id()
         other, where, before = backend.loop_stream, going.data_ptr(), self._repeated
         looping = functools.partial(self._runtime.looping, stream, backend.stream_handle(other))
         captured = backend.namespace.current_stream(backend.device)
@@ -350,21 +349,21 @@ class NodeGraph(TorchGraph):
         if not self._updatable:
             return
         (start, before), (stop, last) = hit.note, self._captured_so_far()
-        stream = self._torch.namespace.current_stream(self._torch.device)
+        stream = self.backend.namespace.current_stream(self.backend.device)
         lane = None if stream == self._stream else stream
         hit.nodes = range(start + self._repeated, stop + self._repeated)
         hit.note = _Call(lane, frozenset(last).difference(before), start)
 
     def _captured_so_far(self) -> tuple[int, Sequence[int]]:
         """Return how many nodes the capture has, and those that its stream goes on from."""
-        capture = self._runtime.capture_of(self._torch.stream_handle(self._stream))
+        capture = self._runtime.capture_of(self.backend.stream_handle(self._stream))
         return (0, ()) if capture is None else (self._runtime.count(capture[1]), capture[2])
 
     def _find_region_nodes(self) -> None:
         """Turn the bounds of every region into nodes, while the capture is still open."""
         before, _ = self._captured_so_far()
         self.applying.close_regions(self, 0)
-        capture = self._runtime.capture_of(self._torch.stream_handle(self._stream))
+        capture = self._runtime.capture_of(self.backend.stream_handle(self._stream))
         nodes = [] if capture is None else self._runtime.nodes(capture[1])
         for hit in self.hits:
             assert hit.nodes is not None
@@ -395,7 +394,7 @@ class NodeGraph(TorchGraph):
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
         with session(self.pool, stream=self._stream):
-            self._stream = self._torch.namespace.current_stream(self._torch.device)
+            self._stream = self.backend.namespace.current_stream(self.backend.device)
             recording = self._recorded(host)
         if not recording.exact:
             try:
@@ -426,7 +425,7 @@ class NodeGraph(TorchGraph):
         own = self._own
         assert own is not None and own.raw is not None
         recording.build(own.raw.graph)
-        direct = _Direct(self._torch, recording.executable, own.prologue)
+        direct = _Direct(self.backend, recording.executable, own.prologue)
         recording.direct = self.applying.launches(self, direct, recording, own=False)
         return recording.direct
 
@@ -457,7 +456,7 @@ class NodeGraph(TorchGraph):
         self, picks: Sequence[int], host: Mapping[Mark, dict[str, Any]]
     ) -> tuple[int, list[int]]:
         """Capture regions into a new graph; return it and its node counts after each of them."""
-        runtime, stream = self._runtime, self._torch.stream_handle(self._stream)
+        runtime, stream = self._runtime, self.backend.stream_handle(self._stream)
         bounds = []
         runtime.begin_capture(stream)
         try:
@@ -504,12 +503,12 @@ class NodeGraph(TorchGraph):
             hit.run(host)
             return
         lane.wait_stream(self._stream)
-        with self._torch.namespace.stream(lane):
+        with self.backend.namespace.stream(lane):
             hit.run(host)
         self._stream.wait_stream(lane)
 
     def _apply(self, recording: NodeRecording) -> None:  # type: ignore[override]
-        backend = self._torch
+        backend = self.backend
         recording.uses += 1
         with backend.on_device() if backend.elsewhere() else contextlib.nullcontext():
             if not recording.direct and self.applying.deserves_executable(self, recording):
