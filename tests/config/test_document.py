@@ -17,6 +17,12 @@ from devgraph.api.errors import ConfigError, ConfigTypeError
 from tests.support.config_cases import MODE
 
 
+def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    path.write_text('{"device_graph": {"decode": "breakable"}}', encoding="utf-8-sig")
+    assert DeviceGraphConfig.from_file(path).decode.policy == "breakable"
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -41,12 +47,6 @@ from tests.support.config_cases import MODE
         ('{"decode": {"buckets": [9], "max_bs": 8}}', ["decode", "9", "max_bs=8"]),
     ],
 )
-def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "engine.json"
-    path.write_text('{"device_graph": {"decode": "breakable"}}', encoding="utf-8-sig")
-    assert DeviceGraphConfig.from_file(path).decode.policy == "breakable"
-
-
 def test_from_json_refuses_what_does_not_exist_and_says_what_does(
     text: str, parts: list[str]
 ) -> None:
