@@ -34,6 +34,7 @@ WHOLE = {
     "integrations/transformers/test_demo.py": "the model of the demo: what it says",
     "integrations/transformers/test_parity.py": "the model of the demo on a device and the CPU",
     "integrations/vllm/test_dispatch.py": "vLLM's own dispatcher over the wrappers",
+    "integrations/vllm/test_sleep.py": "graphs whose memory goes while an engine sleeps",
     "npu/test_accelerator.py": "the backend of torch's accelerator over the graph of torch_npu",
     "npu/test_budget.py": "hardware streams that run out under a runner",
     "npu/test_generate.py": "a language model over the simulated driver",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -56,6 +57,31 @@ class Changes:
         """Put what ``wrap`` makes of an attribute of ``owner`` in its place; see ``change``."""
         self.require(owner, name)
         self.change(owner, name, wrap(getattr(owner, name)))
+
+    def around(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: Callable[..., object] | None = None,
+        after: Callable[..., object] | None = None,
+    ) -> None:
+        """Let a method of ``owner`` call ``before`` and ``after`` too, with its arguments; see
+        ``change``."""
+
+        def wrap(method: Any) -> Any:
+            @functools.wraps(method)
+            def both(*args: Any, **kwargs: Any) -> Any:
+                if before is not None:
+                    before(*args, **kwargs)
+                result = method(*args, **kwargs)
+                if after is not None:
+                    after(*args, **kwargs)
+                return result
+
+            return both
+
+        self.wrap(owner, name, wrap)
 
     def change(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of ``owner``.

@@ -80,7 +80,8 @@ def install(*, mode: str | None = None) -> None:
             changes.change(radix, "_eager_attention", with_region(marked))
         saver = changes.module(SAVER)
         for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):
-            changes.wrap(saver._TorchMemorySaverAdapterReal, name, _with_graphs(ours))
+            after = functools.partial(_with_graphs, ours)
+            changes.around(saver._TorchMemorySaverAdapterReal, name, after=after)
         if text is not None:
             _put_mode(changes, engine_mode(text, _platform()))
     except BaseException:
@@ -90,36 +91,22 @@ def install(*, mode: str | None = None) -> None:
     logger.info("devgraph is the graph layer of SGLang: %s", ", ".join(changes.places))
 
 
-def _with_graphs(ours: Callable[[GraphMemory], None]) -> Callable[[Any], Any]:
-    """Return what lets a method of SGLang's memory saver do ``ours`` too, if graphs are meant."""
-    graphs = importlib.import_module("sglang.srt.constants").GPU_MEMORY_TYPE_CUDA_GRAPH
-
-    def wrap(method: Any) -> Any:
-        @functools.wraps(method)
-        def both(self: Any, tag: str) -> None:
-            method(self, tag)
-            if tag == graphs:
-                ours(shared().memory)
-
-        return both
-
-    return wrap
+def _with_graphs(ours: Callable[[GraphMemory], None], saver: Any, tag: str) -> None:
+    """Do ``ours`` beside a method of SGLang's memory ``saver``, if graphs are meant."""
+    if tag == importlib.import_module("sglang.srt.constants").GPU_MEMORY_TYPE_CUDA_GRAPH:
+        ours(shared().memory)
 
 
 def _put_mode(changes: Changes, mode: EngineMode) -> None:
     arguments = changes.module("sglang.srt.server_args").ServerArgs
     # Arguments resolve later than they are made, once, in one process; before 0.5.18 as they are.
     name = "resolve_once" if hasattr(arguments, "resolve_once") else "__post_init__"
-    resolve = getattr(arguments, name)
 
-    @functools.wraps(resolve)
-    def resolved(self: Any, *args: Any, **kwargs: Any) -> None:
+    def put(self: Any, *_: Any, **__: Any) -> None:
         if not getattr(self, "_resolution_finished", False):
             mode.put_into(self)
-        resolve(self, *args, **kwargs)
-        mode.check(self)
 
-    changes.change(arguments, name, resolved)
+    changes.around(arguments, name, before=put, after=lambda self, *_, **__: mode.check(self))
     changes.change(shared().memory, "limits", mode.limits)
 
 

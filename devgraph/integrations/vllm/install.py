@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
 from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
+from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.vllm.layer import Layer, reset_layer
-from devgraph.integrations.vllm.modes import (
-    EngineMode,
-    apply_to_config,
-    check_resolved,
-    engine_mode,
-)
+from devgraph.integrations.vllm.modes import EngineMode, engine_mode
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +52,7 @@ class Installation(Changes):
             self._put_wrappers()
             self._put_managers()
             self._put_breaks()
-            self._put_sleep()
+            self._put_sleep(layer.memory)
             if self.mode is not None:
                 self._put_mode(self.mode)
         except BaseException as error:
@@ -106,27 +100,40 @@ class Installation(Changes):
             manager = breaking_manager(managers.ModelCudaGraphManager)
             self.change(runner, "ModelCudaGraphManager", manager)
 
-    def _put_sleep(self) -> None:
-        from devgraph.integrations.vllm import sleep
-
+    def _put_sleep(self, memory: GraphMemory) -> None:
+        """Of both levels: the memory of graphs goes with what vLLM itself gives back, and comes
+        back with it at the same addresses."""
         worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
-        self.wrap(worker, "__init__", sleep.prepared)
-        self.wrap(worker, "sleep", sleep.released)
-        self.wrap(worker, "wake_up", sleep.restored)
+
+        def prepare(self: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
+            # Collectives register with other ranks what lies behind an address, and that changes;
+            # vLLM's own option for graphs that sleep keeps them from it.
+            alone = vllm_config.parallel_config.world_size_across_dp == 1
+            registers = not (alone or getattr(vllm_config, "use_cumem_cudagraph_pool", False))
+            memory.releasable = vllm_config.model_config.enable_sleep_mode and not registers
+
+        self.around(worker, "__init__", before=prepare)
+        self.around(worker, "sleep", after=lambda *_, **__: memory.release())
+        # Whatever is to wake up. If there is no memory, vLLM still sleeps and can be woken again.
+        self.around(worker, "wake_up", before=lambda *_, **__: memory.restore())
 
     def _put_mode(self, mode: EngineMode) -> None:
         config = importlib.import_module("vllm.config")
 
-        def checked(resolve: Callable[..., Any]) -> Callable[..., Any]:
-            def resolve_cudagraph_mode_and_sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
-                result = resolve(self, *args, **kwargs)
-                check_resolved(mode, self, "the attention backend")
-                return result
+        def put_in(self: Any, *_: Any, **__: Any) -> None:
+            if self.model_config is not None:  # else a placeholder, which runs nothing
+                mode.put_into(self.compilation_config)
 
-            return resolve_cudagraph_mode_and_sizes
+        def check(self: Any, *_: Any, **__: Any) -> None:
+            if self.model_config is not None:
+                mode.check(self.compilation_config, "the configuration of this engine")
 
-        self.wrap(config.VllmConfig, "__post_init__", functools.partial(apply_to_config, mode))
-        self.wrap(config.CompilationConfig, "resolve_cudagraph_mode_and_sizes", checked)
+        def check_resolved(self: Any, *_: Any, **__: Any) -> None:
+            mode.check(self, "the attention backend")
+
+        compilation = config.CompilationConfig
+        self.around(config.VllmConfig, "__post_init__", before=put_in, after=check)
+        self.around(compilation, "resolve_cudagraph_mode_and_sizes", after=check_resolved)
         if mode.breakable:
             # vLLM reads it when it makes a configuration, and lets PIECEWISE be uncompiled then.
             before = os.environ.get(_BREAKABLE_VARIABLE)

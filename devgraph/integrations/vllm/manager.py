@@ -17,8 +17,7 @@ from devgraph.api.errors import StateError
 from devgraph.api.marks.marks import is_capturing
 from devgraph.integrations.engine.ledger import EagerReason
 from devgraph.integrations.engine.steps import CapturedStep, recorded
-from devgraph.integrations.vllm.captures import Round
-from devgraph.integrations.vllm.layer import current_layer
+from devgraph.integrations.vllm.layer import Round, current_layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
 
 _UNNAMED = ("devgraph", "graphs without a pool")

@@ -6,8 +6,6 @@ that cannot express is an error that lists what can be asked for.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -16,8 +14,6 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError
 from devgraph.integrations.engine.installation import MODE_VARIABLE
-
-logger = logging.getLogger(__name__)
 
 # (decode policy, prefill policy) -> vLLM's CUDAGraphMode and whether prefill breaks at attention.
 _MODES = {
@@ -32,7 +28,6 @@ _MODES = {
 
 _MAPPED = frozenset({"policy", "buckets", "max_bs"})
 """The keys of a phase that vLLM's configuration can express."""
-
 
 _SEEN = "_devgraph_mode"
 
@@ -51,6 +46,44 @@ class EngineMode:
     """The largest size to capture; None for vLLM's own."""
     text: str = ""
     """The configuration that it came from, for messages."""
+
+    def put_into(self, config: Any) -> None:
+        """Write it into vLLM's ``CompilationConfig``, before that is resolved.
+
+        Raises:
+            ConfigError: vLLM's own options ask for something else.
+        """
+        from vllm.config import CUDAGraphMode
+
+        if vars(config).get(_SEEN) == self:
+            return  # vLLM builds a configuration again when it changes a part of it.
+        setattr(config, _SEEN, self)
+        fields = {
+            "cudagraph_mode": CUDAGraphMode[self.name],
+            "cudagraph_capture_sizes": None if self.sizes is None else list(self.sizes),
+            "max_cudagraph_capture_size": self.max_size,
+        }
+        for field, value in fields.items():
+            if value is None:
+                continue
+            given = getattr(config, field)
+            if given is not None and given != value:
+                raise ConfigError(
+                    f"{MODE_VARIABLE}={self.text} asks for {field}={value} and the compilation "
+                    f"configuration of vLLM for {given}. Give one of them."
+                )
+            setattr(config, field, value)
+
+    def check(self, config: Any, who: str) -> None:
+        """Raise ConfigError if vLLM resolved another graph mode than it was asked for."""
+        got = config.cudagraph_mode
+        if got.name != self.name:
+            raise ConfigError(
+                f"{MODE_VARIABLE}={self.text} asks for vLLM's graph mode {self.name}, and {who} "
+                f"allows only {got.name} (vLLM's log has the reason: enforce_eager, the "
+                f"compilation mode, or what the attention backend can capture). Choose a mode that "
+                f"it allows."
+            )
 
 
 def engine_mode(text: str, backend: str | None = None) -> EngineMode:
@@ -108,57 +141,3 @@ def _common(text: str, key: str, phases: dict[str, PhaseConfig]) -> Any:
             f"{key} differs between them. Give it to one phase, or the same to both."
         )
     return values.pop() if values else None
-
-
-def apply_to_config(mode: EngineMode, build: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return vLLM's ``VllmConfig.__post_init__`` with ``mode`` put in before and checked after.
-
-    Args:
-        build: the original.
-    """
-
-    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # vLLM also makes configurations without a model, as placeholders; they run nothing.
-        if self.model_config is None:
-            return build(self, *args, **kwargs)
-        _put_in(mode, self.compilation_config)
-        result = build(self, *args, **kwargs)
-        check_resolved(mode, self.compilation_config, "the configuration of this engine")
-        return result
-
-    return __post_init__
-
-
-def _put_in(mode: EngineMode, config: Any) -> None:
-    from vllm.config import CUDAGraphMode
-
-    if vars(config).get(_SEEN) == mode:
-        return  # vLLM builds a configuration again when it changes a part of it.
-    setattr(config, _SEEN, mode)
-    wanted = CUDAGraphMode[mode.name]
-    fields = {
-        "cudagraph_mode": wanted,
-        "cudagraph_capture_sizes": None if mode.sizes is None else list(mode.sizes),
-        "max_cudagraph_capture_size": mode.max_size,
-    }
-    for field, value in fields.items():
-        if value is None:
-            continue
-        given = getattr(config, field)
-        if given is not None and given != value:
-            raise ConfigError(
-                f"{MODE_VARIABLE}={mode.text} asks for {field}={value} and the compilation "
-                f"configuration of vLLM for {given}. Give one of them."
-            )
-        setattr(config, field, value)
-
-
-def check_resolved(mode: EngineMode, config: Any, who: str) -> None:
-    """Raise ConfigError if vLLM resolved another graph mode than ``mode`` asked for."""
-    got = config.cudagraph_mode
-    if got.name != mode.name:
-        raise ConfigError(
-            f"{MODE_VARIABLE}={mode.text} asks for vLLM's graph mode {mode.name}, and {who} allows "
-            f"only {got.name} (vLLM's log has the reason: enforce_eager, the compilation mode, or "
-            f"what the attention backend can capture). Choose a mode that it allows."
-        )

@@ -18,7 +18,7 @@ import torch
 import devgraph as dg
 from devgraph.api.marks.marks import is_capturing
 from devgraph.integrations import vllm
-from devgraph.integrations.vllm.captures import no_full_collections
+from devgraph.integrations.vllm.layer import no_full_collections
 from devgraph.integrations.vllm.wrappers import BreakableStep, step_wrapper
 from tests.support.vllm_engine import (
     ENGINES,
