@@ -393,11 +393,13 @@ def _broken(inner: Any) -> Any:
         if capture._barrier_fn is not None:
             capture._barrier_fn()
         output = inner(*args, **kwargs)
+        captured_inner, captured_args, captured_kwargs = inner, args, kwargs
+        captured_output = output
 
         def replay_fn() -> None:
-            fresh = inner(*args, **kwargs)
-            if isinstance(output, torch.Tensor):
-                output.copy_(fresh)
+            fresh = captured_inner(*captured_args, **captured_kwargs)
+            if isinstance(captured_output, torch.Tensor):
+                captured_output.copy_(fresh)
 
         capture.cuda_graph._break_fns.append(replay_fn)
         capture._begin_new_segment()

@@ -1,14 +1,42 @@
-"""What the graph layer did, by mode: the numbers behind ``stats()``."""
+"""What the graph layer of one process of an engine did, by mode: the numbers behind ``stats()``,
+and where they can be read from outside that process."""
 
 from __future__ import annotations
 
+import atexit
+import json
+import logging
+import os
+import tempfile
+import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from devgraph.api.capture import Captured
 from devgraph.api.graph import DeviceGraph
 from devgraph.integrations.engine.memory import GraphMemory
+from devgraph.runners.report import Page, format_bytes
+
+logger = logging.getLogger(__name__)
+
+STATS_VARIABLE = "DEVGRAPH_STATS_FILE"
+"""Environment variable: the file to keep the counters in; "{pid}" in it is the process's number."""
+
+PERIOD_S = 10.0
+"""How old the file may be while graphs replay. Reading the counters of a few thousand segments
+takes some ten milliseconds of the interpreter, which the engine's steps want as well."""
+
+_COUNTERS = (
+    ("captures", "captures_total", "counter", "Graphs captured."),
+    ("replays", "graph_steps_total", "counter", "Replays."),
+    ("capture_seconds", "capture_seconds_total", "counter", "Time spent capturing."),
+    ("graphs", "graphs", "gauge", "Graphs that can be replayed."),
+    ("segments", "segments", "gauge", "Segments of these graphs."),
+    ("bytes", "graph_bytes", "gauge", "Device memory of the graphs."),
+)
 
 
 class EagerReason:
@@ -90,3 +118,99 @@ class Ledger:
             "modes": {name: count.as_dict() for name, count in self._modes.items()},
             "pool_bytes": self._memory.bytes,
         }
+
+
+class Publisher:
+    """Publishes counters: a line in the log after captures, and a file if one is named.
+
+    The file named by ``DEVGRAPH_STATS_FILE`` is written in one piece after captures, at exit, and
+    every few seconds in which it would change, so that it survives a process that is killed. It is
+    Prometheus text if its name ends in ".prom", and JSON otherwise.
+
+    Args:
+        engine: the engine's name.
+        stats: returns the counters, as ``stats()`` of the integrations does.
+    """
+
+    def __init__(self, engine: str, stats: Callable[[], dict[str, Any]]) -> None:
+        self._engine = engine
+        self._stats = stats
+        self._written: dict[str, Any] | None = None
+        self._started = False
+        name = os.environ.get(STATS_VARIABLE)
+        self._path = Path(name.replace("{pid}", str(os.getpid()))) if name else None
+
+    def captured(self) -> None:
+        """Say what there is after captures."""
+        logger.info("%s", summary(self._engine, self._stats()))
+        if self._path is None:
+            return
+        self.write()
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._keep, name="devgraph-stats", daemon=True).start()
+            atexit.register(self.write)
+
+    def _keep(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(PERIOD_S):
+            self.write()
+
+    def write(self) -> None:
+        """Write the file if anything has changed; a file that cannot be written is only warned of,
+        once."""
+        found = self._stats()
+        if self._path is None or found == self._written:
+            return
+        text = (
+            prometheus(self._engine, found)
+            if self._path.suffix == ".prom"
+            else json.dumps({"engine": self._engine, "pid": os.getpid(), **found}, indent=1) + "\n"
+        )
+        try:
+            _replace(self._path, text)
+        except OSError as error:
+            logger.warning("%s=%s cannot be written: %s", STATS_VARIABLE, self._path, error)
+            self._path = None
+        self._written = found
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as own:
+        made = Path(own) / path.name
+        made.write_text(text)
+        made.chmod(0o644)  # a collector is another user
+        made.replace(path)
+
+
+def summary(engine: str, stats: Mapping[str, Any]) -> str:
+    """Return one line about ``stats``."""
+    modes = ", ".join(
+        f"{name} {count['graphs']} graphs ({count['segments']} segments, {count['replays']} "
+        f"replays, {count['capture_seconds']:.1f} s)"
+        for name, count in stats["modes"].items()
+        if count["captures"]
+    )
+    memory = format_bytes(stats["pool_bytes"])
+    return f"devgraph in {engine} on {stats['backend']}: {modes or 'no graphs'}; {memory} of memory"
+
+
+def prometheus(engine: str, stats: Mapping[str, Any]) -> str:
+    """Return ``stats`` in the Prometheus text format, with the labels engine, backend and mode."""
+    page = Page({"engine": engine, "backend": stats["backend"] or "none"})
+    for key, name, kind, text in _COUNTERS:
+        page.metric(name, kind, text)
+        for mode, count in stats["modes"].items():
+            page.sample(name, count[key], mode=mode)
+    for key, name, text in (
+        ("eager", "eager_steps_total", "Calls outside a graph, by reason."),
+        ("updates", "updates_total", "Replays of graphs with regions, by what they took."),
+    ):
+        page.metric(name, "counter", text)
+        for mode, count in stats["modes"].items():
+            for reason, calls in sorted(count[key].items()):
+                page.sample(name, calls, mode=mode, reason=reason)
+    page.metric("pool_bytes", "gauge", "Device memory of the graph pools.")
+    page.sample("pool_bytes", stats["pool_bytes"])
+    return page.text()

@@ -18,10 +18,9 @@ import torch
 from devgraph.api.errors import CapabilityError, StateError
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
-from devgraph.integrations.engine.ledger import Ledger
+from devgraph.integrations.engine.ledger import Ledger, Publisher
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.outputs import SharedOutputs, copy_into
-from devgraph.integrations.engine.published import Publisher
 from devgraph.integrations.engine.steps import CapturedStep, capture_under, recorded
 from devgraph.integrations.sglang.segments import segment_classes, undifferentiated
 from devgraph.integrations.sglang.updated import WholeCapture, planned_on_host, require_updatable

@@ -10,8 +10,10 @@ from typing import Any
 from devgraph.api.errors import ConfigError, DeviceGraphError
 from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
 from devgraph.integrations.engine.memory import GraphMemory
+from devgraph.integrations.vllm import manager
 from devgraph.integrations.vllm.layer import Layer, reset_layer
 from devgraph.integrations.vllm.modes import EngineMode, engine_mode
+from devgraph.integrations.vllm.wrappers import graph_wrapper, step_wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +64,6 @@ class Installation(Changes):
             raise InstallError(f"{type(error).__name__}: {error}") from error
 
     def _put_wrappers(self) -> None:
-        from devgraph.integrations.vllm.wrappers import graph_wrapper
-
         platform = type(importlib.import_module("vllm.platforms").current_platform)
         self.require(platform, "get_global_graph_pool")
         # PIECEWISE on both runners: vLLM resolves this name where it compiles pieces.
@@ -73,8 +73,6 @@ class Installation(Changes):
             self.change(importlib.import_module(name), "CUDAGraphWrapper", graph_wrapper())
 
     def _put_managers(self) -> None:
-        from devgraph.integrations.vllm import manager
-
         for name in GRAPH_MAKERS:
             self.wrap(importlib.import_module(name), "torch", manager.graph_making_torch)
         base = importlib.import_module(GRAPH_MAKERS[0]).CudaGraphManager
@@ -85,9 +83,6 @@ class Installation(Changes):
         self.wrap(first, "_warmup_and_capture", manager.sparing_step)
 
     def _put_breaks(self) -> None:
-        from devgraph.integrations.vllm.manager import breaking_manager
-        from devgraph.integrations.vllm.wrappers import step_wrapper
-
         wrapper = step_wrapper()
         # Models that are imported later, with managers of their own, take it from where it is made.
         for name in ("vllm.compilation.breakable_cudagraph", V1_RUNNER):
@@ -97,8 +92,8 @@ class Installation(Changes):
             self.change(managers, "BreakableCUDAGraphWrapper", wrapper)
         elif self.mode is not None and self.mode.breakable:
             runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")
-            manager = breaking_manager(managers.ModelCudaGraphManager)
-            self.change(runner, "ModelCudaGraphManager", manager)
+            breaking = manager.breaking_manager(managers.ModelCudaGraphManager)
+            self.change(runner, "ModelCudaGraphManager", breaking)
 
     def _put_sleep(self, memory: GraphMemory) -> None:
         """Of both levels: the memory of graphs goes with what vLLM itself gives back, and comes

@@ -158,6 +158,30 @@ def test_marked_code_cannot_replay_graphs_whose_memory_is_in_use(engine: Any) ->
         backend.replay(engine.ShapeKey(8), None)
 
 
+def test_marked_code_that_returns_nothing_is_called_without_looking_for_a_result(
+    engine: Any,
+) -> None:
+    frames: list[str] = []
+
+    def body(hidden: torch.Tensor, *, out: torch.Tensor) -> None:
+        frames.append(sys._getframe(1).f_code.co_name)
+        torch.tanh(hidden, out=out)
+
+    marked = engine.eager(body)
+
+    def attend(hidden: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(hidden)
+        marked(hidden, out=out)
+        return out
+
+    backend, case = sglang.breakable_backend()(runner()), Case(attend)
+    captured(engine, backend, case, 4)
+    case.fill()
+    out = backend.replay(engine.ShapeKey(4), None)
+    assert frames.pop() == "_run"
+    assert torch.equal(out, case.expected(4))
+
+
 def test_segments_without_device_work_are_dropped(engine: Any) -> None:
     marked = engine.eager(lambda hidden: hidden * 2)
     backend, case = sglang.breakable_backend()(runner()), Case(lambda x: marked(marked(x)))

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from devgraph.integrations import sglang
-from devgraph.integrations.engine.published import PERIOD_S
+from devgraph.integrations.engine.ledger import PERIOD_S
 from tests.support import sglang_platform
 from tests.support.sglang_steps import module
 
