@@ -105,6 +105,8 @@ class Capturing:
         self._learned = Learned(self._config.learned, known)
         self._backend, self._pool = step.backend, step.pool
         self._held = 0
+        self._met = False
+        """Whether all ranks have seen what the step returns."""
         self.rounds = 0
         self.pace: ReplayPace | None = None
         """How fast graphs went after the last round, where a device has several paces."""
@@ -240,13 +242,23 @@ class Capturing:
         """Run every variant once at its largest size, to see what it returns. Idempotent.
 
         Args:
-            barrier: called after each run.
+            barrier: called after each run, and in the place of those that this rank made alone.
         """
+        if not self._met:
+            self._look(barrier)
+            if self._ranks.size > 1:
+                barrier()  # where a rank had no memory for the outputs, all look again
+            self._met = True
+
+    def _look(self, barrier: Callable[[], None]) -> None:
         step = self._step
-        if step.outputs.ready:
-            return
         if self._share is not None:  # what it returns says which buffers there are
-            self._share.learn_outputs(barrier)
+            self._share._look(barrier)
+        if step.outputs.ready:
+            if self._ranks.size > 1:
+                for _ in self._graphs.variants:
+                    barrier()
+            return
         with session(self._pool):
             for variant in self._graphs.variants:
                 graph = self._graphs.largest(variant)
@@ -278,9 +290,11 @@ class Capturing:
         sync = self._backend.synchronize
         try:
             for graph in list(self._graphs)[:2]:
-                self.learn_outputs(sync)
+                if not self._step.outputs.ready:
+                    self._look(sync)
                 before = pool.bytes
-                kept.append(self._captured(graph, sync, pool, _WARMUPS))
+                runs = max(_WARMUPS, self._config.warmup)
+                kept.append(self._captured(graph, sync, pool, runs))
                 grown = pool.bytes - before if added else _beyond(pool.segments, there)
                 added.append(max(0, grown) + kept[-1].info().bytes)
         finally:
@@ -374,10 +388,12 @@ class Capturing:
         for name, tensor in self._step.inputs.buffers.bound.items():
             outputs.refuse_overlap(name, tensor)
         epoch = options.weights_epoch() if options.weights_epoch else None
+        # Also where it fails: it did on this rank only, and the next one has as many runs on all.
+        warm, graph.warm = graph.warm, 0
+        runs = max(runs, self._config.warmup - warm)
         captured = self._captured(graph, barrier, self._pool, runs)
         captured.pin(graph.pinned)
         graph.captured = captured
-        graph.warm = 0
         graph.epoch = epoch
         graph.used = self.clock.now
         graph.seconds = captured.capture_seconds
@@ -398,7 +414,7 @@ class Capturing:
         Args:
             barrier: called after each warm-up run, the last one included, and before each eager
                 body of a breakable capture.
-            runs: how often the step runs before, at least.
+            runs: how often the step runs before.
         """
         step, config, options = self._step, self._config, self._options
         write = step.outputs.writer(graph.key.variant, graph.size)
@@ -419,7 +435,6 @@ class Capturing:
 
         if config.emulate:
             return Emulated(run)
-        runs = max(runs, config.warmup - graph.warm)
         misses = config.miss_budget
         with step.trial():
             return capture(

@@ -205,6 +205,43 @@ def test_a_rank_out_of_memory_at_its_third_bucket_drops_it_everywhere(monkeypatc
     assert all(result[1] for result in results)
 
 
+def test_ranks_capture_all_after_one_had_no_memory_for_the_first_bucket(monkeypatch):
+    taken = rounds.capture
+    short = threading.Event()
+
+    def capture(step, **options):
+        captured = taken(step, **options)
+        if threading.current_thread().name == "short" and not short.is_set():
+            short.set()
+            captured.close()
+            raise dg.ResourceError("no streams left")
+        return captured
+
+    monkeypatch.setattr(rounds, "capture", capture)
+
+    def work(rank, group):
+        if rank == 1:
+            threading.current_thread().name = "short"
+        runner = ranked(group)
+        first = len(runner.graphs.captured)
+        runner.invalidate()
+        runner.capture()
+        return first, states(runner)
+
+    assert in_ranks(2, work) == [(0, dict.fromkeys((8, 4, 2, 1), "captured"))] * 2
+
+
+def test_a_rank_may_look_at_the_outputs_before_the_others():
+    def work(rank, group):
+        runner = ranked(group, captured=False)
+        if rank:
+            runner.plan(sample=True)
+        runner.capture()
+        return states(runner)
+
+    assert in_ranks(2, work) == [dict.fromkeys((8, 4, 2, 1), "captured")] * 2
+
+
 def test_a_rank_that_needs_a_run_before_its_capture_warms_up_with_all():
     runs = {}
 
@@ -767,7 +804,7 @@ def survivors(found: dict[int, dict[str, Any]], *gone: int) -> list[str]:
 
 def test_ranks_that_are_alike_capture_and_run_the_same_graphs(prepared):
     found = prepared.run("agree")
-    captured = dict.fromkeys(("8", "4", "2", "1"), "captured")
+    captured = dict.fromkeys((8, 4, 2, 1), "captured")
     for rank, result in found.items():
         assert "error" not in result, result
         value = result["value"]
