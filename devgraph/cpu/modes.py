@@ -43,9 +43,16 @@ class _AtBottom:
         self._report = report
         self.recorder = recorder
         """Whose ``report`` it is."""
+        self.over = False
+        """Whether it was to stop. Torch keeps a mode off its stack while it runs, and puts it back
+        whatever became of it: where its recording is dropped meanwhile, it stays and does nothing
+        until another one starts."""
 
     def install(self) -> None:
         """Start, below all modes but a default device."""
+        for other in self.stack():
+            if isinstance(other, _AtBottom) and other.over:
+                other.remove()
         mode: Any = super()
         mode.__enter__()
         stack = self.stack()
@@ -57,6 +64,7 @@ class _AtBottom:
 
     def remove(self) -> None:
         """Stop, wherever in the stack the mode is now. Idempotent."""
+        self.over = True
         mode: Any = super()
         stack = self.stack()
         if self not in stack:
@@ -94,6 +102,8 @@ class Dispatching(_AtBottom, TorchDispatchMode):  # type: ignore[no-untyped-call
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self.over:
+            return func(*args, **(kwargs or {}))
         for kind in types:
             if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 return NotImplemented  # a tensor subclass: it makes plain operations of this one
@@ -115,4 +125,6 @@ class Functions(_AtBottom, TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self.over:
+            return func(*args, **(kwargs or {}))
         return self._report(func, args, kwargs or {})

@@ -218,8 +218,8 @@ class Recorder:
     @staticmethod
     def current() -> Recorder | None:
         """Return what records the operations of this thread now."""
-        modes = Dispatching.stack()
-        return next((mode.recorder for mode in modes if isinstance(mode, Dispatching)), None)
+        modes = (mode for mode in Dispatching.stack() if isinstance(mode, Dispatching))
+        return next((mode.recorder for mode in modes if not mode.over), None)
 
     def call(
         self,

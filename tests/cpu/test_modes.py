@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import devgraph as dg
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Recorder
 from tests.support.cpu_capture import KNOWLEDGE, record
@@ -44,6 +46,29 @@ def test_exception_in_the_body_is_raised_and_all_is_undone(error: type[BaseExcep
     assert torch.equal(x, X) and torch.equal(torch.get_rng_state(), random)
     assert torch._C._len_torch_dispatch_stack() == 0 and torch.is_autocast_cache_enabled()
     assert pool.live() == []
+
+
+@pytest.mark.parametrize("handler", ["_call_function", "_call_operation"])
+def test_recording_that_is_dropped_inside_an_operation_is_over(
+    handler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 40: as a collection may drop what an interrupt left open."""
+    real, want, backend = getattr(Recorder, handler), X + 1, dg.get_backend("cpu")
+
+    def dropping(self: Recorder, *args: Any) -> Any:
+        held.clear()
+        return real(self, *args)
+
+    monkeypatch.setattr(Recorder, handler, dropping)
+    held: list[Any] = [backend.capture_context(backend.make_graph())]
+    held[0].__enter__()
+    X + 1
+    assert not held and not dg.is_capturing() and gc.isenabled()
+    assert torch.equal(X + 1, want)
+    x = X.clone()
+    captured = dg.capture(lambda x: x + 1, x, backend=backend)
+    assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+    assert torch.equal(captured.replay(), want)
 
 
 def test_users_modes_stay_above_and_are_kept() -> None:
