@@ -391,12 +391,13 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return where the runs of bytes that ``tensor`` consists of begin, in their order, and the
     length of each."""
-    starts, length = torch.tensor([tensor.data_ptr()]), tensor.itemsize
+    starts, length = torch.tensor([tensor.data_ptr()], device="cpu"), tensor.itemsize
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if step * tensor.itemsize == length and len(starts) == 1:
             length *= size
         elif step:
-            starts = (starts + step * tensor.itemsize * torch.arange(size)[:, None]).flatten()
+            moved = step * tensor.itemsize * torch.arange(size, device="cpu")
+            starts = (starts + moved[:, None]).flatten()
     return starts.sort().values, length
 
 

@@ -73,7 +73,7 @@ def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
             tensor.copy_(noise)
         elif tensor.numel():
             flat = tensor.detach().to(cpu).reshape(-1)
-            picks = torch.randint(flat.numel(), (flat.numel(),), generator=generator)
+            picks = torch.randint(flat.numel(), flat.shape, generator=generator, device=cpu)
             tensor.copy_(flat[picks].reshape(tensor.shape))
 
 

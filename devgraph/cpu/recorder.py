@@ -391,7 +391,7 @@ class Recorder:
     def _as_if_all(index: torch.Tensor | None) -> torch.Tensor | None:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return index
-        return torch.zeros(index.numel(), dtype=torch.int64)
+        return torch.zeros(index.numel(), dtype=torch.int64, device=index.device)
 
     def _compute(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -486,7 +486,7 @@ class Recorder:
         if func is torch.Tensor.__deepcopy__:
             return tensor.clone()
         with torch._C._DisableTorchDispatch():
-            ones = torch.ones(tensor.shape, dtype=tensor.dtype)
+            ones = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             return func(ones, *args[1:], **kwargs)
 
 
@@ -495,7 +495,7 @@ def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     while on the CPU torch looks for classes out of range."""
     if num_classes <= 0 or tensor.dtype is not torch.int64:
         return torch._C._nn.one_hot(tensor, num_classes)
-    out = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64)
+    out = torch.zeros(*tensor.shape, num_classes, dtype=torch.int64, device=tensor.device)
     return out.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 

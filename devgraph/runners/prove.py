@@ -113,10 +113,12 @@ class _Proof:
         shape = slot.shape(real)
         device = self._step.inputs.device
         if slot.sample is not None:
-            return slot.sample(shape, self._generator).to(device=device, dtype=slot.dtype)
+            with torch.device("cpu"):  # where the generator is
+                drawn = slot.sample(shape, self._generator)
+            return drawn.to(device=device, dtype=slot.dtype)
         if slot.dtype.is_floating_point or slot.dtype.is_complex:
             kind = torch.complex64 if slot.dtype.is_complex else torch.float32
-            noise = torch.randn(shape, generator=self._generator, dtype=kind)
+            noise = torch.randn(shape, generator=self._generator, dtype=kind, device="cpu")
             return noise.to(device=device, dtype=slot.dtype)
         data = torch.empty(shape, dtype=slot.dtype, device=device)
         padding = Padding()

@@ -382,7 +382,7 @@ def _gloo_vote(
     import torch
     import torch.distributed as dist
 
-    tensor = torch.tensor(values, dtype=torch.int64)
+    tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
     work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group, async_op=True)
     assert work is not None
     moment = datetime.timedelta(seconds=_LOOK_S)

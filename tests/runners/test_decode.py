@@ -538,6 +538,21 @@ def test_a_refused_runner_changes_nothing_of_the_pool_of_others():
     assert pool.recordings.budget_bytes is None
 
 
+@pytest.mark.parametrize("loop", [None, dg.Loop(steps=2, advance=lambda batch, outputs: None)])
+def test_a_default_device_of_the_program_changes_nothing(loop):
+    slots = [X, InputSlot("y", ("tokens", 3), torch.float32, pad=Pad.zero(), sample=_noise)]
+    inputs = {"x": rows_of_x(2), "y": rows_of_x(2)}
+    with torch.device("meta"):
+        runner = decode_of(lambda batch: batch.x + batch.y, slots, loop=loop)
+        found = runner.run(inputs, clone=True)
+        assert runner.prove().ok
+    assert (found if loop is None else found.outputs[1]).equal(rows_of_x(2) * 2)
+
+
+def _noise(shape, generator):
+    return torch.randn(shape, generator=generator)
+
+
 def test_input_slots_may_come_from_a_generator():
     runner = decode_of(double, (X,), captured=False)
     made = dg.DecodeRunner(double, (slot for slot in (X,)), max_requests=8, backend="cpu")

@@ -62,7 +62,8 @@ def states(runner: Any) -> dict[str, str]:
 def agree(rank: int, group: RankGroup) -> Any:
     """All are alike; then a step of different sizes, and one in which rank 3 is idle."""
     runner = ranked(group)
-    decision = runner.agree(runner.can_run(1 + rank))
+    with torch.device("meta"):  # votes are on the host, whatever device a program prefers
+        decision = runner.agree(runner.can_run(1 + rank))
     out = runner.run({"x": rows_of_x(1 + rank)}, decision=decision)
     step = CacheStep()
     caching = ranked(group, step, (IDS, ROWS))

@@ -58,7 +58,7 @@ def _references(tensors: Sequence[torch.Tensor]) -> list[int]:
 # What sys.getrefcount counts besides: the question, and, depending on torch, that a view or
 # something else beneath Python holds the tensor.
 _WHILE_ASKED = _WHILE_VIEWED = 0
-_lone = [torch.empty(1)]
+_lone = [torch.empty(1, device="cpu")]
 _WHILE_ASKED = _references(_lone)[0] - 1
 _view = _lone[0].view(1)
 _WHILE_VIEWED = _references(_lone)[0] - 1

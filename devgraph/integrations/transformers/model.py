@@ -316,7 +316,7 @@ class CausalModel:
 
     def tensor(self, values: list[Any], dtype: torch.dtype = torch.int64) -> Tensor:
         """Return ``values`` as a tensor on the device."""
-        made = torch.tensor(values, dtype=dtype)
+        made = torch.tensor(values, dtype=dtype, device="cpu")
         if self._pin is None or self.device.type == "cpu":
             return made.to(self.device)
         return self._pin(made).to(self.device, non_blocking=True)
