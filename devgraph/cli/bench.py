@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     if args.results:
         if not args.plot:
             raise CommandError("--results draws what was measured: add --plot FILE.svg")
-        _plot(args.plot, _earlier(args.results))
+        report = _earlier(args.results)
+        write_file(args.plot, chart(report["title"], report["rows"]))
         return 0
     for name in (*SIZES, "kv_len", "compiler") if args.encoder else ("images",):
         if getattr(args, name) is not None:
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report)
     if args.plot:
-        _plot(args.plot, report)
+        write_file(args.plot, chart(report["title"], report["rows"]))
     return 0 if all(row["equal"] for row in compared.rows) and not compared.failed else 1
 
 
@@ -143,11 +144,6 @@ def _print(report: dict[str, Any]) -> None:
         say(f"{name}: not on this backend: {why}")
     for name, why in report["failed"].items():
         say(f"{name} FAILED: {why}")
-
-
-def _plot(path: str, report: dict[str, Any]) -> None:
-    """Draw the host and wall time of every row, with the spread of its repeats, into ``path``."""
-    write_file(path, chart(report["title"], report["rows"]))
 
 
 def _earlier(path: str) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def write_file(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # of a name with a zero, or a character of half a pair
-        raise CommandError(f"cannot write {path}: {error}") from error
+        why = getattr(error, "strerror", error)
+        raise CommandError(f"cannot write {path}: {why}") from error
 
 
 def print_table(

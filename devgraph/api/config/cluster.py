@@ -30,7 +30,7 @@ import attrs
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import ROLES, EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PHASES, DeviceGraphWarning, check_names, count
+from devgraph.api.config.phase import FLAG, PHASES, DeviceGraphWarning, check_names, count
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 from devgraph.api.registry import OTHER_NAMES, declaration
@@ -62,11 +62,6 @@ class Group:
     tensor_parallel: int
     facts: EngineFacts
     """The engine there; its ``collectives`` say whether graphs hold any."""
-
-    @property
-    def count(self) -> int:
-        """The devices of the group."""
-        return sum(member.count for member in self.members)
 
     @property
     def vendors(self) -> tuple[str, ...]:
@@ -232,9 +227,7 @@ def _group(entry: object, path: str) -> Group:
         raise ConfigError(
             f"{path}.tensor_parallel: {total} devices do not divide into sets of {parallel}"
         )
-    collectives = values.get("collectives", parallel > 1)
-    if not isinstance(collectives, bool):
-        raise ConfigTypeError(f"{path}.collectives: expected true or false, got {collectives!r}")
+    collectives = FLAG["read"](values.get("collectives", parallel > 1), f"{path}.collectives")
     given = values.get("facts", {})
     for key in ("backend", "role", "collectives"):
         if isinstance(given, Mapping) and key in given:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -30,33 +31,27 @@ def _file(path: Any, name: str) -> Source:
     return parse_mode(read_section(path), f"{name} {path}", Level.FILE)
 
 
-def _phase(phase: str) -> list[Flag]:
+def _key(phase: str, key: str, value: Any, name: str) -> Source:
+    return parse_mode({phase: {key: value}}, name, Level.SHORTHAND)
+
+
+def _phase(phase: str) -> Iterator[Flag]:
     """The flags of one phase: the one that switches it off, and one for each key that has one."""
-
-    def sets(key: str) -> Callable[[Any, str], Source]:
-        return lambda value, name: parse_mode({phase: {key: value}}, name, Level.SHORTHAND)
-
-    flags = [
-        Flag(
-            name=DISABLE[phase],
-            shape="switch",
-            help=f"run {phase} eagerly; gives way to {SHORTHANDS[phase, 'policy']}",
-            read=lambda _, name: parse_mode({phase: "disabled"}, name, Level.SHORTHAND),
-        )
-    ]
+    yield Flag(
+        name=DISABLE[phase],
+        shape="switch",
+        help=f"run {phase} eagerly; gives way to {SHORTHANDS[phase, 'policy']}",
+        read=lambda _, name: _key(phase, "policy", "disabled", name),
+    )
     for key in KEYS.values():
         if key.flag is not None:
-            accepts = f"{key.accepts[0].upper()}{key.accepts[1:]}."
-            flags.append(
-                Flag(
-                    name=SHORTHANDS[phase, key.name],
-                    shape=key.shape,
-                    metavar="N" if key.names is None else key.name.upper(),
-                    help=f"{phase}: {key.meaning} {accepts}",
-                    read=sets(key.name),
-                )
+            yield Flag(
+                name=SHORTHANDS[phase, key.name],
+                shape=key.shape,
+                metavar="N" if key.names is None else key.name.upper(),
+                help=f"{phase}: {key.meaning} {key.accepts[0].upper()}{key.accepts[1:]}.",
+                read=partial(_key, phase, key.name),
             )
-    return flags
 
 
 FLAGS: tuple[Flag, ...] = (
