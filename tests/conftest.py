@@ -50,9 +50,9 @@ def _left_behind() -> list[str]:
         import torch
 
         import devgraph as dg
-        from devgraph.api.device import Device, identity
+        from devgraph.api.device import identity
 
-        devices = [one for one in identity.renewed if isinstance(one, Device)]
+        devices = list(identity.devices)
         found |= {
             "this thread inside a capture": dg.is_capturing(),
             "a session open": any(one.recording or one.held_here for one in devices),

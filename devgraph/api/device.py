@@ -26,25 +26,18 @@ logger = logging.getLogger(__name__)
 CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
-class Renewed(Protocol):
-    """What holds state that a forked child must not inherit."""
-
-    def after_fork(self) -> None:
-        """Forget it, in a child that has no other thread yet."""
-
-
 class _Identity:
     """Replaced in every forked child, so that comparing by ``is`` costs no system call."""
 
     def __init__(self) -> None:
         self.token = object()
-        self.renewed: weakref.WeakSet[Renewed] = weakref.WeakSet()
-        """Told of every fork, in the child."""
+        self.devices: weakref.WeakSet[Device] = weakref.WeakSet()
+        """Told of every fork, in the child, which has no other thread yet."""
 
     def renew(self) -> None:
         self.token = object()
-        for thing in list(self.renewed):
-            thing.after_fork()
+        for device in list(self.devices):
+            device.after_fork()
 
     def require(self, token: object, call: str) -> None:
         """Raise StateError unless ``token`` is that of this process."""
@@ -83,7 +76,7 @@ class Device(abc.ABC):
 
     def __init__(self) -> None:
         self.after_fork()
-        identity.renewed.add(self)
+        identity.devices.add(self)
         self._lost = ""
         self.keeps_memory = False
         """Whether memory of graphs is not given back any more."""
