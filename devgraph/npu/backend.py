@@ -15,11 +15,10 @@ from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.registry import AUTOLOAD
 from devgraph.api.torchlike.base import FULL_BUILD
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
-from devgraph.npu.device import NpuDevice
+from devgraph.npu.device import GRAPH_STREAMS, NpuDevice
 from devgraph.npu.diagnose import diagnose
 from devgraph.npu.errors import UNJOINED, error_code, lost_reason
 from devgraph.npu.graph import NpuGraph, NpuPool
-from devgraph.npu.lifetimes import GRAPH_STREAMS
 
 
 class NpuBackend(NpuDevice):

@@ -1,4 +1,11 @@
-"""One NPU as its graphs share it: events, streams, the update channel, what waits to be freed."""
+"""One NPU as its graphs share it: events, streams, the update channel, what waits to be freed.
+
+A captured graph holds every hardware stream that it was captured on.
+
+Nobody documents what a device does to a graph that is destroyed while it runs, so a graph outlives
+its last replay. Freeing a pool's memory waits for the device with the interpreter's lock held: a
+capture forbids that, and a replay that waits for its update would never end.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +15,90 @@ import logging
 import sys
 import tempfile
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from devgraph.api.errors import UpdateError
+from devgraph.api.device import keep_for_ever
+from devgraph.api.errors import DeviceLost, ResourceError, UpdateError
 from devgraph.api.torchlike.base import TorchBackend, TorchPool
 from devgraph.npu.channel import UpdateChannel
 from devgraph.npu.errors import NO_RESOURCE, means
-from devgraph.npu.lifetimes import Burials, StreamBudget
 from devgraph.npu.task_groups import EventStore, TaskGroups
 
 logger = logging.getLogger(__name__)
+
+HARDWARE_STREAMS = 2048
+"""Streams of one device (reported for the 910 series by users whose captures ran out)."""
+OTHER_STREAMS = 248
+"""Set aside for eager work: 70 of torch_npu's own pools (2 + 32 + 32 + 4), the rest for
+collectives, of which each communicator takes several."""
+GRAPH_STREAMS = HARDWARE_STREAMS - OTHER_STREAMS
+"""What is left for graphs."""
+
+_CURE = (
+    "Capture fewer buckets, or with fewer segments each: a breakable capture holds a stream per "
+    "segment, policy='full' one per bucket."
+)
+
+
+class StreamBudget:
+    """Counts the streams that graphs hold.
+
+    What the driver refuses says nothing of later: other work gives streams back, and so do graphs
+    that wait to be destroyed. Every capture within the limit asks the driver.
+    """
+
+    def __init__(self, limit: int = GRAPH_STREAMS) -> None:
+        self.limit = limit
+        self._holders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def held(self) -> int:
+        """Streams that graphs hold now, those that keep a pool alive included."""
+        return sum(list(self._holders.values()))
+
+    def take(self, graph: Any, streams: int = 1) -> None:
+        """Count ``graph``, which holds ``streams``, and at least the one that it was begun on."""
+        self._holders[graph] = max(1, streams)
+
+    def give_back(self, graph: Any) -> None:
+        """Stop counting ``graph``. Idempotent."""
+        self._holders.pop(graph, None)
+
+    def require(self) -> None:
+        """Raise ResourceError if no further graph may be captured."""
+        if self.held >= self.limit:
+            raise ResourceError(
+                f"{len(self._holders)} graphs hold {self.held} hardware streams, and the limit is "
+                f"{self.limit}. {_CURE}"
+            )
+
+    def shortage(self, error: BaseException) -> str:
+        """Return what a capture lacked that the driver refused with ``error``."""
+        return (
+            f"the driver has no stream or event left for another graph; {len(self._holders)} "
+            f"graphs hold {self.held} streams. {_CURE} ({error})"
+        )
+
+
+class _Retired:
+    """A captured graph that nobody uses any more, and its regions."""
+
+    def __init__(
+        self, native: Any, regions: TaskGroups | None, fence: Callable[[], Callable[[], bool]]
+    ) -> None:
+        self.native, self.regions = native, regions
+        self._fence = fence  # of its pool, which it keeps: the pool must go last
+        self._is_done: Callable[[], bool] | None = None
+
+    def done(self) -> bool:
+        """Whether its last replay is over. Not to be asked in a capture."""
+        if self._is_done is None:
+            self._is_done = self._fence()
+        return self._is_done()
 
 
 class NpuDevice(TorchBackend):
@@ -41,7 +120,10 @@ class NpuDevice(TorchBackend):
         self._bind()
 
     def _bind(self) -> None:
-        self._burials = Burials(self)
+        # Filled by any thread at any time, emptied by one at a time.
+        self._retired: deque[_Retired] = deque()
+        self._buried: list[list[Any]] = []
+        self._freeing = False
         index = self._device.index
         self.budget = StreamBudget()
         self.events = EventStore(self.namespace)
@@ -95,35 +177,78 @@ class NpuDevice(TorchBackend):
     def retire(
         self, native: Any, fence: Callable[[], Callable[[], bool]], regions: TaskGroups | None
     ) -> None:
-        """Destroy a captured graph now, or once its last replay is over; see ``Burials.retire``."""
-
-        def give_back() -> None:
-            self.budget.give_back(native)
-            if regions is not None:
-                self.events.give_back(regions.free_events())
-
-        self._burials.retire(native, fence, give_back)
+        """Destroy a captured graph, and give back what it and its ``regions`` held, once its last
+        replay, as ``fence`` of its pool tells, is over."""
+        self._retired.append(_Retired(native, regions, fence))
         self.free_buried()
 
     def bury_memory(self, owners: list[Any]) -> None:
-        """Drop ``owners`` of a pool's memory, the last one first, now or when that is allowed."""
-        self._burials.bury(owners)
+        """Drop ``owners`` of a pool's memory, the last one first, now or when nothing waits for the
+        host."""
+        self._buried.append(owners)
         self.free_buried()
 
     def free_buried(self) -> None:
         """Free what was retired or buried and may go now; nothing while a capture is under way."""
-        if not self._burials or self.held_here or self.channel.on_thread():
+        waiting = self._retired or self._buried
+        if not waiting or self.held_here or self.channel.on_thread():
             return
         if not self._capture_lock.acquire(blocking=False):
             return
         try:
             if self.channel.order.acquire(blocking=False):
                 try:
-                    self._burials.free(may_wait=self.channel.quiet)
+                    self._free(may_wait=self.channel.quiet)
                 finally:
                     self.channel.order.release()
         finally:
             self._capture_lock.release()
+
+    def _free(self, *, may_wait: bool) -> None:
+        """Free graphs whose last replay is over; memory as well if no replay waits for the host
+        (``may_wait``)."""
+        if self._freeing:
+            return  # Called by what is being freed; the caller below sees it.
+        self._freeing = True
+        try:
+            for _ in range(len(self._retired)):
+                graph = self._retired.popleft()
+                try:
+                    if graph.done():
+                        self._destroy(graph)
+                    else:
+                        self._retired.append(graph)
+                except Exception as error:
+                    self._give_up(graph, error)
+                del graph  # and with it perhaps a pool, which is buried then
+            while may_wait and self._buried:
+                owners = self._buried.pop()
+                if self.keeps_memory:
+                    keep_for_ever(owners)
+                    continue
+                try:
+                    self.namespace.synchronize(self._device)
+                except Exception as error:
+                    self._give_up(owners, error)
+                else:
+                    while owners:
+                        owners.pop()
+        finally:
+            self._freeing = False
+
+    def _destroy(self, graph: _Retired) -> None:
+        graph.native.reset()
+        self.budget.give_back(graph.native)
+        if graph.regions is not None:
+            self.events.give_back(graph.regions.free_events())
+
+    def _give_up(self, things: object, error: Exception) -> None:
+        """Keep what cannot be freed: its destructor would fail in the same way."""
+        keep_for_ever(things)
+        with contextlib.suppress(DeviceLost):
+            self.raise_if_lost(error)
+        what = str(error).partition("\n")[0]
+        logger.warning("what graphs held on the device is kept, because freeing fails (%s)", what)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.npu.lifetimes import StreamBudget
+from devgraph.npu.device import StreamBudget
 from tests.sim.ascend import Driver
 from tests.support.npu_steps import step
 

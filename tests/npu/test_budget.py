@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.npu.lifetimes import StreamBudget
+from devgraph.npu.device import StreamBudget
 from tests.sim.ascend import Driver
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
