@@ -169,7 +169,8 @@ class Seat:
         """Whether so many tokens at ``positions`` are those behind the tokens of every row."""
         if positions is None:
             return True
-        last = torch.tensor([self.length + count - 1 - pad for pad in self.pads])
+        ends = [self.length + count - 1 - pad for pad in self.pads]
+        last = torch.tensor(ends, device="cpu")
         return bool(((positions[:, -1].cpu() == last) | (last < 0)).all())
 
     # -- steps -----------------------------------------------------------------------------------
