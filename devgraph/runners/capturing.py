@@ -176,7 +176,7 @@ class Capturing:
             AgreementError: another rank failed, is late, or is gone.
             Exception: whatever the step raised. Earlier captures of the round are kept.
         """
-        self._begin()
+        self._begin(graphs)
         if graphs and not self.pending:  # one more, in the place of the one that ran longest ago
             oldest = min(self._graphs.captured, key=lambda other: other.used)
             oldest.forget(Reason.EVICTED, f"made room for {graphs[0].key}")
@@ -220,8 +220,9 @@ class Capturing:
             self._backend.device,
         )
 
-    def _begin(self) -> None:
-        self._ranks.handshake(f"{self._name}/{self.rounds}", self.facts)
+    def _begin(self, graphs: Sequence[BucketGraph]) -> None:
+        wanted = [str(graph.key) for graph in graphs]
+        self._ranks.handshake(f"{self._name}/{self.rounds}", {**self.facts, "to_capture": wanted})
         self.rounds += 1
 
     def learn_together(self) -> None:
@@ -230,7 +231,7 @@ class Capturing:
         Raises:
             AgreementError: another rank failed, is late, or is gone.
         """
-        self._begin()
+        self._begin(())
         tag = f"{self._name}/outputs{self.rounds}"
         try:
             self.learn_outputs(self._barrier(tag))

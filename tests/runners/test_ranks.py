@@ -562,6 +562,18 @@ def test_ranks_with_different_buckets_left_are_refused():
         assert "different buckets left to capture" in str(error)
 
 
+def test_ranks_that_capture_different_buckets_are_told_at_once():
+    def work(rank, group):
+        runner = ranked(group)
+        if rank == 1:
+            runner.invalidate("weights")
+        runner.capture()
+
+    for error in in_ranks(2, work):
+        assert isinstance(error, dg.AgreementError)
+        assert "to_capture=" in str(error) and '["8", "4", "2", "1"]' in str(error)
+
+
 def test_a_rank_at_another_vote_is_told():
     """Where the vote is the engine's, or an all-reduce, values of any two calls would mix."""
     meet, cast = threading.Barrier(2, timeout=LIMIT_S), [[], []]
@@ -804,7 +816,7 @@ def survivors(found: dict[int, dict[str, Any]], *gone: int) -> list[str]:
 
 def test_ranks_that_are_alike_capture_and_run_the_same_graphs(prepared):
     found = prepared.run("agree")
-    captured = dict.fromkeys((8, 4, 2, 1), "captured")
+    captured = dict.fromkeys(("8", "4", "2", "1"), "captured")
     for rank, result in found.items():
         assert "error" not in result, result
         value = result["value"]
