@@ -217,15 +217,17 @@ class Seat:
             for i, piece in enumerate(pieces):
                 if piece.completes:
                     logits[piece.slot] = found[i]
-        assert logits is not None
+        if logits is None:  # Of nothing but padding, which nobody reads.
+            shape = ids.shape[0], engine.model.shape.vocabulary
+            logits = torch.zeros(shape, dtype=engine.model.dtype, device=engine.model.device)
         self.length, self._next = self.length + ids.shape[1], None
         return logits[:, None]
 
     def _steps(self, rows: list[list[int]]) -> list[list[Piece]]:
         """Cut the rows of a batch, without their padding, into steps of at most so many tokens."""
         budget, alone = self._engine.max_step_tokens, self._engine.model.own is not None
-        steps: list[list[Piece]] = [[]]
-        room = budget
+        steps: list[list[Piece]] = []
+        room = 0
         for slot, (row, pad) in enumerate(zip(rows, self.pads, strict=True)):
             cached = max(0, self.length - pad)
             ids = row[max(0, pad - self.length) :]

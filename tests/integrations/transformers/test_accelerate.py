@@ -184,6 +184,14 @@ def test_processors_criteria_and_streamers_are_those_of_transformers(model: Any)
     assert generate_stats(model).fallbacks == {}
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_chunk_of_a_prompt_may_be_all_padding(model: Any, size: int) -> None:
+    ids = {"input_ids": torch.tensor([[0] * 6 + [5, 6, 7]])}
+    plain, graphs = both(model, ids, prefill_chunk_size=size)
+    assert torch.equal(plain, graphs)
+    assert generate_stats(model).fallbacks == {}
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_second_turn_runs_its_new_tokens_only_whoever_had_the_slots_since(family: str) -> None:
     model = make_model(family)
