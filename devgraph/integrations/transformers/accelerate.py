@@ -351,14 +351,15 @@ class _Acceleration:
             config = generation_config or self.model.generation_config
             new = kwargs.get("max_new_tokens") or config.max_new_tokens
             sampling = self._sampling_of(config)
+            lengths = list(map(len, inputs))
             reason = None
-            if self._depth > 1:
+            if self._depth:
                 reason = Fallback.NESTED
             elif not self._usable():
                 reason = Fallback.MODEL
-            elif sampling is None or new is None or not all(inputs) or _chosen(config, kwargs):
+            elif sampling is None or new is None or 0 in lengths or _chosen(config, kwargs):
                 reason = Fallback.CONFIG
-            elif max(map(len, inputs), default=0) + new > self.engine.model.positions:
+            elif max(lengths, default=0) + new > self.engine.model.positions:
                 reason = Fallback.LENGTH
             if reason is not None:
                 self._fall_back(reason)

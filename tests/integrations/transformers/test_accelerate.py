@@ -334,7 +334,7 @@ def test_batches_of_requests_run_in_the_engine(model: Any, monkeypatch: pytest.M
     wants = [generated(model, {"input_ids": torch.tensor([row])})[0].tolist() for row in rows]
     accelerate(model, **OPTIONS)
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=wants[0][-2])
-    out = model.generate_batch(rows, generation_config=config)
+    out = model.generate_batch(list(map(torch.tensor, rows)), generation_config=config)
     for i, (row, want) in enumerate(zip(rows, wants, strict=True)):
         new = want[len(row) :]
         if config.eos_token_id in new:
@@ -356,6 +356,14 @@ def test_batches_of_requests_run_in_the_engine(model: Any, monkeypatch: pytest.M
     stats = generate_stats(model)
     assert stats.requests == 10
     assert stats.fallbacks == {"generation_config": 1, "over_max_len": 1}
+
+    def inside(ids: Any, scores: Any) -> Any:
+        model.generate_batch(rows[:1], max_new_tokens=2)
+        return scores
+
+    got = generated(model, max_new_tokens=1, logits_processor=[inside])
+    assert torch.equal(got, generated(model, max_new_tokens=1))
+    assert generate_stats(model).fallbacks == stats.fallbacks | {"nested": 1}
 
 
 def test_unaccelerated_model_is_as_it_was(model: Any) -> None:
