@@ -18,7 +18,6 @@ from devgraph.api.marks.calls import describe
 from devgraph.api.marks.source import user_line
 from devgraph.api.torchlike.guards import draws
 from devgraph.cpu import violations
-from devgraph.cpu.binding import Binder
 from devgraph.cpu.memory import BlockPool, Hold
 from devgraph.cpu.metadata import (
     DataDependentError,
@@ -30,7 +29,7 @@ from devgraph.cpu.metadata import (
     map_tensors,
 )
 from devgraph.cpu.modes import Dispatching, Functions
-from devgraph.cpu.ops import Kind, OpPlan, plan_of
+from devgraph.cpu.ops import Binder, Kind, OpPlan, plan_of
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -123,12 +124,16 @@ class Kit:
         self.same(got, want, f"the replay with {host_args}" if host_args else "the replay")
 
     def works(self, pool: dg.Pool) -> None:
-        """Fail unless new captures of ``pool`` are right."""
+        """Fail unless eager work, random numbers and new captures of ``pool`` are right."""
+        assert not dg.is_capturing()
+        assert gc.isenabled()
 
         def step(x: torch.Tensor) -> torch.Tensor:
             return x * 2 + 1
 
         x = self.tensor(32)
+        same(step(x).cpu(), step(x.cpu()), "eager work")
+        torch.rand(4, device=self.device)
         for policy in ("full", "breakable"):
             self.check(self.capture(step, x, pool=pool, policy=policy), step, x)
 

@@ -228,16 +228,6 @@ def test_graph_that_was_cleared_is_launched_by_no_step_that_bound_it(kit: Kit) -
 KINDS = [ValueError, KeyboardInterrupt, GeneratorExit, SystemExit, dg.DeviceGraphError]
 
 
-def _usable(kit: Kit, pool: dg.Pool) -> None:
-    """Fail unless eager work, random numbers and new captures of ``pool`` are right."""
-    assert not dg.is_capturing()
-    assert gc.isenabled()
-    x = kit.tensor(32)
-    same((x + 1).cpu(), x.cpu() + 1, "eager work after the failure")
-    torch.rand(4, device=kit.device)
-    kit.works(pool)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_exception_in_a_captured_body_is_raised_unchanged(
     kit: Kit, pool: dg.Pool, kind: type[BaseException]
@@ -257,7 +247,7 @@ def test_exception_in_a_captured_body_is_raised_unchanged(
         y = x * 3
     graph.replay()
     kit.same(y, x * 3)
-    _usable(kit, pool)
+    kit.works(pool)
 
 
 def _failing_step(where: str, raised: BaseException) -> Callable[..., Any]:
@@ -302,7 +292,7 @@ def test_exception_in_a_captured_step_leaves_nothing_behind(
     assert caught.value is raised
     kit.same(x, before, "the bound tensor after the failure")
     same(kit.backend.get_rng_state(), state, "the random state after the failure")
-    _usable(kit, pool)
+    kit.works(pool)
 
 
 @declares("rng")
@@ -350,7 +340,7 @@ def test_many_failed_captures_take_no_memory(kit: Kit, pool: dg.Pool) -> None:
         gc.collect()
         sizes.append(pool.bytes)
     assert sizes[-1] <= sizes[1], f"bytes of the pool after each failure: {sizes}"
-    _usable(kit, pool)
+    kit.works(pool)
 
 
 def _let_fail(
@@ -382,7 +372,7 @@ def test_failed_end_of_a_capture_is_raised_and_the_next_capture_works(
     assert len(ends) == 1, "the capture was ended twice"
     assert graph.state == "empty"
     monkeypatch.undo()
-    _usable(kit, pool)
+    kit.works(pool)
 
 
 def test_exception_of_the_body_stays_when_cleaning_up_fails_too(
@@ -397,7 +387,7 @@ def test_exception_of_the_body_stays_when_cleaning_up_fails_too(
         raise ValueError("from the body")
     assert graph.state == "empty"
     monkeypatch.undo()
-    _usable(kit, pool)
+    kit.works(pool)
 
 
 HOST_READS: dict[str, Callable[[torch.Tensor], object]] = {
@@ -429,4 +419,4 @@ def test_host_read_in_a_captured_body_is_refused(kit: Kit, pool: dg.Pool, name: 
         assert __file__ in str(caught.value), "the error does not name the user's line"
         assert "@dg." in str(caught.value), "the error does not suggest a mark"
     assert graph.state == "empty"
-    _usable(kit, pool)
+    kit.works(pool)
