@@ -211,8 +211,13 @@ class Runner:
                 f"agree what can_run of the same runner returned"
             )
         unable = None
-        if self._ranks.size > 1 and (decision is None or decision.reason is Reason.EMPTY_BATCH):
-            unable = self.graphs.unusable(suspended=self._suspended)
+        if self._ranks.size > 1:
+            if self.pool.recordings.released:  # by another runner, which no rule of this one asks
+                unable = Reason.EXECUTABLE_MEMORY
+            elif decision is None or decision.reason is Reason.EMPTY_BATCH:
+                unable = self.graphs.unusable(suspended=self._suspended)
+            if unable and decision is not None and decision.ok:
+                decision = Decision.eager(unable, decision.key)
         return self._ranks.agree(decision, [*self.graphs.variants], self._name, unable=unable)
 
     # Running.

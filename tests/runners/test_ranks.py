@@ -376,6 +376,19 @@ def test_an_idle_rank_that_cannot_launch_keeps_the_others_from_it(why):
     assert in_ranks(2, work) == [{"voted_eager": 1, "empty_batch": 1}, {why: 1, "empty_batch": 1}]
 
 
+def test_a_rank_whose_memory_another_runner_gave_back_keeps_the_others_from_graphs():
+    def work(rank, group):
+        runner = ranked(group, config={"releasable": True})
+        if rank:
+            runner.pool.release()
+        for busy in (True, not rank):
+            decision = runner.agree(runner.can_run(2) if busy else None)
+            runner.run({"x": rows_of_x(2)} if busy else None, decision=decision)
+        return runner.stats().eager
+
+    assert in_ranks(2, work) == [{"voted_eager": 2}, {"executable_memory": 2}]
+
+
 def test_a_rank_with_an_empty_batch_takes_part_in_an_eager_step():
     def work(rank, group):
         runs = []
@@ -696,7 +709,7 @@ def test_a_warm_up_that_never_ends_on_a_device_is_noticed():
     def work(rank, group):
         runner = ranked(group, captured=False)
         if rank == 1:
-            group.handshake("decode/0", runner._capturing.facts)
+            runner._capturing._begin(runner._capturing.pending)
             return
         runner.backend.fence = lambda: lambda: False
         runner.capture()
