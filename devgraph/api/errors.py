@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import operator
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -215,11 +216,12 @@ def finite(what: str, value: object) -> float:
     Raises:
         InputError: it is another number. InputTypeError: it is none.
     """
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise InputTypeError(f"{what} must be a number, got {brief(value)}")
-    if not 0 <= value < math.inf:
-        raise InputError(f"{what} must be a finite number of at least 0, got {value}")
-    return value
+    number: float = value  # type: ignore[assignment]  # or one of numpy
+    if not 0 <= number < math.inf:
+        raise InputError(f"{what} must be a finite number of at least 0, got {number}")
+    return number
 
 
 class _Brief(reprlib.Repr):

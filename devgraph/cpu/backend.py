@@ -21,6 +21,7 @@ from devgraph.api.marks.marks import Absorbed, Mark, entered
 from devgraph.api.pool import Pool
 from devgraph.cpu.check import check
 from devgraph.cpu.memory import BlockPool
+from devgraph.cpu.modes import Dispatching, Functions
 from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
@@ -227,6 +228,8 @@ class CpuBackend(Backend):
 
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
+        for kind in (Functions, Dispatching):
+            kind.clear()
         try:
             yield
         except BaseException:

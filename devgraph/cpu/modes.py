@@ -50,9 +50,7 @@ class _AtBottom:
 
     def install(self) -> None:
         """Start, below all modes but a default device."""
-        for other in self.stack():
-            if isinstance(other, _AtBottom) and other.over:
-                other.remove()
+        self.clear()
         mode: Any = super()
         mode.__enter__()
         stack = self.stack()
@@ -61,6 +59,13 @@ class _AtBottom:
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
         stack.insert(1 if stack and stack[0] is default else 0, self)
         self._arrange(stack)
+
+    @classmethod
+    def clear(cls) -> None:
+        """Take off the thread's modes that were to stop: torch compiles nothing under them."""
+        for mode in cls.stack():
+            if isinstance(mode, _AtBottom) and mode.over:
+                mode.remove()
 
     def remove(self) -> None:
         """Stop, wherever in the stack the mode is now. Idempotent."""

@@ -232,7 +232,7 @@ def check_variants(
         variant = canonical_variant(options)
         if variant in found:
             raise ConfigError(f"variant {brief(dict(options))} is declared twice")
-        found[variant] = options
+        found[variant] = dict(options)
     if not found:
         raise ConfigError("variants is empty; [{}] declares the one without options")
     return found

@@ -283,6 +283,11 @@ class Graphs:
         check_width(variant, InputError)
         return variant
 
+    def of_pads(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the variant of a step without requests: ``options``, or the first that is declared
+        where it asks for none and there is none without names."""
+        return options if options or () in self.variants else next(iter(self.variants.values()))
+
     def decide(
         self, size: Size, options: Mapping[str, Any], *, longest: int | None, suspended: bool
     ) -> Decision:
@@ -314,9 +319,12 @@ class Graphs:
         return self.at_epoch(self._choose(variant, size))
 
     def unusable(self, *, suspended: bool) -> Reason | None:
-        """Return why some captured graph cannot be launched now, None if all can."""
+        """Return why some captured graph cannot be launched now, or that there is none; None if all
+        can."""
         if suspended:
             return Reason.SUSPENDED
+        if self._order and not self.captured:
+            return self._order[0].reason
         found = (self.at_epoch(Decision.graph(graph.key)) for graph in self.captured)
         return next((one.reason for one in found if not one.ok), None)
 

@@ -55,6 +55,9 @@ makes of it, because a proof must not write real state."""
 SLOTS = (RUNNING, HELD)
 """What a loop adds to the slots of the engine."""
 
+_MOST_SEEN = 4096
+"""Kinds of batches whose layouts are kept: a batch that runs eagerly may be of any variant."""
+
 
 class LoopResult(NamedTuple):
     """What a run of several steps returns: tensors on the device, valid until the next run."""
@@ -172,6 +175,8 @@ class Loop:
                 return _repeated(step, self.steps, batch.running, repeat, seen[kind])
             alive, found = zip(*(step() for _ in range(self.steps)), strict=True)
             if kind is not None:
+                if len(seen) >= _MOST_SEEN:
+                    del seen[next(iter(seen))]
                 layout = functools.partial(torch.empty_like, device="meta")
                 seen[kind] = _for_tensors(layout, found[0])
             went = torch.stack(alive)

@@ -219,6 +219,7 @@ class RankGroup:
         name: str,
         *,
         unable: Reason | None = None,
+        dummy: bool = False,
     ) -> Decision:
         """Return what all ranks of runner ``name`` do in this step, by one vote of minima; None
         stands for no requests.
@@ -226,6 +227,7 @@ class RankGroup:
         Args:
             variants: those that the runner declares, in the same order on every rank.
             unable: why this rank could launch no graph for the requests of others.
+            dummy: whether ranks make a step where none has requests.
 
         Raises:
             AgreementError: ranks want different variants, or one did not vote.
@@ -243,7 +245,7 @@ class RankGroup:
         low, high = (_NEUTRAL, _NEUTRAL) if variant is None else (variant, -variant)
         able, bucket, low, high = self.minimum(f"{name}/vote", (able, -bucket, low, high))
         key = None if low == _NEUTRAL else GraphKey(variants[low], -bucket)
-        if able and key is None:
+        if able and key is None and (able == 2 or not dummy):
             return Decision.eager(Reason.EMPTY_BATCH)
         if able < 2:
             if busy is None:

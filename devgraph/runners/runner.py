@@ -218,7 +218,10 @@ class Runner:
                 unable = self.graphs.unusable(suspended=self._suspended)
             if unable and decision is not None and decision.ok:
                 decision = Decision.eager(unable, decision.key)
-        return self._ranks.agree(decision, [*self.graphs.variants], self._name, unable=unable)
+        dummy = self._options.idle_dummy
+        return self._ranks.agree(
+            decision, [*self.graphs.variants], self._name, unable=unable, dummy=dummy
+        )
 
     # Running.
 
@@ -298,7 +301,7 @@ class Runner:
             variant = dict(decision.key.variant)
         options = self.graphs.asked(variant)
         if inputs is None:
-            return self._run_without_requests(decision, options)
+            return self._run_without_requests(decision, self.graphs.of_pads(options))
         shown = self._steps.measured(inputs)
         size = self.graphs.counting.size(*shown, options)
         agreed = None if decision is None else decision.bucket
@@ -312,7 +315,9 @@ class Runner:
                     f"the decision is for an empty batch, and the batch has {_counted(size)}; "
                     f"decide for this batch"
                 )
-            return self._run_empty(options)
+            return self._run_empty(self.graphs.of_pads(options))
+        if self._options.idle_dummy and not decision.ok and not (size.requests and size.tokens):
+            return self._run_without_requests(decision, self.graphs.of_pads(options))
         if decision.ok:
             assert decision.key is not None
             step = self._steps.get(shown, options, agreed, decision.key, size)
@@ -427,6 +432,8 @@ class Runner:
         if decision.reason is Reason.EMPTY_BATCH:
             self._counters.count(decision.reason)
             return
+        if self._config.strict and self.graphs and not decision.ok:  # as the ranks with requests do
+            raise refusal(decision, f"{self._name}: a step of no requests here")
         self._run_pads(decision, options)
 
     def _run_pads(self, decision: Decision, options: Mapping[str, Any]) -> None:

@@ -413,7 +413,8 @@ class BoundSteps:
             options: the variant that the batch asks for.
             bucket: the one that ranks agreed on, if they did.
         """
-        place = *shown, canonical_variant(options), bucket
+        # Ranks without requests may ask for another variant than the one agreed on.
+        place = *shown, canonical_variant(options) if bucket is None else key.variant, bucket
         step = self._bound.get(place)
         if step is None:
             step = GraphStep(self._step, self._graphs[key], size, self._graphs.rows(size))

@@ -71,6 +71,24 @@ def test_recording_that_is_dropped_inside_an_operation_is_over(
     assert torch.equal(captured.replay(), want)
 
 
+def test_piecewise_compiles_after_a_recording_that_was_dropped_inside_an_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, want, backend = Recorder._call_operation, X + 1, dg.get_backend("cpu")
+
+    def dropping(self: Recorder, *args: Any) -> Any:
+        held.clear()
+        return real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "_call_operation", dropping)
+        held: list[Any] = [backend.capture_context(backend.make_graph())]
+        held[0].__enter__()
+        X + 1
+    captured = dg.capture(lambda x: x + 1, X.clone(), backend=backend, policy="piecewise")
+    assert torch.equal(captured.replay(), want)
+
+
 def test_users_modes_stay_above_and_are_kept() -> None:
     class Counting(TorchDispatchMode):
         seen = 0

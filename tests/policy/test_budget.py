@@ -111,6 +111,10 @@ def test_limit_that_is_none_is_refused_and_named(limits: Any, kind: type[Excepti
         UpdateBudget(**limits)
 
 
+def test_copies_may_take_as_long_as_they_want() -> None:
+    assert UpdateBudget(copy_seconds=float("inf")).copy_seconds == float("inf")
+
+
 def test_miss_budget_earns_back_no_more_than_it_started_with() -> None:
     budget = MissBudget(UpdateBudget(misses=1, recent=2))
     assert budget.allows("a")

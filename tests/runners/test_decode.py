@@ -908,3 +908,49 @@ def test_output_fed_back_as_the_next_input_is_read_before_it_is_overwritten(
             want = want * 0.5 + 1
             fed = runner.run({"x": fed})
         kit.same(fed, want, "the chained output")
+
+
+def test_pads_run_under_a_declared_variant():
+    factors = {"a": 2, "b": 3}
+    slot = InputSlot("x", ("tokens", 2), torch.float32, pad=Pad.zero())
+    runner = dg.DecodeRunner(
+        lambda batch: batch.x * factors[batch.variant["mode"]],
+        [slot],
+        outputs=dg.OutputSlot(rows="tokens"),
+        variants=[{"mode": mode, "width": 2} for mode in factors],
+        config={"buckets": [1, 4]},
+        backend="cpu",
+        max_requests=4,
+        idle_dummy=True,
+    )
+    runner.capture()
+    runner.run({"x": torch.zeros(0, 2)})
+    runner.run(None, decision=Decision.eager(Reason.VOTED_EAGER))
+    assert runner.stats().idle_steps == 1
+    assert runner.stats().eager == {"voted_eager": 1}
+
+
+def test_a_batch_without_rows_replays_the_variant_of_its_decision():
+    runner = decode_of(double, (X,), config={"buckets": [4]}, variants=[{}, {"lora": True}])
+    for variant in ((("lora", True),), ()):
+        runner.run({"x": rows_of_x(0)}, variant={}, decision=Decision.graph(GraphKey(variant, 4)))
+    assert {bucket.key: bucket.hits for bucket in runner.stats().buckets} == {
+        "4": 1,
+        "4 (lora=True)": 1,
+    }
+
+
+def test_declared_variants_are_the_runners_own():
+    lora = {"lora": True}
+    runner = dg.DecodeRunner(
+        lambda batch: batch.x * 2 if batch.variant.get("lora") else batch.x,
+        [X],
+        variants=[{}, lora],
+        config={"buckets": [4]},
+        backend="cpu",
+        max_requests=4,
+    )
+    lora["lora"] = False
+    runner.capture()
+    out = runner.run({"x": rows_of_x(3)}, variant={"lora": True})
+    assert torch.equal(out, rows_of_x(3) * 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest.mock import ANY
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.runners import loop as loops
 from tests.support.runner_steps import IDS, OFFSETS, ROWS, X, decode_of
 
 
@@ -188,3 +190,27 @@ def test_what_advance_leaves_to_python_is_not_repeated() -> None:
     with decode_of(lambda batch: batch.x * 2, [X], loop=dg.Loop(steps=7, advance=advance)) as one:
         assert calls.count(1) % 7 == 1, "one step in the capture, seven in each warm-up"
         assert one.run({"x": torch.ones(1, 3)}).outputs.shape == (7, 1, 3)
+
+
+def test_a_loop_keeps_the_layouts_of_some_undeclared_variants_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loops, "_MOST_SEEN", 4)
+    runner = decode_of(
+        lambda batch: batch.x * 2,
+        (X,),
+        loop=dg.Loop(steps=2, advance=_stay),
+        variants=[{}, {"adapter": -1}],
+        config={"buckets": [4]},
+    )
+
+    def layouts() -> int:
+        gc.collect()
+        found = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+        return sum(each.device.type == "meta" for each in found)
+
+    before = layouts()
+    for adapter in range(30):
+        runner.run({"x": torch.ones(2, 3)}, variant={"adapter": adapter})
+    assert layouts() <= before + 4
+    assert runner.stats().eager == {"unknown_variant": 30}

@@ -412,3 +412,20 @@ def test_a_wrong_number_of_offsets_is_refused():
         runner.run({**inputs, "bases": tokens(0, 1, 2)})
     with pytest.raises(dg.InputError, match=r"input 'bases' has shape \(2,\)"):
         runner.run({**inputs, "starts": tokens(0, 1, 2, 5)})
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("part", ["body", "tail"])
+def test_a_body_or_tail_that_is_no_function_is_refused(policy, part):
+    given = {"body": lambda batch: batch.x, "tail": lambda hidden, batch: hidden, part: 7}
+    with pytest.raises(dg.ConfigTypeError, match="must be callable"):
+        dg.PrefillRunner(
+            given["body"],
+            [InputSlot("x", ("tokens", 2), torch.float32, pad=Pad.zero())],
+            tail=given["tail"],
+            outputs=OutputSlot(rows="tokens"),
+            config=policy,
+            backend="cpu",
+            max_tokens=8,
+            max_requests=2,
+        )

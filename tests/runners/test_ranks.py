@@ -376,6 +376,57 @@ def test_an_idle_rank_that_cannot_launch_keeps_the_others_from_it(why):
     assert in_ranks(2, work) == [{"voted_eager": 1, "empty_batch": 1}, {why: 1, "empty_batch": 1}]
 
 
+def _noting(group, **options):
+    """Return a runner of one bucket, and the shapes that its step is run with from now on."""
+    shapes = []
+
+    def step(batch):
+        shapes.append(tuple(batch.x.shape))
+        return batch.x * 2
+
+    runner = ranked(group, step, config={"buckets": [4]}, **options)
+    shapes.clear()
+    return runner, shapes
+
+
+def test_a_strict_rank_without_requests_refuses_what_the_others_refuse():
+    def work(rank, group):
+        runner, shapes = _noting(group, strict=True)
+        decision = runner.agree(None if rank else runner.can_run(9))
+        with pytest.raises(dg.DeviceGraphError) as caught:
+            runner.run(None if rank else {"x": rows_of_x(9)}, decision=decision)
+        return type(caught.value).__name__, shapes
+
+    assert in_ranks(2, work) == [("InputError", []), ("AgreementError", [])]
+
+
+@pytest.mark.parametrize("leave", ["suspend", "invalidate"])
+def test_an_idle_dummy_runs_in_the_same_way_on_all_ranks(leave):
+    def work(rank, group):
+        runner, shapes = _noting(group, idle_dummy=True)
+        if rank:
+            getattr(runner, leave)()
+        decision = runner.agree(runner.can_run(0))
+        runner.run({"x": rows_of_x(0)}, decision=decision)
+        return decision.ok, runner.stats().idle_steps, shapes
+
+    first, second = in_ranks(2, work)
+    assert first == second
+    assert first[::2] == (False, [(1, 3)])
+
+
+def test_an_idle_rank_without_graphs_votes_against_them():
+    def work(rank, group):
+        runner, shapes = _noting(group)
+        if rank:
+            runner.invalidate()
+        decision = runner.agree(None if rank else runner.can_run(3))
+        runner.run(None if rank else {"x": rows_of_x(3)}, decision=decision)
+        return decision.ok, shapes
+
+    assert in_ranks(2, work) == [(False, [(3, 3)]), (False, [(1, 3)])]
+
+
 def test_a_rank_whose_memory_another_runner_gave_back_keeps_the_others_from_graphs():
     def work(rank, group):
         runner = ranked(group, config={"releasable": True})

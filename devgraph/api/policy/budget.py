@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -29,7 +30,7 @@ class UpdateBudget:
     copies: int = 4
     """Topology copies: whole-graph captures for keys that need other nodes."""
     copy_seconds: float = 2.0
-    """Time that capturing them may take in all."""
+    """Time that capturing them may take in all; ``math.inf`` sets no limit."""
     may_capture: Callable[[], bool] | None = None
     """Asked before a copy or a broken form is captured in a replay; it answers False while outputs
     of the pool are leased, or where ranks have to agree first. None allows it, unless the capture
@@ -38,7 +39,8 @@ class UpdateBudget:
     def __attrs_post_init__(self) -> None:
         for name, least in (("misses", 0), ("recent", 1), ("copies", 0)):
             whole(name, getattr(self, name), least)
-        finite("copy_seconds", self.copy_seconds)
+        if self.copy_seconds != math.inf:
+            finite("copy_seconds", self.copy_seconds)
         if self.may_capture is not None and not callable(self.may_capture):
             raise InputTypeError(f"may_capture must be a function, got {brief(self.may_capture)}")
 

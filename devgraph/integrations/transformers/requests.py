@@ -55,7 +55,7 @@ class SamplingParams:
         whole("top_k", self.top_k)
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
+        if self.seed is not None and whole("seed", self.seed, -(1 << 63)) >= 1 << 64:
             raise InputError(f"a seed has 64 bits, got {self.seed}")
 
     @property

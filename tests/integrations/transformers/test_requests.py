@@ -72,6 +72,11 @@ def test_same_seed_gives_same_draws_and_another_seed_others() -> None:
     assert draws(5) != draws(6)
 
 
+@pytest.mark.parametrize("seed", [-(2**63), 2**63 + 5, 2**64 - 1])
+def test_seeds_that_torch_takes_are_taken(seed: int) -> None:
+    assert SamplingParams(temperature=1.0, seed=seed).seed == seed
+
+
 def test_unseeded_samplers_differ() -> None:
     logits = torch.zeros(100_000)
     drawn = {int(Sampler(SamplingParams(temperature=1.0), CPU).draw(logits)) for _ in range(4)}
