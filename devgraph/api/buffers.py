@@ -327,6 +327,13 @@ def rewrite(target: torch.Tensor, source: torch.Tensor) -> None:
     dense.copy_(source.detach() if source.requires_grad else source)
 
 
+def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``rewrite`` whichever modes of inference and autograd the caller is in."""
+    # In this order: leaving inference mode switches gradients on.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        rewrite(target, source)
+
+
 def fits(target: torch.Tensor, source: Any) -> bool:
     """Whether the data of ``source`` can stand in ``target``."""
     return (

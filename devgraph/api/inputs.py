@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import byte_range, effective_strides, fits, rewrite, share_memory
+from devgraph.api.buffers import byte_range, effective_strides, fits, overwrite, share_memory
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.marks.host_values import same_value
 
@@ -135,9 +135,7 @@ def write(pairs: Sequence[Pair]) -> None:
         held.append(source.clone() if overlaps and source is not target else source)
     for (target, _), source in zip(pairs, held, strict=True):
         if source is not target:
-            # In this order: leaving inference mode switches gradients on.
-            with torch.inference_mode(target.is_inference()), torch.no_grad():
-                rewrite(target, source)
+            overwrite(target, source)
 
 
 def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:

@@ -27,6 +27,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
 from devgraph.runners.decisions import Variant, canonical_variant
+from devgraph.runners.options import check_functions
 from devgraph.runners.outputs import slots_by_leaf
 from devgraph.runners.ranks import several_ranks
 from devgraph.runners.slots import (
@@ -128,8 +129,7 @@ class Loop:
             outputs: the output slots of one step.
             ranks: whether other ranks take the same steps.
         """
-        if not callable(forward):
-            raise ConfigTypeError(f"the step of a runner must be callable: {brief(forward)}")
+        check_functions(forward)
 
         given = [slot for slot in slots.values() if slot.real is None]
         seen: dict[tuple[int, int, Variant], Any] = {}

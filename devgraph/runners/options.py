@@ -161,6 +161,13 @@ class Options:
         return attrs.evolve(options, config=config, debug=debug)
 
 
+def check_functions(step: object, tail: object = None) -> None:
+    """Raise ConfigTypeError unless a runner can call ``step``, and ``tail`` if there is one."""
+    for what, given in (("step", step), ("tail", tail)):
+        if not callable(given) and (given is not None or what == "step"):
+            raise ConfigTypeError(f"the {what} of a runner must be callable: {brief(given)}")
+
+
 def settings_of(
     config: PhaseConfig | str | Mapping[str, Any] | None, phase: Phase, capacity: int
 ) -> PhaseConfig:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import ConfigError, ConfigTypeError, brief, whole
+from devgraph.api.errors import ConfigError, whole
 from devgraph.api.policy import breaks
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import ByTokens
-from devgraph.runners.options import Options, RunnerOptions
+from devgraph.runners.options import Options, RunnerOptions, check_functions
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import (
     ROW_PER_REQUEST,
@@ -79,8 +79,7 @@ class PrefillRunner(Runner):
             _check_hidden(hidden, settings.policy)
         if whole_step and settings.max_requests is not None:
             requests = min(requests, settings.max_requests)
-        if not callable(body) or not (tail is None or callable(tail)):
-            raise ConfigTypeError(f"body and tail must be callable: {brief(body)}, {brief(tail)}")
+        check_functions(body, tail)  # before one function is made of both
         eager = body if tail is None else _joined(body, tail)
         super().__init__(
             slots=slots,

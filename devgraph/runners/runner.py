@@ -44,7 +44,7 @@ from devgraph.runners.decisions import (
 from devgraph.runners.graphs import BucketGraph, Graphs, Timing
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.load import Values
-from devgraph.runners.options import Options
+from devgraph.runners.options import Options, check_functions
 from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
 from devgraph.runners.prove import RunnerReport, prove_graphs
 from devgraph.runners.ranks import ranks_of
@@ -84,9 +84,7 @@ class Runner:
     ) -> None:
         config, pool, backend = options.config, options.pool, options.backend
         _check_config(options)
-        for what, given in (("step", function), ("tail", tail)):
-            if not callable(given) and (given is not None or what == "step"):
-                raise ConfigTypeError(f"the {what} of a runner must be callable: {brief(given)}")
+        check_functions(function, tail)
         buckets = Buckets.of(
             config.buckets,
             phase=counting.phase,

@@ -18,7 +18,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import effective_strides, fits, rewrite
+from devgraph.api.buffers import effective_strides, fits, overwrite
 from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import describe, memory_of
@@ -233,8 +233,7 @@ class FullPlan:
                 f"returned an argument there, or memory of another output, which would change as "
                 f"well. Return a clone() that is the output's own."
             )
-        with torch.inference_mode(target.is_inference()), torch.no_grad():
-            rewrite(target, source)
+        overwrite(target, source)
 
 
 class _Full(Policy):

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import effective_strides, rewrite, tensors_in
+from devgraph.api.buffers import effective_strides, overwrite, tensors_in
 from devgraph.api.errors import FrozenValueError
 from devgraph.api.marks.host_values import HostSpec, is_tracked
 from devgraph.api.marks.marks import Mark
@@ -81,8 +81,7 @@ class Outputs:
             and self.own(source)
         ):
             return source
-        with torch.inference_mode(target.is_inference()):
-            rewrite(target, source)
+        overwrite(target, source)
         self._moved.add(target.untyped_storage().data_ptr())
         return target
 
