@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devgraph.api.buffers import tensors_in
-from devgraph.api.errors import CaptureError, FrozenValueError, HostReadError, brief
+from devgraph.api.errors import CaptureError, FrozenValueError, brief
 from devgraph.api.marks.host_values import HostSpec, is_tracked
 from devgraph.api.marks.marks import (
     Absorbed,
@@ -20,7 +20,7 @@ from devgraph.api.marks.marks import (
     entered,
     refuse_no_graph,
 )
-from devgraph.api.marks.source import SourceLine, user_line
+from devgraph.api.marks.source import user_line
 
 if TYPE_CHECKING:
     from devgraph.api.graph import DeviceGraph
@@ -208,31 +208,3 @@ class GraphScope(Scope):
                 if self._graph.spoiled is None:
                     self._graph.spoiled = swallowed(mark, error)
                 raise
-
-
-def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -> HostReadError:
-    """Return the error for a host read.
-
-    Args:
-        what: who reads what, as a clause.
-        at: the line that does it; None for the innermost of the calling stack.
-        vendor: the vendor's own text, in parentheses.
-    """
-    line = at or user_line()
-    text = f"{what}, at {line}. A replay would not do it again. {host_read_cure()} {vendor}"
-    return HostReadError(text.rstrip())
-
-
-def host_read_cure() -> str:
-    """Return what to do about a line that reads device data on the host inside this capture."""
-    scope = current_scope()
-    if isinstance(scope, Absorbed):
-        where = f"Region {scope.outer.name} is" if scope.outer else "It is"
-        return (
-            f"{where} part of the graph under policy {scope.policy!r}: keep the value in a device "
-            f"tensor, or capture with policy='breakable', which runs regions eagerly."
-        )
-    return (
-        "Read it after the replay, keep it in a device tensor, or move it into a function marked "
-        "@dg.region or @dg.no_graph and capture with policy='breakable'."
-    )

@@ -259,12 +259,9 @@ class NodeGraph(TorchGraph):
         runtime, stream = self._runtime, self.backend.current_stream_id()
         if self.hits and self._updatable:
             self._find_region_nodes()
-        capture = runtime.capture_of(stream)
-        self._nodes, unjoined = 0, []
-        if capture is not None:
-            self._nodes = runtime.count(capture[1]) + self._repeated
-            if self.names_side_streams:
-                unjoined = self.backend.side_streams.unjoined(stream, capture)
+        unjoined = []
+        if self.names_side_streams and (capture := runtime.capture_of(stream)) is not None:
+            unjoined = self.backend.side_streams.unjoined(stream, capture)
         try:
             super()._end()
         except UnjoinedStreamError as error:
@@ -273,6 +270,7 @@ class NodeGraph(TorchGraph):
             raise UnjoinedStreamError(name_streams(unjoined)) from error
         own = self._own
         assert own is not None and own.raw is not None
+        self._nodes = runtime.count(own.raw.graph) + self._repeated
         if self._repeated:  # a driver says only now what it does not repeat
             try:
                 runtime.destroy_executable(runtime.instantiate(own.raw.graph))
