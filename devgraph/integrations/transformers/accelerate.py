@@ -39,7 +39,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.errors import InputError, StateError
 from devgraph.integrations.engine.installation import Changes
-from devgraph.integrations.transformers.engine import Engine
+from devgraph.integrations.transformers.engine import Engine, config_of
 from devgraph.integrations.transformers.probe import UnsupportedModelError, eos_of
 from devgraph.integrations.transformers.requests import SamplingParams
 from devgraph.integrations.transformers.seat import Seat, seat_of
@@ -512,18 +512,15 @@ def accelerate(
 
     Raises:
         UnsupportedModelError: no request of this model could be served.
+        InputError, ConfigError: as of ``Engine``.
         StateError: it is accelerated already.
     """
     if _of(model) is not None:
         raise StateError("this model is accelerated already; unaccelerate(model) first")
-    if isinstance(mode, str):
-        mode = DeviceGraphConfig.from_json(mode)
-    elif mode is not None and not isinstance(mode, DeviceGraphConfig):
-        mode = DeviceGraphConfig.from_dict(mode)
     make = functools.partial(
         Engine,
         model,
-        config=mode,
+        config=config_of(mode),  # once: engines are made anew
         backend=backend,
         max_requests=max_requests,
         max_len=max_len,
@@ -570,5 +567,5 @@ def generate_stats(model: PreTrainedModel) -> GenerateStats:
 
 
 def _of(model: PreTrainedModel) -> _Acceleration | None:
-    hook = vars(model).get("generate")
+    hook = getattr(model, "__dict__", {}).get("generate")
     return hook.acceleration if isinstance(hook, _Hook) else None

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from devgraph.api.backend import Backend
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.errors import InputError, InputTypeError, StateError, brief, whole
+from devgraph.api.errors import InputError, InputTypeError, StateError, brief, note, whole
 from devgraph.api.policy import breaks
 from devgraph.api.registry import get_backend
 from devgraph.integrations.transformers.model import CausalModel
@@ -30,6 +29,9 @@ from devgraph.integrations.transformers.requests import (
     Scheduler,
     TextStream,
     draw_rows,
+    ends_of,
+    ids_of,
+    stops_of,
 )
 from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.options import DEBUG_VARIABLE, switched_on
@@ -116,14 +118,15 @@ class Engine:
         model: a causal language model of transformers in evaluation mode, on the device of
             ``backend``.
         tokenizer: turns text prompts into ids and tokens into text; without one, prompts are ids.
-        config: the mode of each phase; None for the default.
+        config: the mode of each phase, as a configuration, its dictionary or its JSON text; None
+            for the default.
         backend: a backend or its name.
         max_requests: requests that run at once.
         max_len: positions of a request, prompt and continuation; None takes what the model
             allows, at most 2048.
         max_step_tokens: tokens of a packed step; longer prompts run in chunks. A model that attends
             by itself (``engine.model.own`` says why) takes one prompt at a time.
-        eos_token_ids: tokens that end a request; None takes the model's own.
+        eos_token_ids: tokens that end a request, or one alone; None takes the model's own.
         steps_per_launch: decode steps that one launch takes at most, while every running request is
             greedy and one wants at least half as many tokens, or two where the device ends a launch
             early (capability ``loops``). Tokens come together then, and a request waits for a place
@@ -134,7 +137,8 @@ class Engine:
 
     Raises:
         UnsupportedModelError: the model cannot run correctly here.
-        InputError: sizes that do not fit, or a model on another device.
+        InputError, ConfigError: sizes that do not fit, a model on another device, or another
+            argument that cannot be meant; names it.
     """
 
     def __init__(
@@ -142,21 +146,25 @@ class Engine:
         model: PreTrainedModel,
         tokenizer: Any = None,
         *,
-        config: DeviceGraphConfig | None = None,
+        config: DeviceGraphConfig | Mapping[str, Any] | str | None = None,
         backend: Backend | str = "auto",
         max_requests: int = 8,
         max_len: int | None = None,
         max_step_tokens: int = 512,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: Sequence[int] | int | None = None,
         steps_per_launch: int = 1,
         fuse: bool = True,
     ) -> None:
-        self.backend = get_backend(backend) if isinstance(backend, str) else backend
-        self.config = (config or DeviceGraphConfig()).for_backend(self.backend.name)
+        self.backend = backend if isinstance(backend, Backend) else get_backend(backend)
+        self.config = config_of(config).for_backend(self.backend.name)
         self.max_step_tokens = max_step_tokens
-        self.steps_per_launch = steps_per_launch
+        self.steps_per_launch = whole("steps_per_launch", steps_per_launch, 1)
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise InputTypeError(f"tokenizer has no method decode: {brief(tokenizer)}")
+        if not isinstance(fuse, bool):
+            raise InputTypeError(f"fuse must be true or false, got {brief(fuse)}")
         # Attention with lengths on the host would need others in every step of a launch.
-        single = steps_per_launch == 1
+        single = self.steps_per_launch == 1
         self.model = CausalModel(
             model,
             max_requests=max_requests,
@@ -177,9 +185,11 @@ class Engine:
         self.tokenizer = tokenizer
         if eos_token_ids is None:
             eos_token_ids = eos_of(model.generation_config, model.config)
-        self._eos = frozenset(eos_token_ids)
+        self._eos = ends_of("eos_token_ids", eos_token_ids)
         self._next_id = 0
         self._stats = EngineStats()
+        self._events: list[TokenEvent] = []
+        """What was not returned yet."""
         self.closed = False
         self._captured = False
         self._named = model if switched_on(DEBUG_VARIABLE) else False
@@ -252,22 +262,22 @@ class Engine:
         prompt: Prompt,
         *,
         max_new_tokens: int = 64,
-        sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
+        stop: Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | int | None = None,
     ) -> int:
         """Queue a prompt and return its request id.
 
         Args:
             prompt: text (with a tokenizer) or token ids.
             max_new_tokens: tokens to generate at most.
-            sampling: how to choose them; None is greedy.
+            sampling: how to choose them, as parameters or a mapping of them; None is greedy.
             stop: strings that end the request, or one alone; they need a tokenizer.
-            stop_token_ids: tokens that end it, besides the end-of-sequence tokens.
+            stop_token_ids: tokens that end it, or one alone, besides the end-of-sequence tokens.
 
         Raises:
-            InputError: an empty prompt, an id outside the vocabulary, or more positions than a
-                slot has.
+            InputError, InputTypeError: an empty prompt, an id outside the vocabulary, more
+                positions than a slot has, or another argument that cannot be meant; names it.
         """
         self._check_open()
         request = self._request(prompt, max_new_tokens, sampling, stop, stop_token_ids)
@@ -278,9 +288,9 @@ class Engine:
         self,
         prompt: Prompt,
         max_new_tokens: int,
-        sampling: SamplingParams | None,
-        stop: Sequence[str],
-        stop_token_ids: Sequence[int],
+        sampling: SamplingParams | Mapping[str, Any] | None,
+        stop: Sequence[str] | None,
+        stop_token_ids: Sequence[int] | int | None,
     ) -> Request:
         ids = self._ids(prompt)
         max_new_tokens = whole("max_new_tokens", max_new_tokens, 1)
@@ -291,15 +301,15 @@ class Engine:
                 f"this engine has {self.model.positions} a request. Shorten one of them or raise "
                 f"max_len"
             )
-        if stop and self.tokenizer is None:
+        if stops_of(stop) and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer; pass stop_token_ids instead")
-        sampling = sampling or SamplingParams()
+        sampling = SamplingParams.of(sampling)
         request = Request(
             self._next_id,
             ids,
             max_new_tokens=max_new_tokens,
             eos=self._eos,
-            stop=frozenset(stop_token_ids),
+            stop=ends_of("stop_token_ids", stop_token_ids),
             sampler=None if sampling.greedy else Sampler(sampling, self.model.device),
             stream=None if self.tokenizer is None else TextStream(self.tokenizer, stop),
         )
@@ -312,12 +322,7 @@ class Engine:
                 raise InputTypeError("a text prompt needs a tokenizer; pass token ids instead")
             ids = list(self.tokenizer(prompt)["input_ids"])
         else:
-            try:
-                ids = list(map(operator.index, prompt))
-            except TypeError as error:
-                raise InputTypeError(
-                    f"a prompt must be text or a list of token ids, got {brief(prompt)}"
-                ) from error
+            ids = ids_of("a prompt must be text or", prompt)
         if not ids:
             raise InputError("the prompt is empty; it needs at least one token")
         worst = min(ids) if min(ids) < 0 else max(ids)
@@ -331,17 +336,16 @@ class Engine:
         """End a request now and return its last event."""
         self._check_open()
         request = self._scheduler.find(request_id)
-        request.finish_reason = FinishReason.CANCELLED
+        self._drop(request)
         text = request.stream.finish() if request.stream else ""
-        self._leave(request)
         return TokenEvent(
             request_id=request_id, token=None, text=text, finish_reason=request.finish_reason
         )
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self._scheduler)
+        """Whether a request waits or runs, or events were not returned yet."""
+        return bool(self._scheduler or self._events)
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -349,7 +353,8 @@ class Engine:
         """Run one step over all running requests and return what it produced.
 
         Waiting requests join first. If the step raises, no request has advanced and the next
-        call repeats it.
+        call repeats it. Where it is the tokenizer that raises, on the tokens of one request, that
+        request is cancelled (a note names it), and the next call returns the events of all.
         """
         self._check_open()
         begin = time.perf_counter()
@@ -359,7 +364,7 @@ class Engine:
             self._stats.moves += 1
         chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
         if not chunks:
-            return []
+            return self._collected()
         prompts = (min(chunk.count, chunk.request.prompt_length - chunk.cached) for chunk in chunks)
         prompt = sum(count for count in prompts if count > 0)
         decode = all(chunk.count == 1 and chunk.completes for chunk in chunks)
@@ -371,9 +376,16 @@ class Engine:
             data = self.model.decode_data(chunks) if decode else self.model.packed_data(chunks)
             out = runner.run(**data)
             steps = [self._chosen(chunks, out)]
-        events = [event for tokens in steps for event in self._accept(tokens)]
+        failed = self._accept([pair for tokens in steps for pair in tokens])
         decodes = len(steps) if decode else 0
-        self._stats.count(len(events), prompt, decodes, time.perf_counter() - begin)
+        self._stats.count(len(self._events), prompt, decodes, time.perf_counter() - begin)
+        if failed is not None:
+            raise failed
+        return self._collected()
+
+    def _collected(self) -> list[TokenEvent]:
+        """Return the events that were not returned yet."""
+        events, self._events = self._events, []
         return events
 
     def _launch_pays(self, chunks: Sequence[Chunk]) -> bool:
@@ -419,14 +431,20 @@ class Engine:
             chunk.request.cached += chunk.count
         return [(chunks[i].request, token) for i, token in zip(rows, tokens, strict=True)]
 
-    def _accept(self, tokens: Sequence[tuple[Request, int]]) -> list[TokenEvent]:
-        """Give each request its token, unless an earlier one of the launch has ended it."""
-        events = []
+    def _accept(self, tokens: Sequence[tuple[Request, int]]) -> Exception | None:
+        """Give each request its token, unless an earlier one of the launch has ended it; return
+        what the tokenizer raised."""
+        failed: Exception | None = None
         for request, token in tokens:
             if request.finish_reason is not None:
                 continue
-            text = request.accept(token)
-            events.append(
+            text = ""
+            try:
+                text = request.accept(token)
+            except Exception as error:
+                note(error, f"in the text of request {request.id}, which is cancelled")
+                request.finish_reason, failed = FinishReason.CANCELLED, failed or error
+            self._events.append(
                 TokenEvent(
                     request_id=request.id,
                     token=token,
@@ -436,7 +454,11 @@ class Engine:
             )
             if request.finish_reason is not None:
                 self._leave(request)
-        return events
+        return failed
+
+    def _drop(self, request: Request) -> None:
+        request.finish_reason = FinishReason.CANCELLED
+        self._leave(request)
 
     def _leave(self, request: Request) -> None:
         slot = self._scheduler.release(request)
@@ -449,27 +471,35 @@ class Engine:
         prompts: Sequence[Prompt],
         *,
         max_new_tokens: int = 64,
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
+        sampling: SamplingParams
+        | Mapping[str, Any]
+        | Sequence[SamplingParams | Mapping[str, Any]]
+        | None = None,
+        stop: Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | int | None = None,
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
         """Run ``prompts`` to their ends and return their completions in order.
 
-        More prompts than slots wait for a place; requests that were queued before run along. An
-        error, also of ``on_event``, cancels these prompts and leaves the others.
+        More prompts than slots wait for a place; requests that were queued before run along, and
+        the next ``step`` returns their events. An error, also of ``on_event``, cancels these
+        prompts and leaves the others.
 
         Args:
-            sampling: for all prompts, or one for each.
+            sampling: for all prompts, or one for each, as of ``add_request``.
             on_event: called with every event of these prompts as it comes.
         """
         self._check_open()
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InputTypeError(
-                "prompts must be a list of prompts, got one text; put it in a list"
+                f"prompts must be a list of prompts, got {brief(prompts)}; if that is one prompt, "
+                f"put it in a list"
             )
-        if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompts)
+        if on_event is not None and not callable(on_event):
+            raise InputTypeError(f"on_event must be a function, got {brief(on_event)}")
+        prompts = list(prompts)
+        if isinstance(sampling, str) or not isinstance(sampling, Sequence):
+            sampling = [SamplingParams.of(sampling)] * len(prompts)
         if len(sampling) != len(prompts):
             raise InputError(
                 f"{len(sampling)} sampling parameters for {len(prompts)} prompts; give one each"
@@ -482,18 +512,24 @@ class Engine:
         requests = {request.id: request for request in made}
         for request in made:
             self._scheduler.add(request)
+        others: list[TokenEvent] = []
         try:
-            while any(request.finish_reason is None for request in requests.values()):
-                for event in self.step():
+            while any(request.finish_reason is None for request in made):
+                events = self.step()
+                others += [event for event in events if event.request_id not in requests]
+                for event in events:
                     if on_event is not None and event.request_id in requests:
                         on_event(event)
         except BaseException:
             # Nobody has their ids.
             for request in made:
                 if request.finish_reason is None:
-                    self.cancel(request.id)
+                    self._drop(request)
             raise
-        return [_completion_of(request) for request in requests.values()]
+        finally:
+            others += [event for event in self._events if event.request_id not in requests]
+            self._events = others
+        return [_completion_of(request) for request in made]
 
     # -- graphs ----------------------------------------------------------------------------------
 
@@ -569,6 +605,19 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> DeviceGraphConfig:
+    """Return a mode configuration, also from its dictionary or its JSON text; None is the default.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if given is None or isinstance(given, DeviceGraphConfig):
+        return given or DeviceGraphConfig()
+    if isinstance(given, str):
+        return DeviceGraphConfig.from_json(given)
+    return DeviceGraphConfig.from_dict(given)
 
 
 def _as_wanted(phase: PhaseConfig) -> PhaseConfig:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from devgraph.api.errors import DeviceGraphError, InputError
+from devgraph.api.errors import DeviceGraphError, InputError, InputTypeError, brief
 from devgraph.api.registry import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,14 @@ def load(
         device: where the weights go.
 
     Raises:
-        InputError: there is no such model or GGUF file.
+        InputError: there is no such model, GGUF file or device.
         ImportError: a package that GGUF files need is missing.
     """
-    device = torch.device(device)
+    try:
+        device = torch.empty(0, device=device).device  # not after a model was read
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"device {brief(device)} cannot be used here: {reason}") from error
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with _reading(source, gguf_file) as (place, extra):
@@ -68,12 +72,12 @@ def _reading(
     source: str | os.PathLike[str], gguf_file: str | None
 ) -> Iterator[tuple[str | os.PathLike[str], dict[str, str]]]:
     """Give what transformers reads a model by; its errors become InputError."""
-    path = Path(source)
+    path = _path("source of a model", source)
     if gguf_file is None and path.suffix == ".gguf":
         source, gguf_file = path.parent, path.name
     extra = {} if gguf_file is None else {"gguf_file": gguf_file}
     if gguf_file is not None:
-        _check_gguf(Path(source), gguf_file)
+        _check_gguf(Path(source), _path("gguf_file", gguf_file))
     try:
         yield source, extra
     except DeviceGraphError:
@@ -87,7 +91,13 @@ def _reading(
         ) from error
 
 
-def _check_gguf(folder: Path, name: str) -> None:
+def _path(what: str, given: object) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise InputTypeError(f"{what} must be a path, got {brief(given)}")
+    return Path(given)
+
+
+def _check_gguf(folder: Path, name: Path) -> None:
     # A folder that does not exist may be a model's name; a GGUF inside it is transformers' matter.
     if folder.is_dir() and not (folder / name).is_file():
         found = sorted(p.name for p in folder.glob("*.gguf"))
@@ -121,7 +131,7 @@ def find_demo(
     Raises:
         InputError: there is none; the message lists where it looked and how to get one.
     """
-    folder = cache_folder() if cache is None else Path(cache)
+    folder = cache_folder() if cache is None else _path("cache", cache)
     places = _places(source, folder)
     for place in places:
         found = _in(place, folder)
@@ -136,7 +146,7 @@ def find_demo(
 
 def _places(source: str | os.PathLike[str] | None, folder: Path) -> list[Path]:
     if source is not None:
-        return [Path(source)]
+        return [_path("source", source)]
     if os.environ.get(DEMO_ENV):
         return [Path(os.environ[DEMO_ENV])]
     spec = importlib.util.find_spec(_MODULE)

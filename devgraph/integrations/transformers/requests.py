@@ -11,7 +11,9 @@ from __future__ import annotations
 import collections
 import enum
 import math
-from collections.abc import Sequence
+import numbers
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -24,9 +26,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from devgraph.api.errors import InputError, did_you_mean, whole
+from devgraph.api.errors import InputError, InputTypeError, brief, did_you_mean, finite, whole
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+_COLDEST = 1e-30
+"""Below it, logits over the temperature are infinite and have no probabilities."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,13 +55,33 @@ class SamplingParams:
     None takes a seed that nobody chose."""
 
     def __attrs_post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        number = self.temperature
+        if isinstance(number, numbers.Real) and number and not _COLDEST <= number < math.inf:
+            raise InputError(
+                f"temperature must be 0 (greedy) or positive, at least {_COLDEST}, got {number}"
+            )
+        finite("temperature", number)
         whole("top_k", self.top_k)
-        if not 0 < self.top_p <= 1:
+        if not 0 < finite("top_p", self.top_p) <= 1:
             raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.seed is not None and whole("seed", self.seed, -(1 << 63)) >= 1 << 64:
             raise InputError(f"a seed has 64 bits, got {self.seed}")
+
+    @classmethod
+    def of(cls, given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+        """Return ``given``, also where it is a mapping; None is greedy."""
+        if given is None or isinstance(given, SamplingParams):
+            return given or cls()
+        if not isinstance(given, Mapping):
+            raise InputTypeError(
+                f"sampling must be SamplingParams or a mapping of their names, got {brief(given)}"
+            )
+        known = [field.name for field in attrs.fields(cls)]
+        for name in given:
+            if name not in known:
+                hint = did_you_mean(str(name), known)
+                raise InputError(f"sampling has no parameter {brief(name)}. {hint}")
+        return cls(**given)
 
     @property
     def greedy(self) -> bool:
@@ -74,14 +99,14 @@ class Sampler:
     def __init__(self, params: SamplingParams, device: torch.device) -> None:
         self._filters = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
         if params.top_k:
-            self._filters.append(TopKLogitsWarper(params.top_k))
+            self._filters.append(TopKLogitsWarper(int(params.top_k)))
         if params.top_p < 1:
-            self._filters.append(TopPLogitsWarper(params.top_p))
+            self._filters.append(TopPLogitsWarper(float(params.top_p)))
         self._generator = torch.Generator(device)
         if params.seed is None:
             self._generator.seed()
         else:
-            self._generator.manual_seed(params.seed)
+            self._generator.manual_seed(int(params.seed))
 
     def draw(self, logits: Tensor) -> Tensor:
         """Return one token, a scalar int64 tensor on the device, from logits ``[vocabulary]``."""
@@ -114,6 +139,29 @@ def draw_rows(logits: Tensor, best: Tensor, samplers: Sequence[Sampler | None]) 
     return tokens
 
 
+def stops_of(stop: Sequence[str] | None) -> tuple[str, ...]:
+    """Return stop strings as a tuple: of a list, one alone or None."""
+    given = (stop,) if stop is None or isinstance(stop, str) else stop
+    if not isinstance(given, Iterable) or not all(isinstance(s, str | None) for s in given):
+        raise InputTypeError(f"stop must be a string or a list of strings, got {brief(stop)}")
+    return tuple(s for s in given if s)
+
+
+def ids_of(what: str, given: Any) -> list[int]:
+    """Return token ids as ints."""
+    try:
+        return list(map(operator.index, given))
+    except TypeError as error:
+        raise InputTypeError(f"{what} a list of token ids, got {brief(given)}") from error
+
+
+def ends_of(what: str, given: Any) -> frozenset[int]:
+    """Return tokens that end a request: of a list, one alone or None."""
+    if given is None or isinstance(given, int):
+        return frozenset() if given is None else frozenset([int(given)])
+    return frozenset(ids_of(f"{what} must be", given))
+
+
 class TextStream:
     """Turns the tokens of one request into pieces of text as they come.
 
@@ -125,9 +173,9 @@ class TextStream:
         stop: strings that end the text, or one alone; they are not part of it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] | None = None) -> None:
         self._decode = tokenizer.decode
-        self._stop = tuple(s for s in ([stop] if isinstance(stop, str) else stop) if s)
+        self._stop = stops_of(stop)
         self._tokens: list[int] = []
         # Text of tokens [start:read] was handed on; a token's text depends on the one before it
         # (spaces), so decoding starts a little earlier than what is new.
@@ -374,7 +422,7 @@ class Scheduler:
     def find(self, request_id: int) -> Request:
         """Return a waiting or running request; an unknown id raises ``InputError``."""
         known = {r.id: r for r in (*self.running, *self.waiting)}
-        if request_id not in known:
+        if whole("request_id", request_id) not in known:
             names = [str(i) for i in known]
             raise InputError(
                 f"no request {request_id} waits or runs. {did_you_mean(str(request_id), names)}"

@@ -761,3 +761,12 @@ def test_positions_are_compared_on_the_host_whatever_the_default_device_is() -> 
     right, wrong = torch.tensor([[3], [1]]), torch.tensor([[3], [0]])
     with torch.device("meta"):
         assert Seat.follow(seat, right, 1) and not Seat.follow(seat, wrong, 1)
+
+
+@pytest.mark.parametrize("value", [5, None, "model", object(), torch.tensor([1, 2])])
+def test_what_is_no_model_is_refused(value: object) -> None:
+    with pytest.raises(DeviceGraphError, match="transformers model"):
+        accelerate(value)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="accelerate"):
+        generate_stats(value)  # type: ignore[arg-type]
+    assert unaccelerate(value) is value  # type: ignore[arg-type]

@@ -502,3 +502,117 @@ def test_prompts_of_a_generation_that_fails_do_not_stay_behind() -> None:
         assert finish(engine).keys() <= {other}
         done = engine.generate(texts, max_new_tokens=4)
         assert [list(one.token_ids) for one in done] == [reference(model, t, 4) for t in texts]
+
+
+def test_tokenizer_that_fails_on_one_request_ends_that_one_and_no_other() -> None:
+    model = make_model("llama")
+    texts = prompts(3)
+    want = [reference(model, text, 6) for text in texts]
+
+    class Tokenizer:
+        failing: int | None = None
+
+        def decode(self, tokens: Sequence[int], **_: Any) -> str:
+            if self.failing in tokens:
+                raise TypeError("no text")
+            return " ".join(map(str, tokens))
+
+    tokenizer = Tokenizer()
+    with make_engine(model, tokenizer=tokenizer) as engine:
+        ids = [engine.add_request(text, max_new_tokens=6) for text in texts]
+        tokenizer.failing = want[1][2]
+        events: list[TokenEvent] = []
+        failures = []
+        while engine.has_work:
+            try:
+                events += engine.step()
+            except TypeError as error:
+                failures.append(error)
+        assert [str(error) for error in failures] == ["no text"]
+        assert f"request {ids[1]}" in failures[0].__notes__[-1]
+        tokens = {i: [e.token for e in events if e.request_id == i] for i in ids}
+        assert [tokens[ids[0]], tokens[ids[2]]] == [want[0], want[2]]
+        assert tokens[ids[1]] == want[1][:3]
+        last = {event.request_id: event.finish_reason for event in events}
+        assert last[ids[1]] is FinishReason.CANCELLED
+        with pytest.raises(TypeError, match="no text"):
+            engine.generate([texts[1]], max_new_tokens=6)
+        assert not engine.has_work
+
+
+def test_events_of_queued_requests_come_after_a_generation() -> None:
+    model = make_model("llama")
+    texts = prompts(3)
+    with make_engine(model) as engine:
+        queued = engine.add_request(texts[0], max_new_tokens=3)
+        done = engine.generate(texts[1:], max_new_tokens=5)
+        assert [list(one.token_ids) for one in done] == [reference(model, t, 5) for t in texts[1:]]
+        assert finish(engine) == {queued: reference(model, texts[0], 3)}
+
+
+_ODD = [5, -1, 0, "x", 1.5, math.nan, True, {"a": 1}, [None], ["x"], object(), b"x", {1: 2}]
+_ODD += [torch.tensor([1, 2]), int]
+
+
+@pytest.mark.parametrize(
+    "name",
+    "config backend max_requests max_len max_step_tokens eos_token_ids steps_per_launch fuse "
+    "tokenizer model".split(),
+)
+def test_arguments_of_an_engine_are_taken_or_refused_with_their_names(name: str) -> None:
+    options = {"max_requests": 2, "max_len": 64, "max_step_tokens": 16, "backend": "cpu"}
+    model = make_model("llama")
+    for value in _ODD:
+        try:
+            Engine(**{"model": model, **options, name: value}).close()
+        except DeviceGraphError as error:
+            words = {"config": "mode configuration", "model": "transformers model"}
+            assert words.get(name, name) in str(error) or name == "backend", (value, error)
+
+
+def test_configuration_of_an_engine_may_be_a_dictionary_or_json() -> None:
+    model = make_model("llama")
+    for mode in ({"decode": "disabled"}, '{"decode": "disabled"}'):
+        with Engine(model, config=mode, backend="cpu", max_len=64) as engine:
+            assert engine.config.decode.policy == "disabled"
+
+
+@pytest.mark.parametrize(
+    "name", "prompt max_new_tokens sampling stop stop_token_ids on_event prompts".split()
+)
+def test_arguments_of_requests_are_taken_or_refused_with_their_names(name: str) -> None:
+    class Tokenizer:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [1, 2]}
+
+        def decode(self, tokens: Sequence[int], **_: Any) -> str:
+            return "a" * len(tokens)
+
+    with make_engine(make_model("llama"), tokenizer=Tokenizer()) as engine:
+        for value in _ODD:
+            given = {"prompt": [1, 2], "max_new_tokens": 1, name: value}
+            try:
+                if name in ("on_event", "prompts"):
+                    given["prompts"] = given.get("prompts", [given.pop("prompt")])
+                    given.pop("prompt", None)
+                    engine.generate(**given) if value is not int else None
+                else:
+                    engine.add_request(**given)
+            except DeviceGraphError as error:
+                assert name in str(error) or "token id" in str(error), (value, error)
+        finish(engine)
+
+
+def test_sampling_may_be_a_mapping_and_names_what_is_unknown() -> None:
+    model = make_model("llama")
+    with make_engine(model) as engine:
+        first, second, third = prompts(3)
+        hot = {"temperature": 1.0, "seed": 3}
+        done = engine.generate([first, second], max_new_tokens=5, sampling=hot)
+        same = engine.generate([first, second], max_new_tokens=5, sampling=SamplingParams(**hot))
+        assert [one.token_ids for one in done] == [one.token_ids for one in same]
+        with pytest.raises(DeviceGraphError, match="Did you mean 'temperature'"):
+            engine.add_request(third, sampling={"temprature": 1.0})
+        assert not engine.has_work
+        with pytest.raises(DeviceGraphError, match="request_id"):
+            engine.cancel([])  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
-from devgraph.api.errors import DeviceGraphError
+from devgraph.api.errors import DeviceGraphError, InputError, InputTypeError
 from devgraph.integrations.transformers import loading
 from devgraph.integrations.transformers.loading import (
     DEMO_ENV,
@@ -105,3 +105,21 @@ def test_model_loads_from_a_folder_in_the_asked_dtype(
     model, tokenizer = load(tmp_path)
     assert (model.dtype, model.training, tokenizer) == (torch.float32, False, "tokenizer")
     assert load(tmp_path, dtype=torch.bfloat16)[0].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("value", [5, [], b"x", object()])
+def test_paths_of_another_kind_are_named(value: object) -> None:
+    with pytest.raises(InputTypeError, match="source of a model"):
+        load(value)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match="gguf_file"):
+        load("somewhere", gguf_file=value)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match="cache"):
+        find_demo(cache=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["nowhere", "", 1.5, None, "cpu:x"])
+def test_device_that_cannot_be_used_is_named_before_a_model_is_read(value: object) -> None:
+    if value is None:
+        value = object()
+    with pytest.raises(InputError, match="device"):
+        load("there is no such folder", device=value)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the transformers integration")
 
-from devgraph.api.errors import DeviceGraphError
+from devgraph.api.errors import DeviceGraphError, InputError, InputTypeError
 from devgraph.integrations.transformers.requests import (
     FinishReason,
     Request,
@@ -303,3 +303,20 @@ def test_unknown_request_is_named_with_those_that_exist() -> None:
     scheduler.add(request(12, 2))
     with pytest.raises(DeviceGraphError, match="no request 3 .*Known: 12"):
         scheduler.find(3)
+
+
+@pytest.mark.parametrize("value", ["hot", None, True, b"1", [1.0], torch.tensor(0.5)])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "seed"])
+def test_sampling_parameters_of_another_kind_are_named(name: str, value: object) -> None:
+    if name == "seed" and value is None:
+        return
+    with pytest.raises(InputTypeError, match=name):
+        SamplingParams(**{name: value})
+
+
+def test_temperature_too_small_to_divide_by_is_refused() -> None:
+    # Logits over it are infinite: every probability was nan, and the first token was taken.
+    with pytest.raises(InputError, match="temperature"):
+        SamplingParams(temperature=1e-40)
+    sampler = Sampler(SamplingParams(temperature=1e-30, seed=1), torch.device("cpu"))
+    assert int(sampler.draw(torch.tensor([1.0, 7.0, 3.0]))) == 1
