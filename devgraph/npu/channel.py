@@ -33,34 +33,42 @@ _IDLE_SECONDS = 1.0
 
 
 class Job:
-    """One piece of host work for the update stream.
+    """One piece of host work for the update stream, done once however often it is queued.
 
     It is done on the thread and must not hold a graph: the last reference to one must not be
     dropped there.
     """
 
-    __slots__ = ("_finished", "error", "work")
+    __slots__ = ("_held", "done", "error", "work")
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work: Callable[[], None] | None = work
         self.error: BaseException | None = None
-        self._finished = threading.Event()
+        self.done = False
+        """Whether the work was issued."""
+        # Until then. No event of Python's, whose lock stays taken where an interrupt comes.
+        self._held = threading.Lock()
+        self._held.acquire()
 
     def run(self) -> None:
         """Do the work and remember its exception."""
         work, self.work = self.work, None
-        assert work is not None
+        if work is None:
+            return
         try:
             work()
         except BaseException as error:
             self.error = error
         finally:
             del work
-            self._finished.set()
+            self.done = True
+            self._held.release()
 
     def wait(self, seconds: float) -> bool:
         """Wait until the work was issued; False after ``seconds``."""
-        return self._finished.wait(seconds)
+        if not self.done and self._held.acquire(timeout=seconds):
+            self._held.release()
+        return self.done
 
 
 class UpdateChannel:
@@ -83,13 +91,13 @@ class UpdateChannel:
         """Where events are recorded again that a replay waits for too long."""
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._running = False  # Python forgets a thread if an interrupt comes while it is asked
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         # A set that changes while another thread looks at it would end the thread that looks.
         self._watching = threading.RLock()
         self._unburied: list[Any] = []
         self._launching = False
-        self._submitted = 0
-        self._ran = 0
+        self._last: Job | None = None
 
     @property
     def quiet(self) -> bool:
@@ -98,7 +106,8 @@ class UpdateChannel:
         Only then may a thread that holds the interpreter's lock wait for the device. Ask while
         holding ``order``.
         """
-        if self._launching or self._submitted != self._ran:
+        last = self._last
+        if self._launching or not (last is None or last.done):
             return False
         # A replay whose signal was lost waits until it is given up.
         return all(regions.settled() for regions in self.watched())
@@ -124,7 +133,12 @@ class UpdateChannel:
         self._thread = threading.Thread(
             target=self._run, name=f"devgraph update npu:{self._index}", daemon=True
         )
-        self._thread.start()
+        self._running = True
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._running = False
+            raise
 
     def submit(self, work: Callable[[], None]) -> Job:
         """Queue ``work`` behind what is queued already.
@@ -134,14 +148,18 @@ class UpdateChannel:
         """
         self.require_alive()
         job = Job(work)
-        with self.order:
-            self._submitted += 1
-            self._queue.put(job)
+        self.queue(job)
         return job
+
+    def queue(self, job: Job) -> None:
+        """Queue ``job``, which may be queued already: after an interrupt nobody knows."""
+        with self.order:
+            self._last = job
+            self._queue.put(job)
 
     def require_alive(self) -> None:
         """Raise UpdateError if the thread has ended: a replay would wait for ever."""
-        if self._thread is None or not self._thread.is_alive():
+        if not self._running:
             raise UpdateError(
                 f"the update thread of npu:{self._index} has ended, and a graph with updatable "
                 f"regions would wait for it for ever. Start a new process, or capture with "
@@ -211,14 +229,13 @@ class UpdateChannel:
     # The thread.
 
     def _run(self) -> None:
-        self._namespace.set_device(self._index)
-        while True:
-            job = self._next()
-            if job is None:
-                return
-            with self._namespace.stream(self.stream):
-                job.run()
-            self._ran += 1
+        try:
+            self._namespace.set_device(self._index)
+            while (job := self._next()) is not None:
+                with self._namespace.stream(self.stream):
+                    job.run()
+        finally:
+            self._running = False
 
     def _next(self) -> Job | None:
         while True:

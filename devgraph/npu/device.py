@@ -10,8 +10,10 @@ capture forbids that, and a replay that waits for its update would never end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import operator
 import sys
 import tempfile
 import warnings
@@ -116,7 +118,8 @@ class NpuDevice(TorchBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._native_class = getattr(self.namespace, self.graph_class_name)
+        self.native_class = getattr(self.namespace, self.graph_class_name)
+        """torch_npu's own, beneath which is the binary's."""
         self._bind()
 
     def _bind(self) -> None:
@@ -134,7 +137,7 @@ class NpuDevice(TorchBackend):
 
         The budget learns from it how many streams the graph holds.
         """
-        streams = dumped_streams(native, self._native_class)
+        streams = dumped_streams(native, self.native_class)
         if streams is None:
             return None
         self.budget.take(native, len(set(streams)))
@@ -193,16 +196,19 @@ class NpuDevice(TorchBackend):
         waiting = self._retired or self._buried
         if not waiting or self.held_here or self.channel.on_thread():
             return
-        if not self._capture_lock.acquire(blocking=False):
-            return
+        locks, held = (self._capture_lock, self.channel.order), list[Any]()
         try:
-            if self.channel.order.acquire(blocking=False):
-                try:
-                    self._free(may_wait=self.channel.quiet)
-                finally:
-                    self.channel.order.release()
+            # One call, so that no interrupt comes between taking a lock and knowing that.
+            held.extend(itertools.takewhile(operator.methodcaller("acquire", False), locks))
+            if held == [*locks]:
+                self._free(may_wait=self.channel.quiet)
         finally:
-            self._capture_lock.release()
+            try:
+                if held[1:]:
+                    self.channel.order.release()
+            finally:
+                if held:
+                    self._capture_lock.release()
 
     def _free(self, *, may_wait: bool) -> None:
         """Free graphs whose last replay is over; memory as well if no replay waits for the host
@@ -212,7 +218,7 @@ class NpuDevice(TorchBackend):
         self._freeing = True
         try:
             for _ in range(len(self._retired)):
-                graph = self._retired.popleft()
+                graph = self._retired[0]  # where an interrupt leaves it
                 try:
                     if graph.done():
                         self._destroy(graph)
@@ -220,6 +226,7 @@ class NpuDevice(TorchBackend):
                         self._retired.append(graph)
                 except Exception as error:
                     self._give_up(graph, error)
+                self._retired.popleft()
                 del graph  # and with it perhaps a pool, which is buried then
             while may_wait and self._buried:
                 owners = self._buried.pop()
@@ -239,8 +246,9 @@ class NpuDevice(TorchBackend):
     def _destroy(self, graph: _Retired) -> None:
         graph.native.reset()
         self.budget.give_back(graph.native)
-        if graph.regions is not None:
-            self.events.give_back(graph.regions.free_events())
+        regions, graph.regions = graph.regions, None
+        if regions is not None:
+            self.events.give_back(regions.free_events())
 
     def _give_up(self, things: object, error: Exception) -> None:
         """Keep what cannot be freed: its destructor would fail in the same way."""

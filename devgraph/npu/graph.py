@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from devgraph.api.errors import UpdateError
 from devgraph.api.executable import Call, Executable, weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
@@ -19,7 +20,7 @@ from devgraph.api.torchlike.guards import RandomGuard
 from devgraph.npu.attention import trusted
 from devgraph.npu.channel import Job
 from devgraph.npu.device import NpuDevice
-from devgraph.npu.task_groups import Group, TaskGroups
+from devgraph.npu.task_groups import Group, Host, TaskGroups
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class _Ordered:
 class NpuGraph(TorchGraph):
     """A graph that is updated in task groups while it is being replayed."""
 
+    applies_at_once = True
     pool: NpuPool
     backend: NpuDevice
 
@@ -103,7 +105,9 @@ class NpuGraph(TorchGraph):
         super().__init__(backend, pool)
         self._regions: TaskGroups | None = None
         self._group_open: Any = None
-        self._due: Mapping[Mark, dict[str, Any]] | None = None
+        self._launched: Callable[[], None] = self._unready.launch
+        self._wanted: Host = {}
+        """What the groups have to hold when the next replay runs them."""
         self._job: Job | None = None
         self._told = False
         self._nodes: int | None = None
@@ -123,7 +127,10 @@ class NpuGraph(TorchGraph):
         self._nodes = self.backend.count_nodes(self._native)
         if self._regions is None:
             return _Ordered(executable, self.pool.order)
-        self._regions.applied = self._regions.planned = self._host
+        self._regions.applied = self._regions.planned = self._wanted = self._host
+        # The class's own method is Python's, of which nobody knows whether an interrupt in it came
+        # before the launch.
+        self._launched = super(self.backend.native_class, self._native).replay
         return Call(weakly(self._launch_and_signal))
 
     def _open_regions(self) -> TaskGroups:
@@ -196,43 +203,62 @@ class NpuGraph(TorchGraph):
         return _Recording(host)
 
     def _apply(self, recording: _Recording) -> None:  # type: ignore[override]
-        assert self._regions is not None
-        current = self._regions.planned
-        self._due = None if recording.host is current else recording.host
+        self._wanted = recording.host
 
     def _launch_and_signal(self) -> None:
         regions = self._settled()
         regions.make_room()
         self._refuse_broken(regions)
-        backend = self.backend
+        backend, host = self.backend, self._wanted
         channel = backend.channel
-        host, self._due = self._due, None
         backend.free_buried()
+        stream = backend.namespace.current_stream(backend.device)
+        job = regions.signal(host)
         with channel.launching():
-            if backend.replay_first:
-                channel.require_alive()
-                self._native.replay()
-                job = regions.signal(host)
-            else:
-                backend.drain()
-                job = regions.signal(host)
-                channel.finish(job, f"the update of {self!r}")
-                self._native.replay()
-            regions.launched(backend.namespace.current_stream(backend.device))
+            channel.require_alive()
+            if not backend.replay_first:
+                self._issue(regions, job)
+            try:
+                self._launched()
+                self._follow(regions, job, host, stream)
+            except RuntimeError as error:  # the driver's
+                if not backend.replay_first:
+                    regions.failure = error
+                raise
+            except BaseException:  # an interrupt; what was launched waits for its records
+                self._follow(regions, job, host, stream)
+                raise
+
+    def _follow(self, regions: TaskGroups, job: Job, host: Host, stream: Any) -> None:
         self._job = job
+        regions.launched(job, host, stream)
+
+    def _issue(self, regions: TaskGroups, job: Job) -> None:
+        """Wait until the records of the next replay are issued: it must be launched, or nobody
+        knows what the events hold."""
+        self.backend.drain()
+        try:
+            self.backend.channel.queue(job)
+            self.backend.channel.finish(job, f"the update of {self!r}")
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                error = UpdateError("an interrupt came while the records of a replay were issued")
+            regions.failure = regions.failure or error
+            raise
 
     def _settled(self) -> TaskGroups:
         """Return the regions once the last update was issued; raise what it raised."""
         regions, job = self._regions, self._job
         assert regions is not None
         if job is not None:
-            self._job = None
             try:
                 self.backend.channel.finish(job, f"the last update of {self!r}")
-            except BaseException:
+            except Exception:
+                self._job = None
                 self._leave_for(GraphState.DIRTY)
                 self._told = True
                 raise
+            self._job = None
         self._refuse_broken(regions)
         return regions
 
@@ -260,7 +286,9 @@ class NpuGraph(TorchGraph):
 
     def _drop_regions(self) -> TaskGroups | None:
         regions, self._regions = self._regions, None
-        self._job = self._due = None
+        self._job = None
+        self._wanted = {}
+        self._launched = self._unready.launch
         self._told = False
         return regions
 

@@ -86,13 +86,13 @@ class TaskGroups:
         self._modes = Modes.current()
         # Two, because the one that a queued job waits for must not be recorded again meanwhile.
         self._done = (namespace.Event(), namespace.Event())
-        self._launches = self._signals = 0
-        self._fenced = True
+        self._launches = 0
+        self._job: Job | None = None
         self._times = [0.0, 0.0]
         self.applied: Host = {}
         """The values that the groups hold, by what the update thread has done."""
-        self.planned: Host = {}
-        """The values that they hold when every queued job has run."""
+        self.planned: Host | None = {}
+        """The values that they hold when every queued job has run; None if that is not known."""
         self.failure: BaseException | None = None
         """Why the groups can no longer be trusted."""
 
@@ -106,7 +106,7 @@ class TaskGroups:
         None if a record may still be in them, and none of a graph that was never launched:
         torch_npu refuses a second wait before the first one had its record.
         """
-        if not self._launches or self._signals != self._launches or self.failure is not None:
+        if not self._launches or self.failure is not None:
             return []
         return [group.event for group in self._groups]
 
@@ -114,25 +114,29 @@ class TaskGroups:
 
     def try_values(self, host: Host, what: str) -> None:
         """Update to ``host`` and wait until that is issued; taken back if any region refuses it."""
-        job = self._channel.submit(self._job(host, signal=False, take_back=True))
+        self.planned = None  # an interrupt leaves the rest to the thread
+        job = self._channel.submit(self._work(host, signal=False, take_back=True))
         self._channel.finish(job, what)
         self.planned = host
 
-    def signal(self, host: Host | None) -> Job:
-        """Queue the records that the next replay waits for, after an update to ``host``."""
-        if host is not None:
-            self.planned = host
-        job = self._channel.submit(self._job(host, signal=True, take_back=False))
-        self._signals += 1
-        return job
+    def signal(self, host: Host) -> Job:
+        """Return the job, to be queued, of the records that the next replay waits for, and before
+        them of an update to ``host`` unless that is what the groups will hold."""
+        new = None if host is self.planned else host
+        return Job(self._work(new, signal=True, take_back=False))
 
-    def launched(self, stream: Any) -> None:
-        """Note that a replay was launched on ``stream``."""
-        self._launches += 1
+    def launched(self, job: Job, host: Host, stream: Any) -> None:
+        """Queue the ``job`` of a replay to ``host`` that was launched on ``stream``, and watch it;
+        to be called again if it was interrupted."""
+        self._channel.queue(job)
+        now = time.monotonic()
+        if self._job is not job:  # all of it without a call
+            self._job = job
+            self.planned = host
+            self._launches += 1
         slot = self._launches % 2
+        self._times[slot] = now
         self._done[slot].record(stream)
-        self._times[slot] = time.monotonic()
-        self._fenced = False
         self._channel.watch(self)
 
     def make_room(self) -> None:
@@ -168,9 +172,8 @@ class TaskGroups:
 
     # On the update thread.
 
-    def _job(self, host: Host | None, *, signal: bool, take_back: bool) -> Callable[[], None]:
-        fence = None if self._fenced else self._done[self._launches % 2]
-        self._fenced = True
+    def _work(self, host: Host | None, *, signal: bool, take_back: bool) -> Callable[[], None]:
+        fence = self._done[self._launches % 2] if self._launches else None
 
         def work() -> None:
             if fence is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 
 import devgraph as dg
 from tests.sim.ascend import Driver
+from tests.support.interrupts import OPERATIONS, Bench, interrupted
 from tests.support.npu_steps import picky_step, step, wanted
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
@@ -174,13 +176,15 @@ captured.x = torch.arange(8.0)
 captured.replay(factor=3.0)
 backend.synchronize()
 print("with the fence", _right_beside_held_replays(driver, backend, captured, updates=3))
-real = TaskGroups._job
+real = TaskGroups._work
 
 def unfenced(self, *args, **kwargs):
-    self._fenced = True
-    return real(self, *args, **kwargs)
+    launches, self._launches = self._launches, 0
+    work = real(self, *args, **kwargs)
+    self._launches = launches
+    return work
 
-TaskGroups._job, backend.channel.timeout = unfenced, 1.0
+TaskGroups._work, backend.channel.timeout = unfenced, 1.0
 try:
     print("without it", _right_beside_held_replays(driver, backend, captured, updates=6))
 except (dg.UpdateError, RuntimeError) as error:
@@ -243,3 +247,22 @@ def test_repeated_key_sends_its_signal_and_runs_no_host_code(
     assert moved["replays"] == 4
     assert moved.get("group_updates", 0) == 0
     assert moved["value_waits"] == 12  # three events a replay, each signalled again
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "name", ["replay", "replay in segments", "replay of a graph", "update", "run", "close"]
+)
+def test_interrupt_anywhere_in_a_step_leaves_the_next_right(
+    driver: Driver, backend: Any, name: str
+) -> None:
+    """FAULTS 40. A launch without its records would wait for ever, and a key that the groups do
+    not hold would be another's numbers."""
+    backend.channel.timeout = 5.0  # a device that waits is given back, and the graph dirty
+    bench = Bench(backend=backend)
+    for place in itertools.count(1):
+        n = place % 9 + 1
+        if not interrupted(lambda n=n: OPERATIONS[name][0](bench, n), place):
+            break
+        bench.check(n)
+    assert place > 20

@@ -34,10 +34,10 @@ def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
 class Bench:
     """One pool with a capture of each kind, a graph and a runner."""
 
-    def __init__(self, budget_bytes: int | None = None) -> None:
-        self.backend = dg.get_backend("cpu")
+    def __init__(self, budget_bytes: int | None = None, backend: Any = None) -> None:
+        self.backend = backend or dg.get_backend("cpu")
         self.pool = self.backend.make_pool(budget_bytes)
-        self.x = torch.randn(4, WIDTH)
+        self.x = torch.randn(4, WIDTH).to(self.backend.device)
         self.captured = {policy: self.capture(policy) for policy in ("full", "breakable")}
         self.graph, self.y = self.record()
         self.runner = dg.DecodeRunner(
@@ -73,17 +73,19 @@ class Bench:
         assert torch.is_grad_enabled()
         assert torch.is_autocast_cache_enabled()
         assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
-        free = []
+        free, locks = [], [self.pool.lock, self.backend._capture_lock]
+        if hasattr(self.backend, "channel"):
+            locks.append(self.backend.channel.order)
 
         def other() -> None:
-            for lock in (self.pool.lock, self.backend._capture_lock):
+            for lock in locks:
                 free.append(lock.acquire(timeout=60))
                 lock.release()
 
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        assert free == [True, True]
+        assert free == [True] * len(locks)
         want = step(self.x, n=n)
         if self.graph.state != "ready":
             self.graph.close()
