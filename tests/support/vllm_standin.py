@@ -184,6 +184,7 @@ class CudaGraphManager:
         self.graphs: dict[BatchExecutionDescriptor, Any] = {}
         self.pool = sys.modules["vllm.platforms"].current_platform.get_global_graph_pool()
         self._graphs_captured = False
+        self._capture_mem_samples: list[int] | None = None
         self._candidates: dict[int, list[BatchExecutionDescriptor]] = {}
         self._capture_descs: dict[CUDAGraphMode, list[BatchExecutionDescriptor]] = {}
         self.use_breakable_cg = os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1"
@@ -226,6 +227,8 @@ class CudaGraphManager:
         with torch.cuda.graph(graph, self.pool, stream=None):
             forward_fn()
         self.graphs[desc] = graph
+        if self._capture_mem_samples is not None:
+            self._capture_mem_samples.append(0)
         sys.modules["vllm.compilation.counter"].compilation_counter.num_cudagraph_captured += 1
 
     def dispatch(

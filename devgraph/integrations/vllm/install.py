@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -22,12 +23,10 @@ SWITCH = "DEVGRAPH_VLLM"
 
 WRAPPER = "devgraph.integrations.vllm.DeviceGraphWrapper"
 _BREAKABLE_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
-GRAPH_MAKERS = (
-    "vllm.v1.worker.gpu.cudagraph_utils",
-    "vllm.v1.worker.encoder_cudagraph",
-    "vllm.v1.worker.gpu_ubatch_wrapper",
-)
-"""Modules of vLLM that make graphs by themselves; the managers of the V2 runner come first."""
+MANAGERS = "vllm.v1.worker.gpu.cudagraph_utils"
+"""The managers of the V2 runner, which make graphs by themselves."""
+MICROBATCHES = "vllm.v1.worker.gpu_ubatch_wrapper"
+"""Those of the V1 runner, whose threads launch on the stream that is current at a capture."""
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 TRIED = "0.22 to 0.33"
 
@@ -69,13 +68,14 @@ class Installation(Changes):
         # PIECEWISE on both runners: vLLM resolves this name where it compiles pieces.
         self.change(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
         # FULL on V1, and microbatches, whose whole-batch steps use it.
-        for name in (V1_RUNNER, "vllm.v1.worker.gpu_ubatch_wrapper"):
+        for name in (V1_RUNNER, MICROBATCHES):
             self.change(importlib.import_module(name), "CUDAGraphWrapper", graph_wrapper())
 
     def _put_managers(self) -> None:
-        for name in GRAPH_MAKERS:
-            self.wrap(importlib.import_module(name), "torch", manager.graph_making_torch)
-        base = importlib.import_module(GRAPH_MAKERS[0]).CudaGraphManager
+        for name in (MANAGERS, "vllm.v1.worker.encoder_cudagraph", MICROBATCHES):
+            overlay = functools.partial(manager.graph_making_torch, threads=name == MICROBATCHES)
+            self.wrap(importlib.import_module(name), "torch", overlay)
+        base = importlib.import_module(MANAGERS).CudaGraphManager
         self.wrap(base, "capture", manager.sparing_capture)
         self.wrap(base, "dispatch", manager.counting_dispatch)
         first = importlib.import_module(V1_RUNNER).GPUModelRunner
@@ -87,7 +87,7 @@ class Installation(Changes):
         # Models that are imported later, with managers of their own, take it from where it is made.
         for name in ("vllm.compilation.breakable_cudagraph", V1_RUNNER):
             self.change(importlib.import_module(name), "BreakableCUDAGraphWrapper", wrapper)
-        managers = importlib.import_module(GRAPH_MAKERS[0])
+        managers = importlib.import_module(MANAGERS)
         if hasattr(managers, "BreakableCUDAGraphWrapper"):
             self.change(managers, "BreakableCUDAGraphWrapper", wrapper)
         elif self.mode is not None and self.mode.breakable:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
-
-import attrs
-import torch
 
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.pool import Pool
@@ -47,6 +45,9 @@ class Round:
         self._seen: set[Hashable] = set()
         self._skipped = False
         self._undo = contextlib.ExitStack()
+        from vllm.compilation.counter import compilation_counter
+
+        self._counter = compilation_counter
 
     def wants_run(self, desc: Any) -> bool:
         """Whether a step is to be run, given its descriptor; ask once for each."""
@@ -65,9 +66,9 @@ class Round:
         rest = dataclasses.replace(desc, num_tokens=0, num_reqs=None)
         return rest, shapes, bisect_left(self._ends, tokens), alone
 
-    def on_failure(self, undo: Callable[[], object]) -> None:
-        """Call ``undo`` if the round fails."""
-        self._undo.callback(undo)
+    def on_failure(self, undo: Callable[..., object], *args: Any) -> None:
+        """Call ``undo(*args)`` if the round fails."""
+        self._undo.callback(undo, *args)
 
     def make(self, capture: Callable[[], Any]) -> Any:
         """Return ``capture()``, which captures all steps of the round; if it fails, nothing that
@@ -76,6 +77,8 @@ class Round:
             while True:
                 try:
                     with self._undo:
+                        name = "num_cudagraph_captured"
+                        self.on_failure(setattr, self._counter, name, getattr(self._counter, name))
                         result = capture()
                         self._undo.pop_all()
                     return result
@@ -103,13 +106,32 @@ def no_full_collections() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
-@attrs.define
 class _Step:
-    """A step whose pieces are being captured, and the pool that the device is held for."""
+    """A step whose pieces are being captured, and the session that is held for them."""
 
-    around: contextlib.ExitStack
-    thread: int = attrs.field(factory=threading.get_ident)
     session: Session | None = None
+
+    def __init__(self, around: contextlib.ExitStack) -> None:
+        self._around = around
+
+    def leave(self) -> None:
+        """Let the session go."""
+        self.session = None
+        self._around.close()
+
+    def enter(self, pool: Pool) -> Session:
+        """Return the session of ``pool``, which is held from now on."""
+        if self.session is None or self.session.pool is not pool:
+            self.leave()
+            self.session = self._around.enter_context(session(pool))
+        return self.session
+
+
+class _Here(threading.local):
+    """What this thread captures; engines on other threads capture for themselves."""
+
+    step: _Step | None = None
+    round: Round | None = None
 
 
 class Layer:
@@ -124,9 +146,12 @@ class Layer:
         self.strict = strict
         self.memory = GraphMemory(_device_type, backend)
         self.ledger = Ledger(self.memory, "piecewise", "full", "breakable")
-        self._step: _Step | None = None
-        self.round: Round | None = None
-        """Of captures, the one that is being made."""
+        self._here = _Here()
+
+    @property
+    def round(self) -> Round | None:
+        """Of captures, the one that this thread makes."""
+        return self._here.round
 
     def default_handle(self) -> Hashable:
         """Return the platform's handle of graph memory; one of our own where it has none."""
@@ -143,65 +168,60 @@ class Layer:
         device's lock, the stream to capture on) stays for the others and for what runs between
         them, because a step has many pieces and each is small."""
         with contextlib.ExitStack() as around:
-            self._step = _Step(around)
+            self._here.step = _Step(around)
             try:
                 yield
             finally:
-                self._step = None
+                self._here.step = None
 
     def capture_round(self, config: Any, capture: Callable[[Round], Any]) -> Any:
         """Return ``capture(round)``, which captures all steps of a round; see ``Round.make``."""
-        made = self.round = Round(config)
+        outer, made = self.round, Round(config)
+        self._here.round = made
         try:
             return made.make(lambda: capture(made))
         finally:
-            self.round = None
+            self._here.round = outer
 
-    def within(self, pool: Pool, stream: Any = None) -> contextlib.AbstractContextManager[Session]:
-        """Return the session that records into ``pool``.
-
-        Args:
-            stream: where vLLM would record. One that is current is not taken: all graphs of a pool
-                are recorded on the pool's own, because memory is reused within one stream only.
-        """
-        if not _is_current(stream):
-            return session(pool, stream=stream)
-        step = self._step
-        if step is None or step.thread != threading.get_ident() or is_capturing():
+    def within(self, pool: Pool) -> contextlib.AbstractContextManager[Session]:
+        """Return the session that records a piece into ``pool``."""
+        step = self._here.step
+        if step is None or is_capturing():
             return session(pool)
-        if step.session is None or step.session.pool is not pool:
-            step.session = None
-            step.around.close()
-            step.session = step.around.enter_context(session(pool))
-        return contextlib.nullcontext(step.session)
+        return contextlib.nullcontext(step.enter(pool))
 
-    @contextlib.contextmanager
-    def capturing(self, pool: Pool, *, settle: bool) -> Iterator[Callable[[], None]]:
-        """What vLLM does around each capture of its own.
+    def prepare(self, pool: Pool, *, settle: bool) -> Callable[[], None]:
+        """Do what vLLM does before each capture of its own.
 
         Args:
             settle: free unused memory first.
 
-        Yields:
+        Returns:
             what joins the weight offloader's stream; call it at the end of the captured body.
         """
-        from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
-        from vllm.model_executor.offloader.base import get_offloader
-
         if settle:
             self.memory.settle()
+        set_graph_pool_id, get_offloader = self._engine
         handle = getattr(pool, "handle", None)
         if handle is not None:
             # Collectives that need registered memory leave the graph's pool and come back to it.
             set_graph_pool_id(handle)
         offloader = get_offloader()
         offloader.sync_prev_onload()
-        yield offloader.join_after_forward
+        join: Callable[[], None] = offloader.join_after_forward
+        return join
 
+    @functools.cached_property
+    def _engine(self) -> tuple[Callable[..., Any], Callable[[], Any]]:
+        from vllm.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
+        from vllm.model_executor.offloader.base import get_offloader
 
-def _is_current(stream: Any) -> bool:
-    number = getattr(stream, "stream_id", None)
-    return number is None or number == torch.accelerator.current_stream().stream_id
+        return set_graph_pool_id, get_offloader
+
+    def leave_step(self) -> None:
+        """Let go of what is held for the pieces of a step, for what captures by itself there."""
+        if self._here.step is not None:
+            self._here.step.leave()
 
 
 def _device_type() -> str:

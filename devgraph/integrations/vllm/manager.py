@@ -13,8 +13,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from devgraph.api.errors import StateError
 from devgraph.api.marks.marks import is_capturing
+from devgraph.api.session import session
 from devgraph.integrations.engine.ledger import EagerReason
 from devgraph.integrations.engine.steps import CapturedStep, recorded
 from devgraph.integrations.vllm.layer import Round, current_layer
@@ -43,23 +46,31 @@ class EngineGraph:
 
 
 @contextlib.contextmanager
-def _recording(graph: EngineGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+def _recording(
+    threads: bool, graph: EngineGraph, pool: Any = None, stream: Any = None
+) -> Iterator[None]:
     """Capture the block into ``graph``, as ``torch.cuda.graph`` does.
 
     Args:
+        threads: whether other threads launch on ``stream``, so that it must be recorded on. Else
+            one that is current is not: all graphs of a pool are recorded on the pool's own, because
+            memory is reused within one stream only.
         pool: vLLM's handle of graph memory; graphs without one share a pool of their own.
-        stream: recorded on if it is not the current one: other threads launch on it then.
     """
     layer = current_layer()
     count = layer.ledger.of("full")
     memory = layer.memory.pool(_UNNAMED if pool is None else pool)
-    with layer.capturing(memory, settle=True):
-        recording = recorded(
-            layer.memory.backend, memory, count, within=layer.within(memory, stream)
-        )
-        with recording as made:
-            yield
+    layer.prepare(memory, settle=True)
+    theirs = threads or not _is_current(stream)
+    within = session(memory, stream=stream) if theirs else layer.within(memory)
+    with recorded(layer.memory.backend, memory, count, within=within) as made:
+        yield
     graph.step = CapturedStep(made, count)
+
+
+def _is_current(stream: Any) -> bool:
+    number = getattr(stream, "stream_id", None)
+    return number is None or number == torch.accelerator.current_stream().stream_id
 
 
 class _Overlay:
@@ -72,9 +83,14 @@ class _Overlay:
         return getattr(self._base, name)
 
 
-def graph_making_torch(torch: Any) -> Any:
-    """Return the module ``torch`` with graphs of devgraph."""
-    return _Overlay(torch, cuda=_Overlay(torch.cuda, CUDAGraph=EngineGraph, graph=_recording))
+def graph_making_torch(base: Any, *, threads: bool = False) -> Any:
+    """Return ``base``, the module torch, with graphs of devgraph.
+
+    Args:
+        threads: whether what is captured is launched by threads of vLLM's.
+    """
+    graph = functools.partial(_recording, threads)
+    return _Overlay(base, cuda=_Overlay(base.cuda, CUDAGraph=EngineGraph, graph=graph))
 
 
 def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,6 +110,8 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         def drop() -> None:
             for desc in self.graphs.keys() - before:
                 del self.graphs[desc]
+            # What vLLM has measured of them while it profiles.
+            (getattr(self, "_capture_mem_samples", None) or []).clear()
 
         def capture_all(made: Round) -> Any:
             def create(desc: Any, *args: Any, **kwargs: Any) -> Any:

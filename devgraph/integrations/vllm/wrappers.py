@@ -66,7 +66,7 @@ class _Graphs:
         mode = context.cudagraph_runtime_mode
         if mode == self._none:
             return self._eagerly(EagerReason.MODE_NONE, args, kwargs)
-        if mode != (self.runtime_mode or mode):
+        if self.runtime_mode not in (None, mode):
             return self._eagerly(EagerReason.OTHER_MODE, args, kwargs)
         key = self._key(context, *args, **kwargs)
         entry = self.concrete_cudagraph_entries.get(key)
@@ -91,18 +91,22 @@ class _Graphs:
         return self.runnable(*args, **kwargs)
 
     def _capture(self, key: Hashable, context: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if context.batch_descriptor is None:
+            raise StateError("vLLM dispatched a graph mode without a batch descriptor")
         self._validate()
         entry, output = self._record(context, *args, **kwargs)
         entry.inputs = addresses(args, kwargs) if self._checked else None
         self.concrete_cudagraph_entries[key] = entry
         if self._layer.round is not None:
-            self._layer.round.on_failure(functools.partial(self._drop, key))
+            self._layer.round.on_failure(self._drop, key, entry)
         self._counter.num_cudagraph_captured += 1
         # The output itself: it keeps its memory while the next pieces are captured.
         return output
 
-    def _drop(self, key: Hashable) -> None:
-        self.concrete_cudagraph_entries.pop(key).reset()
+    def _drop(self, key: Hashable, entry: CapturedStep) -> None:
+        if self.concrete_cudagraph_entries.get(key) is entry:  # vLLM may have cleared them
+            del self.concrete_cudagraph_entries[key]
+        entry.reset()
 
     def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
         """Return what names the graph of a call; the batch descriptor if nothing else does."""
@@ -162,16 +166,14 @@ class _Graphs:
         release: bool = True,
     ) -> tuple[CapturedStep, Any]:
         """Capture a call into one graph, counted under ``mode``."""
-        pool, backend, count = self._memory(), self._layer.memory.backend, self._counts[mode]
-        with (
-            self._layer.capturing(pool, settle=settle) as join,
-            recorded(backend, pool, count, within=self._layer.within(pool)) as graph,
-        ):
+        pool, layer, count = self._memory(), self._layer, self._counts[mode]
+        join = layer.prepare(pool, settle=settle)
+        with recorded(layer.memory.backend, pool, count, within=layer.within(pool)) as graph:
             output = self.runnable(*args, **kwargs)
             join()
             if release:
                 output = weak(pool, output)
-        return CapturedStep(graph, count, weak(pool, output)), output
+        return CapturedStep(graph, count, output if release else weak(pool, output)), output
 
     def _count_moved(self, count: ModeCount, descriptor: Any) -> None:
         """Count a step whose input lies elsewhere than at capture; raise under strict."""
@@ -217,11 +219,10 @@ def graph_wrapper() -> Any:
             cuda_graph.CUDAGraphWrapper._all_instances.add(self)
 
         def _record(self, context: Any, /, *args: Any, **kwargs: Any) -> tuple[CapturedStep, Any]:
-            descriptor, options = context.batch_descriptor, self.cudagraph_options
-            if descriptor is None:
-                raise StateError("vLLM dispatched a graph mode without a batch descriptor")
+            options = self.cudagraph_options
             if options.debug_log_enable:
-                logger.debug("capturing %s for %s", self.runtime_mode.name, descriptor)
+                name, descriptor = self.runtime_mode.name, context.batch_descriptor
+                logger.debug("capturing %s for %s", name, descriptor)
             settle, release = not options.gc_disable, options.weak_ref_output
             return self._whole(None, args, kwargs, settle=settle, release=release)
 
@@ -274,21 +275,22 @@ class BreakableStep(_Graphs):
             return self._whole(self._full_mode, args, kwargs)
         pool, count = self._memory(), self._counts[None]
         breaks = AttentionBreaks(attention_ops(self.compilation_config))
-        with self._layer.capturing(pool, settle=True) as join:
+        self._layer.leave_step()
+        join = self._layer.prepare(pool, settle=True)
 
-            def body(*args: Any, **kwargs: Any) -> Any:
-                with breaks:
-                    output = self.runnable(*args, **kwargs)
-                join()
-                return output
+        def body(*args: Any, **kwargs: Any) -> Any:
+            with breaks:
+                output = self.runnable(*args, **kwargs)
+            join()
+            return output
 
-            # Once more under the mode: what the model compiles by itself, it compiles per mode, and
-            # never inside a capture.
-            warmup = 0 if self.concrete_cudagraph_entries else 1
-            backend = self._layer.memory.backend
-            captured = capture_under(
-                "breakable", backend, pool, count, body, args, kwargs, warmup=warmup
-            )
+        # Once more under the mode: what the model compiles by itself, it compiles per mode, and
+        # never inside a capture.
+        warmup = 0 if self.concrete_cudagraph_entries else 1
+        backend = self._layer.memory.backend
+        captured = capture_under(
+            "breakable", backend, pool, count, body, args, kwargs, warmup=warmup
+        )
         try:
             breaks.require_calls(context.no_compile_layers)
         except BaseException:

@@ -18,7 +18,7 @@ import torch
 import devgraph as dg
 from devgraph.api.marks.marks import is_capturing
 from devgraph.integrations import vllm
-from devgraph.integrations.vllm.layer import no_full_collections
+from devgraph.integrations.vllm.layer import current_layer, no_full_collections
 from devgraph.integrations.vllm.wrappers import BreakableStep, step_wrapper
 from tests.support.vllm_engine import (
     ENGINES,
@@ -261,6 +261,22 @@ def test_step_for_one_mode_leaves_the_other_to_the_wrapper_around_it(engine: Eng
     assert (found["full"]["replays"], found["breakable"]["replays"]) == (1, 1)
 
 
+def test_step_in_segments_is_captured_after_a_piece_of_the_same_step(engine: Engine) -> None:
+    """As a draft behind a compiled model."""
+    setup = Setup(engine)
+    setup.layers.clear()
+    positions = setup.buffers.positions
+    piece = engine.Wrapper(lambda x: x * 2, setup.config, engine.Mode.PIECEWISE)
+    draft = BreakableStep(lambda x: x + 1, setup.config)
+    for captures in (True, False):
+        step = engine.step(setup.config, engine.Mode.PIECEWISE, engine.Descriptor(TOKENS))
+        with current_layer().one_step(), step:
+            out = draft(piece(positions))
+            if not captures:
+                assert torch.equal(out, positions * 2 + 1)
+        positions.copy_(torch.rand(TOKENS))
+
+
 def test_what_else_names_a_step_has_a_graph_of_its_own(engine: Engine) -> None:
     setup = Setup(engine)
     setup.layers.clear()
@@ -441,13 +457,34 @@ def test_step_whose_capture_needs_a_run_is_captured_anew(
         loaded.add(rows)
 
     setup.model.register_forward_pre_hook(load, with_kwargs=True)
+    captured = second.counter.num_cudagraph_captured
     setup.capture()
     gc.collect()
+    assert second.counter.num_cudagraph_captured - captured == 4
     found = vllm.stats()["modes"]
     assert (found["breakable"]["graphs"], found["full"]["graphs"]) == (2, 2)
     for requests, tokens in ((1, 4), (1, 2), (4, 4), (2, 2)):
         setup.fill()
         assert torch.equal(setup.run(requests, tokens, tokens), setup.eager(tokens, tokens))
+
+
+def test_profiling_measures_no_graph_of_a_round_that_was_made_anew(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup, failed = Managed(second, monkeypatch, breakable=False), []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
+    setup.manager._capture_mem_samples = samples = []
+
+    def fail_once(model: Any, args: Any, kwargs: Any) -> None:
+        if is_capturing() and len(kwargs["input_ids"]) == 2 and not failed:
+            failed.append(len(samples))
+            raise RuntimeError("a kernel cannot be loaded inside a capture")
+
+    setup.model.register_forward_pre_hook(fail_once, with_kwargs=True)
+    setup.capture()
+    assert failed == [1]
+    assert len(samples) == len(setup.manager.graphs) == 2
 
 
 def test_capture_that_fails_after_a_run_raises_and_leaves_no_graph(
@@ -603,6 +640,30 @@ def test_graphs_that_the_engine_makes_elsewhere_are_of_devgraph(second: Engine) 
         raise ValueError("no kernel")
     found = vllm.stats()["modes"]["full"]
     assert (found["captures"], found["replays"], found["eager"]) == (2, 2, {})
+
+
+@pytest.mark.parametrize(
+    ("module", "given"), [("gpu_ubatch_wrapper", True), ("encoder_cudagraph", False)]
+)
+def test_only_what_threads_launch_is_recorded_on_the_stream_that_is_current(
+    second: Engine, monkeypatch: pytest.MonkeyPatch, module: str, given: bool
+) -> None:
+    """Threads of the V1 runner's micro-batches launch on the stream of who starts them."""
+    assert vllm.install(strict=True)
+    stream, backend = types.SimpleNamespace(stream_id=7), current_layer().memory.backend
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    recorded_on = []
+
+    @contextlib.contextmanager
+    def side_stream(pool: Any, stream: Any = None) -> Iterator[None]:
+        recorded_on.append(stream)
+        yield
+
+    monkeypatch.setattr(backend, "side_stream", side_stream)
+    theirs = importlib.import_module(f"vllm.v1.worker.{module}").torch
+    with theirs.cuda.graph(theirs.cuda.CUDAGraph(), stream=stream, pool=None):
+        pass
+    assert recorded_on == [stream if given else None]
 
 
 def test_no_full_collection_comes_where_they_are_deferred():

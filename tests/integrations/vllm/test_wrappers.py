@@ -14,6 +14,7 @@ import torch
 import devgraph as dg
 from devgraph.integrations import vllm
 from devgraph.integrations.vllm import layer
+from devgraph.integrations.vllm.wrappers import BreakableStep
 from tests.support.vllm_engine import ENGINES, WIDTH, Engine, Step, engine_of
 
 
@@ -256,6 +257,71 @@ def test_thread_beside_a_step_and_a_capture_inside_a_piece_get_ready_by_themselv
         ):
             outer(torch.randn(2, WIDTH))
     assert len(entered.left) == len(entered.pools)
+
+
+def test_step_of_another_thread_leaves_what_is_held_here(engine: Engine) -> None:
+    """Engines may capture on threads of their own."""
+    pieces = [wrapped(engine, step=Step(factor=n + 2.0))[0] for n in range(2)]
+    layer_here, x = layer.current_layer(), torch.randn(2, WIDTH)
+
+    def elsewhere() -> None:
+        with layer_here.one_step():
+            layer_here.capture_round(engine.config(), lambda made: None)
+
+    def capture(made: Any) -> None:
+        step = engine.step(pieces[0].vllm_config, engine.Mode.PIECEWISE, engine.Descriptor(2))
+        with layer_here.one_step(), step:
+            out = pieces[0](x)
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            pieces[1](out)
+        layer_here.capture_round(engine.config(), lambda inner: None)
+        assert layer_here.round is made
+
+    layer_here.capture_round(engine.config(), capture)
+    assert layer_here.round is None
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("how", ["clear_graphs", "new entries"])
+def test_round_that_fails_after_graphs_were_cleared_raises_what_failed(
+    engine: Engine, how: str, again: bool
+) -> None:
+    wrapper, _ = wrapped(engine)
+    x, captured = torch.randn(2, WIDTH), engine.counter.num_cudagraph_captured
+    step = (wrapper.vllm_config, engine.Mode.PIECEWISE, engine.Descriptor(2))
+
+    def capture(made: Any) -> None:
+        with engine.step(*step):
+            wrapper(x)
+            if how == "clear_graphs":
+                wrapper.clear_graphs()
+            else:  # as elastic expert parallelism does
+                wrapper.concrete_cudagraph_entries = {}
+            if again:
+                wrapper(x)
+        raise ValueError("no kernel")
+
+    with pytest.raises(ValueError, match="no kernel"):
+        layer.current_layer().capture_round(engine.config(), capture)
+    assert not wrapper.concrete_cudagraph_entries
+    assert engine.counter.num_cudagraph_captured == captured
+    with engine.step(*step):
+        wrapper(x)
+        assert torch.equal(wrapper(x), (x * 2 + 1).relu())
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_graph_mode_without_a_descriptor_is_refused(engine: Engine, mode: str) -> None:
+    """One graph would serve batches of every size."""
+    whole, step = wrapped(engine, mode)
+    for wrapper in (whole, BreakableStep(step, engine.config())):
+        with (
+            engine.step(wrapper.vllm_config, engine.Mode[mode], None),
+            pytest.raises(dg.StateError, match="without a batch descriptor"),
+        ):
+            wrapper(torch.randn(2, WIDTH))
 
 
 def test_closed_whole_step_says_so(engine: Engine) -> None:
