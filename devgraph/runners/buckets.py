@@ -123,7 +123,7 @@ class Buckets(tuple[int, ...]):
         found = []
         below = 0
         for size in self:
-            found.append(range(below + 1, math.ceil(size / max_padding)))
+            found.append(range(below + 1, min(math.ceil(size / max_padding), capacity + 1)))
             below = size
         found.append(range(below + 1, capacity + 1))
         return [sizes for sizes in found if sizes]

@@ -111,6 +111,13 @@ def test_json_that_is_nested_too_deeply_is_refused(text: str) -> None:
         DeviceGraphConfig.from_json(text)
 
 
+@pytest.mark.parametrize("text", ['{"decode": NaN}', '{"decode": "full", "decode": "full"}'])
+def test_place_of_text_that_json_does_not_have_is_named_once(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        DeviceGraphConfig.from_json(text, source=MODE)
+    assert str(error.value).count(MODE) == 1
+
+
 def test_number_of_thousands_of_digits_is_refused() -> None:
     with pytest.raises(ConfigError, match="mode configuration: .*digits"):
         DeviceGraphConfig.from_json('{"decode": {"max_bs": ' + "9" * 5000 + "}}")
@@ -156,6 +163,10 @@ def test_from_file_reads_the_device_graph_section(tmp_path: Path, name: str) -> 
         ("a.yaml", "device_graph:\n  decode: full\n  decode: disabled\n", ["twice", "line 3"]),
         ("a.yaml", "device_graph: {decode: [\n", ["broken YAML", "line 2"]),
         ("a.yaml", "just text\n", ["expected an object"]),
+        ("a.yaml", "built: 2020-13-45\n", ["broken YAML", "month must be in 1..12"]),
+        ("a.yaml", "port: !!int x\n", ["broken YAML", "invalid literal"]),
+        ("a.yaml", "built: !!timestamp x\n", ["broken YAML", "AttributeError"]),
+        ("a.yaml", "\0", ["broken YAML: ReaderError: unacceptable character #x0000"]),
     ],
 )
 def test_from_file_names_the_file_and_the_place(
@@ -167,6 +178,7 @@ def test_from_file_names_the_file_and_the_place(
         DeviceGraphConfig.from_file(path)
     for part in (str(path), *parts):
         assert part in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_from_file_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:

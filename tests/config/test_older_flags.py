@@ -13,6 +13,7 @@ import pytest
 from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
 from devgraph.api.config.older_flags import OLDER_FLAGS
 from devgraph.api.config.phase import PHASES
+from devgraph.api.errors import ConfigError, ConfigTypeError
 from tests.support.config_cases import BOTH_DISABLED, both, from_argv
 
 OLDER_CASES: list[tuple[list[str], dict[str, object]]] = [
@@ -227,3 +228,15 @@ def test_from_args_reads_an_engines_own_compilation_object() -> None:
         warnings.simplefilter("error")
         empty = DeviceGraphConfig.from_args(argparse.Namespace(compilation_config=untouched))
     assert empty == DeviceGraphConfig()
+
+
+@pytest.mark.parametrize("length", ["9" * 400, "9" * 400 + ".5k", "1" + "0" * 15])
+def test_length_that_no_sequence_has_is_refused(length: str) -> None:
+    with pytest.raises(ConfigError, match="expected a length such as 32768"):
+        DeviceGraphConfig.from_args(argparse.Namespace(context_bucket=length))
+
+
+@pytest.mark.parametrize("key", ["use_cudagraph", "full_cuda_graph"])
+def test_switch_of_a_compilation_config_that_is_neither_on_nor_off_is_refused(key: str) -> None:
+    with pytest.raises(ConfigTypeError, match=f"{key}: expected true or false, got 0"):
+        DeviceGraphConfig.from_args(argparse.Namespace(compilation_config={key: 0}))

@@ -96,6 +96,14 @@ def test_compiler_that_the_backend_lacks_becomes_eager_or_is_refused() -> None:
         resolve(DeviceGraphConfig.from_json(text), facts)
 
 
+def test_compiler_of_a_backend_without_eager_is_one_that_it_has() -> None:
+    default = config_with("prefill", explicit=False, policy="piecewise")
+    held = resolve_quietly(default, EngineFacts(compilers=("inductor",))).effective.prefill
+    assert (held.policy, held.compiler) == ("piecewise", "inductor")
+    held = resolve_quietly(default, EngineFacts(compilers=())).effective.prefill
+    assert (held.policy, held.compiler) == ("breakable", "eager")
+
+
 def test_all_refused_choices_are_listed_with_their_origin() -> None:
     config = DeviceGraphConfig.from_json(
         '{"decode": "full", "backends": {"npu": {"prefill": "full"}}}', source="--device-graph-mode"
@@ -199,7 +207,7 @@ FACTS = st.builds(
     role=st.sampled_from(["both", "prefill", "decode"]),
     multimodal=st.sampled_from(["none", "slot", "outside"]),
     moe_all_to_all=st.sampled_from(["none", "device", "host", "unproven"]),
-    compilers=st.sampled_from([("eager",), ("eager", "inductor")]),
+    compilers=st.sampled_from([("eager",), ("eager", "inductor"), ("inductor",), ()]),
 )
 MODES = st.fixed_dictionaries(
     {},

@@ -62,6 +62,7 @@ def test_explicit_buckets_are_sorted_deduplicated_and_kept_exactly():
         ([4, 8], 2.0, "1"),
         ([1, 8], 2.0, "2 to 3"),
         ([2, 7], 1.0, "1, 3 to 6 and 8"),
+        ([100], 2.0, "1 to 8"),
     ],
 )
 def test_sizes_without_a_bucket_are_known(sizes, most, text):

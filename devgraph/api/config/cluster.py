@@ -22,15 +22,23 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import ROLES, EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import FLAG, PHASES, DeviceGraphWarning, check_names, count
+from devgraph.api.config.phase import (
+    FLAG,
+    PHASES,
+    DeviceGraphWarning,
+    as_object,
+    check_names,
+    count,
+    shown,
+)
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 from devgraph.api.registry import OTHER_NAMES, declaration
@@ -40,6 +48,7 @@ _GROUP_KEYS = """
     name backend vendor count members role collectives tensor_parallel facts
 """.split()
 _MEMBER_KEYS = ("backend", "vendor", "count")
+_Read = TypeVar("_Read")
 
 
 @attrs.frozen(kw_only=True)
@@ -88,12 +97,7 @@ class Cluster:
     def from_dict(cls, document: object, *, source: str = "cluster") -> Cluster:
         """Build a cluster from ``{"groups": [...]}``."""
         top = _mapping(document, source, ("groups",))
-        entries = top.get("groups")
-        if not isinstance(entries, list) or not entries:
-            raise ConfigTypeError(f"{source}: groups: expected a list of groups, got {entries!r}")
-        groups = tuple(
-            _group(entry, f"{source}: groups[{index}]") for index, entry in enumerate(entries)
-        )
+        groups = _listed(top.get("groups"), f"{source}: groups", _group)
         names = [group.name for group in groups]
         for name in names:
             if names.count(name) > 1:
@@ -215,9 +219,7 @@ def _warn(text: str) -> None:
 
 def _group(entry: object, path: str) -> Group:
     values = _mapping(entry, path, _GROUP_KEYS)
-    name = values.get("name")
-    if not isinstance(name, str) or not name:
-        raise ConfigTypeError(f"{path}.name: expected the name of the group, got {name!r}")
+    name = _name(values.get("name"), f"{path}.name")
     role = values.get("role", "both")
     check_names(f"{path}.role", [role], ROLES, what="role")
     members = _members(values, path)
@@ -228,14 +230,11 @@ def _group(entry: object, path: str) -> Group:
             f"{path}.tensor_parallel: {total} devices do not divide into sets of {parallel}"
         )
     collectives = FLAG["read"](values.get("collectives", parallel > 1), f"{path}.collectives")
-    given = values.get("facts", {})
+    given = as_object(values.get("facts", {}), f"{path}.facts")
     for key in ("backend", "role", "collectives"):
-        if isinstance(given, Mapping) and key in given:
+        if key in given:
             raise ConfigError(f"{path}.facts.{key}: write {key} in the group itself")
-    facts = EngineFacts.from_dict(
-        {**_mapping(given, f"{path}.facts", None), "collectives": collectives},
-        path=f"{path}.facts",
-    )
+    facts = EngineFacts.from_dict({**given, "collectives": collectives}, path=f"{path}.facts")
     return Group(name=name, members=members, role=role, tensor_parallel=parallel, facts=facts)
 
 
@@ -245,26 +244,33 @@ def _members(values: Mapping[str, Any], path: str) -> tuple[Member, ...]:
         return (_member(only, path),)
     if only:
         raise ConfigError(f"{path}: give either members or {min(only)}, not both")
-    entries = values["members"]
-    if not isinstance(entries, list) or not entries:
-        raise ConfigTypeError(f"{path}.members: expected a list, got {entries!r}")
-    return tuple(_member(entry, f"{path}.members[{index}]") for index, entry in enumerate(entries))
+    return _listed(values["members"], f"{path}.members", _member)
 
 
 def _member(entry: object, path: str) -> Member:
     values = _mapping(entry, path, _MEMBER_KEYS)
-    names: dict[str, str] = {}
-    for key in ("backend", "vendor"):
-        name = values.get(key, names.get("backend"))
-        if not isinstance(name, str) or not name:
-            raise ConfigTypeError(f"{path}.{key}: expected the name of a {key}, got {name!r}")
-        names[key] = name
-    check_names(f"{path}.backend", [names["backend"]], registered_names(), what="backend")
-    return Member(**names, count=count(values.get("count", 1), f"{path}.count"))
+    backend = _name(values.get("backend"), f"{path}.backend")
+    check_names(f"{path}.backend", [backend], registered_names(), what="backend")
+    return Member(
+        backend=backend,
+        vendor=_name(values.get("vendor", backend), f"{path}.vendor"),
+        count=count(values.get("count", 1), f"{path}.count"),
+    )
 
 
-def _mapping(value: object, path: str, known: Sequence[str] | None) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigTypeError(f"{path}: expected an object, got {value!r}")
-    check_names(path, value, [*value] if known is None else known, what="key")
+def _name(value: object, path: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigTypeError(f"{path}: expected a name, got {shown(value)}")
     return value
+
+
+def _listed(value: object, path: str, read: Callable[[object, str], _Read]) -> tuple[_Read, ...]:
+    if not isinstance(value, list) or not value:
+        raise ConfigTypeError(f"{path}: expected a list, got {shown(value)}")
+    return tuple(read(entry, f"{path}[{index}]") for index, entry in enumerate(value))
+
+
+def _mapping(value: object, path: str, known: Sequence[str]) -> Mapping[str, Any]:
+    found = as_object(value, path)
+    check_names(path, found, known, what="key")
+    return found

@@ -20,6 +20,7 @@ from devgraph.api.config.phase import (
     OLDER_POLICIES,
     PHASES,
     Setting,
+    as_object,
     check_names,
     choices,
     over_maximum,
@@ -29,8 +30,6 @@ from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
 SECTION = "device_graph"
 """The name of the section that holds a mode configuration in a larger file."""
-
-_EXAMPLE = '\'{"decode": "full", "prefill": {"policy": "breakable", "buckets": [64, 512]}}\''
 
 
 def read_json(text: str, source: str) -> object:
@@ -57,6 +56,8 @@ def read_json(text: str, source: str) -> object:
         raise ConfigTypeError(f"{source}: expected JSON text, got {type(text).__name__}")
     try:
         return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except ConfigError:
+        raise
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply to be read") from None
     except json.JSONDecodeError as error:
@@ -64,7 +65,7 @@ def read_json(text: str, source: str) -> object:
         at = f"at {here!r}" if here else "at its end"
         raise ConfigError(
             f"{source}: broken JSON in line {error.lineno}, column {error.colno} ({at}): "
-            f"{error.msg}. Expected, for example, {_EXAMPLE}"
+            f"{error.msg}"
         ) from error
     except ValueError as error:  # Python reads no integer of thousands of digits
         raise ConfigError(f"{source}: {error}") from error
@@ -103,12 +104,8 @@ def read_file(path: str | os.PathLike[str]) -> object:
 
 def read_section(path: str | os.PathLike[str]) -> object:
     """Return the ``device_graph`` section of a JSON or YAML file."""
-    document = read_file(path)
     name = os.fspath(path)
-    if not isinstance(document, Mapping):
-        raise ConfigTypeError(
-            f"{name}: expected an object with a {SECTION!r} section, got {type(document).__name__}"
-        )
+    document = as_object(read_file(path), name, f"an object with a {SECTION!r} section")
     if SECTION not in document:
         raise ConfigError(
             f"{name}: there is no section {SECTION!r}, but {brief([*document])}. Put the mode "
@@ -117,13 +114,13 @@ def read_section(path: str | os.PathLike[str]) -> object:
     return document[SECTION]
 
 
-_PER_PHASE = "an object with a policy per phase"
+_PER_PHASE = 'an object with a policy per phase, such as {"decode": "full"}'
 
 
 def parse_mode(document: object, source: str, level: Level = Level.JSON) -> Source:
     """Check ``{"decode": ..., "prefill": ..., "backends": {...}}`` and return what it says."""
-    general = dict(_object(document, source, _PER_PHASE))
-    overlays = _object(
+    general = dict(as_object(document, source, _PER_PHASE))
+    overlays = as_object(
         general.pop("backends", {}), f"{source}: backends", "an object with one entry per backend"
     )
     settings: dict[Setting, Any] = {}
@@ -134,7 +131,7 @@ def parse_mode(document: object, source: str, level: Level = Level.JSON) -> Sour
     for backend, phases in ((None, general), *overlays.items()):
         where = source if backend is None else f"{source}: backends.{backend}"
         known = (*PHASES, "backends") if backend is None else PHASES
-        check_names(where, _object(phases, where, _PER_PHASE), known, what="phase")
+        check_names(where, as_object(phases, where, _PER_PHASE), known, what="phase")
         for phase, value in phases.items():
             chosen = value if isinstance(value, (dict, Mapping)) else {"policy": value}
             place = f"{source}: {path_of((backend, phase, ''))[:-1]}"
@@ -159,14 +156,6 @@ def _checked(
     if problem:
         raise ConfigError(f"{where}: {problem}")
     return {(backend, phase, key): value for key, value in values.items()}
-
-
-def _object(value: object, where: str, what: str) -> Mapping[Any, Any]:
-    if isinstance(value, (dict, Mapping)):  # the first is the usual one, and cheaper to ask
-        return value
-    raise ConfigTypeError(
-        f"{where}: expected {what}, got {type(value).__name__} {value!r}. For example {_EXAMPLE}"
-    )
 
 
 def _read_yaml(text: str, name: str) -> object:
@@ -200,10 +189,13 @@ def _read_yaml(text: str, name: str) -> object:
 
     try:
         return yaml.load(text, Loader=Loader)
+    except ConfigError:
+        raise
     except RecursionError:
         raise ConfigError(f"{name}: nested too deeply to be read") from None
-    except yaml.YAMLError as error:
+    except Exception as error:  # of a date or number that is none PyYAML lets Python's own out
         mark = getattr(error, "problem_mark", None)
         at = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or error
+        text = str(error).partition("\n")[0]
+        problem = getattr(error, "problem", None) or f"{type(error).__name__}: {text}"
         raise ConfigError(f"{name}: broken YAML{at}: {problem}") from error

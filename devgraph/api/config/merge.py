@@ -7,7 +7,7 @@ in a note together with what beat it, so that nothing which somebody wrote disap
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import attrs
@@ -82,11 +82,10 @@ def merge(sources: Iterable[Source]) -> Merged:
                 if refining is not None and refining.level < entry.level:
                     del state[name, phase, key]
     notes += _overrides(said, state)
-    for scope in (None, *sorted(backends)):
-        for phase in PHASES:
-            _reconcile(scope, phase, state, notes)
+    scopes = (None, *sorted(backends))
+    spent = {_reconcile(scope, phase, state, notes) for scope in scopes for phase in PHASES}
     for phase in PHASES:
-        _report_unused(phase, state, notes)
+        _report_unused(phase, state, spent, notes)
     return Merged(
         settings={setting: entry.value for setting, entry in state.items()},
         origins={setting: entry.name for setting, entry in state.items()},
@@ -109,17 +108,17 @@ def _overrides(said: Iterable[tuple[Setting, _Entry]], state: _State) -> list[st
     return notes
 
 
-def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> None:
+def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> Setting | None:
     """Let ``buckets`` and ``max_bs`` of different places agree: the stronger source is right, and
-    in one source the part for the backend."""
+    in one source the part for the backend. Return the maximum that left buckets out."""
     own_sizes, own_largest = (backend, phase, "buckets"), (backend, phase, "max_bs")
     sizes = state.get(own_sizes) or state.get((None, phase, "buckets"))
     largest = state.get(own_largest) or state.get((None, phase, "max_bs"))
     if not sizes or not largest or not sizes.value or largest.value is None:
-        return
+        return None
     over = [size for size in sizes.value if size > largest.value]
     if not over:
-        return
+        return None
     refines = backend is not None
     if (sizes.level, refines and own_sizes in state) > (
         largest.level,
@@ -129,17 +128,20 @@ def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str])
             f"{path_of(own_largest)}: the bucket {over[-1]} from {sizes.name} overrides {largest}"
         )
         state[own_largest] = sizes._replace(value=over[-1])
-        return
+        return None
     notes.append(
         f"{path_of(own_sizes)}: {', '.join(map(str, over))} from {sizes.name} left out, because "
         f"max_bs is {largest}"
     )
     kept = tuple(size for size in sizes.value if size <= largest.value)
     state[own_sizes] = sizes._replace(value=kept or (largest.value,))
+    return own_largest if own_largest in state else (None, phase, "max_bs")
 
 
-def _report_unused(phase: str, state: _State, notes: list[str]) -> None:
-    """Say so when a value has no effect on any backend that it holds for."""
+def _report_unused(
+    phase: str, state: _State, spent: Container[Setting | None], notes: list[str]
+) -> None:
+    """Say so when a value has no effect on any backend that it holds for; ``spent`` had one."""
     backends = [None, *sorted({one for one, where, _ in state if one and where == phase})]
     idle: dict[Setting, str] = {}
     read: set[Setting] = set()
@@ -159,5 +161,6 @@ def _report_unused(phase: str, state: _State, notes: list[str]) -> None:
                 read.add(place)
     for place, because in idle.items():
         # Older flags set one compiler for both phases, whatever their policy.
-        if place not in read and (place[2], state[place].level) != ("compiler", Level.OLDER):
+        both = (place[2], state[place].level) == ("compiler", Level.OLDER)
+        if place not in read and place not in spent and not both:
             notes.append(f"{path_of(place)}: {state[place]} has no effect: {because}")

@@ -23,8 +23,8 @@ import attrs
 
 from devgraph.api.config.document import read_json
 from devgraph.api.config.merge import Level, Source
-from devgraph.api.config.phase import KEYS, PHASES, check_names, unknown_name
-from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.config.phase import FLAG, KEYS, PHASES, as_object, check_names, unknown_name
+from devgraph.api.errors import ConfigError
 from devgraph.api.policy import COMPILERS
 
 MODE = "--device-graph-mode"
@@ -101,7 +101,7 @@ def _both(key: str, value: Any) -> _Values:
 
 def _length(value: Any, flag: str) -> Source:
     """A prefill length, plain or with a suffix such as 32k (1000) or 32Ki (1024)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k|[KMGT]i|[MGT])?", str(value).strip())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)(k|[KMGT]i|[MGT])?", str(value).strip())
     suffix = (match[2] or "") if match else ""
     if match is None or (suffix.endswith("i") and "." in match[1]):
         raise ConfigError(f"{flag}: expected a length such as 32768, 32k or 32Ki, got {value!r}")
@@ -173,9 +173,10 @@ def _mode_name(value: Any, flag: str) -> Source:
     return _said(_policies(value, flag), flag)
 
 
+_on = FLAG["read"]
 _COMPILATION: Mapping[str, Callable[[Any, str], _Values]] = {
-    "use_cudagraph": lambda value, _: _both("policy", "disabled") if value is False else {},
-    "full_cuda_graph": lambda value, _: _both("policy", "full") if value is True else {},
+    "use_cudagraph": lambda value, flag: {} if _on(value, flag) else _both("policy", "disabled"),
+    "full_cuda_graph": lambda value, flag: _both("policy", "full") if _on(value, flag) else {},
     "cudagraph_mode": _policies,
     "cudagraph_capture_sizes": lambda value, _: _both("buckets", value),
     "max_cudagraph_capture_size": lambda value, _: _both("max_bs", value),
@@ -221,10 +222,7 @@ def _level(value: Any, flag: str) -> Source:
 
 
 def _document(value: Any, flag: str) -> dict[str, Any]:
-    document = read_json(value, flag) if isinstance(value, str) else value
-    if not isinstance(document, Mapping):
-        raise ConfigTypeError(f"{flag}: expected a JSON object, got {document!r}")
-    return dict(document)
+    return dict(as_object(read_json(value, flag) if isinstance(value, str) else value, flag))
 
 
 def _sets(key: str, phases: tuple[str, ...], *names: str, to: Any = None) -> list[Flag]:

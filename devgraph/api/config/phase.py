@@ -95,6 +95,13 @@ def shown(value: object) -> str:
     return f"{brief(value)} ({kinds.get(type(value), type(value).__name__)})"
 
 
+def as_object(value: object, where: str, what: str = "an object") -> Mapping[Any, Any]:
+    """Return ``value`` if it is an object of JSON; ``what`` is expected, for errors."""
+    if isinstance(value, (dict, Mapping)):  # the first is the usual one, and cheaper to ask
+        return value
+    raise ConfigTypeError(f"{where}: expected {what}, got {shown(value)}")
+
+
 def plain(value: Any) -> Any:
     """Return the value of a key as JSON has it."""
     return list(value) if isinstance(value, tuple) else value

@@ -373,7 +373,7 @@ RULES: tuple[Rule, ...] = (
     # Tracing and compiling.
     _safety(
         "piecewise-backend",
-        when=lambda facts, _: not facts.piecewise,
+        when=lambda facts, _: not facts.piecewise or not facts.compilers,
         explanation="this backend cannot capture compiled pieces",
         source=f"{_SGLANG}/pull/27811, devgraph: Capabilities.piecewise",
         **_TRACED,
@@ -382,8 +382,8 @@ RULES: tuple[Rule, ...] = (
         "piecewise-compiler",
         spares={UNTRACED},
         key="compiler",
-        value="eager",
-        when=lambda facts, phase: phase.compiler not in facts.compilers,
+        value=lambda facts, _: facts.compilers[0],
+        when=lambda facts, phase: facts.compilers and phase.compiler not in facts.compilers,
         explanation="this backend has no such compiler for the pieces",
         source="devgraph: Capabilities.compilers",
     ),
