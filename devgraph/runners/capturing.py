@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import logging
@@ -221,6 +222,7 @@ class Capturing:
         )
 
     def _begin(self, graphs: Sequence[BucketGraph]) -> None:
+        self._step.settle_autocast()
         wanted = [str(graph.key) for graph in graphs]
         self._ranks.handshake(f"{self._name}/{self.rounds}", {**self.facts, "to_capture": wanted})
         self.rounds += 1
@@ -435,7 +437,7 @@ class Capturing:
             static.prepared()
 
         if config.emulate:
-            return Emulated(run)
+            return Emulated(functools.partial(step.called, run))
         misses = config.miss_budget
         with step.trial():
             return capture(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import torch
 
 from devgraph.api.errors import (
     AgreementError,
@@ -199,8 +201,15 @@ def check_mapping(variant: object, error: type[DeviceGraphError] = InputTypeErro
         raise error(f"variant {brief(dict(variant))}: names must be strings")
 
 
-def check_width(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:
-    """Raise ``error`` unless the width of a variant is one."""
+def check_values(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:
+    """Raise ``error`` unless the width of a variant is one; InputTypeError for values that cannot
+    be compared, tensors and nan."""
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor) or (isinstance(value, float) and math.isnan(value)):
+            raise InputTypeError(
+                f"variant {name}={brief(value)}: values are part of the graph key and are compared "
+                f"with others; name what is meant by an int, a bool or a text"
+            )
     width = options.get("width", 1)
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise error(f"variant {brief(dict(options))}: width must be a positive int")
@@ -223,7 +232,7 @@ def check_variants(
         )
     for options in variants:
         check_mapping(options, ConfigTypeError)
-        check_width(options, ConfigError)
+        check_values(options, ConfigError)
         if "width" in options and not with_width:
             raise ConfigError(
                 f"variant {brief(dict(options))}: width is for decode; requests of other "

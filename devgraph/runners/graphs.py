@@ -27,7 +27,7 @@ from devgraph.runners.decisions import (
     Reason,
     Variant,
     check_mapping,
-    check_width,
+    check_values,
 )
 from devgraph.runners.options import Options
 from devgraph.runners.slots import Size
@@ -269,7 +269,7 @@ class Graphs:
 
         Raises:
             InputError: no declared variant has a name of it, or its ``width`` is none.
-            InputTypeError: it is no mapping.
+            InputTypeError: it is no mapping, or a value cannot be compared.
         """
         if variant is None:
             return {}
@@ -280,7 +280,7 @@ class Graphs:
                     f"variant {brief(dict(variant))}: no declared variant has {name!r}. "
                     f"{did_you_mean(name, self._names)}"
                 )
-        check_width(variant, InputError)
+        check_values(variant, InputError)
         return variant
 
     def of_pads(self, options: Mapping[str, Any]) -> Mapping[str, Any]:

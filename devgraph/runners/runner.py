@@ -489,6 +489,10 @@ class Runner:
         several ranks both in ``idle``). ``everything`` captures them now. ``profile`` names a
         folder that gets a Chrome trace of each capture, warm-up included.
 
+        The autocast in force is that of all captures and steps from here on, whatever they are
+        called under, until graphs are captured anew. Where ``idle`` or a step captures first, it is
+        that of the last step.
+
         Every capture starts from pad values in all slots; memory of buckets is shared. When memory
         runs out, the rest is dropped: the steps that wanted it run eagerly, counted.
 
@@ -505,6 +509,8 @@ class Runner:
                 return
             require_folder(profile)
             self.pool.recordings.require_memory()
+            if not self.graphs.captured:
+                self._step.autocast = None  # that of the caller
             if everything or self.captures_first:
                 self._capture(self._capturing.pending, profile)
             else:

@@ -11,6 +11,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.errors import InputError, note
+from devgraph.api.marks.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, end_batch
 from devgraph.runners.decisions import GraphKey, canonical_variant
@@ -51,11 +52,35 @@ class Step:
     """The memory of its graphs."""
     live: Live = attrs.field(factory=Live)
     """What eager bodies of graphs see of the run that is under way."""
+    autocast: Autocast | None = None
+    """That of the captures, under which everything runs then; before, that of the last step."""
+    captured: bool = False
+    """Whether there was a capture."""
+
+    def settle_autocast(self) -> None:
+        """Let all captures and steps from here on have the autocast of the last step, or that of
+        the caller where there was none."""
+        if self.autocast is None:
+            self.autocast = current_autocast()
+        self.captured = True
+
+    def called(self, function: Callable[..., Any], *args: Any, **host: Any) -> Any:
+        """Call a function of the engine as captures do: without gradients, and under their
+        autocast."""
+        now = current_autocast()
+        if not self.captured:
+            self.autocast = now
+        with torch.no_grad():
+            if self.autocast == now:
+                return function(*args, **host)
+            with autocast_of(self.autocast or ()):
+                return function(*args, **host)
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Run the step for no request: without gradients, and random numbers and the engine's state
-        are afterwards as they were, also where it fails."""
+        """Run the step for no request: without gradients, under the autocast of captures, and
+        random numbers and the engine's state are afterwards as they were, also where it fails."""
+        autocast = current_autocast() if self.autocast is None else self.autocast
         rng = self.backend.get_rng_state()
 
         def restore() -> None:
@@ -63,7 +88,7 @@ class Step:
             self.reset_state()
 
         try:
-            with torch.no_grad():
+            with torch.no_grad(), autocast_of(autocast):
                 yield
         except BaseException as error:
             try:
@@ -152,8 +177,7 @@ class Step:
         )
         try:
             batch.host = HostValues(self.prepared(batch, host, size))
-            with torch.no_grad():
-                return self.whole(batch)
+            return self.called(self.whole, batch)
         finally:
             end_batch(batch)
 
@@ -219,6 +243,7 @@ class GraphStep:
         self._order = step.pool.order
         self._name = step.options.name
         self._clock, self._live, self.tail = step.clock, step.live, step.tail
+        self._called = step.called
         self._run_tensors = inputs.run_views(real)
         plan = CopyPlan(inputs, real, graph.size, self._run_tensors, pool=step.pool)
         self._copy, self.alike = plan.load, plan.alike
@@ -315,8 +340,7 @@ class GraphStep:
         if self._planned:
             host = {**host, **self._planned}
         batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options)
-        with torch.no_grad():
-            return self.tail(self.outputs(), batch)
+        return self._called(self.tail, self.outputs(), batch)
 
 
 def _in_range(title: str, replay: _Replay) -> _Replay:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -954,3 +955,14 @@ def test_declared_variants_are_the_runners_own():
     runner.capture()
     out = runner.run({"x": rows_of_x(3)}, variant={"lora": True})
     assert torch.equal(out, rows_of_x(3) * 2)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1), torch.tensor([1, 2]), math.nan])
+def test_values_of_a_variant_that_equal_nothing_are_refused(value):
+    with pytest.raises(dg.InputTypeError, match="lora="):
+        double_runner(variants=[{}, {"lora": value}], captured=False)
+    with double_runner(variants=[{}, {"lora": True}]) as runner:
+        with pytest.raises(dg.InputTypeError, match="lora="):
+            runner.can_run(2, variant={"lora": value})
+        with pytest.raises(dg.InputTypeError, match="lora="):
+            runner.run({"x": rows_of_x(2)}, variant={"lora": value})

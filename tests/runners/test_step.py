@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.support import BREAKING, WIDTH, Kit, runner_of, same
+from tests.support.runner_steps import OFFSETS, X, decode_of, rows_of_x
 
 
 @pytest.mark.parametrize("debug", [False, True])
@@ -51,3 +54,94 @@ def test_a_lease_ends_with_the_run_of_a_runner_that_shares_the_outputs(kit: Kit)
     draft.run({"x": x})
     with pytest.raises(dg.StaleOutputError, match="target and draft"):
         out + 0
+
+
+_CAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+_HALVES = ("full", "breakable", "emulated")
+
+
+def _product(batch):
+    return batch.x @ torch.linspace(-1, 1, 12).reshape(3, 4).sin()
+
+
+def _cast_runner(how, **options):
+    config = {"buckets": [2, 4], "policy": "breakable" if how == "breakable" else "full"}
+    if how == "emulated":
+        config["emulate"] = True
+    return decode_of(_product, (X,), config=config | options, captured=False)
+
+
+@pytest.mark.parametrize("how", _HALVES)
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("running", [False, True])
+def test_all_steps_run_under_the_autocast_of_capture(how, capturing, running):
+    x = rows_of_x(2).sin()
+    with _CAST(enabled=capturing):
+        want = _product(SimpleNamespace(x=x))
+    with _cast_runner(how) as runner:
+        with _CAST(enabled=capturing):
+            runner.capture()
+        with _CAST(enabled=running):
+            graph = runner.run({"x": x}, clone=True)
+            runner.suspend()
+            eager = runner.run({"x": x}, clone=True)
+            runner.resume()
+            torch.testing.assert_close([graph, eager], [want, want], rtol=0, atol=0)
+            assert runner.prove().ok
+            assert torch.is_autocast_enabled("cpu") == running
+
+
+@pytest.mark.parametrize(
+    "options", [{"capture": "lazy", "lazy_hits": 1}, {"capture": "background"}]
+)
+def test_captures_between_steps_have_the_autocast_of_the_steps(options):
+    x = rows_of_x(2).sin()
+    with _cast_runner("full", **options) as runner:
+        with _CAST():
+            want = _product(SimpleNamespace(x=x))
+            first = runner.run({"x": x}, clone=True)
+        while runner.idle():
+            pass
+        later = [runner.run({"x": x}, clone=True)]
+        with _CAST():
+            later.append(runner.run({"x": x}, clone=True))
+        torch.testing.assert_close([first, *later], [want] * 3, rtol=0, atol=0)
+
+
+def test_captures_anew_have_the_autocast_of_their_caller():
+    def step(batch):
+        return _product(batch).float()
+
+    x = rows_of_x(2).sin()
+    with decode_of(step, (X,), config={"buckets": [2]}) as runner:
+        plain = runner.run({"x": x}, clone=True)
+        runner.invalidate()
+        with _CAST():
+            assert torch.equal(runner.run({"x": x}, clone=True), plain)
+            runner.capture()
+            want = step(SimpleNamespace(x=x))
+        assert not torch.equal(want, plain)
+        assert torch.equal(runner.run({"x": x}, clone=True), want)
+
+
+def test_tail_runs_under_the_autocast_of_capture():
+    weight = torch.linspace(-1, 1, 12).reshape(3, 4).sin()
+    with dg.PrefillRunner(
+        lambda batch: batch.x * 2,
+        [X, OFFSETS],
+        tail=lambda hidden, batch: hidden @ weight,
+        outputs=dg.OutputSlot(rows="tokens"),
+        config={"buckets": [4]},
+        backend="cpu",
+        max_tokens=4,
+        max_requests=2,
+    ) as runner:
+        inputs = {"x": rows_of_x(4).sin(), "offsets": torch.tensor([0, 4])}
+        runner.capture()
+        plain = runner.run(inputs, clone=True)
+        assert plain.dtype is torch.float32
+        with _CAST():
+            assert torch.equal(runner.run(inputs, clone=True), plain)
+            assert runner.stats().graph_steps == 2
+            runner.suspend()
+            assert torch.equal(runner.run(inputs, clone=True), plain)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
+
+Autocast = tuple[tuple[str, torch.dtype], ...]
+"""Device type and dtype of each autocast that is on."""
 
 
 class Modes(NamedTuple):
@@ -18,34 +22,38 @@ class Modes(NamedTuple):
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    """Device type and dtype of each autocast that is on."""
+    autocast: Autocast
 
     @staticmethod
     def current() -> Modes:
         """Return the modes of this thread."""
-        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast())
+        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_autocast())
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Run the block under these modes."""
-        same = _autocast() == self.autocast
         with (
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),
-            contextlib.nullcontext() if same else self._autocast_restored(),
+            autocast_of(self.autocast),
         ):
             yield
 
-    @contextlib.contextmanager
-    def _autocast_restored(self) -> Iterator[None]:
-        then, cached = dict(self.autocast), torch.is_autocast_cache_enabled()
-        with contextlib.ExitStack() as stack:
-            for kind in {**dict(_autocast()), **then}:
-                dtype = then.get(kind)
-                on = dtype is not None
-                stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
-            yield
+
+def autocast_of(then: Autocast) -> AbstractContextManager[None]:
+    """Return what runs a block under the autocast ``then``."""
+    return contextlib.nullcontext() if then == current_autocast() else _under(dict(then))
+
+
+@contextlib.contextmanager
+def _under(then: dict[str, torch.dtype]) -> Iterator[None]:
+    cached = torch.is_autocast_cache_enabled()
+    with contextlib.ExitStack() as stack:
+        for kind in {**dict(current_autocast()), **then}:
+            dtype = then.get(kind)
+            on = dtype is not None
+            stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
+        yield
 
 
 @contextlib.contextmanager
@@ -64,7 +72,8 @@ def autocast_uncached() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
-def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+def current_autocast() -> Autocast:
+    """Return the autocast of this thread."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     return tuple(
