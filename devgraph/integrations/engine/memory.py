@@ -39,6 +39,7 @@ class GraphMemory:
         ``Pool.limit``."""
         self.releasable = False
         """Whether pools that are made from now on can be released, where the backend has such."""
+        # By handle and releasable: of two engines of a process one may sleep while the other runs.
         self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
 
     @property
@@ -62,10 +63,11 @@ class GraphMemory:
 
     def pool(self, handle: Hashable) -> Pool:
         """Return the pool that stands for ``handle``, a new one if nobody holds one."""
-        pool = self._pools.get(handle)
+        key = handle, self.releasable
+        pool = self._pools.get(key)
         if pool is None:
             pool = self._made_pool()
-            self._pools[handle] = pool
+            self._pools[key] = pool
         return pool
 
     def _made_pool(self) -> Pool:
@@ -92,7 +94,7 @@ class GraphMemory:
         """
         pool = self._made_pool() if handle is None else self.pool(handle)
         own: Hashable = getattr(pool, "handle", None) or handle or object()
-        self._pools[own] = pool
+        self._pools[own, self.releasable] = pool
         return pool, own
 
     @property
@@ -131,5 +133,12 @@ class GraphMemory:
 
 
 def weak(pool: Pool, output: Any) -> Any:
-    """Return ``output`` with every tensor replaced by one that does not keep its memory."""
-    return mapped(lambda tensor: pool.bare(tensor) if tensor.numel() else tensor, output)
+    """Return ``output`` with every tensor of the pool's device replaced by one that does not keep
+    its memory."""
+    kind = pool.backend.device.type
+
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
+        ours = tensor.device.type == kind and tensor.numel()
+        return pool.bare(tensor) if ours else tensor
+
+    return mapped(bare, output)

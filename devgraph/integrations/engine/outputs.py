@@ -28,7 +28,10 @@ def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
         items = [mapped(change, item) for item in output]
         return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
     if isinstance(output, dict):
-        return {name: mapped(change, item) for name, item in output.items()}
+        filled = copy.copy(output)  # of its own class, which may have attributes
+        for name, item in output.items():
+            filled[name] = mapped(change, item)
+        return filled
     names = _attributes(output)
     if not names:
         return output
@@ -41,7 +44,7 @@ def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
 
 def _attributes(output: Any) -> list[str]:
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return [field.name for field in dataclasses.fields(output)]
+        return [each.name for each in dataclasses.fields(output) if hasattr(output, each.name)]
     return ["tensors"] if isinstance(getattr(output, "tensors", None), dict) else []
 
 

@@ -124,6 +124,24 @@ def test_memory_stays_where_the_engine_does_not_sleep_or_registers_it_with_other
     assert sleeper.replays()
 
 
+def test_engine_that_does_not_sleep_runs_on_beside_one_that_does(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper = Sleeper(engine, monkeypatch)
+    parallel = types.SimpleNamespace(world_size_across_dp=1)
+    model = types.SimpleNamespace(enable_sleep_mode=False)
+    type(sleeper.worker)(types.SimpleNamespace(parallel_config=parallel, model_config=model))
+    wrapper, x = engine.Wrapper(Step(), engine.config(), engine.Mode.FULL), torch.ones(2, WIDTH)
+    assert wrapper.graph_pool == sleeper.wrapper.graph_pool
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, "step"):
+        wrapper(x)
+        sleeper.worker.sleep(1)
+        assert torch.equal(wrapper(x), (x * 2 + 1).relu())
+        sleeper.worker.wake_up()
+        assert torch.equal(wrapper(x), (x * 2 + 1).relu())
+    assert sleeper.replays()
+
+
 def test_several_ranks_that_register_nothing_give_memory_back(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 import devgraph as dg
 from devgraph.integrations import vllm
+from devgraph.integrations.engine.memory import weak
 from devgraph.integrations.vllm import layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
 from tests.support.vllm_engine import ENGINES, WIDTH, Engine, Step, engine_of
@@ -144,7 +147,7 @@ def test_memory_profiling_uses_its_own_pool_and_gives_it_back(engine: Engine) ->
         wrapper.clear_graphs()
         del entry
         gc.collect()
-        assert "profiling" not in memory._pools
+        assert not list(memory._pools.values())
         wrapper.graph_pool = own
         wrapper(x)
         (entry,) = wrapper.concrete_cudagraph_entries.values()
@@ -419,6 +422,47 @@ def test_sequences_of_outputs_come_back_as_they_were(engine: Engine, kind: type)
     assert type(out) is kind
     assert torch.equal(out[0], (x * 2 + 1).relu())
     assert torch.equal(out[1], x + 3)
+
+
+@dataclasses.dataclass
+class Result:
+    rows: torch.Tensor
+    left_out: torch.Tensor = dataclasses.field(init=False)
+
+
+class Named(dict[str, torch.Tensor]):
+    @property
+    def rows(self) -> torch.Tensor:
+        return self["rows"]
+
+
+@pytest.mark.parametrize("kind", [Result, Named])
+@pytest.mark.parametrize("broken", [False, True])
+def test_outputs_of_a_class_come_back_as_one_of_it(engine: Engine, kind: Any, broken: bool) -> None:
+    config, x = engine.config(), torch.randn(2, WIDTH)
+    step = lambda x: kind(rows=x * 2)  # noqa: E731
+    mode = engine.Mode.PIECEWISE
+    wrapper = BreakableStep(step, config) if broken else engine.Wrapper(step, config, mode)
+    with engine.step(config, mode, engine.Descriptor(2)):
+        wrapper(x)
+        x.copy_(torch.randn(2, WIDTH))
+        out = wrapper(x)
+    assert type(out) is kind
+    assert torch.equal(out.rows, x * 2)
+
+
+def test_output_in_other_memory_than_the_pools_is_kept() -> None:
+    """A tensor on the host does not outlive its owner, whatever graphs of a device do."""
+
+    class Pool:
+        backend = types.SimpleNamespace(device=types.SimpleNamespace(type="abacus"))
+
+        def bare(self, tensor: torch.Tensor) -> None:
+            raise AssertionError("the host's memory is not the pool's")
+
+    here: Any = torch.ones(2)
+    pool: Any = Pool()
+    assert weak(pool, (here, 3))[0] is here
 
 
 def test_piece_without_device_work_is_replayed_as_nothing(engine: Engine) -> None:
