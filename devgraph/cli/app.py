@@ -97,7 +97,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the line and leave."""
-        self.exit(ERROR, f"devgraph: error: {message} ({self.prog} --help lists the options)\n")
+        _complain(f"error: {message} ({self.prog} --help lists the options)")
+        self.exit(ERROR)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,5 +149,5 @@ def _messages() -> Iterator[Callable[[int], None]]:
 
 def _complain(text: str) -> None:
     if sys.stderr is not None:
-        sys.stderr.write(f"devgraph: {text}\n")
+        sys.stderr.write(f"devgraph: {' '.join(text.splitlines())}\n")
         sys.stderr.flush()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 from devgraph.api.config.flags import add_cli_args
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import DeviceGraphWarning
+from devgraph.api.errors import brief
 from devgraph.api.policy import COMPILERS, compiles, policies
 from devgraph.api.registry import names
 from devgraph.cli.tables import CommandError
@@ -48,12 +51,12 @@ MOST_STEP_TOKENS = 512
 """Tokens of a prefill step unless somebody says more."""
 
 
-def _count(text: str) -> int:
-    if not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}")
-    if not 1 <= int(text) < 1 << 31:
-        must = "at least 1" if int(text) < 1 else "below 2**31"
-        raise argparse.ArgumentTypeError(f"must be {must}, got {text}")
+def _count(text: str, most: int = (1 << 31) - 1) -> int:
+    if not re.fullmatch(r"-?\d+", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {brief(text)}")
+    if not 1 <= float(text) <= most:  # which takes any number of digits
+        must = "at least 1" if float(text) < 1 else f"at most {most}"
+        raise argparse.ArgumentTypeError(f"must be {must}, got {brief(text)}")
     return int(text)
 
 
@@ -78,8 +81,13 @@ class Options:
 
     def number(self, flag: str, text: str, default: int | None = None) -> None:
         """One that takes a whole number of at least 1; without a default, ``text`` tells it."""
-        text = text if default is None else f"{text} (default: {default})"
+        text = text if default is None else f"{text} (default: %(default)s)"
         self.value(flag, text, type=_count, default=default, metavar="N")
+
+    def threads(self) -> None:
+        """How many threads torch computes with; far more than a machine has end the process."""
+        count = functools.partial(_count, most=1024)
+        self.value("--threads", "CPU threads of torch", type=count, metavar="N")
 
     def repeated(self, flag: str, text: str, **more: Any) -> None:
         """One that may be given several times."""
@@ -87,7 +95,7 @@ class Options:
 
     def backend(self) -> None:
         """The backend's name."""
-        self.value("--backend", "(default: auto)", default="auto", metavar="NAME")
+        self.value("--backend", "(default: %(default)s)", default="auto", metavar="NAME")
 
     def model(self, text: str, *, required: bool) -> None:
         """What names a model on the disk."""
@@ -140,7 +148,7 @@ class Options:
         text = "also time the model's own generate, greedily, one prompt after the other"
         self.switch("--with-transformers", text)
         self.number("--repeats", "runs, of which the median time counts", 1)
-        self.number("--threads", "CPU threads of torch")
+        self.threads()
         self.switch("--json", "print JSON instead of text and tables")
         self.parser.set_defaults(few_buckets=False)
         add_cli_args(self.parser)
@@ -209,7 +217,7 @@ def _bench(add: Options) -> None:
     add.repeated("--policy", text, choices=policies())
     text = "piecewise with this compiler only; may be repeated (default: all of the backend)"
     add.repeated("--compiler", text, choices=COMPILERS)
-    add.number("--threads", "CPU threads of torch")
+    add.threads()
     add.switch("--json", "print JSON")
     add.value("--plot", "write a chart", metavar="FILE.svg")
     text = "measure nothing: draw the chart of what an earlier --json printed"
@@ -228,7 +236,7 @@ def _explain(add: Options) -> None:
     add.target()
     add.value("--policy", "(default: full)", choices=policies(), default="full")
     add.backend()
-    add.value("--compiler", "compiler of the pieces under policy piecewise")
+    add.value("--compiler", "of the pieces under policy piecewise", choices=COMPILERS)
     add.switch("--grad", "capture with autograd on")
     add.value("--dot", "write the segments as a Graphviz graph", metavar="FILE")
     text = "write one timed replay for chrome://tracing or ui.perfetto.dev"

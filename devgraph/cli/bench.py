@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from xml.sax.saxutils import escape
 
 import torch
 
 from devgraph import __version__
 from devgraph.api.backend import Backend
+from devgraph.api.config.document import read_json
 from devgraph.api.policy import policies
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES, check_compilers
@@ -39,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.results:
         if not args.plot:
             raise CommandError("--results draws what was measured: add --plot FILE.svg")
-        report = _earlier(args.results)
-        write_file(args.plot, chart(report["title"], report["rows"]))
+        write_file(args.plot, _earlier_chart(args.results))
         return 0
     for name in (*SIZES, "kv_len", "compiler") if args.encoder else ("images",):
         if getattr(args, name) is not None:
@@ -146,13 +145,12 @@ def _print(report: dict[str, Any]) -> None:
         say(f"{name} FAILED: {why}")
 
 
-def _earlier(path: str) -> dict[str, Any]:
+def _earlier_chart(path: str) -> str:
     try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
-        chart(report["title"], report["rows"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        report: Any = read_json(Path(path).read_text(encoding="utf-8"), path)
+        return chart(report["title"], report["rows"])
+    except Exception as error:  # whatever is missing or of another kind
         raise CommandError(f"{path} is no result of bench --json: {error!r}") from error
-    return cast("dict[str, Any]", report)
 
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BAR, _GAP = 820, 250, 90, 72, 18, 16

@@ -17,7 +17,7 @@ from devgraph.api.marks.names import NodeRange
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import check_compilers
 from devgraph.cli.measure import median, seconds_per_call
-from devgraph.cli.tables import print_json, print_table, say, time_text, write_file
+from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, write_file
 from devgraph.cli.target import Target, find_target, user_code
 from devgraph.runners.report import format_bytes
 
@@ -43,6 +43,8 @@ class _Part:
 def run(args: argparse.Namespace) -> int:
     """Capture and print; 1 when ``--prove`` finds a difference."""
     check_compilers(args, [args.policy])
+    if args.dot is not None and args.dot == args.chrome_trace:
+        raise CommandError(f"--dot and --chrome-trace are both {args.dot}: one would be lost")
     backend = get_backend(args.backend)
     target = find_target(args)
     owner = getattr(target.fn, "__self__", target.fn)

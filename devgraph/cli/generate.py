@@ -114,6 +114,9 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
+    drawn = {"--top-k": args.top_k, "--top-p": args.top_p != 1, "--seed": args.seed is not None}
+    if idle := [flag for flag, given in drawn.items() if given and not args.temperature]:
+        raise CommandError(f"{' and '.join(idle)}: greedy draws nothing; add --temperature T")
     if args.temperature and args.seed is None:
         args.seed = secrets.randbelow(1 << 31)
     return [
@@ -202,7 +205,7 @@ class Task:
             max_requests=requests,
             max_len=args.max_len or max(lengths) + args.max_new_tokens,
             max_step_tokens=step_tokens,
-            steps_per_launch=args.steps_per_launch,
+            steps_per_launch=min(args.steps_per_launch, args.max_new_tokens),
             fuse=args.fuse,
         )
 

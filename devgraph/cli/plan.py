@@ -88,7 +88,7 @@ def _cluster_plan(
 ) -> tuple[list[_Row], dict[str, Any]]:
     if args.backend != "auto":
         raise CommandError("--backend does not go with --cluster: groups name theirs")
-    if facts != EngineFacts():
+    if args.fact:
         raise CommandError(
             f"--fact does not go with --cluster: state facts per group in {args.cluster}"
         )
@@ -135,7 +135,7 @@ def _facts(given: list[str]) -> EngineFacts:
             raise CommandError(f"--fact backend={value}: write --backend {value}")
         try:
             values[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except ValueError:  # a word without quotes: role=decode; or thousands of digits
+        except (ValueError, RecursionError):  # a word without quotes: role=decode; or no value
             values[name] = value
     return EngineFacts.from_dict(values, path="--fact")
 

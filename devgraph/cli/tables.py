@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -52,8 +51,7 @@ def note(text: str) -> None:
 
 def print_json(data: Any) -> None:
     """Print data as JSON, for programs."""
-    sys.stdout.write(json.dumps(data, indent=2, default=str) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(data, indent=2, default=str), flush=True)  # noqa: T201 - closed, it is None
 
 
 def write_file(path: str, text: str) -> None:

@@ -44,7 +44,9 @@ def find_target(args: argparse.Namespace) -> Target:
     for name, text in by_name("--host-arg", args.host_arg, "kv_len=512").items():
         try:
             host_args[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError) as error:
+        except (
+            Exception
+        ) as error:  # of an unhashable key and of a deep nest others than SyntaxError
             raise CommandError(
                 f"--host-arg {f'{name}={text}'!r}: {text!r} is no Python literal such as 512, "
                 f"[1, 2] or 'x'"
@@ -65,7 +67,7 @@ def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
         if not hasattr(found, part):
             known = [
                 key
-                for key, value in vars(found).items()
+                for key, value in getattr(found, "__dict__", {}).items()
                 if not key.startswith("_") and not inspect.ismodule(value)
             ]
             raise CommandError(f"{module_name} has no {part!r}. {did_you_mean(part, known)}")

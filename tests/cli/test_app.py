@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,26 @@ def test_error_is_one_line_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Did you mean 'cuda'?" in result.err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--fact", "weight_offload=true", "--device-graph-mode", '{"decode": "full"}'],
+        ["one\nargument"],
+    ],
+)
+def test_error_of_several_lines_is_one(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "plan", "--backend", "cpu", *argv)
+    assert result.code == 2
+    assert result.err.startswith("devgraph: error: ")
+    assert len(result.err.splitlines()) == 1
+
+
+def test_help_tells_the_defaults_of_the_demo(capsys: pytest.CaptureFixture[str]):
+    text = run_cli(capsys, "demo", "--help").out
+    assert re.search(r"--max-new-tokens N +a prompt \(default: 32\)", text)
+    assert re.search(r"--backend NAME +\(default: cpu\)", text)
+
+
 @pytest.mark.parametrize("place", ["before", "after"])
 def test_debug_raises_the_error_itself(place: str, tmp_path: Path):
     argv = ["explain", f"{write_steps(tmp_path)}:clean", "--backend", "cuba"]
@@ -152,7 +173,10 @@ def test_closed_pipe_is_an_ordinary_end(given: str, tmp_path: Path):
     assert done.stderr == "0\n"
 
 
-@pytest.mark.parametrize(("given", "code"), [("plan >&-", 0), ("doctor --backend x 2>&-", 2)])
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [("plan >&-", 0), ("plan --json >&-", 0), ("doctor --backend x 2>&-", 2)],
+)
 def test_closed_output_changes_no_exit_code(given: str, code: int):
     done = subprocess.run(f"{sys.executable} -m devgraph {given}", shell=True, timeout=300)
     assert done.returncode == code

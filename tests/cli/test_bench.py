@@ -146,6 +146,27 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '{"title": "x", "rows": []}',
+        '{"title": "x", "rows": [{"name": "a", "host": 0, "wall": 0}]}',
+        '{"title": "x", "rows": [{"name": "a", "host": NaN}]}',
+        '{"title": "x", "rows": [{"name": "a", "host": 1%s}]}' % ("0" * 400),
+        "[" * 100_000,
+    ],
+)
+def test_results_that_no_bench_printed_are_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    result = run_cli(capsys, "bench", "--results", path, "--plot", tmp_path / "chart.svg")
+    assert result.code == 2
+    assert result.err.startswith(f"devgraph: error: {path} is no result of bench --json")
+    assert not (tmp_path / "chart.svg").exists()
+
+
+@pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--hidden", "30", "--heads", "4"], "no multiple of 4 heads"),
@@ -157,7 +178,8 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
         (["--results", "none.json", "--plot", "chart.svg"], "none.json is no result of bench"),
         (["--results", "none.json"], "--results draws what was measured: add --plot"),
         (["--plot", ""], "charts are SVG"),
-        (["--threads", "9" * 20], "--threads: must be below 2**31"),
+        (["--threads", "1025"], "--threads: must be at most 1024"),
+        (["--steps", "9" * 5000], "--steps: must be at most 2147483647"),
         (["--compiler", "inductor"], "--compiler is of the policy piecewise"),
         (["--images", "3"], "--images does not go without --encoder"),
         (["--encoder", "tiny"], "--layers does not go with --encoder"),

@@ -89,6 +89,14 @@ def test_compiler_that_the_policy_does_not_read_is_refused(
     assert "--compiler is of the policy piecewise" in result.err
 
 
+def test_one_file_for_two_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    both = ("--dot", tmp_path / "out", "--chrome-trace", tmp_path / "out")
+    result = run_cli(capsys, "explain", f"{write_steps(tmp_path)}:clean", *both)
+    assert result.code == 2
+    assert "one would be lost" in result.err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("dot", ["", "no/folder.dot"])
 def test_file_that_cannot_be_written_is_an_error(
     dot: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -161,15 +161,16 @@ def test_without_compare_nothing_runs_eagerly(folder: Path, capsys: pytest.Captu
     assert data["same_tokens"] is None
 
 
+@pytest.mark.parametrize(("given", "taken"), [("4", 4), ("2147483647", 8)])
 def test_launches_of_several_steps_have_a_row_and_give_the_same_tokens(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    given: str, taken: int, folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    argv = _argv(folder, "--max-new-tokens", "8", "--steps-per-launch", "4")
+    argv = _argv(folder, "--max-new-tokens", "8", "--steps-per-launch", given)
     data = run_json(capsys, *argv)
     assert data["same_tokens"]
     assert data["runs"][0]["tokens"] == [_expected(folder, prompt, 8) for prompt in PROMPTS]
     several = data["runs"][0]["phases"][2]
-    assert (several["name"], several["steps_per_launch"]) == ("decode by 4", 4)
+    assert (several["name"], several["steps_per_launch"]) == (f"decode by {taken}", taken)
     assert several["graph_steps"] == several["steps"] > 0
 
 
@@ -246,6 +247,7 @@ def test_chat_puts_prompts_into_the_template(folder: Path, capsys: pytest.Captur
         (["--max-new-tokens", "0"], "--max-new-tokens: must be at least 1"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or positive"),
         (["--temperature", "1", "--seed", "9" * 20], "a seed has 64 bits"),
+        (["--top-p", "0.5", "--seed", "1"], "--top-p and --seed: greedy draws nothing"),
         (["--max-len", "4"], "need"),
         (["--backend", "cpuu"], "Did you mean 'cpu'?"),
     ],

@@ -92,6 +92,7 @@ def test_choice_that_a_safety_rule_forbids_is_an_error(capsys: pytest.CaptureFix
         (["--fact", "lora"], "write NAME=VALUE"),
         (["--fact", "lora=true", "--fact", "lora=false"], "'lora' is given twice"),
         (["--fact", "backend=npu"], "write --backend npu"),
+        (["--fact", "lora=" + "[" * 100_000], "lora: expected true or false"),
         (["--cluster", "nowhere.json"], "--backend does not go with --cluster"),
         (["--backend", "auto", "--cluster", ""], "cannot read the configuration file ''"),
         (["--gguf-file", "x.gguf"], "inside of the folder --model"),
