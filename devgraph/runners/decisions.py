@@ -76,7 +76,8 @@ class Reason(str, enum.Enum):
     SUSPENDED = "suspended"
     """``suspend`` was called."""
     EXECUTABLE_MEMORY = "executable_memory"
-    """The executable was dropped for the budget, and there was no memory to make it again."""
+    """The executable was dropped for the budget, and there was no memory to make it again; or
+    another runner on the pool was suspended and gave its memory back."""
     UPDATE_UNSUPPORTED = "update_unsupported"
     """The backend cannot apply new host arguments to this graph."""
     UPDATE_TOPOLOGY = "update_topology"
@@ -146,7 +147,10 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.WEIGHTS_CHANGED: (StateError, "call invalidate('weights') and then capture()"),
     Reason.EVICTED: (StateError, "raise max_graphs or use fewer buckets"),
     Reason.SUSPENDED: (StateError, "call resume()"),
-    Reason.EXECUTABLE_MEMORY: (ResourceError, "leave more memory for graphs"),
+    Reason.EXECUTABLE_MEMORY: (
+        ExecutableError,
+        "call resume() of the runner that gave the pool's memory back, or leave more for graphs",
+    ),
     Reason.UPDATE_UNSUPPORTED: (
         UpdateUnsupportedError,
         "choose the policy 'breakable', or hand the value over in a device tensor",

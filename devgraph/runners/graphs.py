@@ -20,6 +20,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured
 from devgraph.api.errors import InputError, brief, did_you_mean, whole
 from devgraph.api.graph import GraphInfo
+from devgraph.api.pool import Pool
 from devgraph.runners.buckets import Buckets, ByTokens
 from devgraph.runners.decisions import (
     Decision,
@@ -205,9 +206,11 @@ class Graphs:
         options: the variants and the rules of the choice; no graphs where it is ``disabled``.
         buckets: the sizes.
         counting: what buckets count.
+        pool: the memory that they are captured into.
     """
 
-    def __init__(self, options: Options, buckets: Buckets, counting: ByTokens) -> None:
+    def __init__(self, options: Options, buckets: Buckets, counting: ByTokens, pool: Pool) -> None:
+        self._pool = pool
         self.buckets = buckets
         self.variants = variants = dict(options.variants)
         self.counting = counting
@@ -316,7 +319,7 @@ class Graphs:
             return Decision.eager(variant)
         if not self.counting.fits(size):
             return Decision.eager(Reason.OVER_MAX_REQUESTS)
-        return self.at_epoch(self._choose(variant, size))
+        return self.launchable(self._choose(variant, size))
 
     def unusable(self, *, suspended: bool) -> Reason | None:
         """Return why some captured graph cannot be launched now, or that there is none; None if all
@@ -325,12 +328,19 @@ class Graphs:
             return Reason.SUSPENDED
         if self._order and not self.captured:
             return self._order[0].reason
-        found = (self.at_epoch(Decision.graph(graph.key)) for graph in self.captured)
+        found = (self.launchable(Decision.graph(graph.key)) for graph in self.captured)
         return next((one.reason for one in found if not one.ok), None)
 
-    def at_epoch(self, decision: Decision) -> Decision:
-        """Return ``decision``, or that to run eagerly where weights were replaced since."""
-        if decision.ok and self._weights_epoch is not None:
+    def launchable(self, decision: Decision, *, suspended: bool = False) -> Decision:
+        """Return ``decision``, or that to run eagerly where its graph cannot be launched now: the
+        runner is suspended, another gave the memory of the pool back, or weights were replaced."""
+        if not decision.ok:
+            return decision
+        if suspended:
+            return Decision.eager(Reason.SUSPENDED, decision.key)
+        if self._pool.recordings.released:
+            return Decision.eager(Reason.EXECUTABLE_MEMORY, decision.key)
+        if self._weights_epoch is not None:
             assert decision.key is not None
             if self._by_key[decision.key].epoch != self._weights_epoch():
                 return Decision.eager(Reason.WEIGHTS_CHANGED, decision.key)

@@ -54,6 +54,13 @@ from devgraph.runners.step import BoundSteps, GraphStep, Step
 
 logger = logging.getLogger(__name__)
 
+_SINCE = {
+    Reason.SUSPENDED: "{} was suspended since; decide again, or call resume()",
+    Reason.EXECUTABLE_MEMORY: "the memory of {} was given back since; decide again, or restore it",
+    Reason.WEIGHTS_CHANGED: "the weights of {} were replaced since; decide or capture again",
+}
+"""Why the graph that a decision asks for cannot be launched any more."""
+
 
 class Runner:
     """What all runners have in common; make one of its kinds, a ``DecodeRunner`` for example.
@@ -130,7 +137,7 @@ class Runner:
             backend=backend,
             pool=pool,
         )
-        self.graphs = Graphs(options, buckets, counting)
+        self.graphs = Graphs(options, buckets, counting, pool)
         self._steps = BoundSteps(self._step, self.graphs)
         self._counters = Counters()
         self._ranks = ranks_of(options.group)
@@ -210,12 +217,10 @@ class Runner:
             )
         unable = None
         if self._ranks.size > 1:
-            if self.pool.recordings.released:  # by another runner, which no rule of this one asks
-                unable = Reason.EXECUTABLE_MEMORY
-            elif decision is None or decision.reason is Reason.EMPTY_BATCH:
+            if decision is None or decision.reason is Reason.EMPTY_BATCH:
                 unable = self.graphs.unusable(suspended=self._suspended)
-            if unable and decision is not None and decision.ok:
-                decision = Decision.eager(unable, decision.key)
+            else:  # of what may have changed since
+                decision = self.graphs.launchable(decision, suspended=self._suspended)
         dummy = self._options.idle_dummy
         return self._ranks.agree(
             decision, [*self.graphs.variants], self._name, unable=unable, dummy=dummy
@@ -378,20 +383,16 @@ class Runner:
 
     def _check_agreed(self, decision: Decision, size: Size, options: Mapping[str, Any]) -> None:
         graph, graphs = self.graphs.get(decision.key), self.graphs
-        if self._suspended:
-            raise StateError(
-                f"the decision asks for graph {decision.key}, and {self._name} was suspended "
-                f"since; decide again, or call resume() on all ranks together"
-            )
         if graph is None or graph.captured is None:
             raise StateError(
                 f"the decision asks for graph {decision.key}, which is not captured here "
                 f"({graph.reason.value if graph else 'unknown'}); capture on all ranks together"
             )
-        if not graphs.at_epoch(decision).ok:
+        now = graphs.launchable(decision, suspended=self._suspended)
+        if not now.ok:
             raise StateError(
-                f"the decision asks for graph {decision.key}, and the weights of {self._name} were "
-                f"replaced since; decide again, or capture again, on all ranks together"
+                f"the decision asks for graph {decision.key}, and "
+                f"{_SINCE[now.reason].format(self._name)}, on all ranks together"
             )
         if (
             graphs.rows(size) > graph.key.bucket
@@ -414,7 +415,7 @@ class Runner:
             return
         usable = [g for g in self.graphs.captured if g.key.variant == canonical_variant(options)]
         if usable and not self._suspended:
-            decision = self.graphs.at_epoch(Decision.graph(usable[-1].key))
+            decision = self.graphs.launchable(Decision.graph(usable[-1].key))
         else:
             decision = Decision.eager(Reason.EMPTY_BATCH)
         self._run_pads(decision, options)

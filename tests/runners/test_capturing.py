@@ -601,6 +601,7 @@ def test_suspend_gives_memory_back_and_resume_replays_without_a_capture():
         for _ in range(2):
             runner.suspend(release="memory")
         assert pool.bytes == 0 < held and held_by_the_caller.eq(x * 2).all()
+        assert other.can_run(2).reason is Reason.EXECUTABLE_MEMORY
         for each in (runner, other):
             assert each.run({"x": x}).eq(x * 2).all()
         with pytest.MonkeyPatch.context() as patched, pytest.raises(dg.ResourceError):
@@ -616,6 +617,24 @@ def test_suspend_gives_memory_back_and_resume_replays_without_a_capture():
         runner.suspend(release="everything")
     with pytest.raises(dg.CapabilityError, match="releasable=True"):
         double_runner().suspend(release="memory")
+
+
+def test_a_decision_from_before_the_memory_was_given_back_is_refused():
+    runner = double_runner(config={"releasable": True})
+    other = double_runner(pool=runner.pool)
+    strict = double_runner(pool=runner.pool, strict=True)
+    x = rows_of_x(2)
+    decision = other.can_run(2)
+    runner.suspend(release="memory")
+    with pytest.raises(dg.StateError, match="memory of decode was given back since"):
+        other.run({"x": x}, decision=decision)
+    for _ in range(2):
+        with pytest.raises(dg.ResourceError, match=r"call resume\(\) of the runner"):
+            strict.run({"x": x})
+    runner.resume()
+    for each in (other, strict):
+        assert each.run({"x": x}).eq(x * 2).all()
+        assert each.stats().graph_steps == 1
 
 
 def test_a_dummy_step_without_memory_for_its_graph_runs_eagerly():

@@ -440,6 +440,23 @@ def test_a_rank_whose_memory_another_runner_gave_back_keeps_the_others_from_grap
     assert in_ranks(2, work) == [{"voted_eager": 2}, {"executable_memory": 2}]
 
 
+@pytest.mark.parametrize("why", ["suspended", "executable_memory", "weights_changed"])
+def test_a_decision_that_is_old_keeps_the_others_from_graphs(why):
+    def work(rank, group):
+        epoch = [0]
+        runner = ranked(group, config={"releasable": True}, weights_epoch=lambda: epoch[0])
+        decision = runner.can_run(2)
+        if rank and why == "suspended":
+            runner.suspend()
+        elif rank and why == "executable_memory":
+            runner.pool.release()
+        epoch[0] = int(rank and why == "weights_changed")
+        out = runner.run({"x": rows_of_x(2)}, decision=runner.agree(decision))
+        return torch.equal(out, rows_of_x(2) * 2), runner.stats().eager
+
+    assert in_ranks(2, work) == [(True, {"voted_eager": 1}), (True, {why: 1})]
+
+
 def test_a_rank_with_an_empty_batch_takes_part_in_an_eager_step():
     def work(rank, group):
         runs = []
