@@ -216,7 +216,7 @@ class Engine:
             hidden=OutputSlot(rows="tokens"),
             outputs=OutputSlot(rows="requests"),
             host_args=model.packed_host_args,
-            config=_as_wanted(self.config.prefill),
+            config=_as_wanted(self.config.prefill, model.model),
             backend=self.backend,
             pool=self.pool,
             name_nodes=self._named,
@@ -248,7 +248,7 @@ class Engine:
             loop=None if steps == 1 else model.loop(steps, self._eos),
             outputs=OutputSlot(rows="tokens"),
             host_args=model.decode_host_args,
-            config=_as_wanted(config),
+            config=_as_wanted(config, self.model.model),
             backend=self.backend,
             pool=self.pool,
             name_nodes=self._named,
@@ -620,11 +620,20 @@ def config_of(given: DeviceGraphConfig | Mapping[str, Any] | str | None) -> Devi
     return DeviceGraphConfig.from_dict(given)
 
 
-def _as_wanted(phase: PhaseConfig) -> PhaseConfig:
-    """Return ``phase`` with graphs captured as batches want them, unless somebody chose graphs."""
-    if phase.strict or phase.explicit & {"capture", "buckets", "max_bs"}:
-        return phase
-    return attrs.evolve(phase, capture="lazy")
+def _as_wanted(phase: PhaseConfig, model: PreTrainedModel) -> PhaseConfig:
+    """Return ``phase`` with graphs captured as batches want them, unless somebody chose graphs, and
+    without a run before each, unless somebody chose runs or the model has code of others: that of
+    transformers keeps nothing from its first run of a size (``tests/zoo``)."""
+    changes: dict[str, Any] = {}
+    if not (phase.strict or phase.explicit & {"capture", "buckets", "max_bs"}):
+        changes["capture"] = "lazy"
+    ours = (
+        type(module).__module__.startswith(("transformers.", "torch."))
+        for module in model.modules()
+    )
+    if "warmup" not in phase.explicit and all(ours):
+        changes["warmup"] = 0
+    return attrs.evolve(phase, **changes)
 
 
 def _completion_of(request: Request) -> Completion:

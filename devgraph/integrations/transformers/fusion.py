@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from devgraph.api.errors import StateError
+from devgraph.api.errors import CaptureError
 from devgraph.api.marks.marks import is_capturing
 
 logger = logging.getLogger(__name__)
@@ -339,7 +339,7 @@ class Fusion:
         for group in self._projections:
             if not group.joined:
                 if is_capturing():
-                    raise StateError(
+                    raise CaptureError(
                         "weights of the model were replaced; run one step eagerly (the warm-up of "
                         "a capture does) before capturing, and invalidate graphs made before"
                     )

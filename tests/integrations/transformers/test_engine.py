@@ -104,6 +104,26 @@ def test_no_prompt_waits_for_a_graph_unless_somebody_chose_graphs() -> None:
         assert engine.decode.stats().captures == len(engine.decode.graphs)
 
 
+def test_only_a_model_with_code_of_others_runs_before_each_capture() -> None:
+    class Foreign(torch.nn.Linear):
+        """A layer that may keep what it made in its first run of a size."""
+
+    def steps(**decode: int) -> int:
+        mode = {"decode": {"policy": "full", "buckets": [1, 2], **decode}, "prefill": "disabled"}
+        with Engine(model, config=mode, backend="cpu", max_requests=2, max_len=64) as engine:
+            ran.clear()
+            engine.capture()
+            return len(ran)
+
+    model, ran = make_model("llama"), []
+    model.model.layers[0].register_forward_hook(lambda *_: ran.append(1))
+    assert steps() == 3, "one shows what it returns, and two are captured"
+    assert steps(warmup=1) == 4
+    model.model.layers[0].mlp.down_proj.__class__ = Foreign
+    assert steps() == 4
+    assert steps(warmup=0) == 3
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_many_prompts_through_one_bucket_of_a_full_prefill_give_the_same_tokens(
     family: str,

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the transformers inte
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from devgraph.api.errors import StateError
+from devgraph.api.errors import CaptureError
 from devgraph.api.marks import marks
 from devgraph.integrations.transformers import fusion as fusion_module
 from devgraph.integrations.transformers.fusion import Fusion, Seen, standing_in
@@ -261,7 +261,7 @@ def test_replaced_weights_are_refused_inside_a_capture() -> None:
     scope: Any = object()
     with (
         marks.entered(scope),
-        pytest.raises(StateError, match="were replaced"),
+        pytest.raises(CaptureError, match="were replaced"),
         fusion.active(),
     ):
         pass
