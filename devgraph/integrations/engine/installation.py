@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
+from devgraph.integrations.engine.memory import GraphMemory
+
+logger = logging.getLogger(__name__)
 
 MODE_VARIABLE = "DEVGRAPH_MODE"
 """Environment variable: a mode configuration as JSON, for the engines of this process."""
@@ -105,6 +109,77 @@ class Changes:
         """Give everything back, the newest first. Idempotent."""
         self._undo.close()
         self.places.clear()
+
+
+class Installed:
+    """What devgraph changed in an engine of this process, if it is installed.
+
+    Args:
+        engine: its name.
+        switch: the environment variable that asks for devgraph.
+    """
+
+    def __init__(self, engine: str, switch: str) -> None:
+        self._engine = engine
+        self._switch = switch
+        self._asked: dict[str, str | None] = {}
+        self.now: Any = None
+
+    def repeated(self, **asked: str | None) -> bool:
+        """Whether it is installed, as was ``asked`` for; None asks for nothing.
+
+        Raises:
+            ConfigError: it is, and otherwise.
+        """
+        for name, value in asked.items() if self.now is not None else ():
+            if value not in (None, self._asked[name]):
+                raise ConfigError(
+                    f"devgraph is under {self._engine} already, with {name}={self._asked[name]}, "
+                    f"and is asked for {name}={value}. Call uninstall() first."
+                )
+        return self.now is not None
+
+    def put(
+        self, changes: Changes, make: Callable[[], None], *, strict: bool, **asked: str | None
+    ) -> bool:
+        """Let ``make`` make the changes, all or none; return whether they are made.
+
+        Raises:
+            ConfigError: the engine cannot do what was asked for.
+            InstallError: with ``strict``, what is missing in the engine; else it is warned of.
+        """
+        try:
+            make()
+        except BaseException as error:
+            changes.undo()
+            if not isinstance(error, Exception) or isinstance(error, ConfigError):
+                raise
+            if strict and isinstance(error, DeviceGraphError):
+                raise
+            if strict:
+                raise InstallError(f"{type(error).__name__}: {error}") from error
+            logger.warning(
+                "devgraph is not used: %s keeps its own graph layer, because this %s could not be "
+                "taken over (%s: %s). Set %s=strict to refuse instead.",
+                *(self._engine, self._engine, type(error).__name__, error, self._switch),
+            )
+            return False
+        self.now, self._asked = changes, asked
+        logger.info(
+            "devgraph is the graph layer of %s: %s", self._engine, ", ".join(changes.places)
+        )
+        return True
+
+    def take_out(self, memory: GraphMemory) -> None:
+        """Undo the changes, under which ``memory`` would have been restored. Idempotent.
+
+        Raises:
+            ResourceError: there is not enough; nothing is changed.
+        """
+        if self.now is not None:
+            memory.restore()
+            changes, self.now = self.now, None
+            changes.undo()
 
 
 def mode_text(mode: str | None) -> str | None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from devgraph.api.errors import DeviceGraphError
-from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
+from devgraph.integrations.engine.installation import Changes, Installed, mode_text, switched
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.sglang.backends import MODEL, breakable_backend, full_backend, shared
 from devgraph.integrations.sglang.modes import EngineMode, engine_mode
 from devgraph.integrations.sglang.segments import BREAKS
 from devgraph.integrations.sglang.updated import with_region
-
-logger = logging.getLogger(__name__)
 
 SWITCH = "DEVGRAPH_SGLANG"
 """Environment variable: unset or 0 leaves SGLang alone, 1 installs, strict installs or refuses."""
@@ -38,10 +35,7 @@ _USED = {
 }
 
 
-class _Holder:
-    """The installation of this process."""
-
-    now: Changes | None = None
+_here = Installed("SGLang", SWITCH)
 
 
 def install(*, mode: str | None = None) -> None:
@@ -55,40 +49,41 @@ def install(*, mode: str | None = None) -> None:
             that SGLang's own options choose.
 
     Raises:
-        ConfigError: the mode is wrong, or is something that SGLang cannot do.
+        ConfigError: the mode is wrong, is something that SGLang cannot do, or another one than
+            devgraph was installed with.
         InstallError: this SGLang has other places than those that devgraph takes over; names the
             first one that is missing. Nothing is changed then.
     """
-    if _Holder.now is not None:
-        return
-    text = mode_text(mode)
-    changes = Changes("SGLang 0.5.17 to 0.5.23")
-    try:
-        for module, names in _USED.items():
-            owner = changes.module(module)
-            for name in names.split():
-                kind, _, attribute = name.partition(".")
-                changes.require(owner, kind)
-                changes.require(getattr(owner, kind), *filter(None, [attribute]))
-        choice = changes.module(f"{MODEL}.runner_backend.utils")
-        changes.require(choice, "FullCudaGraphBackend", "BreakableCudaGraphBackend")
-        changes.change(choice, "FullCudaGraphBackend", full_backend())
-        changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
-        radix = changes.module("sglang.srt.layers.radix_attention").RadixAttention
-        marked = getattr(radix, "_eager_attention", None)
-        if marked is not None:  # 0.5.17 has it elsewhere, and no prefill that is updated
-            changes.change(radix, "_eager_attention", with_region(marked))
-        saver = changes.module(SAVER)
-        for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):
-            after = functools.partial(_with_graphs, ours)
-            changes.around(saver._TorchMemorySaverAdapterReal, name, after=after)
-        if text is not None:
-            _put_mode(changes, engine_mode(text, _platform()))
-    except BaseException:
-        changes.undo()
-        raise
-    _Holder.now = changes
-    logger.info("devgraph is the graph layer of SGLang: %s", ", ".join(changes.places))
+    _install(mode, strict=True)
+
+
+def _install(mode: str | None, *, strict: bool) -> None:
+    if not _here.repeated(mode=mode):
+        text, changes = mode_text(mode), Changes("SGLang 0.5.17 to 0.5.23")
+        _here.put(changes, lambda: _change(changes, text), strict=strict, mode=text)
+
+
+def _change(changes: Changes, mode: str | None) -> None:
+    for module, names in _USED.items():
+        owner = changes.module(module)
+        for name in names.split():
+            kind, _, attribute = name.partition(".")
+            changes.require(owner, kind)
+            changes.require(getattr(owner, kind), *filter(None, [attribute]))
+    choice = changes.module(f"{MODEL}.runner_backend.utils")
+    changes.require(choice, "FullCudaGraphBackend", "BreakableCudaGraphBackend")
+    changes.change(choice, "FullCudaGraphBackend", full_backend())
+    changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
+    radix = changes.module("sglang.srt.layers.radix_attention").RadixAttention
+    marked = getattr(radix, "_eager_attention", None)
+    if marked is not None:  # 0.5.17 has it elsewhere, and no prefill that is updated
+        changes.change(radix, "_eager_attention", with_region(marked))
+    saver = changes.module(SAVER)
+    for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):
+        after = functools.partial(_with_graphs, ours)
+        changes.around(saver._TorchMemorySaverAdapterReal, name, after=after)
+    if mode is not None:
+        _put_mode(changes, engine_mode(mode, _platform()))
 
 
 def _with_graphs(ours: Callable[[GraphMemory], None], saver: Any, tag: str) -> None:
@@ -119,10 +114,9 @@ def _platform() -> str:
 
 
 def uninstall() -> None:
-    """Undo ``install``: engines made afterwards use SGLang's own backends. Idempotent."""
-    changes, _Holder.now = _Holder.now, None
-    if changes is not None:
-        changes.undo()
+    """Undo ``install``: engines made afterwards use SGLang's own backends. Idempotent; takes the
+    memory of graphs back first, if the engine has released it."""
+    _here.take_out(shared().memory)
 
 
 def plugin() -> None:
@@ -134,19 +128,8 @@ def plugin() -> None:
     """
     try:
         asked = switched(SWITCH)
-        if asked is None:
-            return
-        try:
-            install()
-        except InstallError as error:
-            if asked == "strict":
-                raise
-            logger.warning(
-                "devgraph is not used: SGLang keeps its own graphs, because this SGLang could not "
-                "be taken over (%s). Set %s=strict to refuse instead.",
-                error,
-                SWITCH,
-            )
+        if asked is not None:
+            _install(None, strict=asked == "strict")
     except DeviceGraphError as error:
         raise SystemExit(f"devgraph: {error}") from error
 

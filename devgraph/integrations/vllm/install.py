@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 from typing import Any
 
-from devgraph.api.errors import ConfigError, DeviceGraphError
-from devgraph.integrations.engine.installation import Changes, InstallError, mode_text, switched
+from devgraph.integrations.engine.installation import Changes, Installed, mode_text, switched
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.vllm import manager
-from devgraph.integrations.vllm.layer import Layer, reset_layer
+from devgraph.integrations.vllm.layer import Layer, current_layer, reset_layer
 from devgraph.integrations.vllm.modes import EngineMode, engine_mode
 from devgraph.integrations.vllm.wrappers import graph_wrapper, step_wrapper
-
-logger = logging.getLogger(__name__)
 
 SWITCH = "DEVGRAPH_VLLM"
 """Environment variable: unset or 0 leaves vLLM alone, 1 installs, strict installs or refuses."""
@@ -43,24 +39,18 @@ class Installation(Changes):
         self.mode = mode
 
     def put(self, layer: Layer) -> None:
-        """Change vLLM; all or nothing.
+        """Change vLLM.
 
         Raises:
             InstallError: a place is missing; names it.
         """
         self.on_undo(reset_layer, reset_layer(layer))
-        try:
-            self._put_wrappers()
-            self._put_managers()
-            self._put_breaks()
-            self._put_sleep(layer.memory)
-            if self.mode is not None:
-                self._put_mode(self.mode)
-        except BaseException as error:
-            self.undo()
-            if isinstance(error, DeviceGraphError) or not isinstance(error, Exception):
-                raise
-            raise InstallError(f"{type(error).__name__}: {error}") from error
+        self._put_wrappers()
+        self._put_managers()
+        self._put_breaks()
+        self._put_sleep(layer.memory)
+        if self.mode is not None:
+            self._put_mode(self.mode)
 
     def _put_wrappers(self) -> None:
         platform = type(importlib.import_module("vllm.platforms").current_platform)
@@ -143,10 +133,7 @@ def _set_environment(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-class _Holder:
-    """The installation of this process."""
-
-    now: Installation | None = None
+_here = Installed("vLLM", SWITCH)
 
 
 def install(*, mode: str | None = None, backend: str | None = None, strict: bool = False) -> bool:
@@ -165,31 +152,16 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
         whether devgraph is the graph layer now.
 
     Raises:
-        ConfigError: the mode is wrong, or is something that vLLM cannot do; always.
+        ConfigError: the mode is wrong, is something that vLLM cannot do, or it or the backend is
+            another one than devgraph was installed with; always.
         InstallError: with ``strict``, what is missing in this vLLM.
     """
-    if _Holder.now is not None:
+    if _here.repeated(mode=mode, backend=backend):
         return True
     text = mode_text(mode)
     wanted = None if text is None else engine_mode(text, backend or _platform_backend())
-    installation = Installation(wanted)
-    try:
-        installation.put(Layer(backend=backend, strict=strict))
-    except ConfigError:
-        raise
-    except DeviceGraphError as error:
-        if strict:
-            raise
-        logger.warning(
-            "devgraph is not used: vLLM keeps its own graph layer, because this vLLM could not be "
-            "taken over (%s). Set %s=strict to refuse instead.",
-            error,
-            SWITCH,
-        )
-        return False
-    _Holder.now = installation
-    logger.info("devgraph is the graph layer of vLLM: %s", ", ".join(installation.places))
-    return True
+    new, layer = Installation(wanted), Layer(backend=backend, strict=strict)
+    return _here.put(new, lambda: new.put(layer), strict=strict, mode=text, backend=backend)
 
 
 def _platform_backend() -> str | None:
@@ -204,15 +176,14 @@ def _platform_backend() -> str | None:
 
 def uninstall() -> None:
     """Undo ``install``: engines made afterwards use vLLM's own layer, and wrappers that exist stay
-    devgraph's. Idempotent."""
-    installation, _Holder.now = _Holder.now, None
-    if installation is not None:
-        installation.undo()
+    devgraph's. Idempotent; takes the memory of graphs back first, if the engine sleeps."""
+    _here.take_out(current_layer().memory)
 
 
 def installed() -> Installation | None:
     """Return the installation of this process, if there is one."""
-    return _Holder.now
+    found: Installation | None = _here.now
+    return found
 
 
 def plugin() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import devgraph as dg
 from devgraph.integrations import sglang
 from tests.support.sglang_steps import module
 
@@ -29,6 +30,13 @@ def test_install_puts_both_classes_where_a_phase_chooses_and_back(engine: Any) -
     assert issubclass(choice.BreakableCudaGraphBackend, before[1])
     sglang.uninstall()
     assert (choice.FullCudaGraphBackend, choice.BreakableCudaGraphBackend) == before
+
+
+def test_second_install_with_another_mode_is_refused(engine: Any) -> None:
+    sglang.install(mode='{"decode": "full"}')
+    sglang.install()
+    with pytest.raises(dg.ConfigError, match=r"mode=.*full.*mode=.*disabled.*uninstall\(\)"):
+        sglang.install(mode='{"decode": "disabled"}')
 
 
 def test_an_sglang_without_the_places_is_refused_and_named(engine: Any) -> None:
@@ -112,6 +120,26 @@ def test_plugin_does_nothing_unless_asked(engine: Any, monkeypatch: pytest.Monke
     monkeypatch.setenv("DEVGRAPH_SGLANG", "1")
     sglang.plugin()
     assert choice.FullCudaGraphBackend is sglang.full_backend()
+
+
+@pytest.mark.parametrize("asked", ["1", "strict"])
+def test_plugin_tells_of_an_sglang_that_fails_in_its_own_way(
+    engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: str,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setitem(sglang.install.__globals__, "full_backend", fail)
+    monkeypatch.setenv("DEVGRAPH_SGLANG", asked)
+    if asked == "1":
+        sglang.plugin()
+        assert "RuntimeError: no driver" in caplog.text
+    else:
+        with pytest.raises(SystemExit, match="no driver"):
+            sglang.plugin()
 
 
 @pytest.mark.parametrize("asked", ["1", "strict"])

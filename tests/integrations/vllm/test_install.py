@@ -97,6 +97,18 @@ def test_install_puts_devgraph_at_every_place_and_uninstall_gives_all_back(
     vllm.uninstall()
 
 
+def test_second_install_asks_for_the_same_or_is_refused(engine: Engine) -> None:
+    first = '{"decode": "full", "prefill": "disabled"}'
+    assert vllm.install(mode=first, backend="cpu")
+    assert vllm.install()
+    assert vllm.install(mode=first)
+    with pytest.raises(dg.ConfigError, match=r"mode=.*disabled.*mode=.*breakable.*uninstall\(\)"):
+        vllm.install(mode='{"decode": "full", "prefill": "breakable"}')
+    with pytest.raises(dg.ConfigError, match="backend=cpu.*backend=npu"):
+        vllm.install(backend="npu")
+    assert vllm.stats()["mode"] == "FULL_DECODE_ONLY"
+
+
 def test_install_with_a_breakable_mode_and_back(engine: Engine) -> None:
     before = places(engine)
     assert vllm.install(mode='{"decode": "full", "prefill": "breakable"}')

@@ -107,6 +107,25 @@ def test_waking_without_memory_changes_nothing_of_the_engine_and_can_be_done_aga
     assert sleeper.replays()
 
 
+def test_uninstalling_while_the_engine_sleeps_wakes_graphs_up(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeper = Sleeper(engine, monkeypatch)
+    sleeper.worker.sleep(1)
+
+    def refuse(pool: Any) -> None:
+        raise dg.ResourceError("no memory")
+
+    with monkeypatch.context() as short:
+        short.setattr(type(sleeper.wrapper._memory()), "_restore", refuse)
+        with pytest.raises(dg.ResourceError):
+            vllm.uninstall()
+        assert vllm.stats()["installed"]
+    vllm.uninstall()
+    sleeper.worker.wake_up()
+    assert sleeper.replays()
+
+
 @pytest.mark.parametrize(
     "config",
     [
