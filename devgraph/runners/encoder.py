@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.config.phase import count
 from devgraph.api.errors import (
+    AgreementError,
     ConfigError,
     ConfigTypeError,
     InputError,
@@ -26,6 +28,7 @@ from devgraph.runners.buckets import Buckets, ByTokens
 from devgraph.runners.decisions import canonical_variant
 from devgraph.runners.options import Options, RunnerOptions
 from devgraph.runners.outputs import OutputStore
+from devgraph.runners.ranks import RankGroup, store_of
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import ROW_PER_TOKEN, InputSlot, OutputSlot, Pad, Size, check_slots
 
@@ -35,6 +38,12 @@ if TYPE_CHECKING:
 
 _TRIED = 4
 """Budgets that packing is tried with, the largest."""
+
+_ENCODED = "encoded"
+"""Where ranks that share items meet before they exchange outputs."""
+
+_PATIENCE_S = 1800.0
+"""Seconds that they wait for each other there: a rank may have graphs to capture."""
 
 _ITEM_IDS = InputSlot("item_ids", ("tokens",), torch.int32, pad=Pad.fill(-1))
 _OFFSETS = InputSlot("offsets", ("requests+1",), torch.int32, pad=Pad.last())
@@ -65,8 +74,9 @@ class EncoderRunner(Runner):
         max_items: the most items of a pack; ``max_requests`` of the configuration bounds it.
         outputs: an ``OutputSlot`` for all returned tensors, or a tree of them as returned.
         data_parallel: a ``torch.distributed`` group whose ranks share the items out by tokens, each
-            with all weights. Every rank calls ``run`` with the same items and gets every output.
-            The group moves tensors of the runner's device.
+            with all weights. Every rank calls ``run`` with the same items and gets every output,
+            or learns over the group's store which rank failed. The group moves tensors of the
+            runner's device. Its ranks make their encoders in one order.
         **options: see ``Options``; the ranks of ``group`` run every pack together.
 
     Raises:
@@ -146,24 +156,23 @@ class EncoderRunner(Runner):
 
         Raises:
             InputError, InputTypeError, HostArgumentError: bad data; a note names the item.
+            AgreementError: another rank of ``data_parallel`` failed, or has other items.
             StateError, DeviceGraphError, DeviceLost: as from any runner's ``run``.
         """
-        data = self._admitted(items)
-        lengths = [length for length, _ in data]
-        options = self.graphs.asked(variant)
-        mine: Sequence[int] = range(len(data))
-        if self._shares is not None:
-            shares = self._shares.of(lengths)
-            mine = shares[self._shares.rank]
-        results: dict[int, Any] = {}
-        if not data:  # counted, and for an idle dummy all the same a step
-            self._run_pack((), data, host_args, options)
-        for pack in self._packs(mine, lengths, options):
-            out = self._run_pack(pack, data, host_args, options)
-            parts = self._step.outputs.by_item(out, [lengths[item] for item in pack])
-            results.update(zip(pack, parts, strict=True))
-        if self._shares is not None and data:
-            return self._shares.gathered(results, shares, lengths, self._step.outputs)
+        shares, results = self._shares, dict[int, Any]()
+        with contextlib.nullcontext() if shares is None else shares.heard():
+            data = self._admitted(items)
+            lengths = [length for length, _ in data]
+            options = self.graphs.asked(variant)
+            mine = range(len(data)) if shares is None else shares.of(lengths)[shares.rank]
+            if not data:  # counted, and for an idle dummy all the same a step
+                self._run_pack((), data, host_args, options)
+            for pack in self._packs(mine, lengths, options):
+                out = self._run_pack(pack, data, host_args, options)
+                parts = self._step.outputs.by_item(out, [lengths[item] for item in pack])
+                results.update(zip(pack, parts, strict=True))
+        if shares is not None:
+            return shares.gathered(results, lengths, self._step.outputs)
         return [results[item] for item in range(len(data))]
 
     def _admitted(
@@ -217,13 +226,13 @@ class EncoderRunner(Runner):
         options: Mapping[str, Any],
     ) -> Any:
         lengths = [data[item][0] for item in pack]
+        longest, decision = max(lengths, default=0), None
+        if self._ranks.size > 1:  # first: what follows may fail on this rank
+            decision = self.agree(self.can_run(len(pack), sum(lengths), options, longest=longest))
         inputs: Mapping[str, torch.Tensor] = self._step.inputs.views(Size(0, 0))
         if pack:
             rows = {n: self._joined([data[i][1][n] for i in pack]) for n in self._item_slots}
             inputs = {**rows, **_layout(lengths)}
-        longest, decision = max(lengths, default=0), None
-        if self._ranks.size > 1:
-            decision = self.agree(self.can_run(len(pack), sum(lengths), options, longest=longest))
         return super().run(
             inputs,
             host_args=host_args,
@@ -339,6 +348,7 @@ class _Shares:
 
     def __init__(self, group: ProcessGroup) -> None:
         import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore
 
         if not isinstance(group, dist.ProcessGroup):
             raise ConfigTypeError(
@@ -347,6 +357,10 @@ class _Shares:
         self._dist = dist
         self._group = group
         self.rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        store = store_of(group)
+        number = store.add(f"devgraph/encoders of {self.rank}", 1)
+        own = PrefixStore(f"devgraph/encoder {number}", store)
+        self._ranks = RankGroup(own, self.rank, size=self._size, timeout_s=_PATIENCE_S)
 
     def of(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the items of each rank: longest first, each to the rank with the fewest tokens.
@@ -363,14 +377,36 @@ class _Shares:
             tokens[rank] += lengths[item]
         return [share or order[-1:] for share in shares]
 
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Let the other ranks know of an error in the block."""
+        try:
+            yield
+        except BaseException as error:
+            self._ranks.post(_ENCODED, f"raised {type(error).__name__}: {error}")
+            raise
+
     def gathered(
         self,
         own: Mapping[int, Any],
-        shares: Sequence[Sequence[int]],
         lengths: Sequence[int],
         outputs: OutputStore,
     ) -> list[Any]:
-        """Return the output of every item from those of this rank's: an all-gather per tensor."""
+        """Return the output of every item from those of this rank's: an all-gather per tensor.
+
+        Raises:
+            AgreementError: another rank raised, or has other items.
+        """
+        texts = self._ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)
+        odd = [rank for rank, text in enumerate(texts) if text != texts[self.rank]]
+        if odd:
+            # Its transport would wait for that rank, or mix their bytes.
+            raise AgreementError(
+                f"rank {odd[0]} {texts[odd[0]]}, and rank {self.rank} {texts[self.rank]}"
+            )
+        if not lengths:
+            return []
+        shares = self.of(lengths)
         mine = shares[self.rank]
         sizes = [Size(1, length) for length in lengths]
         layout = outputs.layout_of(own[mine[0]], sizes[mine[0]])

@@ -114,7 +114,7 @@ class RankGroup:
                 f"torch.distributed.new_group(backend='gloo') and pass that"
             )
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        store = _store_of(group)
+        store = store_of(group)
         # A number of its own keeps the exchanges of several RankGroups of one group apart.
         serial: list[Any] = [store.add("devgraph/groups", 1) if rank == 0 else None]
         first = 0 if group is None else dist.get_global_rank(group, 0)
@@ -141,7 +141,13 @@ class RankGroup:
         )
 
     def gather(
-        self, tag: str, value: str, *, escape: str | None = None, timeout_s: float | None = None
+        self,
+        tag: str,
+        value: str,
+        *,
+        escape: str | None = None,
+        timeout_s: float | None = None,
+        forget: bool = False,
     ) -> list[str]:
         """Return the value that each rank gave for ``tag``, by rank.
 
@@ -150,6 +156,7 @@ class RankGroup:
                 meets the n-th use on the others.
             escape: a tag that a rank posts to instead when it gives up.
             timeout_s: instead of the group's.
+            forget: delete what an earlier use of the tag left, of a tag that is used without end.
 
         Raises:
             PeerFailed: a rank that has not come posted to ``escape``; carries what it posted.
@@ -178,6 +185,8 @@ class RankGroup:
                         f"at its log; raise timeout_s if it was only slow."
                     )
                 time.sleep(next(pauses))
+            if forget:
+                self._discard(tag)
             return [
                 value if rank == self.rank else self._store.get(f"{key}/{rank}").decode()
                 for rank in range(self.size)
@@ -334,8 +343,7 @@ class RankGroup:
         return any(self._has(f"{key}/{rank}") for rank in others)
 
     def _store_vote(self, tag: str, values: list[int]) -> list[int]:
-        texts = self.gather(tag, json.dumps(values))
-        self._discard(tag)
+        texts = self.gather(tag, json.dumps(values), forget=True)
         return [min(column) for column in zip(*map(json.loads, texts), strict=True)]
 
     def _post(self, tag: str, value: str) -> str:
@@ -402,7 +410,8 @@ def _gloo_vote(
     return [int(value) for value in tensor.tolist()]
 
 
-def _store_of(group: ProcessGroup | None) -> Any:
+def store_of(group: ProcessGroup | None) -> Any:
+    """Return the store that a process group was made with; None is the default group."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

@@ -986,6 +986,20 @@ def test_ranks_share_the_items_of_an_encoder_out_by_tokens(prepared):
         assert value["rows"] == [38, 42, 42]  # of 76 rows half each, and then the one item twice
 
 
+def test_a_rank_that_fails_on_its_items_is_named_by_the_others(prepared):
+    """FAULTS 30: they waited in a collective of the device until its timeout."""
+    found = prepared.run("failing_items", size=2)
+    values = [found[rank].get("value", found[rank]) for rank in (0, 1)]
+    assert [error.split(",")[0] for error in values[0]] == [
+        "AgreementError: rank 1 raised KeyError: 'layer 7'",
+        "AgreementError: rank 1 raised InputError: missing inputs x",
+        "AgreementError: rank 1 has items of [9",
+    ]
+    assert values[1][0] == "KeyError: 'layer 7'"
+    assert values[1][1].startswith("InputError: ")
+    assert values[1][2].startswith("AgreementError: rank 0 has items of [9, 3, 20] rows")
+
+
 def test_ranks_capture_while_serving_together(prepared):
     """An all-reduce between segments: a rank that captured or replayed alone would wait."""
     found = prepared.run("capture_while_serving", size=3)

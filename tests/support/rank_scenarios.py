@@ -164,6 +164,33 @@ def shared_items(rank: int, group: RankGroup) -> Any:
     return {"right": right, "rows": steps}
 
 
+def failing_items(rank: int, group: RankGroup) -> Any:
+    """Rank 1 fails in a pack of its own, then in its items, then has others; then all is well."""
+    failing = [False]
+
+    def prepare(batch: Any) -> None:
+        if failing[0]:
+            raise KeyError("layer 7")
+
+    runner = encoder_of(data_parallel=dist.group.WORLD, prepare=prepare)
+    items = encoder_items((9, 3, 20))
+    errors = []
+    for turn in ("pack", "items", "others", "none"):
+        failing[0] = rank == 1 and turn == "pack"
+        given = items
+        if rank == 1 and turn == "items":
+            given = [*items[:2], {}]
+        elif rank == 1 and turn == "others":
+            given = items[:2]
+        try:
+            outputs = runner.run(given)
+        except (KeyError, dg.DeviceGraphError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    alone = [encode_alone(item) for item in items]
+    torch.testing.assert_close(outputs, alone, rtol=0, atol=0)
+    return errors
+
+
 def stuck_device(rank: int, group: RankGroup) -> Any:
     """The device of rank 0 waits for rank 1, which has left the step."""
     if rank == 1:
@@ -288,6 +315,7 @@ SCENARIOS: dict[str, Scenario] = {
     "stuck_before_vote": _gone_in_a_vote(_stick),
     "stuck_device": stuck_device,
     "shared_items": shared_items,
+    "failing_items": failing_items,
     "capture_while_serving": capture_while_serving,
     "killed_while_serving": killed_while_serving,
     "meet_in_a_collective": meet_in_a_collective,
