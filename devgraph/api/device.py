@@ -52,6 +52,50 @@ identity = _Identity()
 os.register_at_fork(after_in_child=identity.renew)
 
 
+class _Collector:
+    """The garbage collector, off while any thread has it rest: captures of several devices overlap,
+    and the last to end must not leave it off."""
+
+    def __init__(self) -> None:
+        self._resting: list[int] = []
+        """The threads that have it rest."""
+        self._was_on = False
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """Forget the threads that are not in the child."""
+        self._lock = threading.RLock()
+        if self._resting:
+            self._resting = [each for each in self._resting if each == threading.get_ident()]
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._was_on and not self._resting:
+            self._was_on = False
+            gc.enable()
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Collect no garbage in the block."""
+        here = threading.get_ident()
+        before = self._resting.count(here)
+        try:
+            with self._lock:
+                self._was_on |= gc.isenabled()
+                self._resting.append(here)
+                gc.disable()
+            yield
+        finally:
+            with self._lock:
+                if self._resting.count(here) > before:
+                    self._resting.remove(here)
+                self._wake()
+
+
+collector = _Collector()
+os.register_at_fork(after_in_child=collector.after_fork)
+
+
 def keep_for_ever(*things: object) -> None:
     """Let no one free ``things``, the end of the interpreter included.
 
@@ -176,14 +220,8 @@ class Device(abc.ABC):
         A collection inside a capture, or while allocations are routed to a pool, could free graphs
         and pools or unload kernels: drivers and allocators refuse that, or worse, record it.
         """
-        with self.exclusive():
-            collecting = gc.isenabled()
-            try:
-                gc.disable()
-                yield
-            finally:
-                if collecting:
-                    gc.enable()
+        with self.exclusive(), collector.at_rest():
+            yield
 
     def keep_memory(self) -> None:
         """Give no memory back any more: the device is lost, or a capture that nothing could end

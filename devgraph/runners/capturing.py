@@ -18,6 +18,7 @@ import torch
 
 from devgraph.api.backend import ReplayPace
 from devgraph.api.capture import Captured, capture
+from devgraph.api.device import collector
 from devgraph.api.errors import (
     AgreementError,
     CaptureError,
@@ -99,7 +100,9 @@ class Capturing:
         self._options = step.options
         self._config = step.options.config
         self._name = step.options.name
-        self.facts = facts
+        # Of a lender, what it says of how often all ranks meet in its first look.
+        lent = share and {name: share.facts[name] for name in ("variants", "share")}
+        self.facts: Mapping[str, Any] = {**facts, "share": lent}
         # What must be the same for hits of buckets to say something of another process.
         known = {n: fact for n, fact in facts.items() if n not in ("mode", "buckets")}
         known |= {"name": self._name, "device": step.backend.device_name}
@@ -258,9 +261,8 @@ class Capturing:
         if self._share is not None:  # what it returns says which buffers there are
             self._share._look(barrier)
         if step.outputs.ready:
-            if self._ranks.size > 1:
-                for _ in self._graphs.variants:
-                    barrier()
+            for _ in self._graphs.variants:  # also of a lender that has no ranks of its own
+                barrier()
             return
         with session(self._pool):
             for variant in self._graphs.variants:
@@ -614,16 +616,14 @@ def _collector_at_rest(*, sweep: bool) -> Iterator[None]:
         sweep: collect young objects first, so that the memory of what was just dropped is free.
             A full collection takes longer than the captures of a small model.
     """
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-    if sweep:
-        gc.collect(1)
-    if not frozen:  # thawing ours would thaw what the program froze as well
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if not frozen:
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
+    with collector.at_rest():
+        frozen = gc.get_freeze_count()
+        if sweep:
+            gc.collect(1)
+        if not frozen:  # thawing ours would thaw what the program froze as well
+            gc.freeze()
+        try:
+            yield
+        finally:
+            if not frozen:
+                gc.unfreeze()

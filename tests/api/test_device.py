@@ -167,6 +167,33 @@ def test_hold_of_another_thread_is_waited_for_and_named(backend, monkeypatch):
     assert threading.current_thread().name in refused[0]
 
 
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_collector_rests_until_the_last_of_several_devices_is_done(backend, first_ends_first):
+    other = type(backend)()
+    began, end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def capture_elsewhere():
+        with other.quiet():
+            began.set()
+            end.wait(10)
+        ended.set()
+
+    thread = threading.Thread(target=capture_elsewhere)
+    with contextlib.ExitStack() as here:
+        here.enter_context(backend.quiet())
+        thread.start()
+        assert began.wait(10)
+        if first_ends_first:
+            here.close()
+        else:
+            end.set()
+            assert ended.wait(10)
+        assert not gc.isenabled()
+    end.set()
+    thread.join(10)
+    assert gc.isenabled()
+
+
 def test_switched_off_collector_stays_off(backend):
     gc.disable()
     try:

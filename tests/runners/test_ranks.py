@@ -242,6 +242,32 @@ def test_a_rank_may_look_at_the_outputs_before_the_others():
     assert in_ranks(2, work) == [dict.fromkeys((8, 4, 2, 1), "captured")] * 2
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_rank_whose_lender_knows_its_outputs_meets_the_others_as_often(ahead):
+    def work(rank, group):
+        backend = type(dg.get_backend("cpu"))()
+        variants = [{}, {"lora": True}, {"lora": False}]
+        lender = decode_of(double, (X,), backend=backend, variants=variants, captured=False)
+        if rank == ahead:
+            lender.capture()
+        runner = decode_of(double, (X,), backend=backend, group=group, share=lender)
+        decision = runner.agree(runner.can_run(2))
+        return decision.ok, torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
+
+    assert in_ranks(2, work, timeout_s=TIMEOUT_S) == [(True, True)] * 2
+
+
+def test_lenders_that_look_at_other_variants_are_told():
+    def work(rank, group):
+        backend = type(dg.get_backend("cpu"))()
+        variants = [{}, {"lora": True}][: 1 + rank]
+        lender = decode_of(double, (X,), backend=backend, variants=variants)
+        decode_of(double, (X,), backend=backend, group=group, share=lender)
+
+    for error in in_ranks(2, work):
+        assert isinstance(error, dg.AgreementError) and "share=" in str(error)
+
+
 def test_a_rank_that_needs_a_run_before_its_capture_warms_up_with_all():
     runs = {}
 
