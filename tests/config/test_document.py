@@ -182,8 +182,9 @@ def test_from_file_names_the_file_and_the_place(
 
 
 def test_from_file_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read"):
-        DeviceGraphConfig.from_file(tmp_path / "missing.json")
+    for path in (tmp_path / "missing.json", None, 5):
+        with pytest.raises(ConfigError, match=f"cannot read the configuration file '{path}'"):
+            DeviceGraphConfig.from_file(path)  # type: ignore[arg-type]
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read"):
         DeviceGraphConfig.from_file(tmp_path / "binary.json")

@@ -40,6 +40,8 @@ def test_facts_take_over_what_a_backend_declares() -> None:
         ({"pipeline_parallel": 0}, ConfigError, "at least 1"),
         ({"attention": "alway"}, ConfigError, "facts.attention.*Did you mean 'always'"),
         ({"role": None}, ConfigTypeError, "facts.role"),
+        ({"backend": 5}, ConfigTypeError, "facts.backend: expected the name of a backend, got 5"),
+        ([], ConfigTypeError, "facts: expected an object"),
         ({"compilers": 5}, ConfigTypeError, "facts.compilers: expected a list of compilers"),
         ({"compilers": "eager"}, ConfigTypeError, "facts.compilers: expected a list of compilers"),
         ({"compilers": ["eagre"]}, ConfigError, r"compilers\[0\].*Did you mean 'eager'"),

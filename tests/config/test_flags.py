@@ -12,6 +12,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch
 
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.flags import add_cli_args
@@ -144,6 +145,22 @@ def test_add_cli_args_leaves_an_engines_own_flags_alone() -> None:
     with pytest.warns(DeviceGraphWarning):
         config = DeviceGraphConfig.from_args(arguments, parser=parser)
     assert config.to_dict() == {"decode": {"buckets": [2, 4]}, "prefill": "full"}
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"disable_cuda_graph": "false"}, "--disable-cuda-graph: expected true or false"),
+        ({"decode_disable_device_graph": 0}, "device-graph: expected true or false, got 0"),
+        ({"decode_device_graph_bs": torch.tensor([])}, "the list is empty"),
+        ({"decode_device_graph_bs": torch.tensor([1, 2])}, r"decode.buckets\[0\]"),
+    ],
+)
+def test_option_of_an_engine_with_another_kind_of_value_is_refused(
+    given: dict[str, object], part: str
+) -> None:
+    with pytest.raises(ConfigError, match=part):
+        DeviceGraphConfig.from_args(argparse.Namespace(**given))
 
 
 def test_from_args_accepts_a_mode_that_is_parsed_already() -> None:

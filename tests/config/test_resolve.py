@@ -173,6 +173,12 @@ def test_rule_of_an_engine_holds_beside_one_of_the_same_name() -> None:
     assert {found.effective.phase(phase).policy for phase in PHASES} == {"disabled"}
 
 
+@pytest.mark.parametrize("given", [5, {"lora": True}])
+def test_what_are_no_facts_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigTypeError, match="expected EngineFacts"):
+        resolve(DeviceGraphConfig(), given)
+
+
 @pytest.mark.parametrize("given", [None, "full", {"decode": "full"}])
 def test_what_is_no_configuration_is_refused(given: Any) -> None:
     with pytest.raises(ConfigTypeError, match="expected a DeviceGraphConfig"):

@@ -38,6 +38,7 @@ from devgraph.api.config.phase import (
     check_names,
     count,
     shown,
+    text,
 )
 from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
@@ -49,6 +50,7 @@ _GROUP_KEYS = """
 """.split()
 _MEMBER_KEYS = ("backend", "vendor", "count")
 _Read = TypeVar("_Read")
+_name: Callable[[object, str], str] = text("a name")["read"]
 
 
 @attrs.frozen(kw_only=True)
@@ -256,12 +258,6 @@ def _member(entry: object, path: str) -> Member:
         vendor=_name(values.get("vendor", backend), f"{path}.vendor"),
         count=count(values.get("count", 1), f"{path}.count"),
     )
-
-
-def _name(value: object, path: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigTypeError(f"{path}: expected a name, got {shown(value)}")
-    return value
 
 
 def _listed(value: object, path: str, read: Callable[[object, str], _Read]) -> tuple[_Read, ...]:

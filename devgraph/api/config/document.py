@@ -90,11 +90,11 @@ def read_file(path: str | os.PathLike[str]) -> object:
     YAML needs PyYAML, which is imported only here. Raises ``ConfigError`` for a file that cannot
     be read or does not parse.
     """
-    name = os.fspath(path)
     try:
+        name = os.fspath(path)
         text = Path(name).read_text(encoding="utf-8-sig")  # some editors begin files with a mark
-    except (OSError, ValueError) as error:  # of text that is no UTF-8, and of a name with a zero
-        raise ConfigError(f"cannot read the configuration file {name!r}: {error}") from error
+    except (OSError, ValueError, TypeError) as error:  # no UTF-8, a zero in its name, or no name
+        raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error}") from error
     suffix = Path(name).suffix.lower()
     is_json = suffix == ".json" or (
         suffix not in (".yaml", ".yml") and text.lstrip().startswith(("{", "["))
@@ -104,8 +104,9 @@ def read_file(path: str | os.PathLike[str]) -> object:
 
 def read_section(path: str | os.PathLike[str]) -> object:
     """Return the ``device_graph`` section of a JSON or YAML file."""
+    found = read_file(path)
     name = os.fspath(path)
-    document = as_object(read_file(path), name, f"an object with a {SECTION!r} section")
+    document = as_object(found, name, f"an object with a {SECTION!r} section")
     if SECTION not in document:
         raise ConfigError(
             f"{name}: there is no section {SECTION!r}, but {brief([*document])}. Put the mode "

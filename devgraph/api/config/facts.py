@@ -7,7 +7,17 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.config.phase import FLAG, PHASES, check_names, choice, number, shown
+from devgraph.api.config.phase import (
+    FLAG,
+    PHASES,
+    as_object,
+    check_names,
+    choice,
+    number,
+    optional,
+    shown,
+    text,
+)
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from devgraph.api.policy import COMPILERS
 
@@ -42,7 +52,9 @@ def _count(default: int = 1) -> Any:
 class EngineFacts:
     """What an engine says about itself; every default is the plain engine without the feature."""
 
-    backend: str | None = None
+    backend: str | None = attrs.field(
+        default=None, metadata=optional(text("the name of a backend"))
+    )
     """The backend this is resolved for; its part of the configuration is applied first."""
     role: str = _one_of(*ROLES)
     """``prefill`` or ``decode`` on a node that runs only that phase (disaggregated serving)."""
@@ -128,7 +140,7 @@ class EngineFacts:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, path: str = "facts") -> EngineFacts:
         """Build facts from JSON or YAML; ``ConfigError`` names the path of what is wrong."""
-        check_names(path, values, [field.name for field in _FIELDS], what="fact")
+        check_names(path, as_object(values, path), [one.name for one in _FIELDS], what="fact")
         try:
             return cls(**values)
         except ConfigError as error:

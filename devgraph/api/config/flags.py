@@ -17,7 +17,7 @@ from typing import Any
 from devgraph.api.config.document import parse_mode, read_mode, read_section
 from devgraph.api.config.merge import Level, Source
 from devgraph.api.config.older_flags import DISABLE, MODE, OLDER_FLAGS, SHORTHANDS, Flag
-from devgraph.api.config.phase import KEYS, PHASES, DeviceGraphWarning
+from devgraph.api.config.phase import FLAG, KEYS, PHASES, DeviceGraphWarning
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 _FILE = "--device-graph-config"
@@ -169,8 +169,10 @@ def sources_of(
     sources: list[Source] = []
     for flag in FLAGS:
         value = getattr(namespace, flag.dest, None)
-        if value is None or value is False or value in ([], ()):
+        if value is None or value is False or (isinstance(value, (list, tuple)) and not value):
             continue
+        if flag.shape == "switch":
+            FLAG["read"](value, flag.name)  # an engine's own option may hold something else
         if parser is None or value != parser.get_default(flag.dest):
             read = isinstance(value, _Text)
             sources.append(value.read if read else flag.read(value, flag.name))

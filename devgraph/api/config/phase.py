@@ -189,7 +189,8 @@ def _read_memory(value: object, path: str) -> float:
     return float(found)
 
 
-def _optional(declared: dict[str, Any]) -> dict[str, Any]:
+def optional(declared: dict[str, Any]) -> dict[str, Any]:
+    """What ``declared`` takes, or null."""
     read = declared["read"]
     return {
         **declared,
@@ -198,10 +199,15 @@ def _optional(declared: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _path(value: object, path: str) -> str:
-    if isinstance(value, str) and value:
-        return value
-    raise ConfigTypeError(f"{path}: expected the path of a file, got {shown(value)}")
+def text(what: str) -> dict[str, Any]:
+    """A text that is not empty; ``what`` it is."""
+
+    def read(value: object, path: str) -> str:
+        if isinstance(value, str) and value:
+            return value
+        raise ConfigTypeError(f"{path}: expected {what}, got {shown(value)}")
+
+    return {"kind": what, "read": read}
 
 
 def _flag(value: object, path: str) -> bool:
@@ -256,27 +262,27 @@ class PhaseConfig:
         flag="mode",
     )
     buckets: tuple[int, ...] | None = _key(
-        _optional({"kind": "integers of at least 1", "shape": "integers", "read": _buckets}),
+        optional({"kind": "integers of at least 1", "shape": "integers", "read": _buckets}),
         "Sizes to capture, exactly these: requests for decode, tokens for prefill. None: the "
         "defaults.",
         default=None,
         flag="bs",
     )
     max_bs: int | None = _key(
-        _optional(_COUNT),
+        optional(_COUNT),
         "The largest of the default sizes, which is always a bucket. None: the runner's capacity.",
         default=None,
         flag="max-bs",
     )
     align: int = _key(_COUNT, "Every bucket is a multiple of this.", default=1)
     max_requests: int | None = _key(
-        _optional(_COUNT),
+        optional(_COUNT),
         "Request slots of a full prefill graph; a batch of more requests runs eagerly. None: the "
         "runner's capacity.",
         default=None,
     )
     max_seq_len: int | None = _key(
-        _optional(_COUNT),
+        optional(_COUNT),
         "A batch whose longest sequence is longer than this runs eagerly. None: no limit.",
         default=None,
     )
@@ -300,7 +306,7 @@ class PhaseConfig:
         _COUNT, "Batches that want a bucket before `lazy` captures it.", default=2
     )
     learned: str | None = _key(
-        _optional({"kind": "the path of a file", "read": _path}),
+        optional(text("the path of a file")),
         "File that keeps how often buckets were hit and which failed, by runner, versions and "
         "device: `background` captures in the order of use at the next start. None: no file.",
         default=None,
@@ -324,13 +330,13 @@ class PhaseConfig:
         default=False,
     )
     min_speedup: float | None = _key(
-        _optional(number(float, 0, above=True)),
+        optional(number(float, 0, above=True)),
         "Each graph is timed against its step run eagerly, and a bucket whose graph is not so many "
         "times as fast is dropped: 1.0 drops those that lose. None: nothing is timed.",
         default=None,
     )
     memory: float | None = _key(
-        _optional({**number(float, 0), "read": _read_memory}),
+        optional({**number(float, 0), "read": _read_memory}),
         "Bytes that executables and recordings of the pool may take, or below 1 a share of the "
         "device's memory; the least recently used go, and are made again at their next launch. Of "
         "phases that share a pool the lowest holds. None: executables stay.",
@@ -343,18 +349,18 @@ class PhaseConfig:
         default=False,
     )
     memory_budget_bytes: int | None = _key(
-        _optional(_COUNT),
+        optional(_COUNT),
         "Device memory for the graphs of this phase; buckets beyond it are dropped. None: no "
         "limit.",
         default=None,
     )
     time_budget_s: float | None = _key(
-        _optional(number(float, 0, above=True)),
+        optional(number(float, 0, above=True)),
         "Seconds to spend on capture; buckets beyond it are dropped. None: no limit.",
         default=None,
     )
     miss_budget: int | None = _key(
-        _optional(number(int, 0)),
+        optional(number(int, 0)),
         "New host-argument keys that `full` records when they are first seen; a step with a known "
         "key earns one back. Past it a new key runs breakable until it comes again. None: 8, and "
         "no limit on a backend that runs the regions' host code for known keys as well.",

@@ -97,12 +97,14 @@ def resolve(
     reason and what would hold without the choice. Preference rules against explicit choices are
     ``DeviceGraphWarning``; changes to defaults are logged and listed in the result.
     """
+    facts = EngineFacts() if facts is None else facts
     if not isinstance(config, DeviceGraphConfig):
         raise ConfigTypeError(
             f"expected a DeviceGraphConfig, as from_args or from_json returns it, got "
             f"{brief(config)}"
         )
-    facts = facts or EngineFacts()
+    if not isinstance(facts, EngineFacts):
+        raise ConfigTypeError(f"expected EngineFacts(...), got {brief(facts)}")
     table = tuple(rules)
     requested = config.for_backend(facts.backend) if facts.backend else config
     effective: dict[str, PhaseConfig] = {}
