@@ -61,7 +61,7 @@ class EagerReason:
 class ModeCount:
     """Counters of one mode; plain attributes, because the hot path adds to them."""
 
-    __slots__ = ("_graphs", "captures", "eager", "replays", "seconds")
+    __slots__ = ("_graphs", "_lock", "captures", "eager", "replays", "seconds")
 
     def __init__(self) -> None:
         self.captures = 0
@@ -69,20 +69,24 @@ class ModeCount:
         self.seconds = 0.0
         self.eager: Counter[str] = Counter()
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     def captured(self, graph: DeviceGraph | Captured, seconds: float) -> None:
         """Count one capture and follow its graph for as long as it lives."""
         self.captures += 1
         self.seconds += seconds
-        self._graphs.add(graph)
+        with self._lock:
+            self._graphs.add(graph)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counters; ``graphs``, ``segments``, ``bytes`` and ``updates``, which is what
         new keys of regions took, are those of live graphs."""
+        with self._lock:
+            graphs = list(self._graphs)
         updates: Counter[str] = Counter()
-        for graph in self._graphs:
+        for graph in graphs:
             updates.update(getattr(graph, "stats", dict)())
-        infos = [info for graph in self._graphs if (info := graph.info()).state == "ready"]
+        infos = [info for graph in graphs if (info := graph.info()).state == "ready"]
         return {
             "captures": self.captures,
             "replays": self.replays,

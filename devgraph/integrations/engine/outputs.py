@@ -103,11 +103,13 @@ def copy_into(places: list[Tensor], output: Any) -> Any:
         CapabilityError: the output has another structure than the one that the places are for.
     """
     found = tensors(output)
-    if [_layout(tensor) for tensor in found] != [_layout(place) for place in places]:
+    layouts, wanted = [_layout(tensor) for tensor in found], [_layout(place) for place in places]
+    # A place has the rows that count; there may be more of them, and one is never repeated.
+    if layouts != wanted or any(map(_shorter, found, places)):
         raise CapabilityError(
-            f"the step returned {[_layout(tensor) for tensor in found]} when it was captured and "
-            f"{[_layout(place) for place in places]} when it was warmed up; what a step returns "
-            f"must depend on nothing but the captured shape."
+            f"the step returned {[(t.dtype, tuple(t.shape)) for t in found]} when it was captured "
+            f"and {[(p.dtype, tuple(p.shape)) for p in places]} when it was warmed up; what a step "
+            f"returns must depend on nothing but the captured shape."
         )
     left = iter(places)
 
@@ -117,6 +119,10 @@ def copy_into(places: list[Tensor], output: Any) -> Any:
         return place
 
     return mapped(fill, output)
+
+
+def _shorter(tensor: Tensor, place: Tensor) -> bool:
+    return tensor.dim() > 0 and len(tensor) < len(place)
 
 
 def _layout(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
