@@ -105,8 +105,8 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         flat = self._flat.get(name)
         if flat is None:
             raise InputError(f"no buffer {name!r}. {did_you_mean(name, self._flat)}")
-        if any(n < 0 for n in shape):
-            raise InputError(f"buffer {name!r} cannot have the shape {tuple(shape)}")
+        if not _is_shape(shape):
+            raise InputError(f"buffer {name!r} cannot have the shape {brief(shape)}")
         count = math.prod(shape)
         if count > flat.numel():
             raise InputError(
@@ -128,12 +128,14 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         Raises:
             InputError: the name is taken. InputTypeError: something in it is no strided tensor.
         """
+        if not isinstance(name, str):
+            raise InputTypeError(f"bound tensors are named by strings, got {brief(name)}")
         if name in self._flat or name in self._trees:
             raise InputError(f"there is already a buffer {name!r}; choose another name")
         self._trees[name] = tree
         try:
             self.rebind()
-        except InputError:
+        except BaseException:
             del self._trees[name]
             raise
 
@@ -357,8 +359,8 @@ def effective_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 def _zeros(nbytes: int, device: torch.device | str) -> torch.Tensor:
     try:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # the CPU allocator has no class of its own for it
-        if "alloc" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+    except (RuntimeError, TypeError) as error:  # of the CPU allocator, and of more than 64 bits
+        if not isinstance(error, (TypeError, torch.OutOfMemoryError)) and "alloc" not in str(error):
             raise
         what = str(error).partition("\n")[0]
         raise ResourceError(
@@ -411,6 +413,12 @@ def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 def _nbytes(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
     if not isinstance(dtype, torch.dtype):
         raise InputTypeError(f"buffer {name!r} needs a torch.dtype, got {brief(dtype)}")
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in shape):
+    if not _is_shape(shape):
         raise InputError(f"buffer {name!r} has shape {tuple(shape)}; use ints of at least 0")
     return math.prod(shape) * dtype.itemsize
+
+
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, Sequence) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape
+    )

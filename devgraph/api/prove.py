@@ -56,6 +56,8 @@ class Report:
             how = "bit for bit" if self.exact else "within tolerance"
             note = "" if self.varied else ", all on the same data: no argument is a tensor"
             return f"{self.cases} replays equal eager {how}{note}"
+        if not self.cases:
+            return "no replay was compared"
         return "\n".join([f"{len(self.failures)} differences:", *map(str, self.failures)])
 
 

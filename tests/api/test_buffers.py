@@ -48,8 +48,8 @@ def test_a_view_that_is_too_large_is_refused():
         make(x=((4,), torch.float32)).view("x", (5,))
 
 
-@pytest.mark.parametrize("shape", [(-1,), (-1, -2)])
-def test_a_view_of_negative_size_is_refused(shape):
+@pytest.mark.parametrize("shape", [(-1,), (-1, -2), 5, (1.5,), ("x",), (True,)])
+def test_a_view_of_no_shape_is_refused(shape):
     with pytest.raises(dg.InputError, match="'x' cannot have the shape"):
         make(x=((4,), torch.float32)).view("x", shape)
 
@@ -133,6 +133,14 @@ def test_binding_a_taken_name_or_no_tensor_is_refused():
         buffers.bind("y", [1])
 
 
+def test_binding_under_a_name_that_is_none_changes_nothing():
+    buffers = dg.StaticBuffers({"x": ((2,), torch.float32)}, device="cpu")
+    with pytest.raises(dg.InputTypeError, match="named by strings, got 5"):
+        buffers.bind(5, torch.zeros(2))
+    buffers.bind("cache", torch.zeros(2))
+    assert list(buffers.bound) == ["cache"]
+
+
 def test_overlap_counts_every_byte_a_tensor_can_reach():
     buffers = make(x=((8,), torch.float32))
     assert buffers.overlaps(buffers["x"][2:3])
@@ -164,9 +172,10 @@ def test_repr_names_every_buffer():
     assert "x (2,) torch.int32" in repr(make(x=((2,), torch.int32)))
 
 
-def test_buffers_that_do_not_fit_into_memory_are_a_resource_error_with_the_bytes():
-    with pytest.raises(dg.ResourceError, match=f"static buffers of {2**58} bytes do not fit"):
-        StaticBuffers({"x": ((2**58,), torch.uint8)}, device="cpu")
+@pytest.mark.parametrize("size", [2**58, 2**80])
+def test_buffers_that_do_not_fit_into_memory_are_a_resource_error_with_the_bytes(size):
+    with pytest.raises(dg.ResourceError, match=f"static buffers of {size} bytes do not fit"):
+        StaticBuffers({"x": ((size,), torch.uint8)}, device="cpu")
 
 
 def test_a_tree_of_bound_tensors_is_watched_leaf_by_leaf():

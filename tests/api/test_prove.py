@@ -79,7 +79,9 @@ def test_tensors_are_compared_by_their_bits() -> None:
 
 def test_prove_without_cases_is_not_ok(kit: Kit) -> None:
     captured = kit.capture(lambda x: x + 1, kit.tensor(8))
-    assert not captured.prove(cases=0).ok
+    report = captured.prove(cases=0)
+    assert not report.ok
+    assert str(report) == "no replay was compared"
     assert not captured.prove(host_args=[]).ok
 
 
