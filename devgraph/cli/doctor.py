@@ -103,7 +103,11 @@ def capability_table(names: Sequence[str]) -> str:
         ["capability", *names, "its hooks"],
         ["---"] * (len(names) + 2),
         *(
-            [f"`{name}`", *(_declared(kind, name) for kind in kinds), _hooks(name)]
+            [
+                f"`{name}`",
+                *(_declared(kind, name) for kind in kinds),
+                ", ".join(f"`{hook}`" for hook in hooks(name)),
+            ]
             for name in fields
         ),
         ["recommended mode", *("the default" if m == "{}" else f"`{m}`" for m in modes), ""],
@@ -120,10 +124,6 @@ def _declared(kind: type[Backend], name: str) -> str:
     else:
         text = f"{value:,}"
     return f"{text} (needs {kind.needs[name]})" if name in kind.needs else text
-
-
-def _hooks(name: str) -> str:
-    return ", ".join(f"`{hook}`" for hook in hooks(name))
 
 
 def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _seen(backend: Backend, *, probe: bool) -> dict[str, Any]:
             if getattr(here, name) != getattr(everywhere, name)
         },
         "details": backend.details(),
-        "probes": [{**attrs.asdict(one), "ok": one.ok, "verdict": one.verdict} for one in probes],
+        "probes": probes,
     }
 
 
@@ -235,7 +235,13 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
                 ("capability", "declared", "probed", "detail"),
                 [(p["name"], p["declared"], p["verdict"], p["detail"]) for p in probes],
             )
-            say(f"  declared, not probed here: {_unprobed(one)}")
+            names = {p["name"] for p in probes}
+            rest = [
+                f"{key}={' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+                for key, value in one["capabilities"].items()
+                if key not in names
+            ]
+            say(f"  declared, not probed here: {', '.join(rest)}")
         for lacking, need in one["lacks"].items():
             say(f"  {name} has less of {lacking} here than elsewhere: it needs {need}")
         for topic, told in one["details"].items():
@@ -255,45 +261,14 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
             say("no backend that was asked for is usable here: see what is missing above")
 
 
-def _unprobed(one: dict[str, Any]) -> str:
-    probed = {probe["name"] for probe in one["probes"]}
-    return ", ".join(
-        f"{name}={' '.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for name, value in one["capabilities"].items()
-        if name not in probed
-    )
-
-
 logger = logging.getLogger(__name__)
 
 _SIZE = 64
 
 
-@attrs.frozen(kw_only=True)
-class Probe:
-    """The outcome of one small capture."""
-
-    name: str
-    """A field of ``Capabilities``, or a policy for what every backend must do."""
-    declared: bool
-    works: bool
-    detail: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether what is declared works."""
-        return self.works or not self.declared
-
-    @property
-    def verdict(self) -> str:
-        """The outcome in a word or two."""
-        if self.works:
-            return "works" if self.declared else "works, not declared"
-        return "FAILS" if self.declared else "no"
-
-
-def probe_backend(backend: Backend) -> list[Probe]:
-    """Capture, replay and compare on ``backend``; a probe that raises is one that failed."""
+def probe_backend(backend: Backend) -> list[dict[str, Any]]:
+    """Capture, replay and compare on ``backend``, and return what each probe found, as JSON has it;
+    a probe that raises is one that failed."""
     able = backend.capabilities
     usable = [name for name in policies() if able.piecewise or not compiles(name)]
     return [
@@ -309,7 +284,7 @@ class _AnswerIsNo(Exception):
     """The backend does not do it; the text says what it does instead."""
 
 
-def _probe(name: str, declared: bool, run: Callable[[], str]) -> Probe:
+def _probe(name: str, declared: bool, run: Callable[[], str]) -> dict[str, Any]:
     works = False
     try:
         detail, works = run(), True
@@ -319,7 +294,10 @@ def _probe(name: str, declared: bool, run: Callable[[], str]) -> Probe:
         logger.info("probe %s", name, exc_info=True)
         text = str(error).strip().splitlines() or [""]
         detail = f"{type(error).__name__}: {text[0]}"
-    return Probe(name=name, declared=declared, works=works, detail=detail)
+    verdict = ("works" if declared else "works, not declared") if works else "no"
+    ok = works or not declared
+    found = {"name": name, "declared": declared, "works": works, "detail": detail}
+    return {**found, "ok": ok, "verdict": verdict if ok else "FAILS"}
 
 
 def _tensors(backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -38,7 +37,13 @@ def run(args: argparse.Namespace) -> int:
         print_json(data)
         return 0
     where = f"on {rows[0].backend.name}" if args.cluster is None else f"in {args.cluster}"
-    say(_sizes_text(sizes))
+    if sizes is None:
+        say("memory, and graphs between breaks, are estimated with --model")
+    else:
+        say(
+            f"model of {sizes.layers} layers, {sizes.hidden} wide, {sizes.vocabulary} tokens: "
+            f"graph memory, graphs and streams are estimates"
+        )
     _print_phases(f"phases {where}", rows)
     _print_rules(rows)
     for row in rows:
@@ -46,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
     for backend in {row.backend.name: row.backend for row in rows}.values():
         if isinstance(backend, type):
             say(_declared_text(backend))
-    say(_flag(config))
+    if config.to_dict():
+        say(f"one flag for every node: --device-graph-mode '{config.to_json()}'")
+    else:
+        say("everything is the default: no flag is needed")
     return 0
 
 
@@ -122,12 +130,6 @@ def _declared_text(backend: type[Backend]) -> str:
     )
 
 
-def _flag(config: DeviceGraphConfig) -> str:
-    if not config.to_dict():
-        return "everything is the default: no flag is needed"
-    return f"one flag for every node: --device-graph-mode '{config.to_json()}'"
-
-
 def _facts(given: list[str]) -> EngineFacts:
     values: dict[str, Any] = {}
     for name, value in by_name("--fact", given, "lora=true").items():
@@ -149,15 +151,6 @@ def _sizes(args: argparse.Namespace) -> ModelSizes | None:
 
     config = read_config(args.model, gguf_file=args.gguf_file)
     return ModelSizes.from_config(config, getattr(torch, args.dtype).itemsize)
-
-
-def _sizes_text(sizes: ModelSizes | None) -> str:
-    if sizes is None:
-        return "memory, and graphs between breaks, are estimated with --model"
-    return (
-        f"model of {sizes.layers} layers, {sizes.hidden} wide, {sizes.vocabulary} tokens: graph "
-        f"memory, graphs and streams are estimates"
-    )
 
 
 def _row(
@@ -362,6 +355,11 @@ def estimate(
     graphs = None if each is None else each * len(buckets)
     missing = buckets.uncovered(capacity, config.max_padding)
     counted = "requests" if phase == "decode" else "tokens"
+    taken = None
+    if sizes is not None:
+        # Logits of every row are inside a decode graph; a prefill's tail runs after the replay.
+        row_bytes = sizes.token_bytes + (sizes.logit_bytes if phase == "decode" else 0)
+        taken = (buckets.maximum if capabilities.shared_pool else sum(buckets)) * row_bytes
     return Estimate(
         phase=phase,
         policy=config.policy,
@@ -370,12 +368,5 @@ def estimate(
         graphs=graphs,
         streams=None if capabilities.max_streams is None else graphs,
         uncovered=f"{spans(missing)} {counted}" if missing else "",
-        bytes=None if sizes is None else _bytes(phase, buckets, sizes, capabilities),
+        bytes=taken,
     )
-
-
-def _bytes(phase: Phase, buckets: Sequence[int], sizes: ModelSizes, able: Capabilities) -> int:
-    rows = [buckets[-1]] if able.shared_pool else list(buckets)
-    # Logits of every row are inside a decode graph; a prefill's tail runs after the replay.
-    row_bytes = sizes.token_bytes + (sizes.logit_bytes if phase == "decode" else 0)
-    return sum(rows) * row_bytes

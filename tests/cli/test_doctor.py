@@ -102,10 +102,10 @@ def test_broken_backend_is_reported_and_exits_with_1(
 def test_undeclared_capability_that_works_is_said_and_is_no_failure():
     backend = type(dg.get_backend("cpu"))()
     backend.capabilities = dg.Capabilities()
-    probes = {one.name: one for one in probe_backend(backend)}
-    assert all(probe.ok for probe in probes.values())
-    assert probes["rng"].verdict == "works, not declared"
-    assert probes["region_update"].verdict == "no"
+    probes = {one["name"]: one for one in probe_backend(backend)}
+    assert all(probe["ok"] for probe in probes.values())
+    assert probes["rng"]["verdict"] == "works, not declared"
+    assert probes["region_update"]["verdict"] == "no"
 
 
 def test_backend_that_fails_while_it_is_looked_at_does_not_end_the_report(
