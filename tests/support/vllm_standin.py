@@ -21,6 +21,28 @@ from typing import Any, ClassVar
 import torch
 
 
+class Environment:
+    """What vLLM reads from the environment, once an engine has started by heart."""
+
+    def __init__(self) -> None:
+        self.known: bool | None = None
+        self.values: dict[str, Any] = {
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "__getattr__": self.look_up,
+            "enable_envs_cache": lambda: vars(self).update(known=self.breakable),
+            "disable_envs_cache": lambda: vars(self).update(known=None),
+        }
+
+    @property
+    def breakable(self) -> bool:
+        return os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1"
+
+    def look_up(self, name: str) -> bool:
+        if name != "VLLM_USE_BREAKABLE_CUDAGRAPH":
+            raise AttributeError(name)
+        return self.breakable if self.known is None else self.known
+
+
 class CUDAGraphMode(enum.Enum):
     NONE = 0
     PIECEWISE = 1
@@ -438,7 +460,7 @@ def modules(version: str = "0.33") -> dict[str, types.ModuleType]:
     group = types.SimpleNamespace(is_first_rank=True, is_last_rank=True)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": f"{version}.0"},
-        "vllm.envs": {"VLLM_LOGGING_LEVEL": "INFO"},
+        "vllm.envs": Environment().values,
         "vllm.config": {
             "CUDAGraphMode": CUDAGraphMode,
             "CompilationConfig": CompilationConfig,

@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
 from devgraph.api.graph import DeviceGraph
@@ -17,6 +15,7 @@ from devgraph.api.pool import Pool
 from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.memory import weak
+from devgraph.integrations.engine.outputs import tensors
 
 
 class CapturedStep:
@@ -29,7 +28,7 @@ class CapturedStep:
 
     Attributes:
         launch: replays once on the current stream, for a caller that counts.
-        inputs: the address of each input; None where they need no check, or no further one.
+        inputs: the addresses of each input; None where they need no check, or no further one.
     """
 
     __slots__ = ("_count", "graph", "inputs", "launch", "output")
@@ -40,7 +39,7 @@ class CapturedStep:
             graph.bound() if isinstance(graph, DeviceGraph) else graph.replay
         )
         self.output = output
-        self.inputs: dict[Hashable, int] | None = None
+        self.inputs: dict[Hashable, list[int]] | None = None
         self._count = count
 
     def replay(self) -> None:
@@ -55,15 +54,11 @@ class CapturedStep:
         self.graph.close()
 
 
-def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable, int]:
-    """Return the address of every tensor among the arguments, by position or name."""
-    found: dict[Hashable, int] = {
-        name: arg.data_ptr() for name, arg in kwargs.items() if isinstance(arg, torch.Tensor)
-    }
-    for index, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor):
-            found[index] = arg.data_ptr()
-    return found
+def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable, list[int]]:
+    """Return the addresses of the tensors in each argument that has some, by position or name."""
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    found = {name: [tensor.data_ptr() for tensor in tensors(arg)] for name, arg in named.items()}
+    return {name: each for name, each in found.items() if each}
 
 
 @contextmanager

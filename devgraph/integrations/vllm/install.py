@@ -7,7 +7,14 @@ import importlib
 import os
 from typing import Any
 
-from devgraph.integrations.engine.installation import Changes, Installed, mode_text, switched
+from devgraph.api.errors import ConfigError
+from devgraph.integrations.engine.installation import (
+    MODE_VARIABLE,
+    Changes,
+    Installed,
+    mode_text,
+    switched,
+)
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.vllm import manager
 from devgraph.integrations.vllm.layer import Layer, current_layer, reset_layer
@@ -119,18 +126,28 @@ class Installation(Changes):
         compilation = config.CompilationConfig
         self.around(config.VllmConfig, "__post_init__", before=put_in, after=check)
         self.around(compilation, "resolve_cudagraph_mode_and_sizes", after=check_resolved)
-        if mode.breakable:
-            # vLLM reads it when it makes a configuration, and lets PIECEWISE be uncompiled then.
+        if "PIECEWISE" in mode.name:
+            # vLLM reads it when it makes a configuration, and lets PIECEWISE be uncompiled then;
+            # for some models it sets it itself where it is not set.
             before = os.environ.get(_BREAKABLE_VARIABLE)
-            self.on_undo(_set_environment, _BREAKABLE_VARIABLE, before)
-            os.environ[_BREAKABLE_VARIABLE] = "1"
+            if before is not None and (before == "1") is not mode.breakable:
+                raise ConfigError(
+                    f"{MODE_VARIABLE}={mode.text} and {_BREAKABLE_VARIABLE}={before} contradict "
+                    f"each other. Unset one of them."
+                )
+            self.on_undo(_set_breakable, before)
+            _set_breakable(str(int(mode.breakable)))
 
 
-def _set_environment(name: str, value: str | None) -> None:
+def _set_breakable(value: str | None) -> None:
     if value is None:
-        os.environ.pop(name, None)
+        os.environ.pop(_BREAKABLE_VARIABLE, None)
     else:
-        os.environ[name] = value
+        os.environ[_BREAKABLE_VARIABLE] = value
+    # Since its first engine vLLM may know the environment by heart.
+    forget = getattr(importlib.import_module("vllm.envs"), "disable_envs_cache", None)
+    if forget is not None:
+        forget()
 
 
 _here = Installed("vLLM", SWITCH)

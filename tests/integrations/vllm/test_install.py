@@ -118,6 +118,34 @@ def test_install_with_a_breakable_mode_and_back(engine: Engine) -> None:
     assert places(engine) == before
 
 
+@pytest.mark.parametrize("prefill", ["breakable", "piecewise"])
+def test_prefill_that_is_asked_for_is_what_the_engine_reads(engine: Engine, prefill: str) -> None:
+    envs = importlib.import_module("vllm.envs")
+    try:
+        envs.enable_envs_cache()  # by an engine before, in this process
+        assert not envs.VLLM_USE_BREAKABLE_CUDAGRAPH
+        assert vllm.install(mode=f'{{"decode": "full", "prefill": "{prefill}"}}')
+        assert envs.VLLM_USE_BREAKABLE_CUDAGRAPH is (prefill == "breakable")
+        assert BREAKABLE in os.environ, "else vLLM chooses breakable itself for some models"
+        envs.enable_envs_cache()
+        vllm.uninstall()
+        assert not envs.VLLM_USE_BREAKABLE_CUDAGRAPH
+    finally:
+        envs.disable_envs_cache()
+
+
+@pytest.mark.parametrize(("prefill", "given"), [("breakable", "0"), ("piecewise", "1")])
+def test_mode_against_the_variable_for_breaks_is_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, prefill: str, given: str
+) -> None:
+    monkeypatch.setenv(BREAKABLE, given)
+    before = places(engine)
+    with pytest.raises(dg.ConfigError, match=f"{prefill}.*{BREAKABLE}={given} contradict"):
+        vllm.install(mode=f'{{"decode": "full", "prefill": "{prefill}"}}')
+    assert places(engine) == before
+    assert vllm.install(mode='{"decode": "full", "prefill": "full"}')
+
+
 @pytest.mark.parametrize("value", [None, "", "0"])
 def test_plugin_changes_nothing_unless_asked(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, value: str | None

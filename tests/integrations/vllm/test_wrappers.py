@@ -485,6 +485,20 @@ def test_moved_input_of_a_whole_step_runs_eagerly_and_is_counted(engine: Engine)
     assert counts("full")["eager"] == {"input_moved": 1}
 
 
+def test_moved_input_in_a_container_runs_eagerly_and_is_counted(engine: Engine) -> None:
+    """As of a stage of a pipeline."""
+    wrapper = engine.Wrapper(lambda stage: stage["x"] * 2, engine.config(), engine.Mode.FULL)
+    x = torch.randn(2, WIDTH)
+    with engine.step(wrapper.vllm_config, engine.Mode.FULL, engine.Descriptor(2)):
+        wrapper(stage={"x": x})
+        other = torch.randn(2, WIDTH)
+        assert torch.equal(wrapper(stage={"x": other}), other * 2)
+        x.copy_(other)
+        assert torch.equal(wrapper(stage={"x": x}), x * 2)
+    assert counts("full")["eager"] == {"input_moved": 1}
+    assert counts("full")["replays"] == 1
+
+
 def test_moved_input_is_refused_under_strict(engine: Engine) -> None:
     layer.reset_layer(layer.Layer(strict=True))
     wrapper, _ = wrapped(engine, "FULL")
