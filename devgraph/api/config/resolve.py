@@ -115,7 +115,9 @@ def resolve(
         effective[phase], said, conflicts = _apply(phase, asked, asked.explicit, facts, table)
         fired.extend(said)
         if conflicts:
-            free, _, _ = _apply(phase, asked, frozenset(), facts, table)
+            # Without the maximum too, which no rule sets: aligned buckets may be over it.
+            unbound = asked.with_checked({"max_bs": None}, frozenset())
+            free, _, _ = _apply(phase, unbound, frozenset(), facts, table)
             refused.extend(_refusal(phase, rule, requested, free) for rule in conflicts)
     if refused:
         lines = "".join(f"\n- {line}" for line in refused)
