@@ -92,11 +92,12 @@ class Runner:
         config, pool, backend = options.config, options.pool, options.backend
         _check_config(options)
         check_functions(function, tail)
+        maximum, off = min(config.max_bs or capacity, capacity), config.policy == "disabled"
         buckets = Buckets.of(
-            config.buckets,
+            (maximum,) if off else config.buckets,  # no graph has the sizes that are listed
             phase=counting.phase,
-            maximum=min(config.max_bs or capacity, capacity),
-            multiple_of=config.align,
+            maximum=maximum,
+            multiple_of=1 if off else config.align,
         )
         _report_uncovered(buckets, capacity, counting.counts, options)
         largest = [counting.padded(buckets.maximum, named) for named in options.variants.values()]
