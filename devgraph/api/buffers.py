@@ -316,6 +316,12 @@ Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
 """Memory, and offset, size and strides in it: all that changes of layout in place can change."""
 
 
+def seen_by(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Return ``plain``, a tensor over the memory of ``tensor``, conjugated and negated as that."""
+    plain = plain.conj() if tensor.is_conj() and not plain.is_conj() else plain
+    return torch._neg_view(plain) if tensor.is_neg() and not plain.is_neg() else plain
+
+
 def place_of(tensor: torch.Tensor) -> Place:
     """Return where ``tensor`` lies now."""
     return (tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride())
@@ -381,7 +387,8 @@ def _require_specs(specs: object) -> None:
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of the first byte of a strided tensor and of the one behind its last."""
     first = tensor.data_ptr()
-    if not tensor.numel():
+    if not tensor.numel():  # torch tells no address of it
+        first = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
         return first, first
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (reach + 1) * tensor.element_size()

@@ -394,7 +394,8 @@ def _contents_kept(
         yield same
     except BaseException as error:
         try:
-            restore()
+            with backend.off_stuck_stream():
+                restore()
         except Exception as lost:
             note(error, f"and the arguments could not be given their contents back: {lost}")
         raise

@@ -164,6 +164,11 @@ class Device(abc.ABC):
         """
         yield
 
+    def off_stuck_stream(self) -> contextlib.AbstractContextManager[None]:
+        """Do the work of the block, though a failed capture may have left the current stream
+        recording for ever."""
+        return contextlib.nullcontext()
+
     def new_replay_lock(self) -> threading.RLock:
         """Return the lock that a new pool holds while it replays.
 

@@ -22,6 +22,8 @@ from typing import Any
 import attrs
 import torch
 
+from devgraph.api.buffers import seen_by
+
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
@@ -256,9 +258,7 @@ class BlockPool:
             plain = torch.empty(0, dtype=tensor.dtype).set_(
                 block.shared, tensor.storage_offset(), tensor.size(), tensor.stride()
             )
-            if tensor.is_conj():
-                plain = plain.conj()
-            return torch._neg_view(plain) if tensor.is_neg() else plain
+            return seen_by(tensor, plain)
 
     def hold(self) -> Hold:
         """Keep all reserved memory while the result is held: a graph's temporaries live in blocks

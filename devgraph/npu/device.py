@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from devgraph.api.device import keep_for_ever
-from devgraph.api.errors import DeviceLost, ResourceError, UpdateError
+from devgraph.api.errors import DeviceLost, ResourceError
 from devgraph.api.torchlike.base import TorchBackend, TorchPool
 from devgraph.npu.channel import UpdateChannel
 from devgraph.npu.errors import NO_RESOURCE, means
@@ -286,8 +286,8 @@ class NpuDevice(TorchBackend):
         """
         for regions in self.channel.settle():
             self.channel.unwatch(regions)
-            if isinstance(regions.failure, UpdateError):
-                raise regions.failure
+            if regions.lost is not None:
+                raise regions.lost
         super().synchronize()
         self.free_buried()
 

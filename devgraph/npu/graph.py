@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from devgraph.api.buffers import seen_by
 from devgraph.api.errors import UpdateError
 from devgraph.api.executable import Call, Executable, weakly
 from devgraph.api.graph import GraphState
@@ -49,8 +50,7 @@ class NpuPool(TorchPool):
 
     def bare(self, tensor: torch.Tensor) -> torch.Tensor:
         # A bare torch storage has no place for the memory format that torch_npu's operators read.
-        bare: torch.Tensor = self.backend.native_module._weak_ref_tensor(tensor)
-        return bare
+        return seen_by(tensor, self.backend.native_module._weak_ref_tensor(tensor))
 
     def fence(self) -> Callable[[], bool]:
         """Return what tells, without waiting, whether every replay so far is over."""

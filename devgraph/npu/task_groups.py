@@ -95,6 +95,8 @@ class TaskGroups:
         """The values that they hold when every queued job has run; None if that is not known."""
         self.failure: BaseException | None = None
         """Why the groups can no longer be trusted."""
+        self.lost: UpdateError | None = None
+        """The same, if it is that a replay never got its records: nobody was told."""
 
     def add(self, group: Group) -> None:
         """Remember one captured region."""
@@ -161,7 +163,7 @@ class TaskGroups:
         if self.failure is not None:
             return
         logger.error("a replay waits too long for its update; recording its events again")
-        self.failure = UpdateError(
+        self.failure = self.lost = UpdateError(
             f"a replay waited longer than {self._channel.timeout:g} s for its update: the record "
             f"of an event was lost, or the host code of a region does not return. The device was "
             f"released by recording all events again, and with them the graph lost count of its "

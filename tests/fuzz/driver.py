@@ -17,9 +17,10 @@ import resource
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 import torch._dynamo
 from torch._subclasses import FakeTensorMode
@@ -29,11 +30,34 @@ import devgraph as dg
 from devgraph.api.policy.budget import UpdateBudget
 from devgraph.cpu.recorder import Knowledge
 from tests.fuzz.runners import SCRATCH, RandomRunner
-from tests.fuzz.steps import Program, make_program
+from tests.fuzz.steps import (
+    IN_PLACE,
+    KEPT,
+    KINDS,
+    MARKED,
+    PLAIN,
+    SHARING,
+    TRASH,
+    TYPED,
+    WIDTH,
+    Drawn,
+    Program,
+    fill,
+    make_program,
+)
 from tests.sim.hip import unavailable_reason
 from tests.support.interrupts import OPERATIONS, Bench, interrupted
 
-__all__ = ["ASCEND_FAULTS", "CASES", "Mismatch", "ascend_case", "every_fault", "hip_case", "run"]
+__all__ = [
+    "ASCEND_FAULTS",
+    "CASES",
+    "Mismatch",
+    "ascend_case",
+    "ascend_steps",
+    "every_fault",
+    "hip_case",
+    "run",
+]
 
 
 class Mismatch(AssertionError):
@@ -49,32 +73,57 @@ def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _sharing(tensors: list[torch.Tensor]) -> list[int]:
-    """Return, for each tensor, the first one whose memory it shares."""
-    starts = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-    return [starts.index(start) for start in starts]
+    """Return, for each tensor, the first one whose memory it shares, -1 without elements."""
+    starts = [t.untyped_storage().data_ptr() if t.numel() else 0 for t in tensors]
+    return [starts.index(start) if start else -1 for start in starts]
 
 
 def _require_equal(got: list[torch.Tensor], want: list[torch.Tensor], what: str) -> None:
     for index, (one, other) in enumerate(zip(got, want, strict=True)):
-        if (one.shape, one.dtype) != (other.shape, other.dtype) or not torch.allclose(
-            one, other, rtol=0, atol=0, equal_nan=True
-        ):
+        if (one.shape, one.dtype) != (other.shape, other.dtype) or not _same(one, other):
             raise Mismatch(f"{what} {index} is {one}, eagerly {other}")
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same bit for bit; all that is no number counts as one."""
+    a, b = (t.detach().cpu().resolve_conj().resolve_neg().contiguous() for t in (one, other))
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if a.dtype is torch.bool:  # whose bytes may be any that a view wrote
+        return torch.equal(a.view(torch.uint8) != 0, b.view(torch.uint8) != 0)
+    if a.dtype.is_floating_point:
+        numbers = ~torch.logical_and(a.float().isnan(), b.float().isnan())
+        a, b = a[numbers], b[numbers]
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 # Steps.
 
 
-def step_case(seed: int, *compiled: str) -> Counter[str]:
-    """A random step under every policy, all in one pool, against eager.
+_EVERYTHING = Drawn(
+    plain={**PLAIN, **TYPED, **IN_PLACE}, marked={**MARKED, **SHARING}, kinds=[*KINDS]
+)
 
-    Args:
-        compiled: policies besides those that compile nothing.
-    """
+
+def compiled_case(seed: int) -> Counter[str]:
+    """A random step that can be compiled, also under piecewise."""
+    return step_case(seed, drawn=Drawn(), policies=("full", "breakable", "piecewise"))
+
+
+def step_case(
+    seed: int,
+    backend: Any = None,
+    *,
+    drawn: Drawn = _EVERYTHING,
+    policies: Sequence[str] = ("full", "breakable"),
+) -> Counter[str]:
+    """A random step under ``policies``, all in one pool, against eager."""
     rng, counts = _seeded(seed), Counter[str]()
-    program, pool = make_program(rng), dg.get_backend("cpu").make_pool()
+    program = make_program(rng, drawn)
+    pool = (backend or dg.get_backend("cpu")).make_pool(rng.choice([None, None, 0]))
     captures = []
-    for policy in [*rng.sample(["full", "breakable"], 2), *compiled]:
+    for policy in rng.sample(policies, len(policies)):
+        TRASH[:] = [_dropped(pool)]
         captured = _captured(program, pool, policy, rng, counts)
         if captured is not None:
             captures.append(captured)
@@ -86,15 +135,76 @@ def step_case(seed: int, *compiled: str) -> Counter[str]:
         for other, own, before in others:
             if other is not captured:
                 _require_equal(own, before, "an output of another capture of the pool")
+    rng.shuffle(captures)
     for captured in captures:
         captured.close()
+    for left in (TRASH, KEPT):
+        left.clear()
     return counts
+
+
+_BEYOND_HIP = ("expand", "kept(", "spread(", "t_()", "unsqueeze_", "expanded")
+"""What the fake cannot show (``BEYOND_THE_FAKE`` in tests/rocm/test_conformance.py)."""
+
+_BEYOND_ASCEND = ("float8", "complex", "conj", "imag", "rotated(", "kept(")
+"""What the simulated driver has no kernels for, and results at an address of their own each time,
+which no update can bring to the first one."""
+
+
+def _without(drawn: Drawn, lacking: Sequence[str], **changes: Any) -> Drawn:
+    def kept(templates: Mapping[str, int]) -> dict[str, int]:
+        return {k: n for k, n in templates.items() if not any(each in k for each in lacking)}
+
+    kinds = [kind for kind in drawn.kinds if kind not in lacking]
+    plain, marked = kept(drawn.plain), kept(drawn.marked)
+    return attrs.evolve(drawn, plain=plain, marked=marked, kinds=kinds, **changes)
+
+
+def _device_steps(seed: int, backend: Any, lacking: Sequence[str]) -> Counter[str]:
+    """``step_case`` on a stream of the caller's own, with work that forks to another one."""
+    space = backend.namespace
+    taken = [backend.capture_stream, getattr(backend, "loop_stream", None)]
+    made = (space.Stream() for _ in itertools.count())
+    here, side = itertools.islice((stream for stream in made if stream not in taken), 2)
+
+    def beside(work: Callable[[], Any]) -> Any:
+        current = space.current_stream()
+        side.wait_stream(current)
+        with space.stream(side):
+            done = work()
+        current.wait_stream(side)
+        return done
+
+    kind = backend.device.type
+    drawn = _without(_EVERYTHING, lacking, device=kind, beside=beside)
+    with space.stream(here):
+        return step_case(seed, backend, drawn=drawn)
+
+
+def hip_steps(seed: int) -> Counter[str]:
+    """A random step over the fake HIP library."""
+    from tests.support.fake_hip import on_fake
+
+    with on_fake() as backend:
+        return _device_steps(seed, backend, _BEYOND_HIP)
+
+
+def ascend_steps(seed: int, backend: Any, driver: Any) -> Counter[str]:
+    """A random step over the simulated Ascend driver, whose updates and replays may come late."""
+    driver.set(update_delay_ms=seed % 3, replay_delay_ms=seed // 3 % 2)
+    return _device_steps(seed, backend, _BEYOND_ASCEND)
+
+
+def _dropped(pool: dg.Pool) -> dg.Captured:
+    """Return a capture that nobody closes."""
+    x = torch.ones(WIDTH, device=pool.backend.device)
+    return dg.capture(lambda x: x * 3 + 1, x, backend=pool.backend, pool=pool)
 
 
 def _captured(
     program: Program, pool: dg.Pool, policy: str, rng: random.Random, counts: Counter[str]
 ) -> dg.Captured | None:
-    before = _copies(program.inputs)
+    before, host = _copies(program.inputs), program.host()
     budget = UpdateBudget(misses=rng.choice([0, 1, 8]), copies=rng.choice([0, 1, 4]))
     try:
         captured = dg.capture(
@@ -103,23 +213,35 @@ def _captured(
             policy=policy,
             backend=pool.backend,
             pool=pool,
-            host_args=program.host(),
+            host_args=host,
             budget=budget,
         )
-    except dg.DeviceGraphError as error:
-        counts[f"refused: {policy}, {type(error).__name__}"] += 1
-        captured = None
-    else:
-        counts["captured"] += 1
-        if policy == "full" and program.needs_breaks:
-            raise Mismatch("a function that can never be captured was captured")
+    except Exception as error:
+        _require_equal(program.inputs, before, "after the capture, input")
+        counts[_allowed(error, program, host, policy)] += 1
+        return None
+    counts["captured"] += 1
+    if policy == "full" and program.needs_breaks:
+        raise Mismatch("a function that can never be captured was captured")
     _require_equal(program.inputs, before, "after the capture, input")
     return captured
+
+
+def _allowed(error: Exception, program: Program, host: dict[str, Any], what: str) -> str:
+    """Return how to count ``error``: a refusal, or what the step itself raises."""
+    if isinstance(error, dg.DeviceGraphError):
+        return f"refused: {what}, {type(error).__name__}"
+    try:
+        program.step(*program.inputs, **host)
+    except type(error):
+        return f"raises as eagerly: {what}"
+    raise error
 
 
 def _own(captured: dg.Captured, program: Program) -> list[torch.Tensor]:
     """Return the outputs that no step may write but this one."""
     shared = {tensor.untyped_storage().data_ptr() for tensor in program.memory}
+    shared.update(t.untyped_storage().data_ptr() for t in KEPT)  # each step leaves its own
     outputs = _tensors(captured.outputs)
     return [o for o in outputs if o.untyped_storage().data_ptr() not in shared]
 
@@ -129,22 +251,26 @@ def _replay_as_eager(
 ) -> None:
     memory = program.memory
     for tensor in memory:
-        tensor.copy_(torch.randn(tensor.shape))
+        fill(tensor)
     start = _copies(memory)
     # New data for an argument is what is there before the step.
-    given = {"x0": torch.randn(memory[0].shape)} if torch.rand(()) < 0.3 else {}
+    given = {}
+    if torch.rand(()) < 0.3:
+        given["x0"] = torch.empty_like(program.inputs[0])
+        fill(given["x0"])
     try:
         outputs = captured.replay(**given, **host)
-    except dg.UpdateTopologyError:
-        counts["refused: replay"] += 1
-        _require_equal(memory, start, "after a refused replay, input")
+    except Exception as error:
+        counts[_allowed(error, program, host, "replay")] += 1
+        if isinstance(error, dg.UpdateTopologyError):
+            _require_equal(memory, start, "after a refused replay, input")
         return
     got = _tensors(outputs)
     sharing, values, written = _sharing([*memory, *got]), _copies(got), _copies(memory)
     for tensor, content in zip(memory, start, strict=True):
         tensor.copy_(content)
     for data in given.values():
-        memory[0].copy_(data)
+        program.inputs[0].copy_(data)
     wanted = program.step(*program.inputs, **host)
     want = _tensors(wanted)
     where = f"{captured.policy} with {host}"
@@ -375,10 +501,11 @@ quarter of all objects; what then becomes free lies between what stays, and the 
 
 CASES: dict[str, Callable[[int], Counter[str]]] = {
     "steps": step_case,
-    "piecewise": lambda seed: step_case(seed, "piecewise"),
+    "piecewise": compiled_case,
     "runners": runner_case,
     "interrupts": interrupt_case,
     "hip": hip_case,
+    "hip steps": hip_steps,
 }
 
 
@@ -394,9 +521,12 @@ def run(kind: str, seed: int) -> Counter[str]:
         Mismatch: it was wrong, or raised what it should not.
     """
     try:
-        return CASES[kind](seed)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Casting complex values to real")
+            return CASES[kind](seed)
     except Exception as error:
-        source = make_program(_seeded(seed)).source if kind in ("steps", "piecewise") else ""
+        drawn = {"steps": _EVERYTHING, "piecewise": Drawn()}.get(kind)
+        source = make_program(_seeded(seed), drawn).source if drawn else ""
         raise Mismatch(f"{kind}, seed {seed}: {type(error).__name__}: {error}\n{source}") from error
 
 
@@ -407,7 +537,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=CASES, action="append", help="default: all of them")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="the first one")
     arguments = parser.parse_args()
-    possible = [kind for kind in CASES if kind != "hip" or unavailable_reason() is None]
+    possible = [kind for kind in CASES if "hip" not in kind or unavailable_reason() is None]
     kinds = arguments.kind or possible
     counts, wrong, cases = Counter[str](), 0, 0
     started, warm, settled, alive = time.monotonic(), 0, 0, Counter[str]()

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 import devgraph as dg
-from tests.fuzz.driver import ASCEND_FAULTS, ascend_case, every_fault, hip_case, run
+from tests.fuzz.driver import (
+    ASCEND_FAULTS,
+    ascend_case,
+    ascend_steps,
+    every_fault,
+    hip_case,
+    run,
+)
 from tests.sim.hip import unavailable_reason
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
@@ -26,6 +33,20 @@ def test_random_steps_equal_eager_under_every_policy(first: int) -> None:
     refused = sum(number for what, number in counts.items() if what.startswith("refused"))
     assert counts["replays"] > 60
     assert refused < counts["captured"] / 4, counts
+
+
+@pytest.mark.skipif(
+    unavailable_reason() is not None, reason=f"no fake library: {unavailable_reason()}"
+)
+def test_random_steps_equal_eager_over_hip() -> None:
+    counts = total("hip steps", range(60))
+    assert counts["replays"] > 150, counts
+
+
+def test_random_steps_equal_eager_over_ascend(driver: Any) -> None:
+    backend = dg.get_backend("npu")
+    counts = sum((ascend_steps(seed, backend, driver) for seed in range(60)), Counter[str]())
+    assert counts["replays"] > 150, counts
 
 
 def test_random_runners_equal_their_steps() -> None:

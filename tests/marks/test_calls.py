@@ -71,3 +71,42 @@ def test_recording_may_touch_what_is_bound_though_the_capture_did_not() -> None:
         runner.capture()
         got = runner.run({"x": x[None]}, host_args={"n": 1})
         assert torch.equal(got, (x[None] + pages[1]) * 2)
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_results_without_elements_share_no_memory(policy: str) -> None:
+    """They have no address: memory for them and the other was asked for from address 0 on."""
+
+    @dg.region(host_args=("n",))
+    def split(x: torch.Tensor, *, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out = x * n
+        return out[:0], out
+
+    x = torch.randn(4)
+    fn = lambda x, *, n: split(x, n=n)  # noqa: E731
+    with dg.capture(fn, x, policy=policy, backend="cpu", host_args={"n": 2}) as cap:
+        for n in (3, 2):
+            empty, out = cap.replay(n=n)
+            assert empty.shape == (0,)
+            assert torch.equal(out, x * n)
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_tensor_that_a_region_returns_twice_stays_one(policy: str) -> None:
+    """FAULTS 41, 42. A change of layout in place is seen through both names."""
+
+    @dg.region(host_args=("n",))
+    def twice(x: torch.Tensor, *, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out = x + n
+        return out, out
+
+    def fn(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        one, other = twice(x, n=n)
+        other.t_()
+        return one * 2
+
+    x = torch.randn(2, 3)
+    with dg.capture(fn, x, policy=policy, backend="cpu", host_args={"n": 1}) as cap:
+        for n in (3, 1):
+            x.copy_(torch.randn(2, 3))
+            assert torch.equal(cap.replay(n=n), fn(x, n=n))

@@ -371,3 +371,12 @@ def test_budget_says_who_holds_the_streams_that_a_driver_refused_and_keeps_its_l
     assert "34 graphs hold 68 streams" in said
     assert "207008" in said
     assert budget.limit == 1800
+
+
+def test_alias_of_graph_memory_is_conjugated_and_negated_as_the_tensor(
+    driver: Driver, backend: Any
+) -> None:
+    pool, x = backend.make_pool(), torch.zeros(3, dtype=torch.complex64).to("npu")
+    for seen in (x, x.conj(), x.conj().imag):
+        bare = pool.bare(seen)
+        assert (bare.is_conj(), bare.is_neg()) == (seen.is_conj(), seen.is_neg())

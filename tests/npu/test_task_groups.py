@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.policy.budget import UpdateBudget
 from tests.sim.ascend import Driver
 from tests.support.interrupts import OPERATIONS, Bench, interrupted
 from tests.support.npu_steps import picky_step, step, wanted
@@ -266,3 +267,25 @@ def test_interrupt_anywhere_in_a_step_leaves_the_next_right(
             break
         bench.check(n)
     assert place > 20
+
+
+def test_refused_update_that_was_told_is_not_raised_by_another_graphs_capture(
+    driver: Driver, backend: Any
+) -> None:
+    held: list[torch.Tensor] = []
+
+    @dg.region(host_args=("n",))
+    def kept(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        held[:] = [x + n]  # at another address each time: neither taken nor taken back
+        return held[0]
+
+    x = torch.ones(4).to("npu")
+    fn = lambda x, *, n: kept(x, n=n) * 2  # noqa: E731
+    budget = UpdateBudget(copies=0, may_capture=lambda: False)
+    with dg.capture(fn, x, backend=backend, host_args={"n": 2}, budget=budget) as captured:
+        captured.replay(n=2)
+        with pytest.raises(dg.UpdateTopologyError):
+            captured.replay(n=3)
+        assert captured.segments[0].state == "dirty"
+        with dg.capture(step, x, backend=backend, host_args={"factor": 2.0}) as other:
+            assert torch.equal(other.replay(factor=3.0).cpu(), wanted(x, 3.0))

@@ -226,3 +226,15 @@ def test_value_among_the_outputs_that_another_key_changes_is_refused() -> None:
         with pytest.raises(dg.RegionError, match="the step returned 3 for these"):
             captured.replay(n=3)
         assert captured.replay(n=2)[1] == 2
+
+
+def test_output_without_elements_shares_no_memory() -> None:
+    def split(x: torch.Tensor, *, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out = uneven(x, n=n) + 1
+        return out[:0], out
+
+    x = torch.randn(2, WIDTH)
+    budget = UpdateBudget(misses=0, copies=0)
+    with dg.capture(split, x, backend="cpu", host_args={"n": 1}, budget=budget) as cap:
+        for n in (9, 1, 12):
+            assert torch.equal(cap.replay(n=n)[1], split(x, n=n)[1])

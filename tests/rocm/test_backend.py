@@ -16,6 +16,7 @@ from tests.support.fake_hip import (
     check,
     noise,
     on_fake,
+    scaled,
     step,
 )
 
@@ -52,6 +53,47 @@ def test_capture_with_an_unjoined_fork_is_ended_once_and_its_stream_retired(rais
         with captured(be, step, x, pool=pool) as cap:
             for n in (2, 3, 5):
                 check(cap, step, x, n=n)
+
+
+def test_capture_that_cannot_be_ended_leaves_its_arguments_as_they_were():
+    """Their contents are put back by work that a stuck stream would never do."""
+    with on_fake() as be, be.namespace.stream(be.namespace.Stream()):
+        x, want = torch.ones(4), torch.ones(4)
+
+        def loose(x: torch.Tensor) -> torch.Tensor:
+            x.mul_(3)
+            return fork_and_forget(be, x)
+
+        with pytest.raises(dg.CaptureError):
+            dg.capture(loose, x, backend=be)
+        assert torch.equal(x, want)
+        x.add_(1)  # on the stream of the caller, which is part of no capture
+        assert torch.equal(x, want + 1)
+        assert_usable(be)
+
+
+@pytest.mark.parametrize("how", ["region", "graph_break"])
+def test_break_on_a_side_stream_is_refused(how: str):
+    """FAULTS 15. A capture ends on the stream that it began on."""
+    with on_fake() as be:
+        side = be.namespace.Stream()
+
+        def inside(x: torch.Tensor, *, n: int) -> torch.Tensor:
+            here = be.namespace.current_stream()
+            side.wait_stream(here)
+            with be.namespace.stream(side):
+                if how == "graph_break":
+                    dg.graph_break()
+                out = scaled(x * 2, n=n)
+            here.wait_stream(side)
+            return out
+
+        x = noise()
+        want = x.clone()
+        with pytest.raises(dg.UnjoinedStreamError, match="another one is current"):
+            captured(be, inside, x, policy="breakable")
+        assert torch.equal(x, want)
+        assert_usable(be)
 
 
 def test_region_that_forks_and_forgets_is_refused():

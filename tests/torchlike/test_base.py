@@ -308,3 +308,10 @@ def test_memory_that_the_keeper_writes_is_no_other_tensors(
     assert pool.keeper is not None
     [word] = zeroed
     assert word() is not None
+
+
+def test_alias_of_graph_memory_is_conjugated_and_negated_as_the_tensor(backend: FakeBackend):
+    """What a region is given again is what it was given."""
+    pool, x = backend.make_pool(), torch.randn(3, dtype=torch.complex64)
+    for seen in (x, x.conj(), x.conj().imag):
+        assert torch.equal(pool.bare(seen), seen)

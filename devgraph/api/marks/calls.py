@@ -19,6 +19,7 @@ from devgraph.api.buffers import (
     has_place,
     place_of,
     rewrite,
+    seen_by,
     tensors_in,
     unexpanded,
 )
@@ -121,8 +122,7 @@ def _seen_as(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Te
     """Return what ``tensor`` would be if it began ``start`` bytes behind that of ``memory``."""
     flat = memory if memory.dtype is tensor.dtype else memory.view(tensor.dtype)
     seen = flat.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
-    seen = seen.conj() if tensor.is_conj() else seen
-    return torch._neg_view(seen) if tensor.is_neg() else seen
+    return seen_by(tensor, seen)
 
 
 def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
@@ -283,8 +283,9 @@ class MarkedCall:
                     copies = _copies(results)
                 for index, copy in zip(members, copies, strict=True):
                     self._known[index] = _Bridge(copy)
-            for index, copy in zip(members, copies, strict=True):
-                out[index] = copy
+            one: dict[int, torch.Tensor] = {}  # a tensor that is returned twice stays one
+            for index, kept, copy in zip(members, results, copies, strict=True):
+                out[index] = one.setdefault(id(kept), copy)
         return pytree.tree_unflatten(out, self._spec)
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
@@ -304,8 +305,10 @@ class MarkedCall:
                     f"do what needs it inside the marked function."
                 )
             if isinstance(leaf, torch.Tensor) and memory_of(leaf) not in self._owned:
-                first, at = firsts.setdefault(memory_of(leaf), (index, leaf.data_ptr()))
-                shared.append((index, first, leaf.data_ptr() - at))
+                # Not its address, for it has none without elements.
+                place = int(leaf.storage_offset()) * leaf.itemsize
+                first, at = firsts.setdefault(memory_of(leaf), (index, place))
+                shared.append((index, first, place - at))
         return shared
 
     def alias_bridges(self) -> None:

@@ -223,6 +223,8 @@ class FullPlan:
                 f"capture; outputs have fixed addresses, so their layout cannot depend on host "
                 f"arguments"
             )
+        if not target.numel():
+            return  # has no address
         way = memory_of(source), source.data_ptr() - target.data_ptr()
         shared = ways.setdefault(memory_of(target), way) != way
         if not way[1] and effective_strides(source) == effective_strides(target):

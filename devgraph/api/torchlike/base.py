@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from devgraph.api.backend import Backend
+from devgraph.api.buffers import seen_by
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import BackendUnavailableError, ResourceError, UnjoinedStreamError
 from devgraph.api.executable import Call, Executable
@@ -232,7 +233,8 @@ class TorchPool(Pool):
             storage.data_ptr(), tensor.device, storage.nbytes()
         )
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
+        plain = empty.set_(bare, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return seen_by(tensor, plain)
 
     def owns(self, address: int) -> bool:
         """Whether a device address lies in this pool's graph memory."""
@@ -303,7 +305,17 @@ class TorchGraph(DeviceGraph):
         self._ended = False
         self._uses = 0
 
+    def end(self, *, allow_empty: bool = False) -> None:
+        if self.backend.current_stream_id() != self._begun_on:
+            raise UnjoinedStreamError(
+                "a capture ends, or breaks, on the stream that it began on, and another one is "
+                "current. Leave the block of the side stream, and join that "
+                "(current_stream.wait_stream(side)), before the capture or segment ends."
+            )
+        super().end(allow_empty=allow_empty)
+
     def _begin(self, mode: str) -> None:
+        self._begun_on = self.backend.current_stream_id()
         self._uses = self.pool.uses
         self._native = self.backend.make_native_graph()
         try:
@@ -539,13 +551,24 @@ class TorchBackend(Backend):
         """Whether ``error`` of an ended capture means that a forked stream was not joined."""
         return "unjoined" in str(error).lower()
 
-    def retire_if_capturing(self, stream: Any) -> None:
+    def retire_if_capturing(self, stream: Any) -> bool:
         """After a failed capture: never capture on ``stream`` again if it is stuck in that, or
-        cannot be asked."""
+        cannot be asked; return whether that is so."""
         with contextlib.suppress(Exception), self.namespace.stream(stream):
             if not self.namespace.is_current_stream_capturing():
-                return
+                return False
         self.retire_stream(stream)
+        return True
+
+    @contextlib.contextmanager
+    def off_stuck_stream(self) -> Iterator[None]:
+        if not self.namespace.is_current_stream_capturing():
+            yield
+            return
+        stream = self.namespace.Stream(self._device)
+        with self.namespace.stream(stream):
+            yield
+        stream.synchronize()
 
     def retire_stream(self, stream: Any) -> None:
         """Never capture on ``stream`` again."""
@@ -567,9 +590,10 @@ class TorchBackend(Backend):
                 with self.guard():
                     yield
         except BaseException:
-            self.retire_if_capturing(side)
-            with contextlib.suppress(Exception):
-                self.join(current, side)
+            # A stream that waits for one that is stuck would become part of its capture.
+            if not self.retire_if_capturing(side):
+                with contextlib.suppress(Exception):
+                    self.join(current, side)
             raise
         self.join(current, side)
 

@@ -369,6 +369,7 @@ class Recorder(TorchDispatchMode):
     @staticmethod
     def _is_flat_copy(to: torch.Tensor, source: torch.Tensor) -> bool:
         same = to.dtype == source.dtype and to.shape == source.shape
+        same = same and to.is_conj() == source.is_conj() and to.is_neg() == source.is_neg()
         return same and to.is_contiguous() and source.is_contiguous()
 
     def _results(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
