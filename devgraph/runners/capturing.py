@@ -224,6 +224,16 @@ class Capturing:
             self._backend.device,
         )
 
+    def require(self, profile: str | None) -> None:
+        """Raise what keeps this rank from a round, before anything is captured, and let the others
+        know; as ``Runner.capture``."""
+        try:
+            _require_folder(profile)
+            self._pool.recordings.require_memory()
+        except Exception as error:
+            self._ranks.refuse(f"{self._name}/{self.rounds}", error)
+            raise
+
     def _begin(self, graphs: Sequence[BucketGraph]) -> None:
         self._step.settle_autocast()
         wanted = [str(graph.key) for graph in graphs]
@@ -539,7 +549,7 @@ def _beyond(wanted: Sequence[int], there: Sequence[int]) -> int:
     return missing
 
 
-def require_folder(profile: object) -> None:
+def _require_folder(profile: object) -> None:
     """Make the folder for traces; raises as ``Runner.capture``, before anything is captured."""
     if profile is None:
         return

@@ -128,17 +128,24 @@ class RankGroup:
         """Make sure that all ranks have the same facts.
 
         Raises:
-            AgreementError: a rank differs (names it and shows both values) or did not come.
+            AgreementError: a rank differs (names it, shows both values), refused or did not come.
         """
         mine = json.dumps(dict(facts), sort_keys=True, default=str)
         texts = self.gather(f"{name}/facts", mine)
         if len(set(texts)) == 1:
             return
         everyone = [json.loads(text) for text in texts]
+        for rank, found in enumerate(everyone):
+            if isinstance(found, str):
+                raise AgreementError(f"rank {rank} of {name} {found}")
         raise AgreementError(
             f"the ranks of {name} do not agree: {'; '.join(_differences(everyone))}. "
             f"All ranks of a group must be configured alike."
         )
+
+    def refuse(self, name: str, error: Exception) -> None:
+        """Let the ranks in the handshake ``name`` know that this one takes no part in it."""
+        self.post(f"{name}/facts", json.dumps(f"raised {type(error).__name__}: {error}"))
 
     def gather(
         self,

@@ -32,7 +32,7 @@ from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, ByTokens, Phase, spans
-from devgraph.runners.capturing import Capturing, require_folder
+from devgraph.runners.capturing import Capturing
 from devgraph.runners.decisions import (
     UNLAUNCHED,
     Decision,
@@ -509,8 +509,7 @@ class Runner:
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return
-            require_folder(profile)
-            self.pool.recordings.require_memory()
+            self._capturing.require(profile)
             if not self.graphs.captured:
                 self._step.autocast = None  # that of the caller
             if everything or self.captures_first:

@@ -483,6 +483,29 @@ def test_a_decision_that_is_old_keeps_the_others_from_graphs(why):
     assert in_ranks(2, work) == [(True, {"voted_eager": 1}), (True, {why: 1})]
 
 
+@pytest.mark.parametrize("why", ["memory", "folder"])
+def test_a_rank_that_cannot_begin_a_capture_is_named_at_once(why, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+
+    def work(rank, group):
+        runner = ranked(group, config={"releasable": True})
+        runner.invalidate()
+        if rank and why == "memory":
+            runner.pool.release()
+        with pytest.raises((dg.DeviceGraphError, OSError)) as refused:
+            runner.capture(profile=str(file) if rank and why == "folder" else None)
+        runner.pool.restore()
+        runner.capture()
+        decision = runner.agree(runner.can_run(2))
+        return decision.ok, f"{refused.typename}: {refused.value}"
+
+    kind = {"memory": "ExecutableError", "folder": "FileExistsError"}[why]
+    (first, heard), (second, said) = in_ranks(2, work)
+    assert first and second and said.startswith(kind)
+    assert heard.startswith(f"AgreementError: rank 1 of decode/1 raised {kind}")
+
+
 def test_a_rank_with_an_empty_batch_takes_part_in_an_eager_step():
     def work(rank, group):
         runs = []

@@ -333,7 +333,7 @@ class Engine:
         return ids
 
     def cancel(self, request_id: int) -> TokenEvent:
-        """End a request now and return its last event."""
+        """End a request now and return its last event; those that no ``step`` returned are gone."""
         self._check_open()
         request = self._scheduler.find(request_id)
         self._drop(request)
@@ -459,6 +459,7 @@ class Engine:
     def _drop(self, request: Request) -> None:
         request.finish_reason = FinishReason.CANCELLED
         self._leave(request)
+        self._events = [event for event in self._events if event.request_id != request.id]
 
     def _leave(self, request: Request) -> None:
         slot = self._scheduler.release(request)
@@ -534,8 +535,9 @@ class Engine:
     # -- graphs ----------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Capture what is to be captured before the first step, unless that is done already."""
-        if not self._captured:
+        """Capture what is to be captured before the first step, unless that is done already or the
+        memory for it was given back."""
+        if not self._captured and not self.pool.recordings.released:
             for runner in self.runners:
                 if runner.captures_first:
                     runner.capture()

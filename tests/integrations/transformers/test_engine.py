@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -568,6 +569,10 @@ def test_events_of_queued_requests_come_after_a_generation() -> None:
         done = engine.generate(texts[1:], max_new_tokens=5)
         assert [list(one.token_ids) for one in done] == [reference(model, t, 5) for t in texts[1:]]
         assert finish(engine) == {queued: reference(model, texts[0], 3)}
+        queued = engine.add_request(texts[0], max_new_tokens=9)
+        engine.generate(texts[1:], max_new_tokens=2)
+        assert engine.cancel(queued).finish_reason is FinishReason.CANCELLED
+        assert not engine.has_work and not engine.step()
 
 
 _ODD = [5, -1, 0, "x", 1.5, math.nan, True, {"a": 1}, [None], ["x"], object(), b"x", {1: 2}]
@@ -636,3 +641,18 @@ def test_sampling_may_be_a_mapping_and_names_what_is_unknown() -> None:
         assert not engine.has_work
         with pytest.raises(DeviceGraphError, match="request_id"):
             engine.cancel([])  # type: ignore[arg-type]
+
+
+def test_engine_that_gave_its_memory_back_before_a_capture_generates_eagerly() -> None:
+    model = make_model("llama")
+    releasable = {"releasable": True, "capture": "eager"}
+    mode = {"decode": {**releasable, "buckets": [2]}, "prefill": releasable}
+    texts = prompts(2)
+    want = [reference(model, text, 5) for text in texts]
+    with make_engine(model, json.dumps(mode)) as engine:
+        engine.suspend(release="memory")
+        for graphs in (False, True):
+            done = engine.generate(texts, max_new_tokens=5)
+            assert [list(one.token_ids) for one in done] == want
+            assert (engine.decode.stats().graph_steps > 0) == graphs
+            engine.resume()
