@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "devgraph.backends"
 
 # Preference order of "auto": real devices first. The value is (module, class, how to get it).
-_BUILT_IN = {
+BUILT_IN = {
     "cuda": ("devgraph.cuda", "CudaBackend", "install a CUDA build of torch"),
     "npu": ("devgraph.npu", "NpuBackend", "install CANN and devgraph[npu] (torch-npu)"),
     "rocm": ("devgraph.rocm", "RocmBackend", "install the ROCm build of torch from its own index"),
@@ -91,8 +91,8 @@ class _Registry:
 
     def names(self) -> list[str]:
         entry_points = {entry.name for entry in _entry_points()}
-        others = sorted((entry_points | set(self._factories)) - set(_BUILT_IN))
-        return [*list(_BUILT_IN)[:-_LAST], *others, *list(_BUILT_IN)[-_LAST:]]
+        others = sorted((entry_points | set(self._factories)) - set(BUILT_IN))
+        return [*list(BUILT_IN)[:-_LAST], *others, *list(BUILT_IN)[-_LAST:]]
 
     def make(self, name: str) -> Backend:
         with self._lock:
@@ -104,7 +104,7 @@ class _Registry:
         """Return what makes the backend; for most it is its class."""
         if name in self._factories:
             return self._factories[name]
-        if name in _BUILT_IN:
+        if name in BUILT_IN:
             return _load_built_in(name)
         for entry in _entry_points():
             if entry.name == name:
@@ -118,7 +118,7 @@ def _entry_points() -> importlib.metadata.EntryPoints:
 
 
 def _load_built_in(name: str) -> Callable[[], Backend]:
-    module_name, class_name, cure = _BUILT_IN[name]
+    module_name, class_name, cure = BUILT_IN[name]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -270,6 +270,6 @@ def get_backend(name: str = "auto") -> Backend:
         except Exception as error:
             logger.info("auto: not %s: %s", candidate, error)
             continue
-        if candidate in _BUILT_IN or backend.device.type != "cpu":
+        if candidate in BUILT_IN or backend.device.type != "cpu":
             return backend
     raise BackendUnavailableError("no backend is available, not even the CPU reference")

@@ -16,7 +16,6 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import DeviceGraphWarning
 from devgraph.api.errors import brief
 from devgraph.api.policy import COMPILERS, compiles, policies
-from devgraph.api.registry import names
 from devgraph.cli.tables import CommandError
 from devgraph.integrations.engine.installation import MODE_VARIABLE
 
@@ -286,7 +285,7 @@ def by_name(flag: str, given: Sequence[str], example: str) -> dict[str, str]:
 
 def mode_of(args: argparse.Namespace) -> DeviceGraphConfig:
     """Return the mode configuration that the options of a command ask for."""
-    config = DeviceGraphConfig.from_args(args, backends=names())
+    config = DeviceGraphConfig.from_args(args)
     if MODE_VARIABLE in os.environ:
         warnings.warn(
             f"{MODE_VARIABLE} is set, and only engines read it: here it has no effect. Give it as "

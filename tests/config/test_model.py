@@ -77,7 +77,9 @@ def test_backend_unknown_on_this_node_is_a_warning_and_stays_in_the_configuratio
     assert len(said) == 1
     assert said[0].filename == __file__
     assert config.for_backend("npuu").prefill.policy == "full"
-    assert DeviceGraphConfig.from_json(text) == config  # without names nothing is checked
+    with pytest.warns(DeviceGraphWarning, match="Known: .*rocm. Did you mean 'npu'"):
+        assert DeviceGraphConfig.from_json(text) == config  # asked of the registry
+    assert DeviceGraphConfig.from_json(text, backends={"npuu"}) == config
 
 
 @pytest.mark.parametrize("backends", ["cpu", dg.backends()])

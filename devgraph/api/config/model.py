@@ -33,7 +33,7 @@ from devgraph.api.config.phase import (
     plain,
 )
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
-from devgraph.api.registry import OTHER_NAMES
+from devgraph.api.registry import BUILT_IN, OTHER_NAMES, names
 
 
 def _decode(config: PhaseConfig | str | Mapping[str, Any] | None) -> PhaseConfig:
@@ -103,9 +103,9 @@ class DeviceGraphConfig:
     ) -> DeviceGraphConfig:
         """Read the JSON text of ``--device-graph-mode``.
 
-        ``backends`` are the names registered on this node: a part for another name is kept and
-        warned about. ``source`` names the text in messages. Raises ``ConfigError`` with the
-        position in broken text or the JSON path of what does not exist, and the nearest name.
+        A part for a backend that is not among ``backends`` (those registered here by default) is
+        kept and warned about. ``source`` names the text in messages. Raises ``ConfigError`` with
+        the position in broken text or the JSON path of what does not exist, and the nearest name.
         """
         return cls._from_sources([parse_mode(read_mode(text, source), source)], backends)
 
@@ -164,7 +164,10 @@ class DeviceGraphConfig:
         config = cls(**phases, overlays=merged, origins=merged.origins)
         # Of several places that name a backend the first is told.
         named = {one[0]: origin for one, origin in reversed(merged.origins.items()) if one[0]}
-        unknown = set() if backends is None else named.keys() - set(backends)
+        unknown = named.keys() - set(BUILT_IN if backends is None else backends)
+        if unknown and backends is None:  # installed packages may have more, and take long to ask
+            backends = names()
+            unknown -= set(backends)
         messages = [
             f"{named[name]}: no backend {name!r} is registered on this node, so its part of the "
             f"configuration is not used here. {did_you_mean(name, backends or (), OTHER_NAMES)}"
