@@ -32,7 +32,7 @@ class _Console(Console):
 
 
 def _console(*, stderr: bool = False) -> Console:
-    console = _Console(stderr=stderr, highlight=False, markup=False)
+    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     asked = os.environ.get("COLUMNS", "").isdecimal()
     if console.width < 1 or not (console.is_terminal or asked):
         console.width = _PIPE_WIDTH  # a file or pipe has no width; 80 would break most tables
@@ -171,7 +171,7 @@ def working(text: str) -> Iterator[None]:
     console = _console(stderr=True)
     with Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
         console=console,
         transient=True,

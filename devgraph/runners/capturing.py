@@ -596,9 +596,11 @@ def _progress_bar(title: str, total: int, wanted: bool | None) -> Iterator[Calla
         yield _lines(title, total)
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TextColumn
 
-    with Progress(console=Console(stderr=True), transient=wanted is None) as bar:
+    # The column that rich has by default takes brackets in the runner's name for styles.
+    columns = (TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:])
+    with Progress(*columns, console=Console(stderr=True), transient=wanted is None) as bar:
         task = bar.add_task(title, total=total)
         yield lambda label: bar.update(task, advance=1, description=f"{title} {label}")
 

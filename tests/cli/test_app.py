@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import devgraph as dg
+from devgraph.cli import tables
 from devgraph.cli.app import main
 from tests.support.cli_programs import run_cli, write_steps
 from tests.support.suite import printed_by
@@ -230,6 +231,22 @@ def test_output_that_lacks_a_character_shows_its_number(
     assert main(["check", f"{path}:clean"]) == 0
     out.seek(0)
     assert "st\\xe9p.py:clean: nothing" in out.read()
+
+
+def test_what_users_name_is_printed_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "steps.py"
+    path.write_text("def ok():\n    return None\n", encoding="utf-8")
+    assert main(["check", f"{path}:ok"]) == 0
+    tables.say("a:ok:b [/bold]")
+    out = capsys.readouterr().out
+    assert f"{path.name}:ok: nothing" in out
+    assert "a:ok:b [/bold]" in out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with tables.working("reading [/bold] :ok:"):  # was a MarkupError
+        pass
+    assert "reading [/bold] :ok:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flag", "seen"), [(None, False), ("-v", True)])

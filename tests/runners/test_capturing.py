@@ -384,6 +384,12 @@ def test_progress_is_shown_when_asked_for(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("name", ["a[/b]", "a[red]b :ok:"])
+def test_progress_shows_the_name_of_a_runner_as_it_is(name, capsys):
+    double_runner(name=name, progress=True)  # brackets that close nothing were a MarkupError
+    assert f"{name}: capturing" in capsys.readouterr().err
+
+
 def test_a_pipe_gets_a_line_where_captures_take_seconds(capsys, monkeypatch):
     monkeypatch.setattr(rounds_module, "PROGRESS_SECONDS", 0)
     double_runner(config={"buckets": [2, 8]})
