@@ -464,7 +464,7 @@ class Recorder:
             return
         if self.open_span is not None:
             raise UnrecordableError(
-                f"{plan.name} draws random numbers inside the updatable region "
+                f"{plan.name} draws random numbers inside the updatable "
                 f"{self.open_span.label}, and a recording made later could not continue the "
                 f"sequence; draw them before the region and pass them in"
             )

@@ -192,8 +192,20 @@ def test_host_argument_under_the_name_of_another_is_refused(kit: Kit, policy: st
     def crossed(x: torch.Tensor, *, length: int, other: int) -> torch.Tensor:
         return prefix_sum(x * 2, length=other)
 
-    with pytest.raises(dg.FrozenValueError, match=r"'length'.*'other'"):
+    with pytest.raises(dg.FrozenValueError, match=r"'length'.*'other'") as caught:
         kit.capture(crossed, kit.tensor(4, 8), policy=policy, host_args={"length": 3, "other": 4})
+    assert "host_args=('other',)" in str(caught.value)
+    assert "derive={'length': lambda other: other}" in str(caught.value)
+
+    @dg.region(host_args=("other",), derive={"length": lambda other: other})  # as it says
+    def taking(x: torch.Tensor, *, other: int, length: int) -> torch.Tensor:
+        return x[:, :length].sum(1)
+
+    x = kit.tensor(4, 8)
+    captured = kit.capture(
+        lambda x, *, other: taking(x * 2, other=other), x, policy=policy, host_args={"other": 4}
+    )
+    same(captured.replay(other=6), (x * 2)[:, :6].sum(1))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -82,6 +82,14 @@ class Tracked:
     __hash__: Any
 
 
+def taken_from(own: str, name: str) -> str:
+    """Return how a marked function takes its parameter ``name`` from the host argument ``own``."""
+    return (
+        f"Let it take {own!r}, with host_args=({own!r},) on its mark, and let the mark fill "
+        f"{name!r}: derive={{{name!r}: lambda {own}: {own}}}."
+    )
+
+
 def _refuse(name: str, how: str) -> NoReturn:
     raise FrozenValueError(
         f"host argument {name!r} was consumed by {how} outside a region, at {user_line()}. "

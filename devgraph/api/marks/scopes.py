@@ -11,7 +11,7 @@ import torch
 
 from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import CaptureError, FrozenValueError, brief
-from devgraph.api.marks.host_values import HostSpec, is_tracked
+from devgraph.api.marks.host_values import HostSpec, is_tracked, taken_from
 from devgraph.api.marks.marks import (
     Absorbed,
     Mark,
@@ -73,12 +73,10 @@ def _plain_host_values(
     for name, value in host.items():
         tracked = is_tracked(value)
         plain[name] = value._devgraph_value if tracked else value
-        if tracked and value._devgraph_name != name:
+        if tracked and (own := value._devgraph_name) != name:
             raise FrozenValueError(
                 f"{mark.name} takes host argument {name!r} and was given the tracked value of "
-                f"{value._devgraph_name!r}, at {user_line()}. Pass it under its own name, or "
-                f"declare derive={{{name!r}: lambda {value._devgraph_name}: "
-                f"{value._devgraph_name}}} on the mark."
+                f"{own!r}, at {user_line()}. {taken_from(own, name)}"
             )
         declared = name in spec.declared
         if tracked or (declared and accept_equal and value == spec.declared[name]):

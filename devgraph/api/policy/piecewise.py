@@ -43,6 +43,7 @@ from devgraph.api.errors import (
     FrozenValueError,
 )
 from devgraph.api.marks import marks
+from devgraph.api.marks.host_values import taken_from
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.source import SourceLine, node_line, traced_line
@@ -177,11 +178,14 @@ def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node,
             with graph.graph.inserting_before(node):
                 kwargs[name] = graph.graph.call_function(_host_value, (name,))
             continue
-        given = f"the value of {found!r}" if found else f"a computed or plain value ({value})"
+        if found:
+            given, way = f"the value of {found!r}", taken_from(found, name)
+        else:
+            given = f"a computed or plain value ({value})"
+            way = f"Pass on the host argument itself, or compute with derive={{{name!r}: ...}}."
         raise FrozenValueError(
             f"region {mark.name} takes host argument {name!r} and was given {given}, at "
-            f"{node_line(node) or node}. Pass the host argument on unchanged under its own name, "
-            f"or declare derive={{{name!r}: ...}} on the mark."
+            f"{node_line(node) or node}. {way}"
         )
     node.args, node.kwargs = args, kwargs
 
