@@ -8,10 +8,12 @@ import importlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from devgraph.api.errors import ConfigError, DeviceGraphError
-from devgraph.integrations.engine.memory import GraphMemory
+
+if TYPE_CHECKING:
+    from devgraph.integrations.engine.memory import GraphMemory
 
 logger = logging.getLogger(__name__)
 
