@@ -149,5 +149,7 @@ def _messages() -> Iterator[Callable[[int], None]]:
 
 def _complain(text: str) -> None:
     if sys.stderr is not None:
-        sys.stderr.write(f"devgraph: {' '.join(text.splitlines())}\n")
-        sys.stderr.flush()
+        # Where nobody reads it or nothing can hold it, the exit code tells as much.
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"devgraph: {' '.join(text.splitlines())}\n")
+            sys.stderr.flush()

@@ -17,6 +17,8 @@ from devgraph.cli.app import main
 from tests.support.cli_programs import run_cli, write_steps
 from tests.support.suite import printed_by
 
+FULL_DEVICE = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+
 COMMANDS = ("doctor", "plan", "generate", "demo", "bench", "check", "explain")
 
 
@@ -176,7 +178,13 @@ def test_closed_pipe_is_an_ordinary_end(given: str, tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("given", "code"),
-    [("plan >&-", 0), ("plan --json >&-", 0), ("doctor --backend x 2>&-", 2)],
+    [
+        ("plan >&-", 0),
+        ("plan --json >&-", 0),
+        ("doctor --backend x 2>&-", 2),
+        pytest.param("doctor --backend x 2>/dev/full", 2, marks=FULL_DEVICE),
+        pytest.param("plan --nonsense 2>/dev/full", 2, marks=FULL_DEVICE),
+    ],
 )
 def test_closed_output_changes_no_exit_code(given: str, code: int):
     done = subprocess.run(f"{sys.executable} -m devgraph {given}", shell=True, timeout=300)
