@@ -246,7 +246,8 @@ class CudaGraphManager:
         assert desc not in self.graphs
         torch = _utils().torch
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self.pool, stream=None):
+        own = getattr(_utils(), "capture_pool", lambda pool, config: contextlib.nullcontext(pool))
+        with own(self.pool, self.vllm_config) as pool, torch.cuda.graph(graph, pool, stream=None):
             forward_fn()
         self.graphs[desc] = graph
         if self._capture_mem_samples is not None:
@@ -515,6 +516,7 @@ def modules(version: str = "0.33") -> dict[str, types.ModuleType]:
             "graph_capture": None,
             "get_pp_group": lambda: group,
             "prepare_inputs_to_capture": None,
+            "capture_pool": lambda pool, config: contextlib.nullcontext(pool),
             "torch": torch,
         },
         "vllm.v1.worker.gpu.model_runner": {"ModelCudaGraphManager": ModelCudaGraphManager},
@@ -523,7 +525,7 @@ def modules(version: str = "0.33") -> dict[str, types.ModuleType]:
         managers = contents["vllm.v1.worker.gpu.cudagraph_utils"]
         managers["CudaGraphManager"] = OldCudaGraphManager
         managers["ModelCudaGraphManager"] = OldModelCudaGraphManager
-        del managers["BreakableCUDAGraphWrapper"]
+        del managers["BreakableCUDAGraphWrapper"], managers["capture_pool"]
         contents["vllm.v1.worker.gpu.model_runner"] = {
             "ModelCudaGraphManager": OldModelCudaGraphManager
         }

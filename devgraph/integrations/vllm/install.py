@@ -72,7 +72,10 @@ class Installation(Changes):
         for name in (MANAGERS, "vllm.v1.worker.encoder_cudagraph", MICROBATCHES):
             overlay = functools.partial(manager.graph_making_torch, threads=name == MICROBATCHES)
             self.wrap(importlib.import_module(name), "torch", overlay)
-        base = importlib.import_module(MANAGERS).CudaGraphManager
+        managers = importlib.import_module(MANAGERS)
+        if hasattr(managers, "capture_pool"):
+            self.change(managers, "capture_pool", manager.own_pool)
+        base = managers.CudaGraphManager
         self.wrap(base, "capture", manager.sparing_capture)
         self.wrap(base, "dispatch", manager.counting_dispatch)
         first = importlib.import_module(V1_RUNNER).GPUModelRunner

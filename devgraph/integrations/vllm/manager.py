@@ -73,6 +73,13 @@ def _is_current(stream: Any) -> bool:
     return number is None or number == torch.accelerator.current_stream().stream_id
 
 
+@contextlib.contextmanager
+def own_pool(pool: Any, config: Any) -> Iterator[Any]:
+    """Stands for vLLM's ``capture_pool``, which has whole steps of engines that offload graphs lie
+    in a pool of its allocator: they share that of pieces, which sleeps as well."""
+    yield pool
+
+
 class _Overlay:
     """A namespace with some names of its own and all others of ``base``."""
 

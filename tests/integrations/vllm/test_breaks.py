@@ -474,6 +474,8 @@ def test_profiling_measures_no_graph_of_a_round_that_was_made_anew(
     setup, failed = Managed(second, monkeypatch, breakable=False), []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
+    if not hasattr(setup.manager, "_capture_mem_samples"):
+        pytest.skip("this vLLM does not profile graphs of its second runner")
     setup.manager._capture_mem_samples = samples = []
 
     def fail_once(model: Any, args: Any, kwargs: Any) -> None:
@@ -604,6 +606,25 @@ def test_manager_counts_why_a_step_has_no_graph(
     setup.dispatch(4, 4, 1)
     eager = vllm.stats()["modes"]["full"]["eager"]
     assert eager == {"not_captured_yet": 1, "over_largest_size": 1}
+
+
+def test_whole_steps_share_the_pool_of_pieces_where_the_engine_offloads_graphs(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(second.managers, "capture_pool"):
+        pytest.skip("this vLLM has no pools that sleep")
+
+    @contextlib.contextmanager
+    def offloading(pool: Any, config: Any) -> Iterator[str]:
+        yield "of vLLM's allocator"
+
+    platform = second.platforms.current_platform
+    monkeypatch.setattr(platform, "graph_pool_handle", lambda: "handle", raising=False)
+    monkeypatch.setattr(second.managers, "capture_pool", offloading)
+    setup = Managed(second, monkeypatch, breakable=True)
+    setup.capture()
+    whole = {made.step.graph.pool for made in setup.manager.graphs.values()}
+    assert whole == {setup.segments._memory()}
 
 
 def test_released_graphs_are_freed_and_captured_anew(

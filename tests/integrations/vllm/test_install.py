@@ -66,6 +66,7 @@ def places(engine: Engine) -> list[Any]:
         engine.managers.CudaGraphManager.dispatch,
         engine.runner.GPUModelRunner._capture_cudagraphs,
         engine.runner.GPUModelRunner._warmup_and_capture,
+        getattr(engine.managers, "capture_pool", None),
         *(module.torch for module in (engine.managers, microbatches, encoders)),
         worker.__init__,
         worker.sleep,
@@ -90,7 +91,8 @@ def test_install_puts_devgraph_at_every_place_and_uninstall_gives_all_back(
     assert engine.managers.torch.Tensor is torch.Tensor
     newest = hasattr(engine.managers, "BreakableCUDAGraphWrapper")
     assert issubclass(engine.runner.BreakableCUDAGraphWrapper, BreakableStep)
-    assert len(vllm.stats()["installed"]) == 15 + newest
+    offloads = hasattr(engine.managers, "capture_pool")
+    assert len(vllm.stats()["installed"]) == 15 + newest + offloads
     vllm.uninstall()
     assert places(engine) == before
     assert vllm.stats()["installed"] == []
