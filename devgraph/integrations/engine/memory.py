@@ -100,13 +100,18 @@ class GraphMemory:
     @property
     def bytes(self) -> int:
         """Device memory of all pools in use."""
-        return sum(pool.bytes for pool in set(self._pools.values()))
+        return sum(pool.bytes for pool in self._alive)
+
+    @property
+    def _alive(self) -> set[Pool]:
+        # The references at once: another thread may make a pool meanwhile.
+        return {pool for ref in self._pools.valuerefs() if (pool := ref()) is not None}
 
     def release(self) -> None:
         """Give back the memory of graphs, of the pools that can, until ``restore``; replays raise
         ExecutableError meanwhile. Idempotent; see ``Pool.release``."""
         before = self.bytes
-        for pool in set(self._pools.values()):
+        for pool in self._alive:
             if pool.releasable:
                 pool.release()
         logger.info("the device has %d MiB of graph memory back", (before - self.bytes) >> 20)
@@ -117,7 +122,7 @@ class GraphMemory:
         Raises:
             ResourceError: there is not enough; nothing is lost, and it may be tried again.
         """
-        for pool in set(self._pools.values()):
+        for pool in self._alive:
             pool.restore()
 
     def settle(self) -> None:

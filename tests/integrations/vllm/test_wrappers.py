@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import threading
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 
 import devgraph as dg
 from devgraph.integrations import vllm
-from devgraph.integrations.engine.memory import weak
 from devgraph.integrations.vllm import layer
 from devgraph.integrations.vllm.wrappers import BreakableStep
 from tests.support.vllm_engine import ENGINES, WIDTH, Engine, Step, engine_of
@@ -449,20 +447,6 @@ def test_outputs_of_a_class_come_back_as_one_of_it(engine: Engine, kind: Any, br
         out = wrapper(x)
     assert type(out) is kind
     assert torch.equal(out.rows, x * 2)
-
-
-def test_output_in_other_memory_than_the_pools_is_kept() -> None:
-    """A tensor on the host does not outlive its owner, whatever graphs of a device do."""
-
-    class Pool:
-        backend = types.SimpleNamespace(device=types.SimpleNamespace(type="abacus"))
-
-        def bare(self, tensor: torch.Tensor) -> None:
-            raise AssertionError("the host's memory is not the pool's")
-
-    here: Any = torch.ones(2)
-    pool: Any = Pool()
-    assert weak(pool, (here, 3))[0] is here
 
 
 def test_piece_without_device_work_is_replayed_as_nothing(engine: Engine) -> None:
