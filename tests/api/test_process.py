@@ -58,15 +58,18 @@ def test_forked_child_cannot_replay_a_captured_step(kit: Kit) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_forked_child_waits_for_no_lock_of_another_thread(kit: Kit, pool: dg.Pool) -> None:
+@pytest.mark.parametrize("busy", ["replay", "capture"])
+def test_forked_child_waits_for_no_lock_of_another_thread(
+    kit: Kit, pool: dg.Pool, busy: str
+) -> None:
     """FAULTS 39."""
-    replaying, forked = threading.Event(), threading.Event()
+    working, forked = threading.Event(), threading.Event()
     held = [False]
 
     @dg.no_graph
     def body(x: torch.Tensor) -> torch.Tensor:
         if held[0]:
-            replaying.set()
+            working.set()
             forked.wait(60)
         return x * 2
 
@@ -81,10 +84,14 @@ def test_forked_child_waits_for_no_lock_of_another_thread(kit: Kit, pool: dg.Poo
         kit, lambda batch: step(batch.x), pool=pool, max_requests=1, config="breakable"
     )
     held[0] = True
-    thread = threading.Thread(target=captured.replay)
+    work = {
+        "replay": captured.replay,
+        "capture": lambda: kit.capture(step, x, policy="breakable", pool=pool, warmup=0),
+    }
+    thread = threading.Thread(target=work[busy])
     thread.start()
     try:
-        assert replaying.wait(60)
+        assert working.wait(60)
         uses: list[Callable[[], object]] = [
             captured.replay,
             captured.close,
