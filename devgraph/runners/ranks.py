@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from devgraph.api.errors import AgreementError, ConfigError, ConfigTypeError, brief
+from devgraph.api.errors import AgreementError, ConfigError, ConfigTypeError, brief, whole
 from devgraph.runners.decisions import Decision, GraphKey, Reason, Variant
 
 if TYPE_CHECKING:
@@ -77,12 +77,17 @@ class RankGroup:
         timeout_s: float = 120.0,
         vote: Callable[[list[int]], list[int]] | None = None,
     ) -> None:
-        if not 0 <= rank < size:
+        rank, size = whole("rank", rank, 0, ConfigError), whole("size", size, 1, ConfigError)
+        if rank >= size:
             raise ConfigError(f"rank {rank} is not within a group of {size}")
         if store is None and size > 1:
             raise ConfigError(f"a group of {size} ranks needs a store that they share")
-        if timeout_s <= 0:
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+            raise ConfigTypeError(f"timeout_s must be seconds, got {brief(timeout_s)}")
+        if not timeout_s > 0:  # nor is one that is no number
             raise ConfigError(f"timeout_s must be over 0, got {timeout_s}")
+        if vote is not None and not callable(vote):
+            raise ConfigTypeError(f"vote must be a function, got {brief(vote)}")
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s

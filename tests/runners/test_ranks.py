@@ -757,11 +757,24 @@ def test_a_decision_of_another_runner_is_no_vote():
 
 @pytest.mark.parametrize(
     ("rank", "size", "timeout_s", "text"),
-    [(2, 2, 1, "rank 2 is not within a group of 2"), (0, 2, 0, "timeout_s must be over 0")],
+    [
+        (2, 2, 1, "rank 2 is not within a group of 2"),
+        (-1, 2, 1, "rank must be at least 0"),
+        ("0", 2, 1, "rank must be an int"),
+        (0, None, 1, "size must be an int"),
+        (0, 2, 0, "timeout_s must be over 0"),
+        (0, 2, float("nan"), "timeout_s must be over 0"),
+        (0, 2, None, "timeout_s must be seconds"),
+    ],
 )
 def test_an_impossible_group_is_refused(rank, size, timeout_s, text):
     with pytest.raises(dg.ConfigError, match=text):
         RankGroup(dist.HashStore(), rank, size=size, timeout_s=timeout_s)
+
+
+def test_a_vote_that_cannot_be_called_is_refused():
+    with pytest.raises(dg.ConfigTypeError, match="vote must be a function"):
+        RankGroup(dist.HashStore(), 0, size=2, vote=[1])
 
 
 def test_several_ranks_need_a_store() -> None:
