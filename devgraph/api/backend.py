@@ -252,6 +252,8 @@ class Backend(Device):
         """
         if not isinstance(graph, DeviceGraph):
             raise InputTypeError(f"graph must come from backend.make_graph(), got {brief(graph)}")
+        if not (stream is None or hasattr(stream, "wait_stream")):
+            raise InputTypeError(f"stream must be a stream of the device, got {brief(stream)}")
         own = graph.pool
         pool = self.own_pool(own if pool is None else pool)
         spec = HostSpec(host_args)

@@ -22,6 +22,18 @@ def test_unknown_error_mode_is_refused_with_those_that_exist(kit: Kit) -> None:
     assert graph.state == "empty"
 
 
+def test_what_is_no_stream_is_refused_before_a_capture(kit: Kit) -> None:
+    graph = kit.backend.make_graph()
+    with (
+        pytest.raises(dg.InputTypeError, match="stream must be a stream of the device, got 5"),
+        kit.backend.capture_context(graph, stream=5),
+    ):
+        pytest.fail("the body ran")
+    with kit.backend.capture_context(graph, stream=torch.Stream(kit.device)):
+        kit.tensor(2)
+    assert graph.state == "ready"
+
+
 def test_pool_given_to_the_context_is_used(kit: Kit, pool: dg.Pool) -> None:
     graph = kit.backend.make_graph()
     x = kit.tensor(4)
