@@ -375,7 +375,8 @@ class Learned:
     """How often buckets were hit in earlier processes, and which could not be captured.
 
     The file is a help and never a fault: one that is missing, broken or not writable is as if
-    nothing had been learnt. It holds what several runners, versions and devices learnt, each apart.
+    nothing had been learnt, and what is no regular file is neither read nor replaced. It holds
+    what several runners, versions and devices learnt, each apart.
 
     Args:
         path: the file; None keeps nothing.
@@ -409,6 +410,7 @@ class Learned:
             return  # it served nothing
         new = Path(f"{self._path}.{os.getpid()}")
         try:
+            self._require_file()
             new.write_text(json.dumps({**self._read(), self._key: found}), encoding="utf-8")
             new.replace(self._path)
         except (OSError, ValueError) as error:
@@ -416,10 +418,17 @@ class Learned:
             with contextlib.suppress(OSError, ValueError):
                 new.unlink()
 
+    def _require_file(self) -> None:
+        """Raise OSError where the path is of a device, a pipe or a folder."""
+        assert self._path is not None
+        if os.path.exists(self._path) and not os.path.isfile(self._path):
+            raise OSError(f"{self._path} is no regular file")
+
     def _read(self) -> dict[str, Any]:
-        if self._path is None or not self._path.exists():
+        if self._path is None or not os.path.exists(self._path):
             return {}
         try:
+            self._require_file()
             found = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("%s tells nothing of the buckets: %s", self._path, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,7 @@ def test_a_file_that_cannot_be_written_is_only_said(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("path", ["a\0b", "/"])
+@pytest.mark.parametrize("path", ["a\0b", "/", "a" * 300])
 def test_a_path_of_no_file_is_only_said_and_the_graphs_are_closed(path, caplog):
     runner = background(path)
     serve(runner, 1)
@@ -206,6 +207,18 @@ def test_a_path_of_no_file_is_only_said_and_the_graphs_are_closed(path, caplog):
         runner.close()
     assert "what was learnt of the buckets is not kept" in caplog.text
     assert not runner.graphs.captured
+
+
+def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path, monkeypatch, caplog):
+    """A device was read without end, and replaced by a file."""
+    monkeypatch.chdir(tmp_path)  # names of sockets are short
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("learned")
+        with caplog.at_level(logging.WARNING), background("learned") as runner:
+            serve(runner, 1)
+        assert "learned is no regular file" in caplog.text
+        assert Path("learned").is_socket()
+    assert [each.name for each in tmp_path.iterdir()] == ["learned"]
 
 
 def test_a_runner_that_served_nothing_keeps_what_was_known(tmp_path):
