@@ -229,7 +229,6 @@ class Run:
     finish: tuple[str, ...]
     seconds: float
     """Time in steps, without printing."""
-    generated: int = attrs.field(init=False)
     decode_seconds: float | None = None
     decode_tokens: int | None = None
     capture_seconds: float | None = None
@@ -239,8 +238,9 @@ class Run:
     unfused: dict[str, int] | None = None
     """How many of what was not, by the reason."""
 
-    @generated.default
-    def _count(self) -> int:
+    @property
+    def generated(self) -> int:
+        """Tokens of all prompts."""
         return sum(map(len, self.tokens))
 
     @property
@@ -259,6 +259,7 @@ class Run:
         """Return everything as JSON has it."""
         return {
             **attrs.asdict(self, filter=lambda field, _: field.name != "phases"),
+            "generated": self.generated,
             "tokens_per_second": self.rate,
             "decode_tokens_per_second": self.decode_rate,
             "phases": [stats.to_dict() for stats in self.phases],

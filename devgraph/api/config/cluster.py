@@ -74,15 +74,6 @@ class Group:
     facts: EngineFacts
     """The engine there; its ``collectives`` say whether graphs hold any."""
 
-    @property
-    def vendors(self) -> tuple[str, ...]:
-        return tuple(sorted({member.vendor for member in self.members}))
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """The phases that run here."""
-        return PHASES if self.role == "both" else (self.role,)
-
 
 @attrs.frozen(kw_only=True)
 class Cluster:
@@ -173,7 +164,7 @@ def plan_cluster(
                 f"used. {did_you_mean(name, cluster.backends, OTHER_NAMES)}"
             )
     for phase in PHASES:
-        if not any(phase in group.phases for group in cluster.groups):
+        if not any(group.role in ("both", phase) for group in cluster.groups):
             _warn(f"no group of the cluster runs {phase}")
     plans: list[MemberPlan] = []
     problems: list[str] = []
@@ -206,10 +197,11 @@ def _mixed(group: Group, plans: list[MemberPlan]) -> list[str]:
             if plan.resolution.effective.phase(phase).policy != "disabled"
         }
     )
-    if len(group.vendors) < 2 or not group.facts.collectives or not captured:
+    vendors = sorted({member.vendor for member in group.members})
+    if len(vendors) < 2 or not group.facts.collectives or not captured:
         return []
     return [
-        f"group {group.name!r} mixes the vendors {', '.join(group.vendors)}, and its graphs of "
+        f"group {group.name!r} mixes the vendors {', '.join(vendors)}, and its graphs of "
         f"{' and '.join(captured)} hold collectives, which no two vendors share. Make one group "
         f"per vendor, or switch graphs off for the group"
     ]
