@@ -57,7 +57,8 @@ logger = logging.getLogger(__name__)
 _SINCE = {
     Reason.SUSPENDED: "{} was suspended since; decide again, or call resume()",
     Reason.EXECUTABLE_MEMORY: "the memory of {} was given back since; decide again, or restore it",
-    Reason.WEIGHTS_CHANGED: "the weights of {} were replaced since; decide or capture again",
+    Reason.WEIGHTS_CHANGED: "the weights of {} were replaced since; decide again, or call "
+    "invalidate('weights') and capture()",
 }
 """Why the graph that a decision asks for cannot be launched any more."""
 
