@@ -44,6 +44,8 @@ class Round:
         self._all = config.parallel_config.world_size_across_dp > 1
         self._seen: set[Hashable] = set()
         self._skipped = False
+        self.runs_step = True
+        """What ``wants_run`` said of the step that is being captured."""
         self._undo = contextlib.ExitStack()
         from vllm.compilation.counter import compilation_counter
 
@@ -55,6 +57,7 @@ class Round:
         wanted = self._all or kind not in self._seen
         self._seen.add(kind)
         self._skipped |= not wanted
+        self.runs_step = wanted
         return wanted
 
     def _kind(self, desc: Any) -> Hashable:
@@ -182,6 +185,23 @@ class Layer:
             return made.make(lambda: capture(made))
         finally:
             self._here.round = outer
+
+    def allocated(self) -> int:
+        """Return how many bytes of the device tensors have; 0 where nobody counts them."""
+        count = getattr(getattr(self.memory.backend, "namespace", None), "memory_allocated", None)
+        return 0 if count is None else count()
+
+    @contextlib.contextmanager
+    def writing(self, replay: Callable[[], object]) -> Iterator[None]:
+        """Capture a step in the block, and ``replay`` it if it was not run and keeps memory that it
+        took: vLLM keeps tensors by size, which the first run writes and later steps only read."""
+        if self.round is None or self.round.runs_step:
+            yield
+            return
+        before = self.allocated()
+        yield
+        if self.allocated() > before:
+            replay()
 
     def within(self, pool: Pool) -> contextlib.AbstractContextManager[Session]:
         """Return the session that records a piece into ``pool``."""

@@ -63,9 +63,10 @@ def _recording(
     layer.prepare(memory, settle=True)
     theirs = threads or not _is_current(stream)
     within = session(memory, stream=stream) if theirs else layer.within(memory)
-    with recorded(layer.memory.backend, memory, count, within=within) as made:
-        yield
-    graph.step = CapturedStep(made, count)
+    with layer.writing(lambda: graph.step and graph.step.launch()):
+        with recorded(layer.memory.backend, memory, count, within=within) as made:
+            yield
+        graph.step = CapturedStep(made, count)
 
 
 def _is_current(stream: Any) -> bool:
@@ -128,8 +129,9 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
 
                 def run(mode: Any) -> Any:
                     if mode == CUDAGraphMode.PIECEWISE:
-                        with layer.one_step():
-                            return forward(mode)
+                        with layer.writing(lambda: forward(mode)), layer.one_step():
+                            forward(mode)
+                        return None
                     return forward(mode) if is_capturing() or made.wants_run(desc) else None
 
                 return (run, *state) if state else run
@@ -162,8 +164,9 @@ def sparing_step(capture: Callable[..., Any]) -> Callable[..., Any]:
     def capture_sparingly(self: Any, desc: Any, *args: Any, **kwargs: Any) -> Any:
         if layer.round is not None and not layer.round.wants_run(desc):
             kwargs["num_warmups"] = 0
-        with layer.one_step():
-            return capture(self, desc, *args, **kwargs)
+        again = functools.partial(capture, self, desc, *args, **kwargs)
+        with layer.writing(again), layer.one_step():
+            again()
 
     return capture_sparingly
 

@@ -18,7 +18,7 @@ import torch
 import devgraph as dg
 from devgraph.api.marks.marks import is_capturing
 from devgraph.integrations import vllm
-from devgraph.integrations.vllm.layer import current_layer, no_full_collections
+from devgraph.integrations.vllm.layer import Layer, current_layer, no_full_collections
 from devgraph.integrations.vllm.wrappers import BreakableStep, step_wrapper
 from tests.support.vllm_engine import (
     ENGINES,
@@ -532,6 +532,53 @@ def test_first_runner_runs_the_first_step_of_a_kind_and_what_fails_without(
     first, again, last = ([(size, "NONE"), (size, "PIECEWISE")] for size in (4, 2, 1))
     anew = [*first, *again] if needs_run else []
     assert runs == [*first, (2, "PIECEWISE"), *anew, *last]
+
+
+def test_first_runner_replays_a_step_that_was_not_run_and_keeps_memory(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Managed(second, monkeypatch, breakable=False)
+    cls, runs = second.runner.GPUModelRunner, []
+    monkeypatch.setattr(second.runner, "is_global_first_rank", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    config = second.config()
+    config.parallel_config.use_ubatching = False
+    runner = types.SimpleNamespace(
+        **vars(config),
+        vllm_config=config,
+        maybe_remove_all_loras=lambda config: None,
+        _dummy_run=lambda tokens, cudagraph_runtime_mode, **_: runs.append(
+            (tokens, cudagraph_runtime_mode.name)
+        ),
+    )
+    runner._warmup_and_capture = types.MethodType(cls._warmup_and_capture, runner)
+    sizes = [second.Descriptor(size) for size in (48, 32, 16, 4)]
+    monkeypatch.setattr(Layer, "allocated", lambda layer: sum(run[0] == 16 for run in runs))
+    cls._capture_cudagraphs(runner, sizes, cudagraph_runtime_mode=second.Mode.PIECEWISE)
+    pieces = [(size, "PIECEWISE") for size in (48, 32, 16, 16)]
+    assert runs == [(48, "NONE"), *pieces, (4, "NONE"), (4, "PIECEWISE")]
+
+
+def test_what_a_step_that_was_not_run_keeps_is_written(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM keeps tensors by the number of tokens, made when the first layer asks for them."""
+    setup = Managed(second, monkeypatch, breakable=True)
+    kept: dict[Any, torch.Tensor] = {}
+    monkeypatch.setattr(Layer, "allocated", lambda layer: len(kept))
+
+    def scale(model: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        mode = second.context.get_forward_context().cudagraph_runtime_mode.name
+        key = len(output), mode
+        if key not in kept:
+            kept[key] = torch.full((len(output), 1), 3.0)
+        return output * kept[key]
+
+    setup.model.register_forward_hook(scale)
+    setup.capture()
+    assert {size for size, _ in kept} == {4, 2}
+    for (size, _), tensor in kept.items():
+        assert torch.equal(tensor, torch.full((size, 1), 3.0))
 
 
 def test_capturing_again_drops_the_segments_of_before(
