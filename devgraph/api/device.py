@@ -86,10 +86,17 @@ class _Collector:
                 gc.disable()
             yield
         finally:
-            with self._lock:
-                if self._resting.count(here) > before:
-                    self._resting.remove(here)
-                self._wake()
+            try:
+                self._end_rest(here, before)
+            except BaseException:  # an interrupt
+                self._end_rest(here, before)
+                raise
+
+    def _end_rest(self, here: int, before: int) -> None:
+        with self._lock:
+            if self._resting.count(here) > before:
+                self._resting.remove(here)
+            self._wake()
 
 
 collector = _Collector()

@@ -19,6 +19,7 @@ import abc
 import enum
 import functools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -580,11 +581,23 @@ class DeviceGraph(abc.ABC):
     def __del__(self) -> None:
         try:
             if self._state not in (GraphState.CLOSED, GraphState.EMPTY):
-                with self.pool.lock:
-                    self._clear(GraphState.CLOSED, self._free)
+                lock, held = self.pool.lock, list[bool]()
+                try:
+                    held.extend(map(lock.acquire, (False,)))  # one call, as in Device.locked
+                    if held[0]:
+                        self._clear(GraphState.CLOSED, self._free)
+                    else:  # whose thread may wait for a lock that this one holds
+                        self._end_later()
+                finally:
+                    if held and held[0]:
+                        lock.release()
         # The lock is refused in a forked child; at the interpreter's end modules are gone.
         except Exception:
             pass
+
+    def _end_later(self) -> None:
+        """Close the graph on a thread of its own, which may wait for the pool's lock."""
+        threading.Thread(target=self.close, daemon=True).start()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._state.value} on {self.backend.device}>"

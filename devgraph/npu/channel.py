@@ -95,7 +95,6 @@ class UpdateChannel:
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         # A set that changes while another thread looks at it would end the thread that looks.
         self._watching = threading.RLock()
-        self._unburied: list[Any] = []
         self._launching = False
         self._last: Job | None = None
 
@@ -165,10 +164,6 @@ class UpdateChannel:
                 f"regions would wait for it for ever. Start a new process, or capture with "
                 f"policy='breakable'."
             )
-        if self._unburied and not self.on_thread():
-            for graph in self._unburied[:]:
-                self._unburied.remove(graph)
-                graph.close()
 
     def finish(self, job: Job, what: str) -> None:
         """Wait until ``job`` was issued and raise what it raised.
@@ -215,10 +210,6 @@ class UpdateChannel:
         while waiting := [regions for regions in waiting if not regions.settled()]:
             time.sleep(0.0001)
         return watched
-
-    def bury_later(self, graph: Any) -> None:
-        """Close ``graph`` on another thread: closing takes locks that the thread must not take."""
-        self._unburied.append(graph)
 
     def stop(self) -> None:
         """End the thread after what is queued; for tests and the end of the process."""

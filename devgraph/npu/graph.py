@@ -295,7 +295,7 @@ class NpuGraph(TorchGraph):
     def __del__(self) -> None:
         try:
             if self._regions is not None and self.backend.channel.on_thread():
-                self.backend.channel.bury_later(self)
+                self._end_later()  # it must not wait for locks
                 return
         except Exception:  # its making failed, or at the interpreter's end modules are gone
             pass

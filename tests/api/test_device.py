@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,12 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.device import collector
 from devgraph.api.session import session
 from devgraph.cpu.backend import CpuBackend
 from devgraph.testing.conformance.support import Kit
 from devgraph.testing.conformance.test_concurrency import PATIENCE
+from tests.support.interrupts import interrupted
 
 
 class Alone(CpuBackend):
@@ -412,3 +415,18 @@ def test_replay_of_another_thread_waits_unless_it_may_run_beside_a_capture(kit: 
     assert replayed == [waits]
     graph.replay()
     kit.same((y, captured.outputs), (x + 1, other * 3))
+
+
+def test_interrupt_at_any_place_leaves_the_collector_on() -> None:
+    """FAULTS 40."""
+
+    def rest() -> None:
+        with collector.at_rest():
+            pass
+
+    for place in itertools.count(1):
+        if not interrupted(rest, place):
+            break
+        gc.collect()  # what an interrupt kept from being left
+        assert gc.isenabled(), place
+    assert place > 5

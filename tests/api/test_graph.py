@@ -8,6 +8,8 @@ its threads are the suite's: ``devgraph/testing/conformance/test_states.py``, ``
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -230,3 +232,32 @@ def test_update_keeps_arguments_that_it_does_not_name(kit: Kit) -> None:
         n, m = change.get("n", n), change.get("m", m)
         graph.replay()
         kit.same(y, both(x, n=n, m=m), f"the replay after update({change})")
+
+
+def test_graph_that_dies_waits_for_no_thread_that_has_its_pool(kit: Kit, pool: dg.Pool):
+    """FAULTS 27. It may die in any thread, with any lock held: two such waited for each other."""
+    graph = kit.backend.make_graph(pool)
+    with kit.backend.capture_context(graph):
+        y = torch.ones(WIDTH) + 1
+    graph.replay()
+    held, end, gone = threading.Event(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool.lock:
+            held.set()
+            end.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    weakref.finalize(graph._tape, gone.set)  # type: ignore[attr-defined]
+    dying = threading.Thread(target=lambda graphs: graphs.clear(), args=([graph],))
+    del graph
+    dying.start()
+    dying.join(30)
+    waited = dying.is_alive()
+    end.set()
+    holder.join()
+    assert not waited
+    assert gone.wait(30)  # when the pool is free again
+    assert torch.equal(y, torch.full((WIDTH,), 2.0))

@@ -186,6 +186,24 @@ def test_replay_on_another_stream_waits_for_the_last_one(backend: FakeBackend):
     assert second.waited_for == [first]
 
 
+def test_replay_waits_for_no_stream_that_another_capture_is_on(backend: FakeBackend):
+    """All pools capture on one stream; a stream that waits for it becomes part of a capture."""
+    space, pool = backend.namespace, backend.make_pool()
+    graph = backend.make_graph(pool)
+    with session(pool) as held:  # as a step with breaks, which runs what it has captured
+        held.begin(graph)
+        held.end(allow_empty=True)
+        with pool.lock:
+            pool.order()
+    side = pool.stream
+    waited = len(space.default.waited_for)
+    graph.replay()
+    assert side not in space.default.waited_for[waited:]
+    with space.stream(other := space.Stream()):
+        graph.replay()
+    assert other.waited_for == [space.default]
+
+
 def test_error_mode_that_the_vendor_lacks_becomes_the_one_it_has_and_says_so(
     backend: FakeBackend, caplog: pytest.LogCaptureFixture
 ):

@@ -596,6 +596,9 @@ class TorchBackend(Backend):
                     self.join(current, side)
             raise
         self.join(current, side)
+        if pool.ordered_stream is not None and pool._last_stream == side:
+            # Nothing may wait for a stream that the next capture, perhaps another thread's, is on.
+            pool._last_stream, pool.ordered_stream = current, self.current_stream_id()
 
     def captures_on(self, stream: Any) -> bool:
         """Whether captures may be made on ``stream``, a caller's, instead of the pool's own."""
