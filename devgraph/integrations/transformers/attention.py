@@ -484,7 +484,8 @@ def has_varlen(head_dim: int, *, dtype: torch.dtype, device: torch.device) -> bo
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
+        drawn = torch.randn(shape, generator=generator, device="cpu")
+        return drawn.to(device=device, dtype=dtype)
 
     keys = draw(kv_heads, slots * max_len, head_dim)
     values = draw(kv_heads, slots * max_len, head_dim)

@@ -112,7 +112,8 @@ class Engine:
     Requests join and leave between steps. Where the configuration says neither which graphs to
     capture nor when, ``generate`` captures what batches come to want, so that no prompt waits for
     a graph, and ``capture`` captures all before the first. The same object runs eagerly with the
-    policy ``disabled``: same steps, same kernels, no graphs. An engine belongs to one thread.
+    policy ``disabled``: same steps, same kernels, no graphs. Autocast is refused, for steps compute
+    in the dtype of the model. An engine belongs to one thread.
 
     Args:
         model: a causal language model of transformers in evaluation mode, on the device of
@@ -356,7 +357,7 @@ class Engine:
         call repeats it. Where it is the tokenizer that raises, on the tokens of one request, that
         request is cancelled (a note names it), and the next call returns the events of all.
         """
-        self._check_open()
+        self._check_able()
         begin = time.perf_counter()
         self._scheduler.admit()
         for move in self._scheduler.compact():
@@ -490,7 +491,7 @@ class Engine:
             sampling: for all prompts, or one for each, as of ``add_request``.
             on_event: called with every event of these prompts as it comes.
         """
-        self._check_open()
+        self._check_able()
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InputTypeError(
                 f"prompts must be a list of prompts, got {brief(prompts)}; if that is one prompt, "
@@ -545,7 +546,7 @@ class Engine:
 
     def capture(self) -> None:
         """Capture the graphs of all runners, those of the phase with larger steps first."""
-        self._check_open()
+        self._check_able()
         for runner in self.runners:
             asked = self.config.phase(runner.phase).capture
             runner.capture(everything=asked == "eager")
@@ -556,7 +557,7 @@ class Engine:
 
         For the configurations that capture in the background of serving.
         """
-        self._check_open()
+        self._check_able()
         return any(runner.idle() for runner in reversed(self.runners))
 
     def invalidate(self, reason: str) -> None:
@@ -601,6 +602,15 @@ class Engine:
     def _check_open(self) -> None:
         if self.closed:
             raise StateError("this engine is closed; make a new one")
+
+    def _check_able(self) -> None:
+        """Raise StateError where a step cannot run or be captured now."""
+        self._check_open()
+        if torch.is_autocast_enabled(self.model.device.type):
+            raise StateError(
+                "the steps of an engine compute in the dtype of its model, and autocast is on: "
+                "leave torch.autocast, or load the model in the dtype that is wanted"
+            )
 
     def __enter__(self) -> Engine:
         return self

@@ -425,7 +425,8 @@ def _joined_heads(q: Tensor, k: Tensor, dim: int) -> Tensor:
 
 def _noise(shape: torch.Size, like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(dtype=like.dtype, device=like.device)
+    drawn = torch.randn(shape, generator=generator, device="cpu")
+    return drawn.to(dtype=like.dtype, device=like.device)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

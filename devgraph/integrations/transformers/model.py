@@ -155,7 +155,8 @@ class CausalModel:
         overrides = self.shape.overrides | {"_attn_implementation": self._name}
         self._overriding = overriding(model, **overrides)
         if self.own is not None:
-            self._verify()
+            with self.device:
+                self._verify()
 
     def _choose_slotted(self, offered: Callable[..., SlotAttention | None]) -> SlotAttention | None:
         shapes = set(self.shape.layers)
@@ -416,7 +417,7 @@ class CausalModel:
         the last two tokens of texts that run in two packed steps each and a decode step of all."""
         draw = torch.Generator().manual_seed(0)
         texts = [
-            torch.randint(self.shape.vocabulary, (n,), generator=draw).tolist()
+            torch.randint(self.shape.vocabulary, (n,), generator=draw, device="cpu").tolist()
             for n in (7, 5)[: self.max_requests]
         ]
         got, alone = [], []

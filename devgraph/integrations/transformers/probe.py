@@ -379,17 +379,18 @@ def _window_of(function: Callable[..., Tensor]) -> int | None:
     The function is evaluated, not recognised: at positions far apart it must allow exactly the
     last ``window`` rows, or all of them.
     """
-    zero = torch.zeros((), dtype=torch.int64)
+    cpu = torch.device("cpu")
+    zero = torch.zeros((), dtype=torch.int64, device=cpu)
 
     def allowed(position: int, rows: Tensor) -> Tensor:
-        at = torch.full((), position, dtype=torch.int64)
+        at = torch.full((), position, dtype=torch.int64, device=cpu)
         return torch.as_tensor(function(zero, zero, at, rows)).expand(rows.shape)
 
     far = 1 << 20
-    window = int(allowed(far, torch.arange(far + 1)).sum())
+    window = int(allowed(far, torch.arange(far + 1, device=cpu)).sum())
     limit = None if window == far + 1 else window
     for position in (0, 1, 2, 7, window - 1, window, window + 5, far):
-        rows = torch.arange(max(0, position - window - 64), position + 64)
+        rows = torch.arange(max(0, position - window - 64), position + 64, device=cpu)
         want = rows <= position
         if limit is not None:
             want &= rows > position - limit
@@ -410,18 +411,19 @@ def probe(model: PreTrainedModel) -> ModelShape:
             f"AutoModelForCausalLM.from_pretrained(...)"
         )
     try:
-        _check_static(model)
-        known = model, _check_state(model), _body_of(model), _overrides(model)
-        try:
-            return _probe(*known)
-        except _Refused as error:
-            own = str(error)
-        try:
-            return _probe(*known, own=own)
-        except _Refused as error:
-            if str(error) == own:
-                raise
-            raise _Refused(f"{own}; and attending by itself, {error}") from error
+        with model.device:  # whatever the default device of the program is
+            _check_static(model)
+            known = model, _check_state(model), _body_of(model), _overrides(model)
+            try:
+                return _probe(*known)
+            except _Refused as error:
+                own = str(error)
+            try:
+                return _probe(*known, own=own)
+            except _Refused as error:
+                if str(error) == own:
+                    raise
+                raise _Refused(f"{own}; and attending by itself, {error}") from error
     except _Refused as error:
         raise refusal(model, error) from error
 

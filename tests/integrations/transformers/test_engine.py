@@ -656,3 +656,31 @@ def test_engine_that_gave_its_memory_back_before_a_capture_generates_eagerly() -
             assert [list(one.token_ids) for one in done] == want
             assert (engine.decode.stats().graph_steps > 0) == graphs
             engine.resume()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_engine_is_made_and_runs_whatever_the_default_device_is(family: str) -> None:
+    model = make_model(family)
+    texts = prompts(3)
+    want = [reference(model, text, 4) for text in texts]
+    with make_engine(model, GRAPHS) as plain:
+        own = plain.model.own
+    with torch.device("meta"):
+        engine = make_engine(model, GRAPHS)
+    with engine:
+        assert engine.model.own == own
+        done = engine.generate(texts, max_new_tokens=4)
+        assert [list(one.token_ids) for one in done] == want
+
+
+def test_steps_under_autocast_are_refused_and_wait() -> None:
+    model = make_model("llama")
+    text = prompts(1)[0]
+    with make_engine(model, GRAPHS) as engine:
+        request = engine.add_request(text, max_new_tokens=4)
+        calls = (engine.step, engine.capture, engine.idle, lambda: engine.generate([text]))
+        with torch.autocast("cpu", torch.bfloat16):
+            for call in calls:
+                with pytest.raises(StateError, match="autocast is on"):
+                    call()
+        assert finish(engine) == {request: reference(model, text, 4)}
