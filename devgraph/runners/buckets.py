@@ -98,9 +98,10 @@ class Buckets(tuple[int, ...]):
             )
         chosen = {_bucket(size, phase, maximum, multiple_of, top) for size in sizes}
         if not chosen:
+            defaults = "leave the list out for the defaults, " if phase in _RANGES else ""
             raise ConfigError(
-                f"{phase} buckets are an empty list: name at least one size, leave the list out "
-                f"for the defaults, or switch graphs off with the policy 'disabled'"
+                f"{phase} buckets are an empty list: name at least one size, {defaults}or switch "
+                f"graphs off with the policy 'disabled'"
             )
         return cls(tuple(sorted(chosen)))
 

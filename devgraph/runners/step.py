@@ -340,7 +340,11 @@ class GraphStep:
         if self._planned:
             host = {**host, **self._planned}
         batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options)
-        return self._called(self.tail, self.outputs(), batch)
+        try:
+            return self._called(self.tail, self.outputs(), batch)
+        except Exception as error:
+            note(error, f"in the tail of {self._name}, bucket {self.graph.key}, {self.real}")
+            raise
 
 
 def _in_range(title: str, replay: _Replay) -> _Replay:

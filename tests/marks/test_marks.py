@@ -28,6 +28,39 @@ def test_positional_arguments_before_a_host_argument_by_keyword_all_arrive(polic
         assert torch.equal(step(x, n=6), want)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("failing", ["derive", "context", "reduce"])
+def test_rule_that_raises_at_a_replay_is_named_and_the_next_one_is_right(policy: str, failing: str):
+    wrong = []
+
+    def rule(where, value):
+        if wrong == [where]:
+            raise ZeroDivisionError(where)
+        return value
+
+    @dg.region(
+        host_args=("n",),
+        derive={"half": lambda n: rule("derive", n // 2)},
+        context=lambda: rule("context", 3),
+        reduce={"n": lambda n: rule("reduce", n)},
+    )
+    def scaled(x, *, n, half, context):
+        return x * n + half + context
+
+    def step(x, *, n):
+        return scaled(x * 2, n=n) + 1
+
+    x = torch.randn(2)
+    with dg.capture(step, x, policy=policy, backend="cpu", host_args={"n": 4}) as captured:
+        wrong.append(failing)
+        with pytest.raises(ZeroDivisionError, match=failing) as caught:
+            captured.replay(n=6)
+        assert "the mark of" in caught.value.__notes__[0]
+        assert "scaled" in caught.value.__notes__[0]
+        wrong.clear()
+        assert torch.equal(captured.replay(n=6), step(x, n=6))
+
+
 def test_host_argument_by_position_before_nameless_ones_is_refused():
     @dg.region(host_args=("n",))
     def total(x, n, *rest):

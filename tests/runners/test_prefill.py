@@ -190,6 +190,26 @@ def test_the_tail_receives_real_rows_sizes_and_host_values():
     assert torch.equal(out, rows_of_x(5).sum(0, keepdim=True) * 6)
 
 
+def test_an_error_of_the_tail_names_the_bucket_and_the_next_run_is_right():
+    wrong = []
+
+    def tail(hidden, batch):
+        if wrong:
+            raise KeyError("tail")
+        return hidden * 3
+
+    runner = dg.PrefillRunner(
+        lambda b: b.x * 2, [X], tail=tail, backend="cpu", max_tokens=8, max_requests=4
+    )
+    runner.capture()
+    wrong.append(True)
+    with pytest.raises(KeyError) as caught:
+        runner.run({"x": rows_of_x(3)})
+    assert "in the tail of prefill, bucket 4" in caught.value.__notes__[0]
+    wrong.clear()
+    assert torch.equal(runner.run({"x": rows_of_x(3)}), rows_of_x(3) * 6)
+
+
 @pytest.mark.parametrize("policy", ["full", "breakable", "disabled"])
 @pytest.mark.parametrize("rows", [5, 8])
 def test_the_tail_reads_slots_whose_tokens_are_not_the_first_dim(policy, rows):

@@ -21,6 +21,7 @@ from devgraph.api.errors import (
     NotCapturableError,
     brief,
     did_you_mean,
+    note,
 )
 from devgraph.api.marks.source import user_line
 
@@ -167,12 +168,16 @@ class Mark:
         out = {}
         for name in self.host_args:  # a comprehension is one call more in each replay
             out[name] = values[name]
-        for name, rule in self.derive.items():
-            out[name] = rule(*(values[source] for source in self._derive_inputs[name]))
-        if self.context is not None:
-            out["context"] = self.context()
-        for name, rule in self.reduce.items():
-            out[name] = rule(out[name])
+        try:
+            for name, rule in self.derive.items():
+                out[name] = rule(*(values[source] for source in self._derive_inputs[name]))
+            if self.context is not None:
+                out["context"] = self.context()
+            for name, rule in self.reduce.items():
+                out[name] = rule(out[name])
+        except Exception as error:
+            note(error, f"in what the mark of {self.name} derives, reads or reduces")
+            raise
         return out
 
     def split(
