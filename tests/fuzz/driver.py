@@ -143,8 +143,9 @@ def step_case(
     return counts
 
 
-_BEYOND_HIP = ("expand", "kept(", "spread(", "t_()", "unsqueeze_", "expanded")
-"""What the fake cannot show (``BEYOND_THE_FAKE`` in tests/rocm/test_conformance.py)."""
+_BEYOND_HIP = ("expand", "kept(", "spread(", "t_()", "unsqueeze_", "expanded", "@ WEIGHT")
+"""What the fake cannot show (``BEYOND_THE_FAKE`` in tests/rocm/test_conformance.py); a vector times
+a matrix changes its layout in place."""
 
 _BEYOND_ASCEND = ("float8", "complex", "conj", "imag", "rotated(", "kept(")
 """What the simulated driver has no kernels for, and results at an address of their own each time,
