@@ -64,7 +64,12 @@ def load(
 def read_config(source: str | os.PathLike[str], *, gguf_file: str | None = None) -> Any:
     """Return the configuration of what ``load`` would load, without reading its weights."""
     with _reading(source, gguf_file) as (place, extra):
-        return AutoConfig.from_pretrained(place, **extra)
+        try:
+            return AutoConfig.from_pretrained(place, **extra)
+        except (OSError, ValueError, ImportError):
+            raise
+        except Exception as error:  # whatever transformers does with sizes that are none
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

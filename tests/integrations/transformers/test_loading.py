@@ -18,6 +18,7 @@ from devgraph.integrations.transformers.loading import (
     DEMO_ENV,
     find_demo,
     load,
+    read_config,
 )
 from tests.support.transformers_models import make_model
 
@@ -93,6 +94,13 @@ def test_missing_gguf_file_lists_those_that_exist(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"x")
     with pytest.raises(DeviceGraphError, match=r"no file .*b\.gguf.*a\.gguf"):
         load(tmp_path / "b.gguf")
+
+
+@pytest.mark.parametrize("config", ["null", '{"model_type": "llama", "hidden_size": "x"}'])
+def test_configuration_that_is_none_is_refused(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InputError, match="cannot read a model from"):
+        read_config(tmp_path)
 
 
 def test_missing_packages_are_named_with_the_command(
