@@ -39,6 +39,7 @@ from devgraph.integrations.transformers.probe import (
     ModelShape,
     attends_itself,
     mask_of,
+    ordinary_device,
     overriding,
     parameters_of,
     probe,
@@ -155,7 +156,7 @@ class CausalModel:
         overrides = self.shape.overrides | {"_attn_implementation": self._name}
         self._overriding = overriding(model, **overrides)
         if self.own is not None:
-            with self.device:
+            with ordinary_device():
                 self._verify()
 
     def _choose_slotted(self, offered: Callable[..., SlotAttention | None]) -> SlotAttention | None:

@@ -16,6 +16,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import attrs
@@ -399,6 +400,12 @@ def _window_of(function: Callable[..., Tensor]) -> int | None:
     return limit
 
 
+def ordinary_device() -> AbstractContextManager[Any]:
+    """Return what gives a block torch's own default device, whatever that of the program is."""
+    ordinary = torch.get_default_device().type == "cpu"
+    return contextlib.nullcontext() if ordinary else torch.device("cpu")
+
+
 def probe(model: PreTrainedModel) -> ModelShape:
     """Run ``model`` once on three tokens and return what it needs.
 
@@ -411,7 +418,7 @@ def probe(model: PreTrainedModel) -> ModelShape:
             f"AutoModelForCausalLM.from_pretrained(...)"
         )
     try:
-        with model.device:  # whatever the default device of the program is
+        with ordinary_device():
             _check_static(model)
             known = model, _check_state(model), _body_of(model), _overrides(model)
             try:
