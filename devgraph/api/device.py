@@ -65,9 +65,8 @@ class _Collector:
     def after_fork(self) -> None:
         """Forget the threads that are not in the child."""
         self._lock = threading.RLock()
-        if self._resting:
-            self._resting = [each for each in self._resting if each == threading.get_ident()]
-            self._wake()
+        self._resting = [each for each in self._resting if each == threading.get_ident()]
+        self._wake()
 
     def _wake(self) -> None:
         if self._was_on and not self._resting:

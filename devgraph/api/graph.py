@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import enum
 import functools
 import logging
@@ -597,7 +598,13 @@ class DeviceGraph(abc.ABC):
 
     def _end_later(self) -> None:
         """Close the graph on a thread of its own, which may wait for the pool's lock."""
-        threading.Thread(target=self.close, daemon=True).start()
+
+        def end() -> None:
+            # A new thread is on the first device, and a driver would make a context there.
+            with contextlib.suppress(Exception), self.backend.on_device():
+                self.close()
+
+        threading.Thread(target=end, daemon=True).start()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._state.value} on {self.backend.device}>"

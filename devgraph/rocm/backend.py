@@ -121,15 +121,8 @@ class RocmBackend(NodeBackend):
     def _make_current_stream_id(self) -> Callable[[], int]:
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
 
-    @property
-    def capture_stream(self) -> Any:
-        known = self._capture_stream
-        if known is None or known.cuda_stream in self.retired:
-            self._capture_stream = self.fresh_stream()
-        return self._capture_stream
-
     def fresh_stream(self) -> Any:
-        """Return a stream that neither is retired nor forked from one that is."""
+        # Neither retired nor forked from one that is: torch hands them out again and again.
         for _ in range(MOST_STREAMS):
             stream = self.namespace.Stream(self._device)
             handle = stream.cuda_stream

@@ -417,6 +417,15 @@ def test_replay_of_another_thread_waits_unless_it_may_run_beside_a_capture(kit: 
     kit.same((y, captured.outputs), (x + 1, other * 3))
 
 
+def test_collector_is_on_in_a_child_that_was_forked_while_another_thread_woke_it() -> None:
+    """FAULTS 40."""
+    child = type(collector)()
+    with child.at_rest():
+        child._resting.clear()  # the other thread's, and now comes the fork
+        child.after_fork()
+        assert gc.isenabled()
+
+
 def test_interrupt_at_any_place_leaves_the_collector_on() -> None:
     """FAULTS 40."""
 

@@ -7,10 +7,11 @@ its threads are the suite's: ``devgraph/testing/conformance/test_states.py``, ``
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -234,13 +235,28 @@ def test_update_keeps_arguments_that_it_does_not_name(kit: Kit) -> None:
         kit.same(y, both(x, n=n, m=m), f"the replay after update({change})")
 
 
-def test_graph_that_dies_waits_for_no_thread_that_has_its_pool(kit: Kit, pool: dg.Pool):
+def test_graph_that_dies_waits_for_no_thread_that_has_its_pool(
+    kit: Kit, pool: dg.Pool, monkeypatch: pytest.MonkeyPatch
+):
     """FAULTS 27. It may die in any thread, with any lock held: two such waited for each other."""
     graph = kit.backend.make_graph(pool)
     with kit.backend.capture_context(graph):
         y = torch.ones(WIDTH) + 1
     graph.replay()
     held, end, gone = threading.Event(), threading.Event(), threading.Event()
+    on_device: list[int] = []
+    freed_in: list[int] = []
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        on_device.append(threading.get_ident())
+        yield
+
+    def freed() -> None:
+        freed_in.append(threading.get_ident())
+        gone.set()
+
+    monkeypatch.setattr(kit.backend, "on_device", entered)
 
     def hold() -> None:
         with pool.lock:
@@ -250,7 +266,7 @@ def test_graph_that_dies_waits_for_no_thread_that_has_its_pool(kit: Kit, pool: d
     holder = threading.Thread(target=hold)
     holder.start()
     held.wait()
-    weakref.finalize(graph._tape, gone.set)  # type: ignore[attr-defined]
+    weakref.finalize(graph._tape, freed)  # type: ignore[attr-defined]
     dying = threading.Thread(target=lambda graphs: graphs.clear(), args=([graph],))
     del graph
     dying.start()
@@ -260,4 +276,5 @@ def test_graph_that_dies_waits_for_no_thread_that_has_its_pool(kit: Kit, pool: d
     holder.join()
     assert not waited
     assert gone.wait(30)  # when the pool is free again
+    assert freed_in == on_device  # a new thread begins on another one
     assert torch.equal(y, torch.full((WIDTH,), 2.0))

@@ -72,6 +72,18 @@ def test_capture_that_cannot_be_ended_leaves_its_arguments_as_they_were():
         assert_usable(be)
 
 
+def test_work_off_a_stuck_stream_is_never_on_it():
+    """torch hands out its streams in turn, the stuck one as well."""
+    with on_fake() as be:
+        stuck = be.namespace.Stream()
+        be.runtime.begin_capture(stuck.cuda_stream)
+        with be.namespace.stream(stuck):
+            for _ in be.namespace._streams:
+                with be.off_stuck_stream():
+                    assert be.namespace.current_stream() != stuck
+        be.runtime.end_capture(stuck.cuda_stream)
+
+
 @pytest.mark.parametrize("how", ["region", "graph_break"])
 def test_break_on_a_side_stream_is_refused(how: str):
     """FAULTS 15. A capture ends on the stream that it began on."""

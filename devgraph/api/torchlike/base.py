@@ -419,8 +419,12 @@ class TorchBackend(Backend):
     def capture_stream(self) -> Any:
         """The stream of all captures of this device."""
         if self._capture_stream is None:
-            self._capture_stream = self.namespace.Stream(self._device)
+            self._capture_stream = self.fresh_stream()
         return self._capture_stream
+
+    def fresh_stream(self) -> Any:
+        """Return a stream that no failed capture has left capturing."""
+        return self.namespace.Stream(self._device)
 
     def check_available(self) -> None:
         """Raise BackendUnavailableError, with the way to fix it, if the device cannot be used."""
@@ -565,7 +569,7 @@ class TorchBackend(Backend):
         if not self.namespace.is_current_stream_capturing():
             yield
             return
-        stream = self.namespace.Stream(self._device)
+        stream = self.fresh_stream()
         with self.namespace.stream(stream):
             yield
         stream.synchronize()
