@@ -54,14 +54,6 @@ from devgraph.runners.step import BoundSteps, GraphStep, Step
 
 logger = logging.getLogger(__name__)
 
-_SINCE = {
-    Reason.SUSPENDED: "{} was suspended since; decide again, or call resume()",
-    Reason.EXECUTABLE_MEMORY: "the memory of {} was given back since; decide again, or restore it",
-    Reason.WEIGHTS_CHANGED: "the weights of {} were replaced since; decide again, or call "
-    "invalidate('weights') and capture()",
-}
-"""Why the graph that a decision asks for cannot be launched any more."""
-
 
 class Runner:
     """What all runners have in common; make one of its kinds, a ``DecodeRunner`` for example.
@@ -393,8 +385,8 @@ class Runner:
         now = graphs.launchable(decision, suspended=self._suspended)
         if not now.ok:
             raise StateError(
-                f"the decision asks for graph {decision.key}, and "
-                f"{_SINCE[now.reason].format(self._name)}, on all ranks together"
+                f"the decision asks for graph {decision.key}, and since then "
+                f"{refusal(now, self._name)}, or decide again, on all ranks together"
             )
         if (
             graphs.rows(size) > graph.key.bucket
