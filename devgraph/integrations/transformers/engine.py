@@ -377,9 +377,10 @@ class Engine:
             data = self.model.decode_data(chunks) if decode else self.model.packed_data(chunks)
             out = runner.run(**data)
             steps = [self._chosen(chunks, out)]
+        kept = len(self._events)
         failed = self._accept([pair for tokens in steps for pair in tokens])
-        decodes = len(steps) if decode else 0
-        self._stats.count(len(self._events), prompt, decodes, time.perf_counter() - begin)
+        new, decodes = len(self._events) - kept, len(steps) if decode else 0
+        self._stats.count(new, prompt, decodes, time.perf_counter() - begin)
         if failed is not None:
             raise failed
         return self._collected()

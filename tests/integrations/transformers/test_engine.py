@@ -565,6 +565,10 @@ def test_events_of_queued_requests_come_after_a_generation() -> None:
     model = make_model("llama")
     texts = prompts(3)
     with make_engine(model) as engine:
+        engine.add_request(texts[0], max_new_tokens=9)
+        engine.generate(texts[1:], max_new_tokens=5)
+        finish(engine)
+        assert engine.stats().generated_tokens == 9 + 2 * 5  # each in one step's count
         queued = engine.add_request(texts[0], max_new_tokens=3)
         done = engine.generate(texts[1:], max_new_tokens=5)
         assert [list(one.token_ids) for one in done] == [reference(model, t, 5) for t in texts[1:]]
