@@ -8,6 +8,7 @@ so that copies into them can be grouped and one range check tells whether a tens
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -427,5 +428,5 @@ def _nbytes(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
 
 def _is_shape(shape: object) -> bool:
     return isinstance(shape, Sequence) and all(
-        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape
+        isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) >= 0 for n in shape
     )

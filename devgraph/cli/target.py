@@ -44,9 +44,7 @@ def find_target(args: argparse.Namespace) -> Target:
     for name, text in by_name("--host-arg", args.host_arg, "kv_len=512").items():
         try:
             host_args[name] = ast.literal_eval(text)
-        except (
-            Exception
-        ) as error:  # of an unhashable key and of a deep nest others than SyntaxError
+        except Exception as error:  # an unhashable key raises TypeError, a deep nest MemoryError
             raise CommandError(
                 f"--host-arg {f'{name}={text}'!r}: {text!r} is no Python literal such as 512, "
                 f"[1, 2] or 'x'"

@@ -84,7 +84,7 @@ class RankGroup:
             raise ConfigError(f"a group of {size} ranks needs a store that they share")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise ConfigTypeError(f"timeout_s must be seconds, got {brief(timeout_s)}")
-        if not timeout_s > 0:  # nor is one that is no number
+        if not timeout_s > 0:  # nan is not, either
             raise ConfigError(f"timeout_s must be over 0, got {timeout_s}")
         if vote is not None and not callable(vote):
             raise ConfigTypeError(f"vote must be a function, got {brief(vote)}")

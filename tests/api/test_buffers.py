@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +47,12 @@ def test_a_view_is_contiguous_at_the_address_of_its_buffer():
 def test_a_view_that_is_too_large_is_refused():
     with pytest.raises(dg.InputError, match=r"'x' has 4 elements.*\(5,\)"):
         make(x=((4,), torch.float32)).view("x", (5,))
+
+
+def test_a_shape_may_have_ints_of_numpy():
+    two = np.int64(2)
+    buffers = make(x=((two, 2), torch.float32))
+    assert buffers.view("x", (two, 1)).shape == (2, 1)
 
 
 @pytest.mark.parametrize("shape", [(-1,), (-1, -2), 5, (1.5,), ("x",), (True,)])
