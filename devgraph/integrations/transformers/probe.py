@@ -128,8 +128,8 @@ def _check_static(model: PreTrainedModel) -> None:
         raise _Refused("it is in training mode, where dropout is on; call model.eval()")
     if getattr(model.config, "is_encoder_decoder", False):
         raise _Refused("it is an encoder-decoder model")
-    if model.get_output_embeddings() is None:
-        raise _Refused("it has no base model with a language-model head on top")
+    if getattr(model.get_output_embeddings(), "weight", None) is None:
+        raise _Refused("it has no base model with one language-model head on top")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise _Refused(f"its parameters are on {len(devices)} devices: {sorted(map(str, devices))}")

@@ -25,6 +25,7 @@ from devgraph.integrations.transformers.probe import (
     probe,
 )
 from tests.support.transformers_models import FAMILIES, make_model
+from tests.zoo.families import build
 
 
 def test_shapes_windows_and_caps_are_found() -> None:
@@ -102,6 +103,7 @@ REFUSED = {
     ),
     "training mode": (lambda: make_model("llama").train(), "eval"),
     "no head": (lambda: make_model("llama").model, "head"),
+    "a head for each codebook": (lambda: build("MusicgenForCausalLM"), "one language-model head"),
     "meta weights": (lambda: make_model("llama").to("meta"), "meta"),
     "bidirectional": (
         small(
