@@ -129,7 +129,7 @@ def _check_static(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise _Refused("it is an encoder-decoder model")
     if getattr(model.get_output_embeddings(), "weight", None) is None:
-        raise _Refused("it has no base model with one language-model head on top")
+        raise _Refused("it has no base model with a language-model head on top")
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise _Refused(f"its parameters are on {len(devices)} devices: {sorted(map(str, devices))}")

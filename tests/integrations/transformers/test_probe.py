@@ -103,7 +103,7 @@ REFUSED = {
     ),
     "training mode": (lambda: make_model("llama").train(), "eval"),
     "no head": (lambda: make_model("llama").model, "head"),
-    "a head for each codebook": (lambda: build("MusicgenForCausalLM"), "one language-model head"),
+    "a head for each codebook": (lambda: build("MusicgenForCausalLM"), "a language-model head"),
     "meta weights": (lambda: make_model("llama").to("meta"), "meta"),
     "bidirectional": (
         small(
