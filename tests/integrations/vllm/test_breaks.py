@@ -9,7 +9,7 @@ import inspect
 import json
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -506,39 +506,12 @@ def test_capture_that_fails_after_a_run_raises_and_leaves_no_graph(
     assert (modes["full"]["graphs"], modes["breakable"]["graphs"]) == (0, 0)
 
 
-@pytest.mark.parametrize("needs_run", [False, True])
-def test_first_runner_runs_the_first_step_of_a_kind_and_what_fails_without(
-    second: Engine, monkeypatch: pytest.MonkeyPatch, needs_run: bool
+def capture_on_the_first_runner(
+    second: Engine, monkeypatch: pytest.MonkeyPatch, run: Callable[..., None], *sizes: int
 ) -> None:
+    """Make a round of the V1 runner, PIECEWISE, whose steps ``run`` stands for."""
     Managed(second, monkeypatch, breakable=False)
-    cls, runs = second.runner.GPUModelRunner, []
-    monkeypatch.setattr(second.runner, "is_global_first_rank", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    config = second.config()
-    config.parallel_config.use_ubatching = False
-    runner = types.SimpleNamespace(
-        **vars(config), vllm_config=config, maybe_remove_all_loras=lambda config: None
-    )
-
-    def run(tokens: int, cudagraph_runtime_mode: Any, **_: Any) -> None:
-        runs.append((tokens, cudagraph_runtime_mode.name))
-        if needs_run and (tokens, "NONE") not in runs:
-            raise RuntimeError("a kernel cannot be loaded inside a capture")
-
-    runner._dummy_run = run
-    runner._warmup_and_capture = types.MethodType(cls._warmup_and_capture, runner)
-    sizes = [second.Descriptor(size) for size in (4, 2, 1)]
-    cls._capture_cudagraphs(runner, sizes, cudagraph_runtime_mode=second.Mode.PIECEWISE)
-    first, again, last = ([(size, "NONE"), (size, "PIECEWISE")] for size in (4, 2, 1))
-    anew = [*first, *again] if needs_run else []
-    assert runs == [*first, (2, "PIECEWISE"), *anew, *last]
-
-
-def test_first_runner_replays_a_step_that_was_not_run_and_keeps_memory(
-    second: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Managed(second, monkeypatch, breakable=False)
-    cls, runs = second.runner.GPUModelRunner, []
+    cls = second.runner.GPUModelRunner
     monkeypatch.setattr(second.runner, "is_global_first_rank", lambda: False)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     config = second.config()
@@ -547,14 +520,40 @@ def test_first_runner_replays_a_step_that_was_not_run_and_keeps_memory(
         **vars(config),
         vllm_config=config,
         maybe_remove_all_loras=lambda config: None,
-        _dummy_run=lambda tokens, cudagraph_runtime_mode, **_: runs.append(
-            (tokens, cudagraph_runtime_mode.name)
-        ),
+        _dummy_run=run,
     )
     runner._warmup_and_capture = types.MethodType(cls._warmup_and_capture, runner)
-    sizes = [second.Descriptor(size) for size in (48, 32, 16, 4)]
+    descriptors = [second.Descriptor(size) for size in sizes]
+    cls._capture_cudagraphs(runner, descriptors, cudagraph_runtime_mode=second.Mode.PIECEWISE)
+
+
+@pytest.mark.parametrize("needs_run", [False, True])
+def test_first_runner_runs_the_first_step_of_a_kind_and_what_fails_without(
+    second: Engine, monkeypatch: pytest.MonkeyPatch, needs_run: bool
+) -> None:
+    runs: list[tuple[int, str]] = []
+
+    def run(tokens: int, cudagraph_runtime_mode: Any, **_: Any) -> None:
+        runs.append((tokens, cudagraph_runtime_mode.name))
+        if needs_run and (tokens, "NONE") not in runs:
+            raise RuntimeError("a kernel cannot be loaded inside a capture")
+
+    capture_on_the_first_runner(second, monkeypatch, run, 4, 2, 1)
+    first, again, last = ([(size, "NONE"), (size, "PIECEWISE")] for size in (4, 2, 1))
+    anew = [*first, *again] if needs_run else []
+    assert runs == [*first, (2, "PIECEWISE"), *anew, *last]
+
+
+def test_first_runner_replays_a_step_that_was_not_run_and_keeps_memory(
+    second: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[int, str]] = []
+
+    def run(tokens: int, cudagraph_runtime_mode: Any, **_: Any) -> None:
+        runs.append((tokens, cudagraph_runtime_mode.name))
+
     monkeypatch.setattr(Layer, "allocated", lambda layer: sum(run[0] == 16 for run in runs))
-    cls._capture_cudagraphs(runner, sizes, cudagraph_runtime_mode=second.Mode.PIECEWISE)
+    capture_on_the_first_runner(second, monkeypatch, run, 48, 32, 16, 4)
     pieces = [(size, "PIECEWISE") for size in (48, 32, 16, 16)]
     assert runs == [(48, "NONE"), *pieces, (4, "NONE"), (4, "PIECEWISE")]
 

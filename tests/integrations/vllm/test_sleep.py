@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import types
@@ -67,6 +68,17 @@ class Sleeper:
         """Whether a step is right."""
         return torch.equal(self.run(), (self.x * 2 + 1).relu())
 
+    @contextlib.contextmanager
+    def short_of_memory(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Have no memory to wake up with."""
+
+        def refuse(pool: Any) -> None:
+            raise dg.ResourceError("no memory")
+
+        with monkeypatch.context() as short:
+            short.setattr(type(self.wrapper._memory()), "_restore", refuse)
+            yield
+
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_graphs_give_their_memory_back_and_replay_after_waking(
@@ -94,14 +106,8 @@ def test_waking_without_memory_changes_nothing_of_the_engine_and_can_be_done_aga
     sleeper = Sleeper(engine, monkeypatch)
     sleeper.worker.sleep(1)
 
-    def refuse(pool: Any) -> None:
-        raise dg.ResourceError("no memory")
-
-    pool = type(sleeper.wrapper._memory())
-    with monkeypatch.context() as short:
-        short.setattr(pool, "_restore", refuse)
-        with pytest.raises(dg.ResourceError):
-            sleeper.worker.wake_up()
+    with sleeper.short_of_memory(monkeypatch), pytest.raises(dg.ResourceError):
+        sleeper.worker.wake_up()
     assert sleeper.calls == [("__init__",), ("sleep", 1)]
     sleeper.worker.wake_up()
     assert sleeper.replays()
@@ -113,11 +119,7 @@ def test_uninstalling_while_the_engine_sleeps_wakes_graphs_up(
     sleeper = Sleeper(engine, monkeypatch)
     sleeper.worker.sleep(1)
 
-    def refuse(pool: Any) -> None:
-        raise dg.ResourceError("no memory")
-
-    with monkeypatch.context() as short:
-        short.setattr(type(sleeper.wrapper._memory()), "_restore", refuse)
+    with sleeper.short_of_memory(monkeypatch):
         with pytest.raises(dg.ResourceError):
             vllm.uninstall()
         assert vllm.stats()["installed"]
