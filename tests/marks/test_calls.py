@@ -110,3 +110,23 @@ def test_tensor_that_a_region_returns_twice_stays_one(policy: str) -> None:
         for n in (3, 1):
             x.copy_(torch.randn(2, 3))
             assert torch.equal(cap.replay(n=n), fn(x, n=n))
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_result_of_a_region_stays_conjugated(policy: str) -> None:
+    # Kernels that resolve it first sum its rows in another order than those of a plain tensor.
+    @dg.region(host_args=("gain",))
+    def turned(x: torch.Tensor, *, gain: float) -> torch.Tensor:
+        return (x * complex(0, gain)).conj()
+
+    def step(x: torch.Tensor, *, gain: float) -> tuple[torch.Tensor, torch.Tensor]:
+        y = turned(x, gain=gain)
+        return y, y[:, :5].sum()
+
+    x = torch.randn(2, 8, dtype=torch.complex64)
+    with dg.capture(step, x, host_args={"gain": 1.0}, policy=policy, backend="cpu") as captured:
+        for _ in range(20):
+            x.copy_(torch.randn(2, 8, dtype=torch.complex64))
+            y, total = captured.replay(gain=2.5)
+            assert y.is_conj()
+            assert torch.equal(total, step(x, gain=2.5)[1])

@@ -97,9 +97,10 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of ``tensors`` that share memory with each other as these do."""
     first = tensors[0]
     if len(tensors) == 1:
-        copies = [
-            torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
-        ]
+        made = torch.empty_strided(
+            first.shape, first.stride(), dtype=first.dtype, device=first.device
+        )
+        copies = [seen_by(first, made)]
     else:
         ranges = [byte_range(tensor) for tensor in tensors]
         start = min(begin for begin, _ in ranges) // _ALIGNMENT * _ALIGNMENT
