@@ -106,9 +106,9 @@ def _cluster_plan(
     plan = plan_cluster(config, cluster, capabilities=able)
     data = plan.to_dict()
     rows = []
-    for one, entry in zip(plan.members, data["groups"], strict=True):
-        backend = known.get(one.member.backend, Backend)
-        title = f"{one.group.name}: {one.member.count} x {one.member.vendor}"
+    for one, entry in zip(plan.groups, data["groups"], strict=True):
+        backend = known.get(one.group.backend, Backend)
+        title = f"{one.group.name}: {one.group.count} x {one.group.backend}"
         rows.append(_row(title, backend, one.resolution, args, sizes))
         entry["estimates"] = [attrs.asdict(one) for one in rows[-1].estimates]
     return rows, data

@@ -168,10 +168,12 @@ def test_cluster_plan_says_of_a_backend_what_its_node_says(
         "groups"
     ]
     for group in cluster:
-        node = run_json(capsys, "plan", "--backend", group["vendor"], "--model", layers)
+        node = run_json(capsys, "plan", "--backend", group["backend"], "--model", layers)
         assert group["estimates"] == node["estimates"]
         assert group["effective"] == node["effective"]
-    streams = {group["vendor"]: [one["streams"] for one in group["estimates"]] for group in cluster}
+    streams = {
+        group["backend"]: [one["streams"] for one in group["estimates"]] for group in cluster
+    }
     assert streams == {"npu": [36, 1798], "cuda": [None, None]}
 
 

@@ -52,18 +52,18 @@ def test_one_mode_string_serves_prefill_on_one_vendor_and_decode_on_another() ->
     found = plan(MODE, DISAGGREGATED)
     there = {
         one.group.name: (
-            one.member.backend,
+            one.group.backend,
             one.resolution.effective.decode.policy,
             one.resolution.effective.prefill.policy,
         )
-        for one in found.members
+        for one in found.groups
     }
     assert there == {
         "prefill": ("rocm", "disabled", "full"),
         "decode": ("cuda", "full", "disabled"),
     }
-    assert found.members[0].group.facts.collectives
-    assert not found.members[1].group.facts.collectives
+    assert found.groups[0].group.facts.collectives
+    assert not found.groups[1].group.facts.collectives
 
 
 @pytest.mark.parametrize("suffix", [".json", ".yaml"])
@@ -87,44 +87,17 @@ def test_policy_in_place_of_a_cluster_is_broken_json_and_no_mode(tmp_path: Path)
     assert "phase" not in str(error.value)
 
 
-MIXED = {
-    "members": [{"backend": "cuda", "count": 2}, {"backend": "npu", "count": 2}],
-    "tensor_parallel": 4,
-}
-
-
-def test_mixed_vendors_around_a_collective_inside_a_graph_are_refused() -> None:
+def test_group_has_devices_of_one_vendor_whose_collectives_they_share() -> None:
     """FAULTS 31."""
-    with pytest.raises(ConfigError) as error:
-        plan("{}", group(**MIXED))
-    text = str(error.value)
-    assert "group 'g' mixes the vendors cuda, npu" in text
-    assert "graphs of decode and prefill hold collectives" in text
+    members = [{"backend": "cuda", "count": 2}, {"backend": "npu", "count": 2}]
+    for mixed in ({"members": members}, {"backend": ["cuda", "npu"], "tensor_parallel": 4}):
+        with pytest.raises(ConfigError, match=r"groups\[0\]"):
+            plan("{}", group(**mixed))
 
 
-def test_mixed_vendors_are_fine_where_no_graph_holds_a_collective() -> None:
-    for mode, document in (
-        ("{}", group(**{**MIXED, "tensor_parallel": 1})),
-        ("{}", group(**MIXED, collectives=False)),
-        ('{"decode": "disabled", "prefill": "disabled"}', group(**MIXED)),
-    ):
-        found = plan(mode, document)
-        assert [one.member.backend for one in found.members] == ["cuda", "npu"]
-
-
-def test_mixed_vendors_count_only_the_phases_that_run_there() -> None:
+def test_phase_that_no_group_runs_is_warned_about() -> None:
     with pytest.warns(DeviceGraphWarning, match="no group of the cluster runs prefill"):
-        found = plan_cluster(
-            DeviceGraphConfig.from_json('{"decode": "disabled"}'),
-            Cluster.from_dict(group(**MIXED, role="decode")),
-        )
-    assert len(found.members) == 2
-
-
-def test_two_backends_of_one_vendor_may_share_a_collective() -> None:
-    members = [{"backend": "cuda"}, {"backend": "cpu", "vendor": "cuda"}]
-    found = plan("{}", group(members=members, tensor_parallel=2))
-    assert [one.member.vendor for one in found.members] == ["cuda", "cuda"]
+        plan_cluster(DeviceGraphConfig(), Cluster.from_dict(group(backend="cuda", role="decode")))
 
 
 def test_conflicts_are_listed_for_every_group() -> None:
@@ -146,7 +119,7 @@ def test_conflicts_are_listed_for_every_group() -> None:
 def test_known_capabilities_are_applied() -> None:
     modes = '{"backends": {"npu": {"prefill": "piecewise"}}}'
     document = group(backend="npu")
-    assert plan(modes, document).members[0].resolution.effective.prefill.policy == "piecewise"
+    assert plan(modes, document).groups[0].resolution.effective.prefill.policy == "piecewise"
     with pytest.raises(ConfigError, match="piecewise-backend"):
         plan(modes, document, capabilities={"npu": Capabilities()})
 
@@ -159,11 +132,11 @@ def test_parts_for_backends_that_the_cluster_lacks_are_warned_about() -> None:
     assert [one.filename for one in said] == [__file__]
 
 
-def test_plan_as_data_names_groups_vendors_and_rules() -> None:
+def test_plan_as_data_names_groups_backends_and_rules() -> None:
     data = json.loads(json.dumps(plan(MODE, DISAGGREGATED).to_dict()))
     assert data["mode"] == json.loads(MODE)
     first = data["groups"][0]
-    assert (first["group"], first["vendor"], first["count"], first["role"]) == (
+    assert (first["group"], first["backend"], first["count"], first["role"]) == (
         "prefill",
         "rocm",
         16,
@@ -189,11 +162,10 @@ def test_plan_as_data_names_groups_vendors_and_rules() -> None:
         (group(backend="cuda", collectives="yes"), ConfigTypeError, "collectives"),
         (group(backend="cuda", facts={"loar": True}), ConfigError, "Did you mean 'lora'"),
         (group(backend="cuda", facts={"role": "both"}), ConfigError, "in the group itself"),
-        (group(backend="cuda", members=[]), ConfigError, "either members or backend"),
+        (group(backend="cuda", vendor="nvidia"), ConfigError, r"groups\[0\].*no key 'vendor'"),
         (group(backend="ascend"), ConfigError, r"groups\[0\].backend.*Did you mean 'npu'"),
         (group(backend="nvidia"), ConfigError, "there is no backend 'nvidia'.*Did you mean 'cuda'"),
-        (group(members=[{"backend": ""}]), ConfigTypeError, r"members\[0\].backend"),
-        (group(members=[{"backend": "x", "name": "y"}]), ConfigError, "no key 'name'"),
+        (group(backend=""), ConfigTypeError, r"groups\[0\].backend"),
         (
             {"groups": [{"name": "g", "backend": "cpu"}, {"name": "g", "backend": "cpu"}]},
             ConfigError,
