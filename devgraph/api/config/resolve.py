@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -71,10 +70,6 @@ class Resolution:
             "rules": [attrs.asdict(one) for one in self.fired],
         }
 
-    def to_json(self) -> str:
-        """Return ``to_dict`` as JSON text."""
-        return json.dumps(self.to_dict())
-
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return (phase, key, requested, effective) for the policy and all that differs from the
         defaults, as a table has it."""
@@ -88,9 +83,7 @@ class Resolution:
         return found
 
 
-def resolve(
-    config: DeviceGraphConfig, facts: EngineFacts | None = None, *, rules: Iterable[Rule] = RULES
-) -> Resolution:
+def resolve(config: DeviceGraphConfig, facts: EngineFacts | None = None) -> Resolution:
     """Apply the rules to what ``config`` says for ``facts.backend``.
 
     Raises ``ConfigError`` that lists every explicit choice which a safety rule forbids, with the
@@ -105,19 +98,18 @@ def resolve(
         )
     if not isinstance(facts, EngineFacts):
         raise ConfigTypeError(f"expected EngineFacts(...), got {brief(facts)}")
-    table = tuple(rules)
     requested = config.for_backend(facts.backend) if facts.backend else config
     effective: dict[str, PhaseConfig] = {}
     fired: list[FiredRule] = []
     refused: list[str] = []
     for phase in PHASES:
         asked = requested.phase(phase)
-        effective[phase], said, conflicts = _apply(phase, asked, asked.explicit, facts, table)
+        effective[phase], said, conflicts = _apply(phase, asked, asked.explicit, facts)
         fired.extend(said)
         if conflicts:
             # Without the maximum too, which no rule sets: aligned buckets may be over it.
             unbound = asked.with_checked({"max_bs": None}, frozenset())
-            free, _, _ = _apply(phase, unbound, frozenset(), facts, table)
+            free, _, _ = _apply(phase, unbound, frozenset(), facts)
             refused.extend(_refusal(phase, rule, requested, free) for rule in conflicts)
     if refused:
         lines = "".join(f"\n- {line}" for line in refused)
@@ -140,31 +132,27 @@ def resolve(
 
 
 def _apply(
-    phase: str,
-    asked: PhaseConfig,
-    explicit: frozenset[str],
-    facts: EngineFacts,
-    rules: tuple[Rule, ...],
+    phase: str, asked: PhaseConfig, explicit: frozenset[str], facts: EngineFacts
 ) -> tuple[PhaseConfig, list[FiredRule], list[Rule]]:
     """Run the table over one phase until nothing fires any more; each rule fires once."""
     holds = asked
     fired: list[FiredRule] = []
     conflicts: list[Rule] = []
-    done: set[int] = set()  # by identity: an engine's rule may be named as another one is
+    done: set[str] = set()
     changed = True
     while changed:
         changed = False
-        for rule in _rules_for(holds.policy, phase, rules):
-            if id(rule) in done or not rule.when(facts, holds):
+        for rule in _rules_for(holds.policy, phase):
+            if rule.name in done or not rule.when(facts, holds):
                 continue
             if rule.kind == "note":
-                done.add(id(rule))
+                done.add(rule.name)
                 fired.append(_fired(phase, rule, "noted", None, None))
                 continue
             before, after = getattr(holds, rule.key), rule.result(facts, holds)
             if rule.key == "policy" and before in WEAKER[WEAKER.index(after) :]:
                 continue  # as weak already
-            done.add(id(rule))
+            done.add(rule.name)
             if rule.kind == "scope" or rule.key not in explicit:
                 outcome = "set aside" if rule.kind == "scope" else "changed"
                 fired.append(_fired(phase, rule, outcome, before, after))
@@ -176,18 +164,18 @@ def _apply(
             else:
                 fired.append(_fired(phase, rule, "kept", before, after))
     # Notes about a policy that a later rule replaced are no longer true.
-    true = {rule.name for rule in _rules_for(holds.policy, phase, rules)}
+    true = {rule.name for rule in _rules_for(holds.policy, phase)}
     return holds, [one for one in fired if one.kind != "note" or one.rule in true], conflicts
 
 
-def _rules_for(policy: str, phase: str, rules: tuple[Rule, ...]) -> list[Rule]:
+def _rules_for(policy: str, phase: str) -> list[Rule]:
     """Return the rules that hold for a policy in a phase, by what it promises."""
     if policy == "disabled":
         return []
     promises = registration(policy).promises
     return [
         rule
-        for rule in rules
+        for rule in RULES
         if phase in rule.phases and (rule.spares is None or not rule.spares <= promises)
     ]
 

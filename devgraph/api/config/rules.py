@@ -10,8 +10,7 @@ A rule holds for every policy that is registered (devgraph/api/policy), except t
 what it spares.
 
 The table holds what SGLang and vLLM apply today for their breakable, piecewise and full modes,
-except what concerns one model architecture only. Such rules belong to the engine, which passes
-them as ``rules=(*RULES, Rule(...))``.
+except what concerns one model architecture only.
 
 A second table, ``UNUSED``, names the settings that nothing reads.
 """
@@ -25,8 +24,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.facts import EngineFacts
-from devgraph.api.config.phase import KEYS, PHASES, RUNNER_POLICY, PhaseConfig, check_names
-from devgraph.api.errors import ConfigError
+from devgraph.api.config.phase import KEYS, PHASES, RUNNER_POLICY, PhaseConfig
 from devgraph.api.policy import BREAKS, UNTRACED, WHOLE, breaks, compiles, policies
 
 WEAKER = ("breakable", "disabled")
@@ -51,18 +49,6 @@ class Rule:
     value: Any = "disabled"
     """What ``key`` is set to, or a function of facts and phase configuration; a note sets
     nothing."""
-
-    def __attrs_post_init__(self) -> None:
-        name = f"rule {self.name!r}"
-        check_names(name, [self.kind], ("safety", "preference", "note", "scope"), what="kind")
-        check_names(name, self.phases, PHASES, what="phase")
-        check_names(name, [self.key], KEYS, what="key")
-        check_names(name, self.spares or (), (BREAKS, WHOLE, UNTRACED), what="promise")
-        if self.key == "policy" and self.kind != "note" and self.value not in WEAKER:
-            raise ConfigError(
-                f"{name} may set the policy to {' or '.join(map(repr, WEAKER))}, which are weaker "
-                f"than the others, not to {self.value!r}"
-            )
 
     def result(self, facts: EngineFacts, phase: PhaseConfig) -> Any:
         """Return the value that the rule sets."""
