@@ -374,7 +374,7 @@ def _residency_text(found: Residency) -> str:
 def _pad_text(pad: Pad) -> str:
     if pad.kind == "fill":
         return str(pad.value)
-    return {"last": "the last row", "ramp": f"ramp of {pad.step}"}.get(pad.kind, "a tensor's value")
+    return "the last row" if pad.kind == "last" else f"ramp of {pad.step}"
 
 
 def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:

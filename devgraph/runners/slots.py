@@ -42,10 +42,9 @@ class Pad:
     ``Pad.last()``. Make one with the class methods.
     """
 
-    kind: Literal["fill", "last", "ramp", "value_of"]
+    kind: Literal["fill", "last", "ramp"]
     value: Scalar = 0
     step: int = 0
-    source: torch.Tensor | None = attrs.field(default=None, eq=False, repr=brief)
 
     @classmethod
     def zero(cls) -> Pad:
@@ -74,20 +73,6 @@ class Pad:
         """
         return cls("ramp", start, step)
 
-    @classmethod
-    def value_of(cls, source: torch.Tensor) -> Pad:
-        """Pad with what ``source`` holds at each run: a scalar tensor, or one row of the slot.
-
-        It must lie on the device of the slot; it is read in place, so writing it changes the
-        padding of later runs without a new capture.
-        """
-        if not isinstance(source, torch.Tensor):
-            raise ConfigTypeError(
-                f"Pad.value_of takes a tensor that is read at every run, got {brief(source)}; use "
-                f"Pad.fill({brief(source)}) for a constant"
-            )
-        return cls("value_of", source=source)
-
     def continued(self, values: Sequence[Any], count: int) -> tuple[Any, ...]:
         """Return host values, continued to ``count`` of them."""
         missing = range(count - len(values))
@@ -99,8 +84,6 @@ class Pad:
 
     def first_rows(self, view: torch.Tensor, axis: int | None) -> torch.Tensor:
         """Return what ``view`` holds where no real row is before it, broadcastable to it."""
-        if self.source is not None:
-            return self.source.detach()
         if axis is None or not self.step:
             return torch.full((), self.value, dtype=view.dtype, device=view.device)
         ramp = torch.arange(view.shape[axis], device=view.device) * self.step + self.value
@@ -183,8 +166,8 @@ class InputSlot:
     def _check_pad(self) -> None:
         if not isinstance(self.pad, Pad):
             raise ConfigTypeError(
-                f"input slot {self.name!r} needs pad=Pad.zero(), Pad.fill(value), Pad.last(), "
-                f"Pad.ramp(step) or Pad.value_of(tensor), got {brief(self.pad)}"
+                f"input slot {self.name!r} needs pad=Pad.zero(), Pad.fill(value), Pad.last() or "
+                f"Pad.ramp(step), got {brief(self.pad)}"
             )
         if self.pad.kind in ("last", "ramp") and self.axis is None:
             raise ConfigError(
@@ -196,33 +179,15 @@ class InputSlot:
                 f"input slot {self.name!r} pads in steps and is {self.dtype}, with which torch "
                 f"does not compute; use Pad.fill(value) or Pad.last()"
             )
-        if self.pad.source is not None:
-            self._check_source(self.pad.source)
-        elif not isinstance(self.pad.value, int | float):
+        if not isinstance(self.pad.value, int | float):
             raise ConfigTypeError(
-                f"input slot {self.name!r} pads with a number, got {brief(self.pad.value)}; "
-                f"Pad.value_of(tensor) pads with what a tensor holds"
+                f"input slot {self.name!r} pads with a number, got {brief(self.pad.value)}"
             )
-        elif not _fits(self.pad.value, self.dtype):
+        if not _fits(self.pad.value, self.dtype):
             raise ConfigError(
                 f"input slot {self.name!r} is {self.dtype} and cannot hold its pad value "
                 f"{self.pad.value!r}"
             )
-
-    def _check_source(self, source: torch.Tensor) -> None:
-        row = tuple(1 if isinstance(dim, str) else dim for dim in self.dims)
-        if source.dtype is not self.dtype:
-            raise ConfigError(
-                f"input slot {self.name!r} is {self.dtype} and its Pad.value_of tensor is "
-                f"{source.dtype}; they must be the same"
-            )
-        try:
-            source.expand(row)
-        except RuntimeError:
-            raise ConfigError(
-                f"input slot {self.name!r} has rows of shape {row} and its Pad.value_of tensor "
-                f"the shape {tuple(source.shape)}, which does not expand to that"
-            ) from None
 
     @property
     def axis(self) -> int | None:
@@ -281,8 +246,6 @@ class HostSlot:
                 f"a host slot needs pad=Pad.zero(), Pad.fill(value), Pad.last() or Pad.ramp(step), "
                 f"got {brief(self.pad)}"
             )
-        if self.pad.kind == "value_of":
-            raise ConfigError("a host slot cannot pad with Pad.value_of: use Pad.fill(value)")
 
     def padded(self, values: Sequence[Any], size: Size) -> tuple[Any, ...]:
         """Return ``values`` continued by the pad rule to the length that ``size`` asks for."""

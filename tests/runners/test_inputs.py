@@ -51,7 +51,6 @@ def loaded(slot, data, real, padded, run_slots=frozenset()):
         (Pad.fill(-1), [-1, -1, -1]),
         (Pad.last(), [7, 7, 7]),
         (Pad.ramp(2), [9, 11, 13]),
-        (Pad.value_of(torch.tensor(4)), [4, 4, 4]),
     ],
 )
 def test_rows_beyond_the_real_ones_follow_the_pad_rule(pad, tail):
@@ -73,17 +72,6 @@ def test_a_named_dimension_need_not_be_the_first(pad):
     }[pad.kind]
     assert view.is_contiguous()
     assert torch.equal(view, torch.cat([data, tail], dim=1))
-
-
-def test_a_row_tensor_pads_each_row_and_is_read_at_each_run():
-    row = torch.tensor([1.0, 2.0, 3.0])
-    slot = InputSlot("x", ("tokens", 3), torch.float32, pad=Pad.value_of(row))
-    arena = arena_of(slot)
-    plan = CopyPlan(arena, Size(1, 1, 1), Size(3, 3, 1), {})
-    plan.load({"x": torch.zeros(1, 3)})
-    row.fill_(8)
-    plan.load({"x": torch.zeros(1, 3)})
-    assert arena.views(Size(3, 3, 1))["x"].tolist() == [[0, 0, 0], [8, 8, 8], [8, 8, 8]]
 
 
 def test_large_pads_are_filled_in_place(monkeypatch):
@@ -128,7 +116,7 @@ def test_mixed_slots_of_any_layout_arrive_whole(join, data):
         dtype = data.draw(
             st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool])
         )
-        pads = [Pad.zero(), Pad.fill(1), Pad.value_of(torch.tensor(6, dtype=dtype))]
+        pads = [Pad.zero(), Pad.fill(1)]
         if len(dims) == 1 and isinstance(dims[0], str) and dtype is not torch.bool:
             pads += [Pad.last(), Pad.ramp(2)]
         slots.append(InputSlot(f"s{index}", dims, dtype, pad=data.draw(st.sampled_from(pads))))
@@ -302,9 +290,7 @@ def slow_pad(slot, values, padded):
         return values
     rows = list(values.unbind(slot.axis))
     while len(rows) < slot.shape(padded)[slot.axis]:
-        if slot.pad.source is not None:
-            rows.append(slot.pad.source.expand(rows[0].shape))
-        elif slot.pad.kind == "fill":
+        if slot.pad.kind == "fill":
             rows.append(torch.full_like(rows[0], slot.pad.value))
         else:
             rows.append(rows[-1] + slot.pad.step)

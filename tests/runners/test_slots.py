@@ -101,14 +101,9 @@ def test_padding_in_steps_needs_a_dtype_that_torch_adds(dtype):
         slot(dtype=dtype, pad=Pad.ramp(1))
 
 
-def test_value_of_takes_a_tensor_of_the_right_kind():
-    with pytest.raises(dg.ConfigTypeError, match=r"use Pad.fill\(3\)"):
-        Pad.value_of(3)
-    with pytest.raises(dg.ConfigError, match=r"is torch.int64 .* tensor is torch.int32"):
-        slot(pad=Pad.value_of(torch.tensor(3, dtype=torch.int32)))
-    with pytest.raises(dg.ConfigError, match="does not expand"):
-        slot(("tokens", 4), pad=Pad.value_of(torch.zeros(3, dtype=torch.int64)))
-    assert slot(("tokens", 4), pad=Pad.value_of(torch.zeros(4, dtype=torch.int64)))
+def test_a_pad_value_that_is_no_number_is_refused():
+    with pytest.raises(dg.ConfigTypeError, match="pads with a number"):
+        slot(pad=Pad.fill(torch.tensor(3)))
 
 
 def test_duplicate_slots_are_refused():
@@ -149,8 +144,6 @@ def test_a_host_slot_continues_a_list_by_its_pad_rule(pad, given, expected):
 def test_a_bad_host_slot_is_refused():
     with pytest.raises(dg.ConfigError, match="unknown dim 'rows'"):
         HostSlot("rows", pad=Pad.zero())
-    with pytest.raises(dg.ConfigError, match="cannot pad with Pad.value_of"):
-        HostSlot("tokens", pad=Pad.value_of(torch.tensor(1)))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +232,6 @@ def test_a_pool_of_another_backend_is_refused():
         (Pad.last(5), [5, 5, 5, 5]),
         (Pad.ramp(3), [0, 3, 6, 9]),
         (Pad.ramp(3, start=1), [1, 4, 7, 10]),
-        (Pad.value_of(torch.tensor(9)), [9, 9, 9, 9]),
     ],
 )
 def test_a_slot_without_real_rows_holds_its_pad_values(pad: Pad, expected: list[int]) -> None:
@@ -259,15 +251,6 @@ def test_a_pad_value_is_as_exact_as_its_slot(pad: Pad) -> None:
     assert view.tolist() == [0.1, 0.1]
 
 
-def test_a_pad_source_that_autograd_follows_is_read_all_the_same() -> None:
-    source = torch.ones(3, requires_grad=True)
-    slot = dg.InputSlot("x", ("tokens", 3), torch.float32, pad=Pad.value_of(source))
-    runner = decode_of(lambda batch: batch.x * 2, [slot])
-    assert runner.run({"x": torch.zeros(3, 3)}).eq(0).all()
-    assert not runner.buffers["x"].requires_grad
-    assert runner.buffers["x"][3].tolist() == [1, 1, 1]
-
-
 REAL = torch.tensor([False, True, True, False, True, False])
 
 
@@ -275,7 +258,6 @@ REAL = torch.tensor([False, True, True, False, True, False])
     ("pad", "want"),
     [
         (Pad.fill(-1), [-1, 11, 12, -1, 14, -1]),
-        (Pad.value_of(torch.tensor(7)), [7, 11, 12, 7, 14, 7]),
         (Pad.last(5), [5, 11, 12, 12, 14, 14]),
         (Pad.ramp(3, 1), [1, 11, 12, 15, 14, 17]),
     ],
