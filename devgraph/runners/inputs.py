@@ -131,7 +131,7 @@ class InputArena:
         padding = Padding()
         for name, view in views.items():
             slot = self.slots[name]
-            padding.add(view, slot.pad, slot.axis, template=self.template(slot, slot.pad))
+            padding.add(view, slot.pad, template=self.template(slot, slot.pad))
         return padding.write
 
     def template(self, slot: InputSlot, pad: Pad) -> torch.Tensor | None:

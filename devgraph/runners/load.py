@@ -139,7 +139,7 @@ class CopyPlan:
                 for part, pad in zip(self._split(slot), rules, strict=True):
                     if part is not None:
                         template = arena.template(slot, pad)
-                        self._padding.add(part, pad, slot.axis, template=template)
+                        self._padding.add(part, pad, template=template)
         self._pads_apart = bool(self._padding)
 
     def _add_group(self, slots: Sequence[InputSlot], *, as_words: bool) -> None:
@@ -154,7 +154,7 @@ class CopyPlan:
                 assert slot.axis is not None
                 rows = head.shape[slot.axis]
                 last = head.narrow(slot.axis, rows - 1, 1) if rows else None
-                self._padding.add(tail, slot.pad, slot.axis, last=last)
+                self._padding.add(tail, slot.pad, last=last)
             else:
                 tails.append(tail)
                 pads.append(cut(template, tail))

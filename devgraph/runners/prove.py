@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from devgraph.api.prove import compare, compare_near
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.outputs import copied
-from devgraph.runners.slots import InputSlot, Padding, Size
+from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
 _Compare = Callable[[torch.Tensor, torch.Tensor], str]
@@ -120,11 +120,7 @@ class _Proof:
             kind = torch.complex64 if slot.dtype.is_complex else torch.float32
             noise = torch.randn(shape, generator=self._generator, dtype=kind, device="cpu")
             return noise.to(device=device, dtype=slot.dtype)
-        data = torch.empty(shape, dtype=slot.dtype, device=device)
-        padding = Padding()
-        padding.add(data, slot.pad, slot.axis)
-        padding.write()
-        return data
+        return torch.full(shape, slot.pad.value, dtype=slot.dtype, device=device)
 
     def _poison_padding(self, graph: BucketGraph, real: Size) -> None:
         inputs = self._step.inputs

@@ -14,7 +14,6 @@ from devgraph.runners.decisions import Reason
 from devgraph.runners.graphs import BOUNDS, BucketGraph, Graphs, ReplayTimes
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.outputs import OutputStore
-from devgraph.runners.slots import Pad
 
 
 class Counters:
@@ -349,7 +348,8 @@ def explained(
     for name, slot in inputs.slots.items():
         dims = ", ".join(map(str, slot.dims))
         where = "of the run" if name in inputs.run_slots else "in the graph"
-        lines.append(f"    {name}: {slot.dtype} ({dims}), {where}, pad {_pad_text(slot.pad)}")
+        pad = slot.pad.value if slot.pad.kind == "fill" else "the last row"
+        lines.append(f"    {name}: {slot.dtype} ({dims}), {where}, pad {pad}")
     lines += [f"  output {path}: {text}" for path, text in outputs.describe().items()]
     for graph in graphs:
         detail = f": {graph.detail}" if graph.detail else ""
@@ -369,12 +369,6 @@ def _residency_text(found: Residency) -> str:
         f"{text} of {format_bytes(found.budget_bytes)} (made {found.made} in {found.seconds:.2f} s,"
         f" evicted {found.evicted})"
     )
-
-
-def _pad_text(pad: Pad) -> str:
-    if pad.kind == "fill":
-        return str(pad.value)
-    return "the last row" if pad.kind == "last" else f"ramp of {pad.step}"
 
 
 def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:

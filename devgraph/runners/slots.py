@@ -42,9 +42,8 @@ class Pad:
     ``Pad.last()``. Make one with the class methods.
     """
 
-    kind: Literal["fill", "last", "ramp"]
+    kind: Literal["fill", "last"]
     value: Scalar = 0
-    step: int = 0
 
     @classmethod
     def zero(cls) -> Pad:
@@ -64,30 +63,10 @@ class Pad:
         """
         return cls("last", start)
 
-    @classmethod
-    def ramp(cls, step: int, start: int = 0) -> Pad:
-        """Continue from the last real row in steps of ``step``.
-
-        In cumulative offsets, every unused request gets the length ``step``. Where there is no
-        real row the slot holds ``start``, ``start + step``, ...
-        """
-        return cls("ramp", start, step)
-
     def continued(self, values: Sequence[Any], count: int) -> tuple[Any, ...]:
         """Return host values, continued to ``count`` of them."""
-        missing = range(count - len(values))
-        if self.kind == "ramp":
-            last = values[-1] if values else self.value - self.step
-            return (*values, *(last + self.step * (i + 1) for i in missing))
         repeated = values[-1] if self.kind == "last" and values else self.value
-        return (*values, *(repeated for _ in missing))
-
-    def first_rows(self, view: torch.Tensor, axis: int | None) -> torch.Tensor:
-        """Return what ``view`` holds where no real row is before it, broadcastable to it."""
-        if axis is None or not self.step:
-            return torch.full((), self.value, dtype=view.dtype, device=view.device)
-        ramp = torch.arange(view.shape[axis], device=view.device) * self.step + self.value
-        return _along(ramp.to(view.dtype), axis, view)
+        return (*values, *[repeated] * (count - len(values)))
 
 
 @attrs.frozen
@@ -166,18 +145,13 @@ class InputSlot:
     def _check_pad(self) -> None:
         if not isinstance(self.pad, Pad):
             raise ConfigTypeError(
-                f"input slot {self.name!r} needs pad=Pad.zero(), Pad.fill(value), Pad.last() or "
-                f"Pad.ramp(step), got {brief(self.pad)}"
+                f"input slot {self.name!r} needs pad=Pad.zero(), Pad.fill(value) or Pad.last(), "
+                f"got {brief(self.pad)}"
             )
-        if self.pad.kind in ("last", "ramp") and self.axis is None:
+        if self.pad.kind == "last" and self.axis is None:
             raise ConfigError(
                 f"input slot {self.name!r} pads from its last row but has no named dim in "
                 f"{self.dims}; use Pad.fill(value)"
-            )
-        if self.pad.kind == "ramp" and only_moved(self.dtype):
-            raise ConfigError(
-                f"input slot {self.name!r} pads in steps and is {self.dtype}, with which torch "
-                f"does not compute; use Pad.fill(value) or Pad.last()"
             )
         if not isinstance(self.pad.value, int | float):
             raise ConfigTypeError(
@@ -230,7 +204,7 @@ class HostSlot:
 
     Args:
         dim: ``"tokens"``, ``"requests"`` or ``"requests+1"``.
-        pad: ``Pad.zero()``, ``Pad.fill(value)``, ``Pad.last()`` or ``Pad.ramp(step)``.
+        pad: ``Pad.zero()``, ``Pad.fill(value)`` or ``Pad.last()``.
     """
 
     dim: str
@@ -243,8 +217,8 @@ class HostSlot:
             )
         if not isinstance(self.pad, Pad):
             raise ConfigTypeError(
-                f"a host slot needs pad=Pad.zero(), Pad.fill(value), Pad.last() or Pad.ramp(step), "
-                f"got {brief(self.pad)}"
+                f"a host slot needs pad=Pad.zero(), Pad.fill(value) or Pad.last(), got "
+                f"{brief(self.pad)}"
             )
 
     def padded(self, values: Sequence[Any], size: Size) -> tuple[Any, ...]:
@@ -343,43 +317,34 @@ class Padding:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
         self._fills: list[tuple[torch.Tensor, Scalar]] = []
-        self._ramps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(
         self,
         part: torch.Tensor,
         pad: Pad,
-        axis: int | None,
         *,
         template: torch.Tensor | None = None,
         last: torch.Tensor | None = None,
     ) -> None:
-        """Let ``part``, whose rows are along ``axis``, hold padding.
+        """Let ``part`` hold padding.
 
         Args:
             template: a flat tensor of the constant that ``pad`` is, where there is one.
             last: the real row before the part, read at every write; None where there is none.
         """
-        if pad.kind == "ramp" and last is not None:
-            with torch.inference_mode(False):
-                steps = Pad.ramp(pad.step, pad.step).first_rows(part, axis).expand(part.shape)
-            self._ramps.append((part, last.expand(part.shape), steps))
-        elif pad.kind == "last" and last is not None:
-            self._copy(part, last)
+        source = None
+        if pad.kind == "last" and last is not None:
+            source = last.expand(part.shape)
         elif template is not None and template.numel() >= part.numel():
-            self._copy(part, cut(template, part))
-        elif pad.kind in ("fill", "last"):
+            source = cut(template, part)
+        if source is None:
             self._fills.append((part, pad.value))
         else:
-            with torch.inference_mode(False):
-                self._copy(part, pad.first_rows(part, axis))
-
-    def _copy(self, part: torch.Tensor, source: torch.Tensor) -> None:
-        self._targets.append(part)
-        self._sources.append(source.expand(part.shape))
+            self._targets.append(part)
+            self._sources.append(source)
 
     def __bool__(self) -> bool:
-        return bool(self._targets or self._fills or self._ramps)
+        return bool(self._targets or self._fills)
 
     def write(self) -> None:
         """Write all of it, on the current stream."""
@@ -387,8 +352,6 @@ class Padding:
             part.fill_(value)
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
-        for part, last, steps in self._ramps:
-            torch.add(last, steps, out=part)
 
 
 def cut(template: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -406,31 +369,27 @@ def pad_rows(tensor: torch.Tensor, pad: Pad, axis: int, real: torch.Tensor) -> N
     if pad.kind == "fill" and words is tensor:
         tensor.masked_fill_(keep.logical_not(), pad.value)
         return
-    padded = as_words(pad.first_rows(tensor, axis))
-    if pad.kind in ("last", "ramp"):
+    padded = as_words(torch.full((), pad.value, dtype=tensor.dtype, device=tensor.device))
+    if pad.kind == "last":
         at = torch.arange(len(real), device=tensor.device)
-        last = torch.where(real, at, -1).cummax(0).values  # the row to continue from
-        continued = words.index_select(axis, last.clamp(min=0))
-        if pad.step:
-            continued += _along((pad.step * (at - last)).to(tensor.dtype), axis, tensor)
-        padded = torch.where(_along(last >= 0, axis, tensor), continued, padded)
+        last = torch.where(real, at, -1).cummax(0).values  # the row to repeat
+        repeated = words.index_select(axis, last.clamp(min=0))
+        padded = torch.where(_along(last >= 0, axis, tensor), repeated, padded)
     words.copy_(torch.where(keep, words, padded))
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def only_moved(dtype: torch.dtype) -> bool:
-    """Whether torch moves data of ``dtype`` and computes hardly anything with it: floats of a byte
-    and the wider unsigned integers."""
-    if dtype.is_floating_point:
-        return dtype.itemsize == 1
-    return not (dtype.is_signed or dtype in (torch.bool, torch.uint8))
-
-
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, as integers of its size where torch only moves its dtype."""
-    return tensor.view(_WORDS[tensor.itemsize]) if only_moved(tensor.dtype) else tensor
+    """Return ``tensor``, as integers of its size where torch moves its dtype and computes hardly
+    anything with it: floats of a byte and the wider unsigned integers."""
+    dtype = tensor.dtype
+    if dtype.is_floating_point:
+        computed = dtype.itemsize > 1
+    else:
+        computed = dtype.is_signed or dtype in (torch.bool, torch.uint8)
+    return tensor if computed else tensor.view(_WORDS[tensor.itemsize])
 
 
 def _along(values: torch.Tensor, axis: int, tensor: torch.Tensor) -> torch.Tensor:

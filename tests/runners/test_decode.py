@@ -561,7 +561,7 @@ def test_input_slots_may_come_from_a_generator():
     assert made.plan().input_bytes == runner.plan().input_bytes
 
 
-@pytest.mark.parametrize("pad", [Pad.zero(), Pad.last(), Pad.ramp(2)])
+@pytest.mark.parametrize("pad", [Pad.zero(), Pad.last()])
 def test_a_decision_for_a_graph_takes_a_batch_without_rows(pad):
     runner = decode_of(double, (attrs.evolve(X, pad=pad),))
     decision = runner.can_run(2)

@@ -50,7 +50,6 @@ def loaded(slot, data, real, padded, run_slots=frozenset()):
         (Pad.zero(), [0, 0, 0]),
         (Pad.fill(-1), [-1, -1, -1]),
         (Pad.last(), [7, 7, 7]),
-        (Pad.ramp(2), [9, 11, 13]),
     ],
 )
 def test_rows_beyond_the_real_ones_follow_the_pad_rule(pad, tail):
@@ -59,7 +58,7 @@ def test_rows_beyond_the_real_ones_follow_the_pad_rule(pad, tail):
     assert view.tolist() == [5, 3, 7, *tail]
 
 
-@pytest.mark.parametrize("pad", [Pad.fill(-2), Pad.last(), Pad.ramp(1)])
+@pytest.mark.parametrize("pad", [Pad.fill(-2), Pad.last()])
 def test_a_named_dimension_need_not_be_the_first(pad):
     slot = InputSlot("position", (3, "tokens"), torch.int64, pad=pad)
     data = torch.arange(6).reshape(3, 2) * 10
@@ -68,7 +67,6 @@ def test_a_named_dimension_need_not_be_the_first(pad):
     tail = {
         "fill": torch.full((3, 2), -2),
         "last": last.expand(3, 2),
-        "ramp": last + torch.tensor([1, 2]),
     }[pad.kind]
     assert view.is_contiguous()
     assert torch.equal(view, torch.cat([data, tail], dim=1))
@@ -118,7 +116,7 @@ def test_mixed_slots_of_any_layout_arrive_whole(join, data):
         )
         pads = [Pad.zero(), Pad.fill(1)]
         if len(dims) == 1 and isinstance(dims[0], str) and dtype is not torch.bool:
-            pads += [Pad.last(), Pad.ramp(2)]
+            pads.append(Pad.last())
         slots.append(InputSlot(f"s{index}", dims, dtype, pad=data.draw(st.sampled_from(pads))))
     arena = arena_of(*slots)
     given_inputs, expected = {}, {}
@@ -293,7 +291,7 @@ def slow_pad(slot, values, padded):
         if slot.pad.kind == "fill":
             rows.append(torch.full_like(rows[0], slot.pad.value))
         else:
-            rows.append(rows[-1] + slot.pad.step)
+            rows.append(rows[-1])
     return torch.stack(rows, slot.axis)
 
 

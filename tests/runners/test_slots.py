@@ -89,16 +89,9 @@ def test_a_floating_pad_value_may_be_special(value):
     assert slot(dtype=torch.float16, pad=Pad.fill(value)).pad.value is value
 
 
-@pytest.mark.parametrize("pad", [Pad.last(), Pad.ramp(1)])
-def test_padding_from_the_last_row_needs_rows(pad):
+def test_padding_from_the_last_row_needs_rows():
     with pytest.raises(dg.ConfigError, match="has no named dim"):
-        slot((4,), pad=pad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.uint32], ids=str)
-def test_padding_in_steps_needs_a_dtype_that_torch_adds(dtype):
-    with pytest.raises(dg.ConfigError, match="pads in steps"):
-        slot(dtype=dtype, pad=Pad.ramp(1))
+        slot((4,), pad=Pad.last())
 
 
 def test_a_pad_value_that_is_no_number_is_refused():
@@ -132,9 +125,7 @@ def test_a_bad_output_slot_is_refused():
     [
         (Pad.fill(1), [5, 6], (5, 6, 1, 1)),
         (Pad.last(), [5, 6], (5, 6, 6, 6)),
-        (Pad.ramp(2), [5, 6], (5, 6, 8, 10)),
         (Pad.last(3), [], (3, 3, 3, 3)),
-        (Pad.ramp(2, start=1), [], (1, 3, 5, 7)),
     ],
 )
 def test_a_host_slot_continues_a_list_by_its_pad_rule(pad, given, expected):
@@ -230,14 +221,12 @@ def test_a_pool_of_another_backend_is_refused():
         (Pad.zero(), [0, 0, 0, 0]),
         (Pad.fill(-1), [-1, -1, -1, -1]),
         (Pad.last(5), [5, 5, 5, 5]),
-        (Pad.ramp(3), [0, 3, 6, 9]),
-        (Pad.ramp(3, start=1), [1, 4, 7, 10]),
     ],
 )
 def test_a_slot_without_real_rows_holds_its_pad_values(pad: Pad, expected: list[int]) -> None:
     view = torch.full((4,), 77)
     padding = Padding()
-    padding.add(view, pad, 0)
+    padding.add(view, pad)
     padding.write()
     assert view.tolist() == expected
 
@@ -246,7 +235,7 @@ def test_a_slot_without_real_rows_holds_its_pad_values(pad: Pad, expected: list[
 def test_a_pad_value_is_as_exact_as_its_slot(pad: Pad) -> None:
     view = torch.zeros(2, dtype=torch.float64)
     padding = Padding()
-    padding.add(view, pad, 0)
+    padding.add(view, pad)
     padding.write()
     assert view.tolist() == [0.1, 0.1]
 
@@ -259,7 +248,6 @@ REAL = torch.tensor([False, True, True, False, True, False])
     [
         (Pad.fill(-1), [-1, 11, 12, -1, 14, -1]),
         (Pad.last(5), [5, 11, 12, 12, 14, 14]),
-        (Pad.ramp(3, 1), [1, 11, 12, 15, 14, 17]),
     ],
 )
 def test_rows_that_are_not_real_get_their_pad_values(pad: Pad, want: list[int]) -> None:
