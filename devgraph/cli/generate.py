@@ -314,7 +314,6 @@ def run_engine(
         task.prompts,
         max_new_tokens=task.args.max_new_tokens,
         sampling=task.sampling,
-        stop=task.args.stop,
         on_event=on_event,
     )
     return done, engine.stats()

@@ -31,7 +31,6 @@ from devgraph.integrations.transformers.requests import (
     draw_rows,
     ends_of,
     ids_of,
-    stops_of,
 )
 from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.options import DEBUG_VARIABLE, switched_on
@@ -264,7 +263,6 @@ class Engine:
         *,
         max_new_tokens: int = 64,
         sampling: SamplingParams | Mapping[str, Any] | None = None,
-        stop: Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | int | None = None,
     ) -> int:
         """Queue a prompt and return its request id.
@@ -273,7 +271,6 @@ class Engine:
             prompt: text (with a tokenizer) or token ids.
             max_new_tokens: tokens to generate at most.
             sampling: how to choose them, as parameters or a mapping of them; None is greedy.
-            stop: strings that end the request, or one alone; they need a tokenizer.
             stop_token_ids: tokens that end it, or one alone, besides the end-of-sequence tokens.
 
         Raises:
@@ -281,7 +278,7 @@ class Engine:
                 positions than a slot has, or another argument that cannot be meant; names it.
         """
         self._check_open()
-        request = self._request(prompt, max_new_tokens, sampling, stop, stop_token_ids)
+        request = self._request(prompt, max_new_tokens, sampling, stop_token_ids)
         self._scheduler.add(request)
         return request.id
 
@@ -290,7 +287,6 @@ class Engine:
         prompt: Prompt,
         max_new_tokens: int,
         sampling: SamplingParams | Mapping[str, Any] | None,
-        stop: Sequence[str] | None,
         stop_token_ids: Sequence[int] | int | None,
     ) -> Request:
         ids = self._ids(prompt)
@@ -302,8 +298,6 @@ class Engine:
                 f"this engine has {self.model.positions} a request. Shorten one of them or raise "
                 f"max_len"
             )
-        if stops_of(stop) and self.tokenizer is None:
-            raise InputError("stop strings need a tokenizer; pass stop_token_ids instead")
         sampling = SamplingParams.of(sampling)
         request = Request(
             self._next_id,
@@ -312,7 +306,7 @@ class Engine:
             eos=self._eos,
             stop=ends_of("stop_token_ids", stop_token_ids),
             sampler=None if sampling.greedy else Sampler(sampling, self.model.device),
-            stream=None if self.tokenizer is None else TextStream(self.tokenizer, stop),
+            stream=None if self.tokenizer is None else TextStream(self.tokenizer),
         )
         self._next_id += 1
         return request
@@ -478,7 +472,6 @@ class Engine:
         | Mapping[str, Any]
         | Sequence[SamplingParams | Mapping[str, Any]]
         | None = None,
-        stop: Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | int | None = None,
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
@@ -508,7 +501,7 @@ class Engine:
                 f"{len(sampling)} sampling parameters for {len(prompts)} prompts; give one each"
             )
         made = [
-            self._request(prompt, max_new_tokens, params, stop, stop_token_ids)
+            self._request(prompt, max_new_tokens, params, stop_token_ids)
             for prompt, params in zip(prompts, sampling, strict=True)
         ]
         self.ready()

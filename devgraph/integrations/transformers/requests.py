@@ -13,7 +13,7 @@ import enum
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -139,14 +139,6 @@ def draw_rows(logits: Tensor, best: Tensor, samplers: Sequence[Sampler | None]) 
     return tokens
 
 
-def stops_of(stop: Sequence[str] | None) -> tuple[str, ...]:
-    """Return stop strings as a tuple: of a list, one alone or None."""
-    given = (stop,) if stop is None or isinstance(stop, str) else stop
-    if not isinstance(given, Iterable) or not all(isinstance(s, str | None) for s in given):
-        raise InputTypeError(f"stop must be a string or a list of strings, got {brief(stop)}")
-    return tuple(s for s in given if s)
-
-
 def ids_of(what: str, given: Any) -> list[int]:
     """Return token ids as ints."""
     try:
@@ -165,45 +157,30 @@ def ends_of(what: str, given: Any) -> frozenset[int]:
 class TextStream:
     """Turns the tokens of one request into pieces of text as they come.
 
-    A piece is held back while it ends inside a character, and, with stop strings, while it might
-    be the beginning of one. The pieces joined are the whole text up to the first stop string.
+    A piece is held back while it ends inside a character; joined they are the whole text.
 
     Args:
         tokenizer: of transformers, or anything with its ``decode``.
-        stop: strings that end the text, or one alone; they are not part of it.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._decode = tokenizer.decode
-        self._stop = stops_of(stop)
         self._tokens: list[int] = []
         # Text of tokens [start:read] was handed on; a token's text depends on the one before it
         # (spaces), so decoding starts a little earlier than what is new.
         self._start = 0
         self._read = 0
-        self._held = ""
         self.text = ""
-        self.stopped = False
-        """Whether a stop string was found."""
 
     def push(self, token: int) -> str:
         """Add a token and return the text that is certain now (may be empty)."""
-        if self.stopped:
-            return ""
         self._tokens.append(token)
         new = self._new()
-        if not new or new.endswith(_BROKEN):
-            return ""
-        self._start, self._read = self._read, len(self._tokens)
-        return self._emit(new, last=False)
+        return "" if not new or new.endswith(_BROKEN) else self._emit(new)
 
     def finish(self) -> str:
         """Return what was still held back."""
-        if self.stopped:
-            return ""
-        new = self._new()
-        self._start = self._read = len(self._tokens)
-        return self._emit(new, last=True)
+        return self._emit(self._new())
 
     def _new(self) -> str:
         """Return the text of the tokens that were not handed on yet."""
@@ -214,25 +191,10 @@ class TextStream:
         new: str = after[len(before) :]
         return new
 
-    def _emit(self, new: str, *, last: bool) -> str:
-        held = self._held + new
-        found = [at for at in (held.find(s) for s in self._stop) if at >= 0]
-        if found:
-            self.stopped = True
-            piece, self._held = held[: min(found)], ""
-        else:
-            keep = 0 if last else self._beginning_of_stop(held)
-            piece, self._held = held[: len(held) - keep], held[len(held) - keep :]
-        self.text += piece
-        return piece
-
-    def _beginning_of_stop(self, held: str) -> int:
-        """Return how many characters at the end of ``held`` could become a stop string."""
-        longest = max((len(s) for s in self._stop), default=1) - 1
-        for size in range(min(longest, len(held)), 0, -1):
-            if any(s.startswith(held[-size:]) for s in self._stop):
-                return size
-        return 0
+    def _emit(self, new: str) -> str:
+        self._start, self._read = self._read, len(self._tokens)
+        self.text += new
+        return new
 
 
 class FinishReason(str, enum.Enum):
@@ -241,7 +203,7 @@ class FinishReason(str, enum.Enum):
     EOS = "eos"
     """The model produced an end-of-sequence token."""
     STOP = "stop"
-    """A stop token or stop string of the request."""
+    """A stop token of the request."""
     LENGTH = "length"
     """``max_new_tokens`` were produced."""
     CANCELLED = "cancelled"
@@ -306,11 +268,7 @@ class Request:
             return ""
         ends = self.finish_reason in (FinishReason.EOS, FinishReason.STOP)
         text = "" if ends else self.stream.push(token)
-        if self.finish_reason is not None:
-            text += self.stream.finish()
-        if self.stream.stopped:
-            self.finish_reason = FinishReason.STOP
-        return text
+        return text if self.finish_reason is None else text + self.stream.finish()
 
 
 @attrs.frozen

@@ -344,7 +344,7 @@ def test_steps_of_a_launch_are_counted_from_one() -> None:
         make_engine(make_model("llama"), steps_per_launch=0)
 
 
-def test_text_streams_in_pieces_and_stops_at_a_string() -> None:
+def test_text_streams_in_pieces() -> None:
     model = make_model("llama")
     tokens = reference(model, Letters()("hello")["input_ids"], 12)
     whole = Letters().decode(tokens, skip_special_tokens=True)
@@ -354,9 +354,6 @@ def test_text_streams_in_pieces_and_stops_at_a_string() -> None:
         assert done.text == whole == "".join(event.text for event in seen)
         assert [event.token for event in seen] == tokens
         assert [event.finish_reason for event in seen][-2:] == [None, FinishReason.LENGTH]
-        stopped = engine.generate(["hello"], max_new_tokens=12, stop=whole[5:7])[0]
-        assert stopped.text == whole[: whole.index(whole[5:7])]
-        assert stopped.finish_reason is FinishReason.STOP
 
 
 def test_seeded_sampling_does_not_depend_on_the_batch() -> None:
@@ -463,7 +460,6 @@ def test_full_prefill_without_device_lengths_warns_at_construction(
         (lambda e: e.add_request([1] * 60, max_new_tokens=41), "101 positions"),
         (lambda e: e.add_request([1], max_new_tokens=0), "at least 1"),
         (lambda e: e.add_request("text"), "tokenizer"),
-        (lambda e: e.add_request([1], stop=["x"]), "tokenizer"),
         (lambda e: e.cancel(3), "no request 3"),
         (lambda e: e.generate([[1], [2]], sampling=[SamplingParams()]), "1 sampling"),
         (lambda e: e.generate("text"), "put it in a list"),
@@ -607,7 +603,7 @@ def test_configuration_of_an_engine_may_be_a_dictionary_or_json() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", "prompt max_new_tokens sampling stop stop_token_ids on_event prompts".split()
+    "name", "prompt max_new_tokens sampling stop_token_ids on_event prompts".split()
 )
 def test_arguments_of_requests_are_taken_or_refused_with_their_names(name: str) -> None:
     class Tokenizer:

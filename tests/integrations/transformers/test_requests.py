@@ -148,30 +148,6 @@ def test_broken_character_at_the_end_is_flushed_by_finish() -> None:
     assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_stop_string_over_token_borders_ends_the_text_before_it() -> None:
-    stream = TextStream(ByteTokenizer(), stop=["END", "\n\n"])
-    pieces = feed(stream, list(b"some ENDING"))
-    assert stream.stopped
-    assert "".join(pieces) == "some " == stream.text
-    assert stream.finish() == ""
-
-
-def test_possible_beginning_of_a_stop_string_is_held_back_then_given() -> None:
-    stream = TextStream(ByteTokenizer(), stop=["END"])
-    assert feed(stream, list(b"aEN")) == ["a", "", ""]
-    assert stream.push(ord("x")) == "ENx"
-    assert feed(stream, list(b"E")) == [""]
-    assert stream.finish() == "E"
-    assert stream.text == "aENxE"
-    assert not stream.stopped
-
-
-def test_earliest_stop_string_wins_when_two_match() -> None:
-    stream = TextStream(WordTokenizer(), stop=["on mat", "sat"])
-    feed(stream, [0, 1, 2, 3, 4])
-    assert stream.text == "the cat "
-
-
 def request(number: int, length: int, **options: object) -> Request:
     values = {"max_new_tokens": 3, "eos": frozenset({99}), "stop": frozenset({98})} | options
     return Request(number, list(range(length)), sampler=None, stream=None, **values)
