@@ -29,7 +29,6 @@ from devgraph.integrations.transformers.requests import (
     Scheduler,
     TextStream,
     draw_rows,
-    ends_of,
     ids_of,
 )
 from devgraph.runners.decode import DecodeRunner
@@ -126,7 +125,7 @@ class Engine:
             allows, at most 2048.
         max_step_tokens: tokens of a packed step; longer prompts run in chunks. A model that attends
             by itself (``engine.model.own`` says why) takes one prompt at a time.
-        eos_token_ids: tokens that end a request, or one alone; None takes the model's own.
+        eos_token_ids: tokens that end a request; None takes the model's own.
         steps_per_launch: decode steps that one launch takes at most, while every running request is
             greedy and one wants at least half as many tokens, or two where the device ends a launch
             early (capability ``loops``). Tokens come together then, and a request waits for a place
@@ -151,7 +150,7 @@ class Engine:
         max_requests: int = 8,
         max_len: int | None = None,
         max_step_tokens: int = 512,
-        eos_token_ids: Sequence[int] | int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
         steps_per_launch: int = 1,
         fuse: bool = True,
     ) -> None:
@@ -185,7 +184,7 @@ class Engine:
         self.tokenizer = tokenizer
         if eos_token_ids is None:
             eos_token_ids = eos_of(model.generation_config, model.config)
-        self._eos = ends_of("eos_token_ids", eos_token_ids)
+        self._eos = frozenset(ids_of("eos_token_ids must be", eos_token_ids))
         self._next_id = 0
         self._stats = EngineStats()
         self._events: list[TokenEvent] = []
@@ -262,16 +261,16 @@ class Engine:
         prompt: Prompt,
         *,
         max_new_tokens: int = 64,
-        sampling: SamplingParams | Mapping[str, Any] | None = None,
-        stop_token_ids: Sequence[int] | int | None = None,
+        sampling: SamplingParams | None = None,
+        stop_token_ids: Sequence[int] = (),
     ) -> int:
         """Queue a prompt and return its request id.
 
         Args:
             prompt: text (with a tokenizer) or token ids.
             max_new_tokens: tokens to generate at most.
-            sampling: how to choose them, as parameters or a mapping of them; None is greedy.
-            stop_token_ids: tokens that end it, or one alone, besides the end-of-sequence tokens.
+            sampling: how to choose them; None is greedy.
+            stop_token_ids: tokens that end it, besides the end-of-sequence tokens.
 
         Raises:
             InputError, InputTypeError: an empty prompt, an id outside the vocabulary, more
@@ -286,8 +285,8 @@ class Engine:
         self,
         prompt: Prompt,
         max_new_tokens: int,
-        sampling: SamplingParams | Mapping[str, Any] | None,
-        stop_token_ids: Sequence[int] | int | None,
+        sampling: SamplingParams | None,
+        stop_token_ids: Sequence[int],
     ) -> Request:
         ids = self._ids(prompt)
         max_new_tokens = whole("max_new_tokens", max_new_tokens, 1)
@@ -298,13 +297,15 @@ class Engine:
                 f"this engine has {self.model.positions} a request. Shorten one of them or raise "
                 f"max_len"
             )
-        sampling = SamplingParams.of(sampling)
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise InputTypeError(f"sampling must be SamplingParams, got {brief(sampling)}")
         request = Request(
             self._next_id,
             ids,
             max_new_tokens=max_new_tokens,
             eos=self._eos,
-            stop=ends_of("stop_token_ids", stop_token_ids),
+            stop=frozenset(ids_of("stop_token_ids must be", stop_token_ids)),
             sampler=None if sampling.greedy else Sampler(sampling, self.model.device),
             stream=None if self.tokenizer is None else TextStream(self.tokenizer),
         )
@@ -468,11 +469,8 @@ class Engine:
         prompts: Sequence[Prompt],
         *,
         max_new_tokens: int = 64,
-        sampling: SamplingParams
-        | Mapping[str, Any]
-        | Sequence[SamplingParams | Mapping[str, Any]]
-        | None = None,
-        stop_token_ids: Sequence[int] | int | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        stop_token_ids: Sequence[int] = (),
         on_event: Callable[[TokenEvent], None] | None = None,
     ) -> list[Completion]:
         """Run ``prompts`` to their ends and return their completions in order.
@@ -494,8 +492,8 @@ class Engine:
         if on_event is not None and not callable(on_event):
             raise InputTypeError(f"on_event must be a function, got {brief(on_event)}")
         prompts = list(prompts)
-        if isinstance(sampling, str) or not isinstance(sampling, Sequence):
-            sampling = [SamplingParams.of(sampling)] * len(prompts)
+        if not isinstance(sampling, Sequence):
+            sampling = [sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise InputError(
                 f"{len(sampling)} sampling parameters for {len(prompts)} prompts; give one each"

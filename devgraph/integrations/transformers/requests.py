@@ -13,7 +13,7 @@ import enum
 import math
 import numbers
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -26,7 +26,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from devgraph.api.errors import InputError, InputTypeError, brief, did_you_mean, finite, whole
+from devgraph.api.errors import InputError, InputTypeError, brief, finite, whole
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -66,22 +66,6 @@ class SamplingParams:
             raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.seed is not None and whole("seed", self.seed, -(1 << 63)) >= 1 << 64:
             raise InputError(f"a seed has 64 bits, got {self.seed}")
-
-    @classmethod
-    def of(cls, given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
-        """Return ``given``, also where it is a mapping; None is greedy."""
-        if given is None or isinstance(given, SamplingParams):
-            return given or cls()
-        if not isinstance(given, Mapping):
-            raise InputTypeError(
-                f"sampling must be SamplingParams or a mapping of their names, got {brief(given)}"
-            )
-        known = [field.name for field in attrs.fields(cls)]
-        for name in given:
-            if name not in known:
-                hint = did_you_mean(str(name), known)
-                raise InputError(f"sampling has no parameter {brief(name)}. {hint}")
-        return cls(**given)
 
     @property
     def greedy(self) -> bool:
@@ -145,13 +129,6 @@ def ids_of(what: str, given: Any) -> list[int]:
         return list(map(operator.index, given))
     except TypeError as error:
         raise InputTypeError(f"{what} a list of token ids, got {brief(given)}") from error
-
-
-def ends_of(what: str, given: Any) -> frozenset[int]:
-    """Return tokens that end a request: of a list, one alone or None."""
-    if given is None or isinstance(given, int):
-        return frozenset() if given is None else frozenset([int(given)])
-    return frozenset(ids_of(f"{what} must be", given))
 
 
 class TextStream:
@@ -379,10 +356,8 @@ class Scheduler:
 
     def find(self, request_id: int) -> Request:
         """Return a waiting or running request; an unknown id raises ``InputError``."""
-        known = {r.id: r for r in (*self.running, *self.waiting)}
-        if whole("request_id", request_id) not in known:
-            names = [str(i) for i in known]
-            raise InputError(
-                f"no request {request_id} waits or runs. {did_you_mean(str(request_id), names)}"
-            )
-        return known[request_id]
+        wanted = whole("request_id", request_id)
+        for request in (*self.running, *self.waiting):
+            if request.id == wanted:
+                return request
+        raise InputError(f"no request {request_id} waits or runs")

@@ -461,6 +461,8 @@ def test_full_prefill_without_device_lengths_warns_at_construction(
         (lambda e: e.add_request([1], max_new_tokens=0), "at least 1"),
         (lambda e: e.add_request("text"), "tokenizer"),
         (lambda e: e.cancel(3), "no request 3"),
+        (lambda e: e.cancel([]), "request_id"),
+        (lambda e: e.add_request([1], sampling={"temperature": 1.0}), "SamplingParams, got"),
         (lambda e: e.generate([[1], [2]], sampling=[SamplingParams()]), "1 sampling"),
         (lambda e: e.generate("text"), "put it in a list"),
         (lambda e: e.generate([1, 2]), "list of token ids, got 1"),
@@ -626,21 +628,6 @@ def test_arguments_of_requests_are_taken_or_refused_with_their_names(name: str) 
             except DeviceGraphError as error:
                 assert name in str(error) or "token id" in str(error), (value, error)
         finish(engine)
-
-
-def test_sampling_may_be_a_mapping_and_names_what_is_unknown() -> None:
-    model = make_model("llama")
-    with make_engine(model) as engine:
-        first, second, third = prompts(3)
-        hot = {"temperature": 1.0, "seed": 3}
-        done = engine.generate([first, second], max_new_tokens=5, sampling=hot)
-        same = engine.generate([first, second], max_new_tokens=5, sampling=SamplingParams(**hot))
-        assert [one.token_ids for one in done] == [one.token_ids for one in same]
-        with pytest.raises(DeviceGraphError, match="Did you mean 'temperature'"):
-            engine.add_request(third, sampling={"temprature": 1.0})
-        assert not engine.has_work
-        with pytest.raises(DeviceGraphError, match="request_id"):
-            engine.cancel([])  # type: ignore[arg-type]
 
 
 def test_engine_that_gave_its_memory_back_before_a_capture_generates_eagerly() -> None:

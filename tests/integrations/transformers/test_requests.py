@@ -274,10 +274,10 @@ def test_budget_below_one_token_a_slot_is_refused() -> None:
         Scheduler(8, max_step_tokens=7)
 
 
-def test_unknown_request_is_named_with_those_that_exist() -> None:
+def test_unknown_request_is_named() -> None:
     scheduler = Scheduler(1, max_step_tokens=8)
     scheduler.add(request(12, 2))
-    with pytest.raises(DeviceGraphError, match="no request 3 .*Known: 12"):
+    with pytest.raises(DeviceGraphError, match="no request 3"):
         scheduler.find(3)
 
 
