@@ -342,12 +342,12 @@ def measure_first(device: Device, model: str | None, how: str = "") -> dict[str,
     if not graphs:
         return found
     rounds, steps, begun, longest = 0, 0, time.perf_counter(), 0.0
-    left, added = True, engine.stats().finished
+    left, running = True, 0
     while left:
-        while added - engine.stats().finished < 16:
+        while running < 16:
             engine.add_request([7] * length, max_new_tokens=24)
-            added += 1
-        engine.step()
+            running += 1
+        running -= sum(event.finish_reason is not None for event in engine.step())
         steps += 1
         idle = time.perf_counter()
         left = engine.idle()

@@ -39,7 +39,7 @@ def run(be: Any, model: Any, policy: str) -> tuple[list[list[int]], Any, Engine]
             layer.keys.fill_(float("nan"))
             layer.values.fill_(float("nan"))
         done = engine.generate(texts, max_new_tokens=6)
-        assert engine.stats().packed_steps == sum(LENGTHS) // CHUNK
+        assert engine.prefill.stats().steps == sum(LENGTHS) // CHUNK
         return [list(one.token_ids) for one in done], engine.prefill.stats(), engine
 
 

@@ -69,39 +69,18 @@ class Completion:
 
 @attrs.define(kw_only=True)
 class EngineStats:
-    """Counters since the engine was made or ``reset_stats`` was called.
+    """Time since the engine was made or ``reset_stats`` was called.
 
-    How many of the steps ran in graphs, with what padding, and why others did not, is in
+    What the steps were, how many ran in graphs and why others did not, is in
     ``engine.decode.stats()`` and ``engine.prefill.stats()``.
     """
 
-    decode_steps: int = 0
-    """Where one launch takes several, each of them counts."""
-    packed_steps: int = 0
-    prompt_tokens: int = 0
-    """Prompt tokens that were run."""
-    generated_tokens: int = 0
-    finished: int = 0
-    moves: int = 0
-    """Requests that were moved to another slot because one before them left."""
     seconds: float = 0.0
     """Time inside ``step``."""
     decode_seconds: float = 0.0
     """Of that, decode steps."""
     decode_tokens: int = 0
     """Tokens that decode steps generated."""
-
-    def count(self, new: int, prompt: int, decodes: int, seconds: float) -> None:
-        """Add a packed step, or so many decode steps, with tokens of prompts and new ones."""
-        self.seconds += seconds
-        self.generated_tokens += new
-        self.prompt_tokens += prompt
-        if decodes:
-            self.decode_steps += decodes
-            self.decode_seconds += seconds
-            self.decode_tokens += new
-        else:
-            self.packed_steps += 1
 
 
 class Engine:
@@ -357,12 +336,9 @@ class Engine:
         self._scheduler.admit()
         for move in self._scheduler.compact():
             self.model.cache.move(*move)
-            self._stats.moves += 1
         chunks = sorted(self._scheduler.plan(), key=lambda chunk: chunk.slot)
         if not chunks:
             return self._collected()
-        prompts = (min(chunk.count, chunk.request.prompt_length - chunk.cached) for chunk in chunks)
-        prompt = sum(count for count in prompts if count > 0)
         decode = all(chunk.count == 1 and chunk.completes for chunk in chunks)
         if decode and self._launch_pays(chunks):
             steps = self._launch(chunks)
@@ -374,8 +350,11 @@ class Engine:
             steps = [self._chosen(chunks, out)]
         kept = len(self._events)
         failed = self._accept([pair for tokens in steps for pair in tokens])
-        new, decodes = len(self._events) - kept, len(steps) if decode else 0
-        self._stats.count(new, prompt, decodes, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        self._stats.seconds += seconds
+        if decode:
+            self._stats.decode_seconds += seconds
+            self._stats.decode_tokens += len(self._events) - kept
         if failed is not None:
             raise failed
         return self._collected()
@@ -462,7 +441,6 @@ class Engine:
         slot = self._scheduler.release(request)
         if slot is not None:
             self.model.cache.release(slot)
-        self._stats.finished += 1
 
     def generate(
         self,

@@ -20,6 +20,7 @@ from devgraph.api.errors import DeviceGraphError, StateError
 from devgraph.cpu.backend import CpuBackend
 from devgraph.integrations.transformers import (
     Engine,
+    EngineStats,
     FinishReason,
     SamplingParams,
     TokenEvent,
@@ -80,9 +81,9 @@ def test_other_modes_give_the_same_tokens(mode: str) -> None:
         engine.capture()
         done = engine.generate(texts, max_new_tokens=9)
         assert [list(one.token_ids) for one in done] == want
-        assert engine.decode.stats().graph_steps == engine.stats().decode_steps
-        prefill = engine.prefill.stats()
-        assert prefill.graph_steps + sum(prefill.eager.values()) == engine.stats().packed_steps
+        decode, prefill = engine.decode.stats(), engine.prefill.stats()
+        assert decode.graph_steps == decode.steps
+        assert prefill.graph_steps + sum(prefill.eager.values()) == prefill.steps
         # Exact spans may need other kernels than those captured: counted then, never silent.
         assert set(prefill.eager) <= {"update_topology"} if mode == FULL else not prefill.eager
 
@@ -176,8 +177,6 @@ def test_slots_are_used_again_after_requests_left_in_any_order() -> None:
         for text, count in zip(texts, lengths, strict=True):
             engine.add_request(text, max_new_tokens=count)
         assert finish(engine) == want
-        assert engine.stats().finished == 9
-        assert engine.stats().moves > 0
 
 
 def test_chunks_of_any_size_give_the_same_tokens() -> None:
@@ -188,7 +187,8 @@ def test_chunks_of_any_size_give_the_same_tokens() -> None:
         with make_engine(model, max_requests=1, max_step_tokens=budget) as engine:
             done = engine.generate([text], max_new_tokens=6)
             assert list(done[0].token_ids) == want
-            assert engine.stats().prompt_tokens == 41
+            steps = sum(runner.stats().steps for runner in engine.runners)
+            assert steps == -(-41 // budget) + 5
 
 
 def test_poison_that_a_request_leaves_behind_does_not_reach_the_next() -> None:
@@ -264,12 +264,8 @@ def test_launches_of_several_steps_give_the_tokens_of_single_ones(family: str, m
         ended = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in want]
         assert [list(one.token_ids) for one in done] == ended
         assert engine.several is not None
-        several, stats = engine.several.stats(), engine.stats()
+        several = engine.several.stats()
         assert several.steps and several.graph_steps == (several.steps if mode == GRAPHS else 0)
-        singles = engine.decode.stats().steps
-        assert several.steps < stats.decode_steps - singles <= 4 * several.steps
-        assert stats.generated_tokens == sum(map(len, ended))
-        assert stats.prompt_tokens == sum(map(len, texts))
         if mode == GRAPHS:
             engine.capture()
             assert engine.several.prove().ok
@@ -410,14 +406,10 @@ def test_counters_add_up() -> None:
     with make_engine(model, GRAPHS) as engine:
         engine.generate(texts, max_new_tokens=7)
         stats = engine.stats()
-        assert stats.prompt_tokens == sum(map(len, texts))
-        assert stats.generated_tokens == 35
-        assert stats.finished == 5
-        assert stats.decode_steps == engine.decode.stats().steps
-        assert stats.packed_steps == engine.prefill.stats().steps
+        assert 0 < stats.decode_tokens < 35  # a packed step makes the first of each
         assert 0 < stats.decode_seconds < stats.seconds
         engine.reset_stats()
-        assert engine.stats().generated_tokens == 0
+        assert engine.stats() == EngineStats()
 
 
 def test_runners_share_a_pool_and_prove_themselves() -> None:
@@ -566,7 +558,7 @@ def test_events_of_queued_requests_come_after_a_generation() -> None:
         engine.add_request(texts[0], max_new_tokens=9)
         engine.generate(texts[1:], max_new_tokens=5)
         finish(engine)
-        assert engine.stats().generated_tokens == 9 + 2 * 5  # each in one step's count
+        assert engine.stats().decode_tokens <= 8 + 2 * 4  # each in one step's count
         queued = engine.add_request(texts[0], max_new_tokens=3)
         done = engine.generate(texts[1:], max_new_tokens=5)
         assert [list(one.token_ids) for one in done] == [reference(model, t, 5) for t in texts[1:]]
