@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from devgraph.api.backend import Backend
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import InputError, InputTypeError, StateError, brief, note, whole
-from devgraph.api.policy import breaks
 from devgraph.api.registry import get_backend
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import eos_of
@@ -36,8 +34,6 @@ from devgraph.runners.options import DEBUG_VARIABLE, switched_on
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import OutputSlot
-
-logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -173,16 +169,6 @@ class Engine:
         self._named = model if switched_on(DEBUG_VARIABLE) else False
         asked = self.config.prefill.releasable or self.config.decode.releasable
         self.pool = self.backend.own_pool(None, releasable=asked)
-        varies = self.model.packed_host_args and not self.model.slotted
-        if not breaks(self.config.prefill.policy) and varies:
-            logger.warning(
-                "prefill policy %r needs attention with lengths in device tensors to repeat "
-                "one graph, and %s has none for %s here: almost every packed step brings host "
-                "arguments that must be recorded first; 'breakable' is faster",
-                self.config.prefill.policy,
-                self.model.device.type,
-                self.model.dtype,
-            )
         self._make_runners(max_requests, max_step_tokens)
 
     def _make_runners(self, max_requests: int, max_step_tokens: int) -> None:

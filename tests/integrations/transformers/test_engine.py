@@ -436,13 +436,6 @@ def test_graphs_see_weights_overwritten_in_place_and_new_ones_after_invalidate()
         assert engine.decode.stats().recaptures == 2
 
 
-def test_full_prefill_without_device_lengths_warns_at_construction(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    make_engine(make_model("llama"), FULL).close()
-    assert "lengths in device tensors" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
