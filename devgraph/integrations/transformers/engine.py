@@ -102,9 +102,8 @@ class Engine:
             by itself (``engine.model.own`` says why) takes one prompt at a time.
         eos_token_ids: tokens that end a request; None takes the model's own.
         steps_per_launch: decode steps that one launch takes at most, while every running request is
-            greedy and one wants at least half as many tokens, or two where the device ends a launch
-            early (capability ``loops``). Tokens come together then, and a request waits for a place
-            until the launch is over.
+            greedy and one wants at least half as many tokens, and two. Tokens come together then,
+            and a request waits for a place until the launch is over.
         fuse: compute what can be with fewer kernels (see ``fusion``), unless the model attends by
             itself; tokens may then differ from the model's own where two are equal but for
             rounding. ``engine.model.fusion`` says what was fused, and what not and why.
@@ -352,14 +351,9 @@ class Engine:
 
     def _launch_pays(self, chunks: Sequence[Chunk]) -> bool:
         wanted = max(chunk.request.wanted for chunk in chunks)
-        if self.several is None or wanted == 1 or any(chunk.request.sampler for chunk in chunks):
+        if self.several is None or 2 * wanted < max(4, self.steps_per_launch):
             return False
-        if 2 * wanted >= self.steps_per_launch:
-            return True
-        # Only a graph with a loop takes no more steps than are wanted.
-        graph = self.several.graphs.get(self.several.can_run(len(chunks)).key)
-        captured = None if graph is None else graph.captured
-        return captured is not None and bool(captured.stats().get("loops"))
+        return not any(chunk.request.sampler for chunk in chunks)
 
     def _launch(self, chunks: Sequence[Chunk]) -> list[list[tuple[Request, int]]]:
         """Take several decode steps; return the tokens of each."""
