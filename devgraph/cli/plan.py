@@ -144,12 +144,10 @@ def _facts(given: list[str]) -> EngineFacts:
 
 def _sizes(args: argparse.Namespace) -> ModelSizes | None:
     if args.model is None:
-        if args.gguf_file is not None:
-            raise CommandError("--gguf-file is a file inside of the folder --model: add that")
         return None
     from devgraph.integrations.transformers.loading import read_config
 
-    config = read_config(args.model, gguf_file=args.gguf_file)
+    config = read_config(args.model)
     return ModelSizes.from_config(config, getattr(torch, args.dtype).itemsize)
 
 

