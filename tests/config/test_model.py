@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import devgraph as dg
 from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
 from devgraph.api.config.phase import KEYS, PHASES, PhaseConfig
 from devgraph.api.errors import ConfigError, ConfigTypeError
@@ -72,20 +71,12 @@ def test_overlay_null_returns_a_key_to_its_default() -> None:
 
 def test_backend_unknown_on_this_node_is_a_warning_and_stays_in_the_configuration() -> None:
     text = '{"backends": {"npuu": {"prefill": "full"}}}'
-    with pytest.warns(DeviceGraphWarning, match="'npuu' is registered.*Did you mean 'npu'") as said:
-        config = DeviceGraphConfig.from_json(text, backends={"cpu", "npu"})
+    hint = "'npuu' is registered.*Known: .*rocm. Did you mean 'npu'"
+    with pytest.warns(DeviceGraphWarning, match=hint) as said:
+        config = DeviceGraphConfig.from_json(text)
     assert len(said) == 1
     assert said[0].filename == __file__
     assert config.for_backend("npuu").prefill.policy == "full"
-    with pytest.warns(DeviceGraphWarning, match="Known: .*rocm. Did you mean 'npu'"):
-        assert DeviceGraphConfig.from_json(text) == config  # asked of the registry
-    assert DeviceGraphConfig.from_json(text, backends={"npuu"}) == config
-
-
-@pytest.mark.parametrize("backends", ["cpu", dg.backends()])
-def test_backends_that_are_no_names_are_refused(backends: Any) -> None:
-    with pytest.raises(ConfigTypeError, match=r"\[info.name for info in dg.backends\(\)\]"):
-        DeviceGraphConfig.from_json('{"backends": {"cpu": {"decode": "full"}}}', backends=backends)
 
 
 def test_configuration_is_hashable_and_survives_pickle() -> None:

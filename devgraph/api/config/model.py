@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -32,7 +32,7 @@ from devgraph.api.config.phase import (
     phase_config,
     plain,
 )
-from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
+from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
 from devgraph.api.registry import BUILT_IN, OTHER_NAMES, names
 
 
@@ -94,46 +94,31 @@ class DeviceGraphConfig:
             self._under(backend)
 
     @classmethod
-    def from_json(
-        cls,
-        text: str,
-        *,
-        backends: Collection[str] | None = None,
-        source: str = "mode configuration",
-    ) -> DeviceGraphConfig:
+    def from_json(cls, text: str, *, source: str = "mode configuration") -> DeviceGraphConfig:
         """Read the JSON text of ``--device-graph-mode``.
 
-        A part for a backend that is not among ``backends`` (those registered here by default) is
-        kept and warned about. ``source`` names the text in messages. Raises ``ConfigError`` with
-        the position in broken text or the JSON path of what does not exist, and the nearest name.
+        A part for a backend that is not registered here is kept and warned about. ``source`` names
+        the text in messages. Raises ``ConfigError`` with the position in broken text or the JSON
+        path of what does not exist, and the nearest name.
         """
-        return cls._from_sources([parse_mode(read_mode(text, source), source)], backends)
+        return cls._from_sources([parse_mode(read_mode(text, source), source)])
 
     @classmethod
-    def from_dict(
-        cls,
-        document: Mapping[str, Any],
-        *,
-        backends: Collection[str] | None = None,
-        source: str = "mode configuration",
-    ) -> DeviceGraphConfig:
+    def from_dict(cls, document: Mapping[str, Any]) -> DeviceGraphConfig:
         """Like ``from_json``, for text that is parsed already."""
-        return cls._from_sources([parse_mode(document, source)], backends)
+        return cls._from_sources([parse_mode(document, "mode configuration")])
 
     @classmethod
-    def from_file(
-        cls, path: str | os.PathLike[str], *, backends: Collection[str] | None = None
-    ) -> DeviceGraphConfig:
+    def from_file(cls, path: str | os.PathLike[str]) -> DeviceGraphConfig:
         """Read the ``device_graph`` section of a JSON or YAML file (YAML needs PyYAML)."""
         read = parse_mode(read_section(path), os.fspath(path), Level.FILE)
-        return cls._from_sources([read], backends)
+        return cls._from_sources([read])
 
     @classmethod
     def from_args(
         cls,
         namespace: argparse.Namespace,
         *,
-        backends: Collection[str] | None = None,
         parser: argparse.ArgumentParser | None = None,
     ) -> DeviceGraphConfig:
         """Read parsed command line arguments, of ``add_cli_args`` or of an engine's own parser.
@@ -143,18 +128,10 @@ class DeviceGraphConfig:
         about once with its new spelling, each override with both names. With ``parser``, a value
         that equals the parser's own default counts as not given.
         """
-        return cls._from_sources(sources_of(namespace, parser), backends)
+        return cls._from_sources(sources_of(namespace, parser))
 
     @classmethod
-    def _from_sources(
-        cls, sources: Iterable[Source], backends: Collection[str] | None
-    ) -> DeviceGraphConfig:
-        text = isinstance(backends, str)
-        if text or (backends and not all(isinstance(name, str) for name in backends)):
-            raise ConfigTypeError(
-                f"backends are names, such as [info.name for info in dg.backends()], got "
-                f"{brief(backends)}"
-            )
+    def _from_sources(cls, sources: Iterable[Source]) -> DeviceGraphConfig:
         merged = merge(sources)
         phases: dict[str, Any] = {}
         for phase in PHASES:
@@ -164,14 +141,12 @@ class DeviceGraphConfig:
         config = cls(**phases, overlays=merged, origins=merged.origins)
         # Of several places that name a backend the first is told.
         named = {one[0]: origin for one, origin in reversed(merged.origins.items()) if one[0]}
-        unknown = named.keys() - set(BUILT_IN if backends is None else backends)
-        if unknown and backends is None:  # installed packages may have more, and take long to ask
-            backends = names()
-            unknown -= set(backends)
+        unknown = named.keys() - set(BUILT_IN)
+        known = names() if unknown else ()  # installed packages may have more, and take long to ask
         messages = [
             f"{named[name]}: no backend {name!r} is registered on this node, so its part of the "
-            f"configuration is not used here. {did_you_mean(name, backends or (), OTHER_NAMES)}"
-            for name in sorted(unknown)
+            f"configuration is not used here. {did_you_mean(name, known, OTHER_NAMES)}"
+            for name in sorted(unknown.difference(known))
         ]
         for message in (*merged.notes, *messages):
             warnings.warn(message, DeviceGraphWarning, stacklevel=3)
