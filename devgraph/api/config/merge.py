@@ -37,10 +37,9 @@ class Source:
 
 @attrs.frozen(kw_only=True)
 class Merged:
-    """The settings that hold, the name of the source of each, and what there is to say."""
+    """The settings that hold, and what there is to say."""
 
     settings: dict[Setting, Any]
-    origins: dict[Setting, str]
     notes: tuple[str, ...]
 
 
@@ -88,7 +87,6 @@ def merge(sources: Iterable[Source]) -> Merged:
         _report_unused(phase, state, spent, notes)
     return Merged(
         settings={setting: entry.value for setting, entry in state.items()},
-        origins={setting: entry.name for setting, entry in state.items()},
         notes=tuple(notes),
     )
 

@@ -25,9 +25,7 @@ from devgraph.api.config.phase import (
     PHASES,
     DeviceGraphWarning,
     PhaseConfig,
-    Setting,
     check_names,
-    path_of,
     phase_config,
     plain,
 )
@@ -70,8 +68,8 @@ class DeviceGraphConfig:
     >>> config.prefill.policy, config.for_backend("cpu").prefill.policy
     ('breakable', 'full')
 
-    Two configurations are equal when they have the same values; whether a value was chosen, and
-    where, does not count. ``DeviceGraphConfig.from_json(config.to_json()) == config`` always holds,
+    Two configurations are equal when they have the same values; whether a value was chosen does
+    not count. ``DeviceGraphConfig.from_json(config.to_json()) == config`` always holds,
     and the text keeps apart what was chosen and what is default.
     """
 
@@ -80,8 +78,6 @@ class DeviceGraphConfig:
     overlays: Overlays = attrs.field(factory=dict, converter=_overlays, hash=False)
     """The parts for single backends, in the form of ``backends`` in the JSON text; apply them with
     ``for_backend``."""
-    origins: Mapping[Setting, str] = attrs.field(factory=dict, eq=False, repr=False)
-    """Which flag or file each choice came from, where that is known."""
 
     def __attrs_post_init__(self) -> None:
         for phase in PHASES:
@@ -131,13 +127,11 @@ class DeviceGraphConfig:
             places = {key: (None, phase, key) for key in KEYS}
             chosen = {k: merged.settings[at] for k, at in places.items() if at in merged.settings}
             phases[phase] = phase_config(None, phase).with_checked(chosen, frozenset(chosen))
-        config = cls(**phases, overlays=merged, origins=merged.origins)
-        # Of several places that name a backend the first is told.
-        named = {one[0]: origin for one, origin in reversed(merged.origins.items()) if one[0]}
-        unknown = named.keys() - set(BUILT_IN)
+        config = cls(**phases, overlays=merged)
+        unknown = set(config.backends).difference(BUILT_IN)
         known = names() if unknown else ()  # installed packages may have more, and take long to ask
         messages = [
-            f"{named[name]}: no backend {name!r} is registered on this node, so its part of the "
+            f"no backend {name!r} is registered on this node, so its part of the "
             f"configuration is not used here. {did_you_mean(name, known, OTHER_NAMES)}"
             for name in sorted(unknown.difference(known))
         ]
@@ -159,13 +153,7 @@ class DeviceGraphConfig:
         """Return what holds on one backend: its own part laid over the general part, per key."""
         if not isinstance(name, str):
             raise ConfigTypeError(f"a backend is named by a string, got {name!r}")
-        origins = {one: origin for one, origin in self.origins.items() if one[0] is None}
-        for phase, changes in self.overlays.get(name, {}).items():
-            for key in changes:
-                place = (name, phase, key)
-                source = self.origins.get(place, "")
-                origins[None, phase, key] = f"{source} {path_of(place)}".strip()
-        return DeviceGraphConfig(**self._under(name), origins=origins)
+        return DeviceGraphConfig(**self._under(name))
 
     def _under(self, backend: str) -> dict[str, Any]:
         """Return each phase with the backend's part, if there is one, laid over it."""

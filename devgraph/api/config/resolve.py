@@ -197,10 +197,8 @@ def _fired(phase: str, rule: Rule, outcome: str, before: Any, after: Any) -> Fir
 def _refusal(phase: str, rule: Rule, requested: DeviceGraphConfig, free: PhaseConfig) -> str:
     place = (None, phase, rule.key)
     value = getattr(requested.phase(phase), rule.key)
-    origin = requested.origins.get(place)
-    chosen = f", chosen by {origin}," if origin else ""
     return (
-        f"{path_of(place)}={_shown(value)}{chosen} does not work [{rule.name}]: {rule.explanation} "
+        f"{path_of(place)}={_shown(value)} does not work [{rule.name}]: {rule.explanation} "
         f"({rule.source}). Without the choice it would be {_shown(getattr(free, rule.key))}"
     )
 
