@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from devgraph.api.config.facts import ATTENTION, EngineFacts, weakest_attention
+from devgraph.api.config.facts import ATTENTION, EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PHASES, choices
 from devgraph.api.config.resolve import resolve
@@ -41,8 +41,6 @@ def test_attention_capability_decides_what_full_may_hold(
     for phase, holds in (("decode", decode), ("prefill", prefill)):
         config = config_with(phase, explicit=False, policy="full")
         assert resolve_quietly(config, facts).effective.phase(phase).policy == holds
-    assert weakest_attention("always", attention) == attention
-    assert weakest_attention() == "always"
 
 
 def test_kv_offload_keeps_graphs_and_weight_offload_switches_them_off() -> None:

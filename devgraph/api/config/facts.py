@@ -59,7 +59,7 @@ class EngineFacts:
     role: str = _one_of(*ROLES)
     """``prefill`` or ``decode`` on a node that runs only that phase (disaggregated serving)."""
     attention: str = _one_of(*reversed(ATTENTION))
-    """What the weakest attention implementation can have captured, see ``weakest_attention``:
+    """What the weakest attention implementation can have captured:
     ``always`` any batch, ``uniform_batch`` requests of one width, ``single_token_decode`` one
     token a request, ``never``."""
     host_lengths: bool = _flag()
@@ -159,9 +159,3 @@ class EngineFacts:
 
 
 _FIELDS = attrs.fields(EngineFacts)
-
-
-def weakest_attention(*capabilities: str) -> str:
-    """Return the least of several capabilities: one graph holds all of a model's attention."""
-    check_names("attention", capabilities, ATTENTION, what="value")
-    return min(capabilities, key=ATTENTION.index, default="always")

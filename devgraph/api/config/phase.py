@@ -36,19 +36,6 @@ OLDER_POLICIES: Mapping[str, str] = {
 }
 """Names that engines gave to a policy before; accepted with a warning."""
 
-# What people write for a key out of habit; nearest-name matching would not find these.
-_HABITS: Mapping[str, str] = {
-    "backend": "policy",
-    "mode": "policy",
-    "bs": "buckets",
-    "sizes": "buckets",
-    "batch_sizes": "buckets",
-    "max_batch_size": "max_bs",
-    "tc_compiler": "compiler",
-    "warmups": "warmup",
-    "default": "decode",
-}
-
 Setting = tuple[str | None, str, str]
 """Where one value lives: backend (None for the part that holds on every backend), phase, key."""
 
@@ -66,7 +53,7 @@ def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) ->
         return ConfigTypeError(
             f"{path}: a {what} is a string, got {shown(name)}. {did_you_mean('', names)}"
         )
-    hint = did_you_mean(name, names, {**_HABITS, **OTHER_NAMES})
+    hint = did_you_mean(name, names, OTHER_NAMES)
     return ConfigError(f"{path}: there is no {what} {name!r}. {hint}")
 
 
