@@ -147,7 +147,6 @@ class Options:
         self.number("--repeats", "runs, of which the median time counts", 1)
         self.threads()
         self.switch("--json", "print JSON instead of text and tables")
-        self.parser.set_defaults(few_buckets=False)
         add_cli_args(self.parser)
 
 
@@ -192,9 +191,6 @@ def _demo(add: Options) -> None:
     text = f"where the model is kept (default: {CACHE})"
     add.value("--cache", text, type=Path, default=CACHE, metavar="FOLDER")
     add.engine()
-    # The prompts are known, and a stranger waits: the default prefill buckets take most of the
-    # time before the first token, and all but one of them serve prompts that will not come.
-    add.parser.set_defaults(few_buckets=True)
     add.parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
 
 

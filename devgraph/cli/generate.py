@@ -192,9 +192,6 @@ class Task:
         step_tokens = args.max_step_tokens or max(
             min(whole, MOST_STEP_TOKENS), requests, *(self.config.prefill.buckets or (1,))
         )
-        if args.few_buckets and not config.prefill.explicit & {"buckets", "max_bs"}:
-            few = attrs.evolve(config.prefill, buckets=_halvings(step_tokens))
-            config = attrs.evolve(config, prefill=few)
         return Engine(
             self.network,
             self.tokenizer,
@@ -206,14 +203,6 @@ class Task:
             steps_per_launch=min(args.steps_per_launch, args.max_new_tokens),
             fuse=args.fuse,
         )
-
-
-def _halvings(tokens: int) -> tuple[int, ...]:
-    """Return ``tokens`` and its halves down to eight: no step is padded to over twice its size."""
-    sizes = [tokens]
-    while sizes[-1] >= 16:
-        sizes.append(-(-sizes[-1] // 2))
-    return tuple(sizes)
 
 
 @attrs.frozen(kw_only=True)

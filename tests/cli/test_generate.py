@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the transformers integration")
 tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer for the small model")
 
-from devgraph.cli import demo, generate
+from devgraph.cli import generate
 from devgraph.cli.generate import OrderedText
 from tests.support.cli_programs import run_cli, run_json
 from tests.support.transformers_models import make_model, reference
@@ -102,36 +102,6 @@ def test_counters_add_up_and_say_why_a_step_was_eager(
     assert graphs["tokens_per_second"] > 0
     assert graphs["decode_tokens_per_second"] > 0
     assert data["mode"]["requested"]["prefill"]["policy"] == "disabled"
-
-
-def _demo(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *more: str
-) -> tuple[list[str], dict[str, Any]]:
-    """Run the demo with the small model; return captured prefill buckets, smallest first."""
-    monkeypatch.setattr(demo, "fetch", lambda cache: folder)
-    prompt = ("--prompt", "a" * 27, "--prompt", "b" * 10)
-    argv = ["demo", *prompt, "--max-new-tokens", "3", "--repeats", "1", *more]
-    prefill = run_json(capsys, *argv)["runs"][0]["phases"][0]
-    result = run_cli(capsys, *argv)
-    assert result.code == 0
-    buckets = [one["key"] for one in reversed(prefill["buckets"])]
-    assert f"buckets: prefill {' '.join(buckets)} tokens; decode 1 2 requests" in result.out
-    return buckets, prefill
-
-
-def test_demo_captures_few_prefill_buckets_that_fit_its_prompts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    buckets, prefill = _demo(folder, monkeypatch, capsys)
-    assert buckets == ["12", "24", "48"]
-    assert prefill["graph_steps"] == prefill["steps"] == 1
-
-
-def test_demo_captures_the_buckets_that_were_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    asked = ("--prefill-device-graph-bs", "20", "40")
-    assert _demo(folder, monkeypatch, capsys, *asked)[0] == ["20", "40"]
 
 
 def test_many_buckets_are_listed_in_short(folder: Path, capsys: pytest.CaptureFixture[str]):
