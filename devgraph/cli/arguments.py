@@ -142,8 +142,6 @@ class Options:
             "compute norms, rotary embeddings and neighbouring projections with fewer kernels "
             "where that was seen to give the same",
         )
-        text = "also time the model's own generate, greedily, one prompt after the other"
-        self.switch("--with-transformers", text)
         self.number("--repeats", "runs, of which the median time counts", 1)
         self.threads()
         self.switch("--json", "print JSON instead of text and tables")

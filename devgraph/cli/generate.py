@@ -257,7 +257,7 @@ _Repeat = tuple[list[Completion], EngineStats]
 
 
 def run_all(task: Task, on_event: Callable[[TokenEvent], None] | None = None) -> list[Run]:
-    """Run the task with graphs, and if asked eagerly and through the model's own ``generate``.
+    """Run the task with graphs, and if asked eagerly.
 
     Graphs and eager take turns, so that a change of the machine's speed meets both. ``on_event``
     receives the events of the first run with graphs.
@@ -278,9 +278,6 @@ def run_all(task: Task, on_event: Callable[[TokenEvent], None] | None = None) ->
                 repeats[name].append(run_engine(engine, task))
         runs = [_summary(name, engine, repeats[name]) for name, engine in engines.items()]
     runs[0] = attrs.evolve(runs[0], capture_seconds=capture_seconds)
-    if task.args.with_transformers:
-        with working("running transformers' own generate"):
-            runs.append(_run_plain(task))
     return runs
 
 
@@ -327,34 +324,6 @@ def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> Run:
     )
 
 
-@torch.no_grad()
-def _run_plain(task: Task) -> Run:
-    """Run the task through the model's own ``generate``, greedily, one prompt after the other."""
-    most = task.args.max_new_tokens
-    seconds = []
-    for _ in range(task.args.repeats):
-        tokens = []
-        begin = time.perf_counter()
-        for prompt in task.prompts:
-            ids = torch.tensor([prompt], device=task.network.device)
-            out = task.network.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=most,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            tokens.append(tuple(out[0, len(prompt) :].tolist()))  # waits for the device
-        seconds.append(time.perf_counter() - begin)
-    return Run(
-        name="transformers generate",
-        tokens=tuple(tokens),
-        texts=tuple(task.tokenizer.decode(one, skip_special_tokens=True) for one in tokens),
-        finish=tuple("length" if len(one) == most else "eos" for one in tokens),
-        seconds=statistics.median(seconds),
-    )
-
-
 def first_difference(left: Run, right: Run) -> tuple[int, int, int | None, int | None] | None:
     """Return where two runs first differ: the prompt, the token, and what each has there, None
     behind its end. None where they do not."""
@@ -365,14 +334,9 @@ def first_difference(left: Run, right: Run) -> tuple[int, int, int | None, int |
     return None
 
 
-def _eager(runs: Sequence[Run]) -> Run | None:
-    return next((one for one in runs if one.name == "eager"), None)
-
-
 def same_tokens(runs: Sequence[Run]) -> bool | None:
     """Return whether graphs and eager gave the same tokens; None if eager did not run."""
-    eager = _eager(runs)
-    return None if eager is None else first_difference(runs[0], eager) is None
+    return None if len(runs) == 1 else first_difference(*runs) is None
 
 
 def report(
@@ -402,10 +366,9 @@ def print_runs(task: Task, resolution: Resolution, runs: Sequence[Run]) -> None:
         say(f"fused: {_counted(graphs.fused)}; as the model wrote them: {_counted(graphs.unfused)}")
     if task.args.temperature:
         say(f"drawn with --seed {task.args.seed}")
-    eager = _eager(runs)
-    if eager is None:
+    if len(runs) == 1:
         return
-    difference = first_difference(graphs, eager)
+    difference = first_difference(*runs)
     if difference is None:
         say("graphs and eager gave the same tokens")
         return
@@ -451,10 +414,9 @@ def _buckets(stats: RunnerStats) -> str:
 
 
 def _print_speed(runs: Sequence[Run]) -> None:
-    graphs, eager = runs[0], _eager(runs)
     print_table(
         "speed",
-        ("", "tokens", "time", "tokens/s", "decode tokens/s", "vs eager", "same tokens as graphs"),
+        ("", "tokens", "time", "tokens/s", "decode tokens/s", "vs eager"),
         [
             (
                 one.name,
@@ -462,8 +424,7 @@ def _print_speed(runs: Sequence[Run]) -> None:
                 time_text(one.seconds),
                 number(one.rate),
                 number(one.decode_rate),
-                None if eager is None else ratio(one.rate / eager.rate),
-                None if one is graphs else first_difference(graphs, one) is None,
+                None if len(runs) == 1 else ratio(one.rate / runs[1].rate),
             )
             for one in runs
         ],
