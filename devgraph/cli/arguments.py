@@ -133,7 +133,6 @@ class Options:
         text = "draw from the best tokens that together have probability P"
         self.value("--top-p", text, type=float, default=1.0, metavar="P")
         self.value("--seed", "of the draws (default: chosen and printed)", type=int, metavar="N")
-        self.switch("--chat", "put each prompt into the model's chat template")
         self.on_or_off("--compare", "also run the same engine eagerly and compare tokens and speed")
         text = "take K decode steps in one launch, while all requests are greedy (default: 1)"
         self.value("--steps-per-launch", text, type=_count, default=1, metavar="K")

@@ -71,10 +71,10 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
         config=resolution.effective,
         network=network,
         tokenizer=tokenizer,
-        prompts=[_ids(args, prompt, tokenizer) for prompt in prompts],
+        prompts=[list(tokenizer(prompt)["input_ids"]) for prompt in prompts],
         sampling=sampling,
     )
-    runs = run_all(task, None if args.json else _shown(prompts, chat=args.chat))
+    runs = run_all(task, None if args.json else _shown(prompts))
     if args.json:
         print_json(report(task, resolution, prompts, runs))
     else:
@@ -82,10 +82,9 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     return 1 if same_tokens(runs) is False else 0
 
 
-def _shown(prompts: Sequence[str], *, chat: bool) -> Callable[[TokenEvent], None]:
+def _shown(prompts: Sequence[str]) -> Callable[[TokenEvent], None]:
     """Return what prints the events of a new engine, which numbers its requests from 0."""
-    end = "\n" if chat else ""  # an answer, and no continuation of the prompt
-    text = OrderedText([f"[{index + 1}] {prompt}{end}" for index, prompt in enumerate(prompts)])
+    text = OrderedText([f"[{index + 1}] {prompt}" for index, prompt in enumerate(prompts)])
 
     def show(event: TokenEvent) -> None:
         text.add(event.request_id, event.text, last=event.finish_reason is not None)
@@ -126,15 +125,6 @@ def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
         )
         for index in range(prompts)
     ]
-
-
-def _ids(args: argparse.Namespace, prompt: str, tokenizer: Any) -> list[int]:
-    if args.chat:
-        if not tokenizer.chat_template:
-            raise CommandError("--chat: this model has no chat template; leave the flag out")
-        message = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(prompt, add_special_tokens=not args.chat)["input_ids"])
 
 
 class OrderedText:
@@ -216,13 +206,13 @@ class Run:
     finish: tuple[str, ...]
     seconds: float
     """Time in steps, without printing."""
-    decode_seconds: float | None = None
-    decode_tokens: int | None = None
+    decode_seconds: float
+    decode_tokens: int
     capture_seconds: float | None = None
-    phases: tuple[RunnerStats, ...] = ()
-    fused: dict[str, int] | None = None
+    phases: tuple[RunnerStats, ...]
+    fused: dict[str, int] | None
     """What was computed with fewer kernels, by kind; None with ``--no-fuse``."""
-    unfused: dict[str, int] | None = None
+    unfused: dict[str, int] | None
     """How many of what was not, by the reason."""
 
     @property
@@ -233,14 +223,12 @@ class Run:
     @property
     def rate(self) -> float:
         """Tokens a second, prompts' time included."""
-        return self.generated / self.seconds if self.seconds else 0.0
+        return self.generated / self.seconds
 
     @property
     def decode_rate(self) -> float | None:
         """Tokens a second of the decode steps."""
-        if not self.decode_seconds or not self.decode_tokens:
-            return None
-        return self.decode_tokens / self.decode_seconds
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON has it."""
@@ -306,7 +294,6 @@ def run_engine(
 def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> Run:
     done, _ = repeats[0]
     stats = [one for _, one in repeats]
-    decoded = [one for one in stats if one.decode_tokens]
     fusion = engine.model.fusion
     return Run(
         name=name,
@@ -314,10 +301,8 @@ def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> Run:
         texts=tuple(one.text for one in done),
         finish=tuple(str(one.finish_reason) for one in done),
         seconds=statistics.median(one.seconds for one in stats),
-        decode_seconds=statistics.median(one.decode_seconds for one in decoded)
-        if decoded
-        else None,
-        decode_tokens=decoded[0].decode_tokens if decoded else None,
+        decode_seconds=statistics.median(one.decode_seconds for one in stats),
+        decode_tokens=stats[0].decode_tokens,
         phases=tuple(runner.stats() for runner in engine.runners),
         fused=None if fusion is None else fusion.counts,
         unfused=None if fusion is None else fusion.unfused,

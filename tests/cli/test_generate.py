@@ -35,7 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    fast.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     fast.save_pretrained(path)
     make_model("llama", vocab_size=len(words)).save_pretrained(path)
     return path
@@ -201,11 +200,6 @@ def test_prompts_come_one_a_line(
     given = {"file": ["--prompts-file", str(path)], "dash": ["--prompts-file", "-"], "pipe": []}
     data = run_json(capsys, *_argv(folder, "--max-new-tokens", "2", *given[source], prompts=()))
     assert data["prompts"] == ["abc", "x\u2028z"]
-
-
-def test_chat_puts_prompts_into_the_template(folder: Path, capsys: pytest.CaptureFixture[str]):
-    data = run_json(capsys, *_argv(folder, "--max-new-tokens", "5", "--chat", prompts=("hi",)))
-    assert data["runs"][0]["tokens"] == [_expected(folder, "<user>hi", 5)]
 
 
 @pytest.mark.parametrize(
