@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import warnings
@@ -50,11 +49,14 @@ MOST_STEP_TOKENS = 512
 """Tokens of a prefill step unless somebody says more."""
 
 
-def _count(text: str, most: int = (1 << 31) - 1) -> int:
+_MOST = (1 << 31) - 1
+
+
+def _count(text: str) -> int:
     if not re.fullmatch(r"-?\d+", text):
         raise argparse.ArgumentTypeError(f"expected a whole number, got {brief(text)}")
-    if not 1 <= float(text) <= most:  # which takes any number of digits
-        must = "at least 1" if float(text) < 1 else f"at most {most}"
+    if not 1 <= float(text) <= _MOST:  # which takes any number of digits
+        must = "at least 1" if float(text) < 1 else f"at most {_MOST}"
         raise argparse.ArgumentTypeError(f"must be {must}, got {brief(text)}")
     return int(text)
 
@@ -82,11 +84,6 @@ class Options:
         """One that takes a whole number of at least 1; without a default, ``text`` tells it."""
         text = text if default is None else f"{text} (default: %(default)s)"
         self.value(flag, text, type=_count, default=default, metavar="N")
-
-    def threads(self) -> None:
-        """How many threads torch computes with; far more than a machine has end the process."""
-        count = functools.partial(_count, most=1024)
-        self.value("--threads", "CPU threads of torch", type=count, metavar="N")
 
     def repeated(self, flag: str, text: str, **more: Any) -> None:
         """One that may be given several times."""
@@ -124,8 +121,6 @@ class Options:
         self.value("--dtype", "(default: float32 on the CPU, bfloat16 elsewhere)", choices=DTYPES)
         most = f"(default: as many as there are prompts, at most {MOST_REQUESTS})"
         self.number("--max-requests", f"requests that run at once {most}")
-        text = "positions of a request (default: what prompts and new tokens need)"
-        self.number("--max-len", text)
         most = f"(default: what the prompts need, at most {MOST_STEP_TOKENS})"
         self.number("--max-step-tokens", f"tokens of a prefill step {most}")
         self.value("--temperature", "0 is greedy (default)", type=float, default=0.0, metavar="T")
@@ -142,7 +137,6 @@ class Options:
             "where that was seen to give the same",
         )
         self.number("--repeats", "runs, of which the median time counts", 1)
-        self.threads()
         self.switch("--json", "print JSON instead of text and tables")
         add_cli_args(self.parser)
 
@@ -207,7 +201,6 @@ def _bench(add: Options) -> None:
     add.repeated("--policy", text, choices=policies())
     text = "piecewise with this compiler only; may be repeated (default: all of the backend)"
     add.repeated("--compiler", text, choices=COMPILERS)
-    add.threads()
     add.switch("--json", "print JSON")
     add.value("--plot", "write a chart", metavar="FILE.svg")
     text = "measure nothing: draw the chart of what an earlier --json printed"

@@ -46,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
             beside = "with" if args.encoder else "without"
             raise CommandError(f"--{name.replace('_', '-')} does not go {beside} --encoder")
     check_compilers(args, args.policy or policies())
-    if args.threads:
-        torch.set_num_threads(args.threads)
     backend = get_backend(args.backend)
     with torch.inference_mode():
         what, compared = (_encoder if args.encoder else _decoder)(backend, args)

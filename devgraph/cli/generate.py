@@ -58,8 +58,6 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     # The integration swaps parts of the model in and out around each step.
     facts = EngineFacts(traceable=False).on_backend(backend.name, backend.capabilities)
     resolution = resolve(mode_of(args), facts)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     sampling = _sampling(args, len(prompts))  # may refuse; the model takes its time
     transformers_logging.disable_progress_bar()
@@ -188,7 +186,7 @@ class Task:
             config=config,
             backend=self.backend,
             max_requests=requests,
-            max_len=args.max_len or max(lengths) + args.max_new_tokens,
+            max_len=max(lengths) + args.max_new_tokens,
             max_step_tokens=step_tokens,
             steps_per_launch=min(args.steps_per_launch, args.max_new_tokens),
             fuse=args.fuse,

@@ -178,7 +178,6 @@ def test_results_that_no_bench_printed_are_refused(
         (["--results", "none.json", "--plot", "chart.svg"], "none.json is no result of bench"),
         (["--results", "none.json"], "--results draws what was measured: add --plot"),
         (["--plot", ""], "charts are SVG"),
-        (["--threads", "1025"], "--threads: must be at most 1024"),
         (["--steps", "9" * 5000], "--steps: must be at most 2147483647"),
         (["--compiler", "inductor"], "--compiler is of the policy piecewise"),
         (["--images", "3"], "--images does not go without --encoder"),
