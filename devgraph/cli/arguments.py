@@ -203,8 +203,6 @@ def _bench(add: Options) -> None:
     add.repeated("--compiler", text, choices=COMPILERS)
     add.switch("--json", "print JSON")
     add.value("--plot", "write a chart", metavar="FILE.svg")
-    text = "measure nothing: draw the chart of what an earlier --json printed"
-    add.value("--results", text, metavar="FILE")
 
 
 def _check(add: Options) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -12,7 +11,6 @@ import torch
 
 from devgraph import __version__
 from devgraph.api.backend import Backend
-from devgraph.api.config.document import read_json
 from devgraph.api.policy import policies
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES, check_compilers
@@ -36,11 +34,6 @@ def run(args: argparse.Namespace) -> int:
     """Time everything and print it; 1 when a policy fails or its outputs are not those of eager."""
     if args.plot is not None and not args.plot.endswith(".svg"):
         raise CommandError(f"cannot write the chart {args.plot}: charts are SVG, name it *.svg")
-    if args.results:
-        if not args.plot:
-            raise CommandError("--results draws what was measured: add --plot FILE.svg")
-        write_file(args.plot, _earlier_chart(args.results))
-        return 0
     for name in (*SIZES, "kv_len", "compiler") if args.encoder else ("images",):
         if getattr(args, name) is not None:
             beside = "with" if args.encoder else "without"
@@ -141,14 +134,6 @@ def _print(report: dict[str, Any]) -> None:
         say(f"{name}: not on this backend: {why}")
     for name, why in report["failed"].items():
         say(f"{name} FAILED: {why}")
-
-
-def _earlier_chart(path: str) -> str:
-    try:
-        report: Any = read_json(Path(path).read_text(encoding="utf-8"), path)
-        return chart(report["title"], report["rows"])
-    except Exception as error:  # whatever is missing or of another kind
-        raise CommandError(f"{path} is no result of bench --json: {error!r}") from error
 
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BAR, _GAP = 820, 250, 90, 72, 18, 16

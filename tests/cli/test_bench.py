@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -60,16 +59,11 @@ def test_table_names_the_device_and_chart_is_written(
     assert {"eager", "full", "breakable"} <= {*texts}
 
 
-def test_chart_of_earlier_results_measures_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.delattr(bench, "measure")
+def test_chart_has_a_bar_and_a_figure_for_each_time():
     timing = {"host": 3.5e-5, "wall": 1.458e-3}
     rows = [{"name": "full & whole", **timing, "repeats": [timing, {"host": 4e-5, "wall": 2e-3}]}]
-    results, path = tmp_path / "results.json", tmp_path / "chart.svg"
-    results.write_text(json.dumps({"title": "a step on a device", "rows": rows}))
-    assert run_cli(capsys, "bench", "--results", results, "--plot", path).code == 0
-    texts = [one.text for one in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    picture = ElementTree.fromstring(bench.chart("a step on a device", rows))
+    texts = [one.text for one in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[0] == "a step on a device"
     assert texts[-3:] == ["full & whole", "35 us", "1.46 ms"]
 
@@ -146,27 +140,6 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        '{"title": "x", "rows": []}',
-        '{"title": "x", "rows": [{"name": "a", "host": 0, "wall": 0}]}',
-        '{"title": "x", "rows": [{"name": "a", "host": NaN}]}',
-        '{"title": "x", "rows": [{"name": "a", "host": 1%s}]}' % ("0" * 400),
-        "[" * 100_000,
-    ],
-)
-def test_results_that_no_bench_printed_are_refused(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = tmp_path / "results.json"
-    path.write_text(text)
-    result = run_cli(capsys, "bench", "--results", path, "--plot", tmp_path / "chart.svg")
-    assert result.code == 2
-    assert result.err.startswith(f"devgraph: error: {path} is no result of bench --json")
-    assert not (tmp_path / "chart.svg").exists()
-
-
-@pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--hidden", "30", "--heads", "4"], "no multiple of 4 heads"),
@@ -175,8 +148,6 @@ def test_results_that_no_bench_printed_are_refused(
         (["--layers", "0"], "--layers: must be at least 1"),
         (["--plot", "chart.png"], "cannot write the chart chart.png: charts are SVG"),
         (["--plot", "no/folder/chart.svg"], "cannot write no/folder/chart.svg"),
-        (["--results", "none.json", "--plot", "chart.svg"], "none.json is no result of bench"),
-        (["--results", "none.json"], "--results draws what was measured: add --plot"),
         (["--plot", ""], "charts are SVG"),
         (["--steps", "9" * 5000], "--steps: must be at most 2147483647"),
         (["--compiler", "inductor"], "--compiler is of the policy piecewise"),
