@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import logging
@@ -21,7 +20,6 @@ from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities, hooks
 from devgraph.api.capture import Captured, capture
 from devgraph.api.errors import (
-    DeviceGraphError,
     HostReadError,
     UpdateUnsupportedError,
     did_you_mean,
@@ -388,42 +386,9 @@ def _host_read(backend: Backend) -> str:
     raise _AnswerIsNo("a host read inside a capture freezes its value")
 
 
-def _shared_pool(backend: Backend) -> str:
-    x = torch.zeros(1 << 16, device=backend.device)
-    pool = backend.make_pool()
-
-    def step(value: torch.Tensor) -> torch.Tensor:
-        for _ in range(4):
-            value = value.repeat(16).view(16, -1).sum(0)  # 4 MiB that the graph needs for a while
-        return value
-
-    sizes = []
-    with contextlib.ExitStack() as captures:
-        for _ in range(3):
-            captures.enter_context(capture(step, x, backend=backend, pool=pool))
-            sizes.append(pool.bytes)
-    if sizes[0] == 0:
-        raise DeviceGraphError("the pool reports no memory")
-    growth = sizes[-1] / sizes[0]
-    if growth > 1.5:
-        raise _AnswerIsNo(f"three equal captures take {growth:.1f} times the memory of one")
-    return f"three equal captures take {growth:.2f} times the memory of one"
-
-
-def _node_counts(backend: Backend) -> str:
-    x, weight = _tensors(backend)
-    with capture(lambda value: value @ weight + 1, x, backend=backend) as captured:
-        nodes = captured.info().nodes
-    if nodes is None:
-        raise _AnswerIsNo("graphs do not tell how many nodes they have")
-    return f"a step of two operations has {nodes} nodes"
-
-
 _PROBES = {
     "region_update": _region_update,
     "rng": _rng,
     "refuses_host_reads": _host_read,
-    "shared_pool": _shared_pool,
-    "node_counts": _node_counts,
 }
 """What finds out about a capability, by its name."""

@@ -29,8 +29,6 @@ PROBES = {
     "region_update",
     "rng",
     "refuses_host_reads",
-    "shared_pool",
-    "node_counts",
 }
 
 
@@ -79,7 +77,6 @@ def test_unknown_backend_is_an_error_with_the_nearest_name(capsys: pytest.Captur
         ("replay-does-nothing", "full"),
         ("update-ignored", "region_update"),
         ("rng-frozen", "rng"),
-        ("pool-not-shared", "shared_pool"),
     ],
 )
 def test_broken_backend_is_reported_and_exits_with_1(
