@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,28 @@ CACHE = Path(".cache") / "demo"
 KINDS = ("host_sync", "host_value", "data_dependent_shape", "rng", "escaping_allocation", "refused")
 """Kinds of findings of ``check``."""
 
-ENCODERS = ("siglip-base", "tiny")
-"""Vision towers of ``bench --encoder``; devgraph/cli/encoding.py has their sizes."""
+ENCODERS: Mapping[str, Mapping[str, Any]] = {
+    "siglip-base": {
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+        "inner": 3072,
+        "patch": 16,
+        "grids": (7, 10, 14, 21, 28),
+        "budgets": (256, 512, 1024),
+    },
+    "tiny": {
+        "layers": 2,
+        "hidden": 32,
+        "heads": 2,
+        "inner": 64,
+        "patch": 4,
+        "grids": (2, 3, 4, 6, 8),
+        "budgets": (40, 64),
+    },
+}
+"""Vision towers of ``bench --encoder`` by name: their sizes, the patches along each side of the
+images (positions are for the middle one), and token budgets."""
 
 IMAGES = 64
 """Images that ``bench --encoder`` encodes."""
@@ -189,8 +209,8 @@ def _bench(add: Options) -> None:
     add.backend()
     for name, (size, meaning) in SIZES.items():
         add.number(f"--{name}", f"{meaning} (default: {size})")
-    text = f"instead, encode images of five sizes with a vision tower (default: {ENCODERS[0]})"
-    add.value("--encoder", text, nargs="?", const=ENCODERS[0], choices=ENCODERS)
+    text = "instead, encode images of five sizes with a vision tower (default: siglip-base)"
+    add.value("--encoder", text, nargs="?", const="siglip-base", choices=[*ENCODERS])
     add.number("--images", f"of --encoder (default: {IMAGES})")
     text = "of weights and caches (default: float32)"
     add.value("--dtype", text, choices=DTYPES, default="float32")

@@ -13,9 +13,9 @@ from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.policy import policies
 from devgraph.api.registry import get_backend
-from devgraph.cli.arguments import SIZES, check_compilers
-from devgraph.cli.contenders import Comparison, measure
-from devgraph.cli.encoding import ENCODERS, measure_encoder
+from devgraph.cli.arguments import ENCODERS, SIZES, check_compilers
+from devgraph.cli.contenders import measure, measure_encoder
+from devgraph.cli.measure import Comparison
 from devgraph.cli.tables import (
     CommandError,
     percent,

@@ -1,4 +1,5 @@
-"""What ``bench`` compares: a decode step run eagerly, under every policy, by other packages."""
+"""What ``bench`` compares: a decode step run eagerly, under every policy and by another package,
+and images of several sizes encoded one by one and packed in graphs."""
 
 from __future__ import annotations
 
@@ -8,124 +9,24 @@ import functools
 import importlib
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
-from devgraph.api.errors import CapabilityError, CaptureError, InputError, UpdateError
+from devgraph.api.config.phase import RUNNER_POLICY
+from devgraph.api.errors import InputError
 from devgraph.api.marks.marks import region
 from devgraph.api.policy import breaks, compiles, policies
-from devgraph.cli.measure import Timing, median, seconds_per_call
+from devgraph.cli.arguments import ENCODERS, IMAGES
+from devgraph.cli.measure import Comparison, Contender, Lengths
 from devgraph.cli.tables import working
-
-_T = TypeVar("_T")
-
-Lengths = Callable[[], Iterator[int]]
-"""Returns the host argument of each step of a repeat."""
-
-FIGURES = ("capture_seconds", "pool_bytes", "segments", "nodes", "padding", "eager_packs")
-"""What is known of some ways only; ``padding`` is the share of rows computed in graphs that hold no
-data, ``eager_packs`` those that ran outside of a graph."""
-
-
-class Contender:
-    """One way to do the work, and what it costs.
-
-    Args:
-        call: does it once, with the host argument of that step.
-        figures: of ``FIGURES``, those that are known of this way.
-        exact: its outputs have to be eager's bit for bit; otherwise, as where a compiler chose
-            other kernels, to half of the digits of the dtype.
-        parts: what a call does so many times; times are of one.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        call: Callable[..., Tensor],
-        lengths: Lengths,
-        figures: Mapping[str, Any] | None = None,
-        *,
-        exact: bool = True,
-        parts: int = 1,
-    ) -> None:
-        self.name, self.call, self.exact = name, call, exact
-        self.figures = {**dict.fromkeys(FIGURES), **(figures or {})}
-        self.timings: list[Timing] = []
-        self._lengths, self._parts = lengths, parts
-
-    def time(self, backend: Backend, steps: int) -> None:
-        """Time one repeat of ``steps`` steps."""
-        lengths, call = self._lengths(), self.call
-        spent = seconds_per_call(lambda: call(kv_len=next(lengths)), backend, calls=steps)
-        self.timings.append(Timing(spent.host / self._parts, spent.wall / self._parts))
-
-    def compare(self, expected: Tensor, got: Tensor) -> None:
-        """Note how far one result is from eager's, relative to the largest of that."""
-        difference = ((got - expected).abs().max() / expected.abs().max()).item()
-        close = difference <= torch.finfo(expected.dtype).eps ** 0.5
-        equal = torch.equal(got, expected) if self.exact else close
-        self.figures |= {"difference": difference, "equal": equal}
-
-    def row(self, eager: Contender) -> dict[str, Any]:
-        """Return the medians of all repeats, and how many times as long eager takes, as JSON has
-        them."""
-        mine, other = median(self.timings), median(eager.timings)
-        return {
-            "name": self.name,
-            **attrs.asdict(mine),
-            "repeats": [attrs.asdict(one) for one in self.timings],
-            **self.figures,
-            "host_ratio": other.host / mine.host,
-            "wall_ratio": other.wall / mine.wall,
-        }
-
-
-class Comparison:
-    """What ways to do some work cost on a backend."""
-
-    def __init__(self, backend: Backend, args: argparse.Namespace) -> None:
-        self.backend, self.args = backend, args
-        self.rows: list[dict[str, Any]] = []
-        """Of all ways that ran; ``against`` is the row of eager on the same work."""
-        self.absent: dict[str, str] = {}
-        """Why ways have no row that this backend or machine does not offer."""
-        self.failed: dict[str, str] = {}
-        """The same of ways that should have worked."""
-
-    def attempt(self, name: str, make: Callable[[], _T]) -> _T | None:
-        """Return what ``make`` captures for a way, or note why there is nothing."""
-        try:
-            return make()
-        except CapabilityError as error:
-            self.absent[name] = str(error)
-        except CaptureError as error:
-            self.failed[name] = str(error)
-        return None
-
-    def time(self, ways: Sequence[Contender]) -> None:
-        """Let ways to do the same work take turns, eager first; add the rows of those that run."""
-        running = [way for way in ways if self._runs(way)]
-        for _ in range(self.args.repeats):
-            for way in running:
-                way.time(self.backend, self.args.steps)
-        against = len(self.rows)
-        self.rows += [{**way.row(running[0]), "against": against} for way in running]
-
-    def _runs(self, way: Contender) -> bool:
-        """Run a way a little, untimed."""
-        try:
-            way.time(self.backend, min(self.args.steps, 3))
-        except UpdateError as error:
-            self.absent[way.name] = str(error)
-            return False
-        way.timings.clear()
-        return True
+from devgraph.runners.encoder import EncoderRunner
+from devgraph.runners.slots import InputSlot, Pad
 
 
 def measure(
@@ -339,3 +240,142 @@ def public_breakable(
     with package.breakable_graph(graph):
         outputs = model.step(ids, where, package.no_graph(attend))
     return replay
+
+
+MAX_ITEMS = 64
+"""Images of a pack at most."""
+
+
+class PackedVision:
+    """The SigLIP tower of transformers over packed images of any sizes: the step of an encoder.
+
+    An item has a row of pixels and a row of the interpolated positions for each patch.
+    Attention is kept within items by a mask; padded rows are zero, so that nothing of them counts.
+
+    Args:
+        model: a ``SiglipVisionModel``.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._tower = getattr(model, "vision_model", model)
+        self._embed = self._tower.embeddings
+        self._positions: dict[tuple[int, ...], Tensor] = {}
+
+    def runner(self, budgets: Sequence[int], **options: Any) -> EncoderRunner:
+        """Return a captured runner of the tower."""
+        weight = self._embed.patch_embedding.weight
+        slots = [
+            InputSlot(name, ("tokens", width), weight.dtype, pad=Pad.zero())
+            for name, width in (("patches", weight[0].numel()), ("positions", len(weight)))
+        ]
+        runner = EncoderRunner(self, slots, budgets=budgets, max_items=MAX_ITEMS, **options)
+        runner.capture()
+        return runner
+
+    def item(self, image: Tensor) -> dict[str, Tensor]:
+        """Return the item of an image ``[channels, height, width]``."""
+        size, height, width = self._embed.patch_size, *image.shape[1:]
+        patches = image.unfold(1, size, size).unfold(2, size, size).permute(1, 2, 0, 3, 4)
+        rows = patches.reshape(-1, self._embed.patch_embedding.weight[0].numel())
+        found = self._positions.get((height, width))
+        if found is None:
+            found = self._embed.interpolate_pos_encoding(
+                rows.new_empty(1, len(rows), self._embed.embed_dim), height, width
+            )[0].contiguous()
+            self._positions[height, width] = found
+        return {"patches": rows, "positions": found}
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the hidden states of all rows, ``[tokens, hidden]``."""
+        patch = self._embed.patch_embedding
+        x = F.linear(batch.patches, patch.weight.flatten(1), patch.bias) + batch.positions
+        x = torch.where(batch.item_ids[:, None] >= 0, x, 0)
+        apart = batch.item_ids[:, None] != batch.item_ids[None]
+        mask = torch.zeros_like(apart, dtype=x.dtype).masked_fill(apart, float("-inf"))
+        hidden = self._tower.encoder(inputs_embeds=x[None], attention_mask=mask[None, None])
+        out: Tensor = self._tower.post_layernorm(hidden.last_hidden_state)[0]
+        return out
+
+
+def siglip(shape: Mapping[str, Any]) -> Any:
+    """Return a ``SiglipVisionModel`` of ``shape`` with random weights, on the host."""
+    importlib.import_module("devgraph.integrations.transformers")  # says what is to be installed
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    torch.manual_seed(0)
+    config = SiglipVisionConfig(
+        hidden_size=shape["hidden"],
+        intermediate_size=shape["inner"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        patch_size=shape["patch"],
+        image_size=shape["patch"] * shape["grids"][len(shape["grids"]) // 2],
+        vision_use_head=False,
+    )
+    return SiglipVisionModel(config).eval().requires_grad_(False)
+
+
+def measure_encoder(backend: Backend, args: argparse.Namespace) -> Comparison:
+    """Return what all images cost in every way, and those of each size alone."""
+    shape, dtype = ENCODERS[args.encoder], getattr(torch, args.dtype)
+    model = siglip(shape).to(device=backend.device, dtype=dtype)
+    vision = PackedVision(model)
+    compared = Comparison(backend, args)
+    runners: dict[str, EncoderRunner] = {}
+    sides = [side * shape["patch"] for side in shape["grids"]]
+    sides = [sides[index % len(sides)] for index in range(args.images or IMAGES)]
+    generator = torch.Generator().manual_seed(0)
+    images = [torch.randn(3, side, side, generator=generator) for side in sides]
+    images = [image.to(backend.device, dtype) for image in images]
+    with contextlib.ExitStack() as stack:
+        for policy in args.policy or (RUNNER_POLICY["encoder"],):
+            options = {"config": policy, "backend": backend, "progress": False}
+            make = functools.partial(vision.runner, shape["budgets"], **options)
+            runner = compared.attempt(policy, make)
+            if runner is not None:
+                stack.callback(runner.close)
+                runners[policy] = runner
+        for side in (None, *dict.fromkeys(sides)):
+            chosen = [one for one in images if side in (None, one.shape[1])]
+            work = f"{len(chosen)} images" + (f", {side}x{side}" if side else "")
+            compared.time(_ways(work, chosen, model, vision, runners))
+    return compared
+
+
+def _ways(
+    work: str,
+    images: Sequence[Tensor],
+    model: Any,
+    vision: PackedVision,
+    runners: Mapping[str, EncoderRunner],
+) -> list[Contender]:
+    """Return every way to encode ``images``, eager first, compared with it."""
+
+    def way(name: str, call: Callable[..., Tensor]) -> Contender:
+        lengths = functools.partial(itertools.repeat, 0)
+        return Contender(f"{work}: {name}", call, lengths, exact=False, parts=len(images))
+
+    def alone(**_: int) -> Tensor:
+        batches = (image[None] for image in images)
+        states = (model(one, interpolate_pos_encoding=True).last_hidden_state for one in batches)
+        return torch.cat([one[0] for one in states])
+
+    def packing(runner: EncoderRunner) -> Callable[..., Tensor]:
+        return lambda **_: torch.cat(runner.run([vision.item(image) for image in images]))
+
+    expected = alone()
+    ways = [way("eager", alone)]
+    ways[0].compare(expected, alone())
+    for name, runner in runners.items():
+        ways.append(way(name, packing(runner)))
+        then = runner.stats()
+        ways[-1].compare(expected, ways[-1].call())
+        now = runner.stats()
+        padded = now.padded_rows - then.padded_rows
+        ways[-1].figures |= {
+            "capture_seconds": now.capture_seconds,
+            "pool_bytes": runner.pool.bytes,
+            "padding": padded / max(1, padded + now.real_rows - then.real_rows),
+            "eager_packs": now.eager_steps - then.eager_steps,
+        }
+    return ways

@@ -7,12 +7,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 import devgraph as dg
 from devgraph.cli import bench, contenders
-from devgraph.cli.contenders import Decoder
-from devgraph.cli.measure import Timing, median
 from tests.support.cli_programs import run_cli, run_json
 
 SMALL = (
@@ -162,21 +159,3 @@ def test_unusable_request_is_one_clear_error(
     assert result.code == 2
     assert said in result.err
     assert len(result.err.splitlines()) == 1
-
-
-def test_step_depends_on_token_row_and_length():
-    model = Decoder(
-        torch.device("cpu"), torch.float32,
-        layers=1, hidden=8, heads=2, vocabulary=16, batch=2, window=8,
-    )  # fmt: skip
-    ids, row = torch.tensor([1, 2]), torch.tensor([3])
-    with torch.inference_mode():
-        base = model(ids, row, kv_len=4)
-        assert torch.equal(model(ids, row, kv_len=4), base)
-        assert not torch.equal(model(ids, row, kv_len=5), base)
-        assert not torch.equal(model(ids + 1, row, kv_len=4), base)
-        assert not torch.equal(model(ids, row + 1, kv_len=4), base)
-
-
-def test_medians_are_taken_of_each_figure():
-    assert median([Timing(1, 9), Timing(3, 7), Timing(2, 8)]) == Timing(2, 8)

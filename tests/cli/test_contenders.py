@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from devgraph.cli.encoding import ENCODERS, PackedVision, siglip
+from devgraph.cli.arguments import ENCODERS
+from devgraph.cli.contenders import Decoder, PackedVision, siglip
 from tests.support.cli_programs import run_cli, run_json
 
 SMALL = (
@@ -57,7 +58,15 @@ def test_table_says_what_the_figures_are_on_the_cpu(capsys):
     assert "these figures tell what devgraph adds to a step" in result.out
 
 
-def test_the_named_towers_are_those_of_the_command():
-    from devgraph.cli import arguments
-
-    assert tuple(ENCODERS) == arguments.ENCODERS
+def test_step_depends_on_token_row_and_length():
+    model = Decoder(
+        torch.device("cpu"), torch.float32,
+        layers=1, hidden=8, heads=2, vocabulary=16, batch=2, window=8,
+    )  # fmt: skip
+    ids, row = torch.tensor([1, 2]), torch.tensor([3])
+    with torch.inference_mode():
+        base = model(ids, row, kv_len=4)
+        assert torch.equal(model(ids, row, kv_len=4), base)
+        assert not torch.equal(model(ids, row, kv_len=5), base)
+        assert not torch.equal(model(ids + 1, row, kv_len=4), base)
+        assert not torch.equal(model(ids, row + 1, kv_len=4), base)

@@ -1,0 +1,9 @@
+"""Timing: medians."""
+
+from __future__ import annotations
+
+from devgraph.cli.measure import Timing, median
+
+
+def test_medians_are_taken_of_each_figure():
+    assert median([Timing(1, 9), Timing(3, 7), Timing(2, 8)]) == Timing(2, 8)
