@@ -49,7 +49,7 @@ class Capabilities:
 
     remakes_executables: bool = _may("DeviceGraph._end")
     """What a graph launches can be dropped for the budget of its pool, and made again from the
-    graph; elsewhere it stays as long as the graph, and counts."""
+    graph; elsewhere it stays as long as the graph, whatever the budget."""
     releasable_memory: bool = _may("Pool._release", "TorchBackend.make_pages")
     """A pool made for it gives its memory back to the device, and gets it back at the same
     addresses, so that its graphs need no capture."""

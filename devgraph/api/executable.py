@@ -141,7 +141,7 @@ class Recordings:
     Recordings are kept by graph and key, a graph's own executable by graph. When the budget is
     exceeded, what can be made again without running a region goes first, executables that is, and
     then recordings, oldest first. The newest and what a graph's next launch uses stay, and so do
-    pinned executables and those that a vendor cannot make again, which count all the same.
+    pinned executables, which count all the same. Those that a vendor cannot make again do not.
 
     Without a budget graphs keep their executables, and recordings may take what is the default.
 
@@ -167,9 +167,6 @@ class Recordings:
         """What was used last."""
         self.direct: Remade | None = None
         """The same, if its graph launches it directly although there is a budget."""
-        # Executables that stay as long as their graphs, by the graph's id: a pool has thousands,
-        # which no search for what may go should pass.
-        self._resident: dict[int, _Kept] = {}
 
     def __len__(self) -> int:
         return len(self.kept())
@@ -231,14 +228,6 @@ class Recordings:
         self._items[item] = kept
         self.use(item)
         self.trim()
-
-    def count_resident(self, owner: Owner, nbytes: int) -> None:
-        """Count the executable of ``owner`` itself, which stays as long as ``owner`` has it, and
-        bring the rest under the budget."""
-        self._made += 1
-        kept = self._resident.setdefault(id(owner), _Kept(weakref.ref(owner), None))
-        self._charge(kept, nbytes, own=True)
-        self._trim(None)
 
     def use(self, item: tuple[int, Hashable], latest: object = None) -> None:
         """Note that ``item``, which is kept, is used, and is the ``latest`` to be."""
@@ -314,11 +303,9 @@ class Recordings:
 
     def trim(self) -> None:
         """Shrink, then evict, the least recently used until the budget holds."""
-        self._trim(next(reversed(self._items), None))
-
-    def _trim(self, newest: tuple[int, Hashable] | None) -> None:
         if self._excess <= 0:
             return
+        newest = next(reversed(self._items), None)
         spare = [item for item in self._spare() if item != newest]
         for item in spare:
             self._shrink(item)
@@ -345,9 +332,6 @@ class Recordings:
         for item, _ in self._all():
             if item[0] == id(owner):
                 self._remove(item)
-        if id(owner) in self._resident:
-            self._charge(self._resident[id(owner)], 0, own=True)
-            del self._resident[id(owner)]
 
     def _all(self) -> Iterator[tuple[tuple[int, Hashable], _Kept]]:
         """Iterate over what is kept, from which items may go meanwhile."""

@@ -403,8 +403,6 @@ class DeviceGraph(abc.ABC):
                     f"({self.backend.device}) and inside the with block."
                 )
             executable = _NOTHING
-        elif not self.backend.capabilities.remakes_executables:
-            self.pool.recordings.count_resident(self, self._size()[1])
         if self.hits:
             self.key = self.key_of(self._host)
             if (own := self._own_recording()) is not None:

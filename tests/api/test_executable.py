@@ -163,22 +163,6 @@ def test_a_graph_may_end_while_another_gives_up_its_memory(when: str) -> None:
     assert kept.bytes == kept.bytes_of(first) == 20 * len(kept)
 
 
-def test_executables_that_stay_count_and_make_recordings_go() -> None:
-    graph: Any = _Owner()
-    owner: Any = _Owner()
-    kept = Recordings(10)
-    old = _Item(6)
-    kept.put(owner, "old", old)
-    kept.count_resident(graph, 8)
-    assert old.closed
-    assert (kept.bytes, kept.residency().made, len(kept), kept.room) == (8, 1, 0, 2)
-    assert (kept.count(graph), kept.bytes_of(graph)) == (0, 0)
-    kept.put(owner, "new", _Item(9))
-    assert kept.bytes == 17
-    kept.drop(graph)
-    assert kept.bytes == 9
-
-
 def _captured(kit: Kit, pool: dg.Pool, count: int, **options: Any) -> list[Any]:
     """Captures of one step, each with an input of its own, and what they have to return."""
     inputs = [torch.full((4,), float(index)) for index in range(count)]
