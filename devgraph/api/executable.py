@@ -6,13 +6,14 @@ what it launches and never the graph: that cycle would keep device memory until 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import torch
@@ -78,23 +79,19 @@ def held(reference: Callable[[], _Held | None]) -> _Held:
     return found
 
 
-class Recording(Protocol):
+class Recording(abc.ABC):
     """A region set's parameters for one key, made by a backend; owned by the pool."""
 
     @property
+    @abc.abstractmethod
     def bytes(self) -> int:
         """Memory that the recording takes."""
 
-    def close(self) -> None:
-        """Free it; safe while a replay that used it is in flight."""
-
-
-@runtime_checkable
-class Shrinkable(Recording, Protocol):
-    """A recording that can give up memory and still be used."""
-
-    def shrink(self) -> None:
+    def shrink(self) -> None:  # noqa: B027
         """Free what a later use can make again without running a region."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free it; safe while a replay that used it is in flight."""
 
 
 class Owner(Protocol):
@@ -220,7 +217,7 @@ class Recordings:
         self.use((id(owner), key))
         return self._items[id(owner), key].recording
 
-    def put(self, owner: Owner, key: Hashable, recording: Recording) -> None:
+    def put(self, owner: Owner, key: Hashable, recording: Recording | Remade) -> None:
         """Keep ``recording`` and bring the rest under the budget."""
         item, kept = (id(owner), key), _Kept(weakref.ref(owner), recording)
         self._remove(item)
@@ -356,11 +353,11 @@ class Recordings:
         if item[1] is _OWN:
             self._remove(item)
             self._dropped += 1
-        elif kept is not None and isinstance(kept.recording, Shrinkable):
-            before, thin = kept.charged, kept.recording
-            thin.shrink()
+        elif kept is not None:
+            before = kept.charged
+            kept.recording.shrink()
             if item in self._items:
-                self._charge(kept, thin.bytes)
+                self._charge(kept, kept.recording.bytes)
             self._dropped += kept.charged < before
 
     def _charge(self, kept: _Kept, size: int, *, own: bool = False) -> None:

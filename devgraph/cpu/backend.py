@@ -32,17 +32,14 @@ of resident memory, over 20 tapes of 1277 entries of a 30-layer decode step, tor
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class CpuRecording:
-    """The entries of every region for one key."""
+class CpuRecording(Recording):
+    """The entries of every region for one key; a tape that uses them holds them itself."""
 
     changes: Mapping[Span, tuple[Entry, ...]]
 
     @property
     def bytes(self) -> int:
         return ENTRY_BYTES * sum(len(entries) for entries in self.changes.values())
-
-    def close(self) -> None:
-        """Nothing to free: a tape that uses the entries holds them itself."""
 
 
 class CpuPool(Pool):

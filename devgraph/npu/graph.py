@@ -12,7 +12,7 @@ import torch
 
 from devgraph.api.buffers import seen_by
 from devgraph.api.errors import UpdateError
-from devgraph.api.executable import Call, Executable, weakly
+from devgraph.api.executable import Call, Executable, Recording, weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark
@@ -30,7 +30,7 @@ _RECORDING_BYTES = 512
 
 
 @attrs.frozen
-class _Recording:
+class _Recording(Recording):
     """Host values that this graph's groups are known to take."""
 
     host: Mapping[Mark, dict[str, Any]]
@@ -38,9 +38,6 @@ class _Recording:
     @property
     def bytes(self) -> int:
         return _RECORDING_BYTES
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 class NpuPool(TorchPool):

@@ -68,6 +68,9 @@ class _Item:
         self.bytes = size
         self.closed = False
 
+    def shrink(self) -> None:
+        pass
+
     def close(self) -> None:
         self.closed = True
 

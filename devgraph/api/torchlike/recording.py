@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import attrs
 
-from devgraph.api.executable import Executable
+from devgraph.api.executable import Executable, Recording
 from devgraph.api.marks.marks import Mark
 from devgraph.api.torchlike.node_calls import NodeRuntime, RuntimeCallError, Update
 
@@ -73,7 +73,7 @@ class RegionUpdate:
 _updates_of, _is_exact = operator.attrgetter("updates"), operator.attrgetter("exact")
 
 
-class NodeRecording:
+class NodeRecording(Recording):
     """All region parameters of one graph for one key.
 
     At first they are written into the graph's own executable when the key is used. A key that is
@@ -124,7 +124,6 @@ class NodeRecording:
         self.executable = runtime.instantiate(changed.graph if changed else graph)
 
     def shrink(self) -> None:
-        """Give up the executable; safe while it is in flight."""
         executable, self.executable = self.executable, 0
         self.direct = None
         self.uses = 0
@@ -132,7 +131,6 @@ class NodeRecording:
             free_executable(self._runtime, executable)
 
     def close(self) -> None:
-        """Free everything."""
         self.shrink()
         self.parts = {}
         self.updates = ()
