@@ -410,11 +410,10 @@ def _is_at(tensor: torch.Tensor, place: Place) -> bool:
 def _about(graph: DeviceGraph) -> list[str]:
     """Return one line about the graph, one about each of its regions, and one about each call
     whose nodes have a name."""
-    info, recordings = graph.info(), graph.pool.recordings
+    info = graph.info()
     line = f"graph, {_counted(info.nodes, 'node')}, {info.bytes} bytes"
     if graph.hits:
-        kept = _counted(recordings.count(graph), "recording")
-        line += f", {kept} of {recordings.bytes_of(graph)} bytes"
+        line += f", {_counted(info.recordings, 'recording')}"
     lines = [line]
     for hit in graph.hits:
         nodes = "? nodes" if hit.nodes is None else nodes_text(hit.nodes.start, hit.nodes.stop)

@@ -319,11 +319,6 @@ class Recordings:
         """Number of recordings of ``owner``."""
         return sum(1 for (known, key), _ in self._all() if known == id(owner) and key is not _OWN)
 
-    def bytes_of(self, owner: object) -> int:
-        """Bytes that recordings of ``owner`` take."""
-        items = self._all()
-        return sum(k.charged for (o, key), k in items if o == id(owner) and key is not _OWN)
-
     def drop(self, owner: object) -> None:
         """Free every recording of ``owner``, and its own executable."""
         for item, _ in self._all():

@@ -574,9 +574,6 @@ class DeviceGraph(abc.ABC):
             "a DeviceGraph owns device resources and cannot be pickled or copied; capture it anew"
         )
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self.__reduce__()
-
     def __del__(self) -> None:
         try:
             if self._state not in (GraphState.CLOSED, GraphState.EMPTY):
