@@ -255,15 +255,6 @@ class OutputStore:
                 if view is not None:
                     fill(view)
 
-    def describe(self) -> Mapping[str, str]:
-        """Return shape and dtype of each output at the largest size, by path."""
-        return {
-            leaf.path: f"{leaf.dtype} {leaf.shape_for(layout.largest)}"
-            for layout in self._layouts.values()
-            for leaf in layout.leaves
-            if leaf is not None
-        }
-
 
 def copied(outputs: Any) -> Any:
     """Return a copy of what a step returned."""

@@ -12,8 +12,6 @@ from devgraph.api.backend import ReplayPace
 from devgraph.api.executable import Residency
 from devgraph.runners.decisions import Reason
 from devgraph.runners.graphs import BOUNDS, BucketGraph, Graphs, ReplayTimes
-from devgraph.runners.inputs import InputArena
-from devgraph.runners.outputs import OutputStore
 
 
 class Counters:
@@ -340,17 +338,9 @@ class RunnerPlan(RunnerFacts):
         )
 
 
-def explained(
-    plan: RunnerPlan, stats: RunnerStats, graphs: Graphs, inputs: InputArena, outputs: OutputStore
-) -> str:
-    """Return slots, buckets, segments, reasons and counters as text."""
-    lines = [str(plan), "  inputs:"]
-    for name, slot in inputs.slots.items():
-        dims = ", ".join(map(str, slot.dims))
-        where = "of the run" if name in inputs.run_slots else "in the graph"
-        pad = slot.pad.value if slot.pad.kind == "fill" else "the last row"
-        lines.append(f"    {name}: {slot.dtype} ({dims}), {where}, pad {pad}")
-    lines += [f"  output {path}: {text}" for path, text in outputs.describe().items()]
+def explained(plan: RunnerPlan, stats: RunnerStats, graphs: Graphs) -> str:
+    """Return buckets, segments, reasons and counters as text."""
+    lines = [str(plan)]
     for graph in graphs:
         detail = f": {graph.detail}" if graph.detail else ""
         faster = "" if graph.speedup is None else f", {graph.speedup:.2f} times as fast as eager"

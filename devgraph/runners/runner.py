@@ -718,9 +718,8 @@ class Runner:
         )
 
     def explain(self) -> str:
-        """Return slots, buckets, segments, reasons and counters as text."""
-        step = self._step
-        return explained(self._plan(()), self.stats(), self.graphs, step.inputs, step.outputs)
+        """Return buckets, segments, reasons and counters as text."""
+        return explained(self._plan(()), self.stats(), self.graphs)
 
     def _identity(self) -> dict[str, Any]:
         """Return what statistics and plan begin with."""

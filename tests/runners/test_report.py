@@ -148,14 +148,12 @@ def test_a_sampled_plan_ends_the_leases_and_resets_the_state():
     assert state.item() == 0
 
 
-def test_explain_names_slots_segments_reasons_and_counters():
+def test_explain_names_segments_reasons_and_counters():
     runner = double_runner(name="demo")
     runner.run({"x": rows_of_x(9)})
     text = runner.explain()
     for part in (
         "demo: full on cpu (effective: full)",
-        "x: torch.float32 (tokens, 3), in the graph, pad 0",
-        "output (the tensor itself): torch.float32 (8, 3)",
         "bucket 4: captured",
         "policy full on cpu: 1 segment\n",
         "eager: over_largest_bucket 1",
