@@ -417,8 +417,6 @@ class Capturing:
             graph.bytes += self._grown()
         graph.detail = ""
         self._counters.captures += 1
-        if graph.reason is Reason.INVALIDATED:
-            self._counters.recaptures += 1
         graph.reason = Reason.NOT_CAPTURED
 
     def _captured(

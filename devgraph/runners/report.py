@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,24 +12,18 @@ import attrs
 from devgraph.api.backend import ReplayPace
 from devgraph.api.executable import Residency
 from devgraph.runners.decisions import Reason
-from devgraph.runners.graphs import BOUNDS, BucketGraph, Graphs, ReplayTimes
+from devgraph.runners.graphs import BOUNDS, Graphs, ReplayTimes
 
 
 class Counters:
     """The live counters of a runner, besides those of its graphs."""
 
-    __slots__ = ("captures", "eager_tokens", "idle", "reasons", "recaptures")
-
     def __init__(self) -> None:
-        self.reasons: dict[Reason, int] = {}
+        self.reasons = collections.Counter[Reason]()
+        """Steps that did not run in a graph."""
         self.eager_tokens = 0
         self.idle = 0
         self.captures = 0
-        self.recaptures = 0
-
-    def count(self, reason: Reason) -> None:
-        """Count one step that did not run in a graph."""
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
 @attrs.frozen(kw_only=True)
@@ -51,21 +46,6 @@ class BucketStats:
     ``min_speedup``."""
     times: ReplayTimes | None
     """Of the replays since ``stats(timing=True)`` was called first."""
-
-    @classmethod
-    def of(cls, graph: BucketGraph) -> BucketStats:
-        """Return the counters of ``graph``."""
-        return cls(
-            key=str(graph.key),
-            state=graph.state,
-            hits=graph.hits,
-            real_rows=graph.real_rows,
-            padded_rows=graph.hits * graph.key.bucket - graph.real_rows,
-            bytes=graph.bytes,
-            capture_seconds=graph.seconds,
-            speedup=graph.speedup,
-            times=graph.timing.times if graph.timing else None,
-        )
 
 
 @attrs.frozen(kw_only=True)
@@ -108,8 +88,6 @@ class RunnerStats(RunnerFacts):
     padded_rows: int
     eager_tokens: int
     captures: int
-    recaptures: int
-    """Captures after an ``invalidate``."""
     capture_seconds: float
     phase_seconds: Mapping[str, float]
     """Time that the present graphs took to make, by phase: warm-up and capture, and under
@@ -129,7 +107,20 @@ class RunnerStats(RunnerFacts):
         Args:
             **facts: the fields that neither graphs nor counters know.
         """
-        buckets = tuple(BucketStats.of(graph) for graph in graphs)
+        buckets = tuple(
+            BucketStats(
+                key=str(graph.key),
+                state=graph.state,
+                hits=graph.hits,
+                real_rows=graph.real_rows,
+                padded_rows=graph.hits * graph.key.bucket - graph.real_rows,
+                bytes=graph.bytes,
+                capture_seconds=graph.seconds,
+                speedup=graph.speedup,
+                times=graph.timing.times if graph.timing else None,
+            )
+            for graph in graphs
+        )
         graph_steps = sum(bucket.hits for bucket in buckets)
         eager = {reason.value: count for reason, count in counters.reasons.items()}
         captured = [graph.captured for graph in graphs if graph.captured is not None]
@@ -143,7 +134,6 @@ class RunnerStats(RunnerFacts):
             padded_rows=sum(bucket.padded_rows for bucket in buckets),
             eager_tokens=counters.eager_tokens,
             captures=counters.captures,
-            recaptures=counters.recaptures,
             capture_seconds=graphs.seconds,
             phase_seconds=_totals(each.phases for each in captured),
             updates=_totals(each.stats() for each in captured),
@@ -230,8 +220,6 @@ class RunnerStats(RunnerFacts):
     def __str__(self) -> str:
         """Return a few lines; the fields and ``to_dict`` hold everything."""
         captured = [bucket for bucket in self.buckets if bucket.state == "captured"]
-        busiest = sorted(self.buckets, key=lambda bucket: -bucket.hits)[:4]
-        used = ", ".join(f"{bucket.key}: {bucket.hits}" for bucket in busiest if bucket.hits)
         return "\n".join(
             [
                 self.summary(),
@@ -241,7 +229,6 @@ class RunnerStats(RunnerFacts):
                 f"  memory: graphs {format_bytes(self.graph_bytes)}, inputs "
                 f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}, "
                 f"{_residency_text(self.executables)}",
-                f"  busiest buckets: {used or 'none'}",
             ]
         )
 
@@ -274,10 +261,6 @@ class BucketPlan:
 class RunnerPlan(RunnerFacts):
     """What a runner will capture or has captured."""
 
-    capture: str
-    """When buckets are captured: ``eager``, ``lazy`` or ``background``."""
-    ranks: int
-    variants: tuple[str, ...]
     buckets: tuple[BucketPlan, ...]
     """Largest first, which is the order of capture."""
     graph_bytes: int | None
@@ -314,7 +297,6 @@ class RunnerPlan(RunnerFacts):
         complete = all(bucket.bytes is not None for bucket in buckets)
         return cls(
             **facts,
-            variants=tuple(str(dict(options)) for options in graphs.variants.values()),
             buckets=tuple(buckets),
             graph_bytes=sum(bucket.bytes or 0 for bucket in buckets) if complete else None,
             estimated=bool(estimates),
@@ -325,10 +307,7 @@ class RunnerPlan(RunnerFacts):
         memory = "unknown" if self.graph_bytes is None else format_bytes(self.graph_bytes)
         return "\n".join(
             [
-                f"{self.name}: {self.requested} on {self.backend} (effective: {self.effective}), "
-                f"captured {self.capture}, {self.ranks} rank(s)"
-                + (f", {self.steps_per_launch} steps a launch" * (self.steps_per_launch > 1)),
-                f"  variants: {'; '.join(self.variants)}",
+                f"{self.name}: {self.requested} on {self.backend} (effective: {self.effective})",
                 f"  buckets: {', '.join(map(str, sizes)) or 'none'}",
                 f"  memory: inputs {format_bytes(self.input_bytes)}, outputs "
                 f"{format_bytes(self.output_bytes)}, graphs {memory}"

@@ -360,7 +360,7 @@ class Runner:
         clone: bool,
     ) -> Any:
         outputs = self._step.run_eagerly(inputs, size, host_args, options)
-        self._counters.count(decision.reason)
+        self._counters.reasons[decision.reason] += 1
         self._counters.eager_tokens += size.tokens
         graph = self._capturing.want(decision)
         if graph is not None:  # Enough batches wanted it.
@@ -405,7 +405,7 @@ class Runner:
     def _run_empty(self, options: Mapping[str, Any]) -> None:
         """An empty batch: nothing, or the declared idle dummy."""
         if not self._options.idle_dummy:
-            self._counters.count(Reason.EMPTY_BATCH)
+            self._counters.reasons[Reason.EMPTY_BATCH] += 1
             return
         usable = [g for g in self.graphs.captured if g.key.variant == canonical_variant(options)]
         if usable and not self._suspended:
@@ -423,7 +423,7 @@ class Runner:
         if decision.ok:
             self._check_agreed(decision, self.graphs.counting.some(1, options), options)
         if decision.reason is Reason.EMPTY_BATCH:
-            self._counters.count(decision.reason)
+            self._counters.reasons[decision.reason] += 1
             return
         if self._config.strict and self.graphs and not decision.ok:  # as the ranks with requests do
             raise refusal(decision, f"{self._name}: a step of no requests here")
@@ -443,7 +443,7 @@ class Runner:
                 self._counters.idle += 1
                 return
         self._step.run_pads(self.graphs.counting.some(1, options), options)
-        self._counters.count(decision.reason)
+        self._counters.reasons[decision.reason] += 1
 
     def _require_outside(self, call: str) -> None:
         """Raise StateError in the runner's own step, in that of one that it shares buffers with,
@@ -712,8 +712,6 @@ class Runner:
             self.graphs,
             per_request=not self._step.inputs.run_slots,
             estimates=estimates,
-            capture=self._config.capture,
-            ranks=self._ranks.size,
             **self._identity(),
         )
 

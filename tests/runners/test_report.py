@@ -323,6 +323,6 @@ def test_statistics_print_as_a_few_lines_and_hold_the_rest():
     runner.run({"x": rows_of_x(2)})
     stats = runner.stats()
     first, *rest = str(stats).splitlines()
-    assert first == stats.summary() and len(rest) == 3 and len(str(stats)) < 500
-    assert "3 of 3 graphs captured" in rest[0] and rest[-1] == "  busiest buckets: 2: 1"
+    assert first == stats.summary() and len(rest) == 2 and len(str(stats)) < 500
+    assert "3 of 3 graphs captured" in rest[0]
     assert stats.to_dict()["buckets"][0]["key"] == "8"
