@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib.util
 import logging
 import os
 import sys
@@ -190,9 +189,7 @@ class Capturing:
         done: list[BucketGraph] = []
         with (
             _collector_at_rest(sweep=len(graphs) > 1),
-            _progress_bar(
-                f"{self._name}: capturing", len(graphs), self._options.progress
-            ) as advance,
+            _progress(f"{self._name}: capturing", len(graphs), self._options.progress) as advance,
         ):
             for index, graph in enumerate(graphs):
                 advance(str(graph.key))
@@ -578,44 +575,31 @@ PROGRESS_SECONDS = 3.0
 
 
 @contextlib.contextmanager
-def _progress_bar(title: str, total: int, wanted: bool | None) -> Iterator[Callable[[str], None]]:
-    """Show a bar while the block runs; yields a function that advances it by one.
+def _progress(title: str, total: int, wanted: bool) -> Iterator[Callable[[str], None]]:
+    """Show on standard error how far the block is, by a bar on a terminal and else by a line every
+    few seconds; yields a function that advances it by one."""
+    if wanted and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress, TextColumn
 
-    Args:
-        title: what is being done.
-        total: number of steps.
-        wanted: True shows it and leaves it standing, False does not; None shows it meanwhile when
-            standard error is a terminal and rich is installed, and else a line every few seconds.
-    """
-    if wanted is False:
-        yield lambda _: None
+        # rich's own column takes brackets in the runner's name for styles.
+        named = TextColumn("{task.description}", markup=False)
+        columns = (named, *Progress.get_default_columns()[1:])
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total)
+            yield lambda label: bar.update(task, advance=1, description=f"{title} {label}")
         return
-    if wanted is None and not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
-        yield _lines(title, total)
-        return
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn
-
-    # The column that rich has by default takes brackets in the runner's name for styles.
-    columns = (TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:])
-    with Progress(*columns, console=Console(stderr=True), transient=wanted is None) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda label: bar.update(task, advance=1, description=f"{title} {label}")
-
-
-def _lines(title: str, total: int) -> Callable[[str], None]:
-    """Return what writes a line to standard error where the last one is some seconds ago."""
     started = last = time.perf_counter()
     done = 0
 
     def advance(label: str) -> None:
         nonlocal done, last
         done, now = done + 1, time.perf_counter()
-        if now - last >= PROGRESS_SECONDS:
+        if wanted and now - last >= PROGRESS_SECONDS:
             last = now
             sys.stderr.write(f"{title} {label}, {done} of {total}, {now - started:.0f} s\n")
 
-    return advance
+    yield advance
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ class RunnerOptions(TypedDict, total=False):
     ranges: bool
     name_nodes: bool | torch.nn.Module
     max_graphs: int | None
-    progress: bool | None
+    progress: bool
 
 
 @attrs.frozen(kw_only=True)
@@ -115,8 +115,8 @@ class Options:
     """The most graphs that are captured at a time, with ``capture="lazy"``: one more closes the one
     that ran longest ago, whose batches run eagerly until it is captured again. For steps with many
     sizes, of which few are in use at a time."""
-    progress: bool | None = None
-    """Show a progress bar during capture; None: on a terminal."""
+    progress: bool = True
+    """Show how far captures are: a bar on a terminal, else a line every few seconds."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

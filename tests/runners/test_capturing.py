@@ -373,20 +373,22 @@ def test_one_summary_line_per_capture_names_buckets_seconds_and_bytes(caplog):
     assert "B (" in lines[0]
 
 
-def test_progress_is_shown_when_asked_for(capsys, monkeypatch):
+def test_progress_is_shown_on_a_terminal_unless_refused(capsys, monkeypatch):
     monkeypatch.setattr(rounds_module, "PROGRESS_SECONDS", math.inf)
-    double_runner(progress=True)
+    double_runner()  # standard error is no terminal here, and the captures take no seconds
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    double_runner(progress=False)
+    assert capsys.readouterr().err == ""
+    double_runner()
     shown = capsys.readouterr()
     assert "capturing" in shown.err
     assert shown.out == ""
-    double_runner(progress=False)
-    double_runner()  # standard error is no terminal here, and the captures take no seconds
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", ["a[/b]", "a[red]b :ok:"])
-def test_progress_shows_the_name_of_a_runner_as_it_is(name, capsys):
-    double_runner(name=name, progress=True)  # brackets that close nothing were a MarkupError
+def test_progress_shows_the_name_of_a_runner_as_it_is(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    double_runner(name=name)  # brackets that close nothing were a MarkupError
     assert f"{name}: capturing" in capsys.readouterr().err
 
 
@@ -395,16 +397,6 @@ def test_a_pipe_gets_a_line_where_captures_take_seconds(capsys, monkeypatch):
     double_runner(config={"buckets": [2, 8]})
     first, second = capsys.readouterr().err.splitlines()
     assert first == "decode: capturing 8, 1 of 2, 0 s" and second.startswith("decode: capturing 2")
-
-
-def test_progress_does_not_need_rich_unless_asked_for(monkeypatch):
-    for name in [n for n in sys.modules if n == "rich" or n.startswith("rich.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    double_runner()
-    with pytest.raises(ModuleNotFoundError):
-        double_runner(progress=True)
 
 
 def test_lazy_captures_a_bucket_after_enough_batches_wanted_it():
