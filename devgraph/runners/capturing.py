@@ -194,13 +194,12 @@ class Capturing:
             for index, graph in enumerate(graphs):
                 advance(str(graph.key))
                 with _traced(profile, f"{self._name} {graph.key}"):
-                    reason, detail = self._turn(graph, first=not done)
+                    reason, detail = self._turn(graph)
                 if reason is not None:
                     self._drop(graphs[index:], reason, detail)
                     break
                 if graph.captured is not None:
                     done.append(graph)
-        self._share_growth(done[1:])
         self.pace = self._backend.replay_pace()
         if self.pace is not None and self.pace.slow:
             logger.warning(
@@ -314,7 +313,7 @@ class Capturing:
                 captured.close()
         return added
 
-    def _turn(self, graph: BucketGraph, *, first: bool, runs: int = 0) -> tuple[Reason | None, str]:
+    def _turn(self, graph: BucketGraph, *, runs: int = 0) -> tuple[Reason | None, str]:
         """Capture one graph on every rank, after at least ``runs`` runs of the step; return why it
         and the rest are dropped, if they are."""
         ranks, tag = self._ranks, f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
@@ -326,7 +325,7 @@ class Capturing:
         problem: Reason | None = None
         detail, mine = "", ""
         try:
-            self._capture(graph, barrier, first=first, runs=runs)
+            self._capture(graph, barrier, runs=runs)
             problem = self._over_memory()
             mine = _SLOW if self._loses(graph, barrier) else ""
         except PeerFailed as error:
@@ -350,7 +349,7 @@ class Capturing:
                 raise AgreementError(f"rank {rank} could not capture {graph.key}: it {text}")
         if _COLD in outcomes:
             graph.close()
-            return self._turn(graph, first=first, runs=_WARMUPS)
+            return self._turn(graph, runs=_WARMUPS)
         problems = ["" if text == _SLOW else text for text in outcomes]
         if any(problems):
             return self._common(problems, problem, detail)
@@ -392,9 +391,7 @@ class Capturing:
         rank = next(rank for rank, text in enumerate(texts) if text)
         return Reason.RANKS_DROPPED, detail or f"rank {rank}: {texts[rank]}"
 
-    def _capture(
-        self, graph: BucketGraph, barrier: Callable[[], None], *, first: bool, runs: int
-    ) -> None:
+    def _capture(self, graph: BucketGraph, barrier: Callable[[], None], *, runs: int) -> None:
         options, outputs = self._options, self._step.outputs
         self.learn_outputs(barrier)
         for name, tensor in self._step.inputs.buffers.bound.items():
@@ -409,9 +406,8 @@ class Capturing:
         graph.epoch = epoch
         graph.used = self.clock.now
         graph.seconds = captured.capture_seconds
-        graph.bytes = captured.info().bytes
-        if first or self._config.memory_budget_bytes is not None:
-            graph.bytes += self._grown()
+        held, self._held = self._held, self._pool.bytes
+        graph.bytes = captured.info().bytes + max(0, self._held - held)
         graph.detail = ""
         self._counters.captures += 1
         graph.reason = Reason.NOT_CAPTURED
@@ -472,18 +468,6 @@ class Capturing:
             self._ranks.gather(f"{tag}/barrier", "", escape=escape)
 
         return barrier
-
-    def _grown(self) -> int:
-        """Return by how many bytes the pool grew since the last call; looking takes 0.2 ms."""
-        held = self._pool.bytes
-        grown, self._held = max(0, held - self._held), held
-        return grown
-
-    def _share_growth(self, graphs: Sequence[BucketGraph]) -> None:
-        if graphs:
-            share = self._grown() // len(graphs)
-            for graph in graphs:
-                graph.bytes += share
 
     def _over_budget(self) -> Reason | None:
         budget = self._config.time_budget_s

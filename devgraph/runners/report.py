@@ -38,8 +38,7 @@ class BucketStats:
     padded_rows: int
     """Rows beyond the real ones, summed over all hits."""
     bytes: int
-    """Device memory that this capture added: measured for the first of a round and under a memory
-    budget, else an equal share of what the round's others added."""
+    """Device memory that this capture added."""
     capture_seconds: float
     speedup: float | None
     """How many times as fast as eager its graph was after the capture; None without
