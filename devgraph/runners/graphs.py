@@ -19,7 +19,7 @@ import attrs
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured
 from devgraph.api.errors import InputError, brief, did_you_mean, whole
-from devgraph.api.graph import GraphInfo
+from devgraph.api.graph import GraphInfo, summed
 from devgraph.api.pool import Pool
 from devgraph.runners.buckets import Buckets, ByTokens
 from devgraph.runners.decisions import (
@@ -62,15 +62,7 @@ class Emulated:
 
     def info(self) -> GraphInfo:
         """Return what it is made of: nothing."""
-        return GraphInfo(
-            state="emulated",
-            nodes=0,
-            regions=0,
-            segments=0,
-            bytes=0,
-            capture_seconds=0.0,
-            recordings=0,
-        )
+        return summed((), state="emulated", capture_seconds=0.0)
 
     def stats(self) -> dict[str, Any]:
         """Return no counters."""
@@ -410,7 +402,8 @@ class Learned:
             return  # it served nothing
         new = Path(f"{self._path}.{os.getpid()}")
         try:
-            self._require_file()
+            if self._path.exists() and not self._path.is_file():
+                raise OSError(f"{self._path} is no regular file")
             new.write_text(json.dumps({**self._read(), self._key: found}), encoding="utf-8")
             new.replace(self._path)
         except (OSError, ValueError) as error:
@@ -418,19 +411,11 @@ class Learned:
             with contextlib.suppress(OSError, ValueError):
                 new.unlink()
 
-    def _require_file(self) -> None:
-        """Raise OSError where the path is of a device, a pipe or a folder."""
-        assert self._path is not None
-        if os.path.exists(self._path) and not os.path.isfile(self._path):
-            raise OSError(f"{self._path} is no regular file")
-
     def _read(self) -> dict[str, Any]:
-        if self._path is None or not os.path.exists(self._path):
-            return {}
         try:
-            self._require_file()
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            if self._path is not None and self._path.is_file():
+                found = json.loads(self._path.read_text(encoding="utf-8"))
+                return found if isinstance(found, dict) else {}
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("%s tells nothing of the buckets: %s", self._path, error)
-            return {}
-        return found if isinstance(found, dict) else {}
+        return {}
