@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -347,14 +348,12 @@ class _Shares:
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
 
         if not isinstance(group, dist.ProcessGroup):
             raise ConfigTypeError(
                 f"data_parallel must be a process group of torch.distributed, got {brief(group)}"
             )
-        self._dist = dist
         self._group = group
         self.rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         store = store_of(group)
@@ -420,7 +419,7 @@ class _Shares:
             data = torch.cat([flat[item][index].reshape(-1) for item in mine]).view(torch.uint8)
             sent = F.pad(data, (0, most - len(data)))  # bytes: not every transport has every dtype
             received = [torch.empty_like(sent) for _ in shares]
-            self._dist.all_gather(received, sent, group=self._group)
+            dist.all_gather(received, sent, group=self._group)
             for share, block in zip(shares, received, strict=True):
                 at = 0
                 for item in share:

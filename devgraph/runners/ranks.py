@@ -21,6 +21,9 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+import torch.distributed as dist
+
 from devgraph.api.errors import AgreementError, ConfigError, ConfigTypeError, brief, whole
 from devgraph.runners.decisions import Decision, GraphKey, Reason, Variant
 
@@ -45,8 +48,6 @@ _SPIN_S = 0.002
 
 def several_ranks() -> bool:
     """Whether this process is one of several ranks of torch's process group."""
-    import torch.distributed as dist
-
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -109,7 +110,6 @@ class RankGroup:
         Raises:
             ConfigError: the group has no gloo backend.
         """
-        import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
 
         kind = str(dist.get_backend(group))
@@ -219,7 +219,7 @@ class RankGroup:
         """
         if self.size == 1:
             return list(values)
-        code = _code(tag)
+        code = zlib.crc32(tag.encode())
         try:
             low, high, *found = self._vote(tag, [code, -code, *values])
         except AgreementError:
@@ -294,7 +294,7 @@ class RankGroup:
         Raises:
             AgreementError: ranks differ in ``state``, or one did not vote.
         """
-        code, mine = _code(state), _NEUTRAL if wanted is None else wanted
+        code, mine = zlib.crc32(state.encode()), _NEUTRAL if wanted is None else wanted
         # As many numbers as in ``agree``: a rank that is there by mistake must not break the vote.
         able, number, low, high = self.minimum(f"{name}/idle", (int(ready), mine, code, -code))
         if low != -high:
@@ -332,7 +332,7 @@ class RankGroup:
                 look = now + _LOOK_S
                 with self._reachable(what):
                     self._look_for_failures(escape, everyone)
-                    if self._called(what, everyone):
+                    if self._posted(f"{what}/roll call", everyone):
                         self._roll_call(what, f"{waited}, and another rank gave up")
             if now - started > self.timeout_s:
                 self._roll_call(what, waited)
@@ -341,18 +341,13 @@ class RankGroup:
     def _roll_call(self, what: str, why: str, cause: BaseException | None = None) -> NoReturn:
         """Raise ``AgreementError`` that names the ranks which do not answer."""
         try:
-            self.gather(_roll(what), "", timeout_s=min(self.timeout_s, _ROLL_CALL_S))
+            self.gather(f"{what}/roll call", "", timeout_s=min(self.timeout_s, _ROLL_CALL_S))
         except AgreementError as error:
             raise AgreementError(f"{why}. {error}") from cause
         raise AgreementError(
             f"{why}, although every rank answers: a device or a connection is stuck. Abort the "
             f"communicator and start the ranks again."
         ) from cause
-
-    def _called(self, what: str, others: Sequence[int]) -> bool:
-        """Whether another rank has given up waiting for ``what``."""
-        key = f"devgraph/{_roll(what)}/{self._round[_roll(what)] + 1}"
-        return any(self._has(f"{key}/{rank}") for rank in others)
 
     def _store_vote(self, tag: str, values: list[int]) -> list[int]:
         texts = self.gather(tag, json.dumps(values), forget=True)
@@ -368,14 +363,15 @@ class RankGroup:
     def _has(self, name: str) -> bool:
         return bool(self._store.check([name]))
 
+    def _posted(self, tag: str, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the keys of those of ``ranks`` that are further than this one with ``tag``."""
+        key = f"devgraph/{tag}/{self._round[tag] + 1}"
+        return {rank: f"{key}/{rank}" for rank in ranks if self._has(f"{key}/{rank}")}
+
     def _look_for_failures(self, escape: str | None, waiting: list[int]) -> None:
-        if escape is None:
-            return
-        key = f"devgraph/{escape}/{self._round[escape] + 1}"
-        for rank in waiting:
-            if self._has(f"{key}/{rank}"):
-                text = self._store.get(f"{key}/{rank}").decode()
-                raise PeerFailed(f"rank {rank}: {text}")
+        if escape is not None:
+            for rank, key in self._posted(escape, waiting).items():
+                raise PeerFailed(f"rank {rank}: {self._store.get(key).decode()}")
 
     def _discard(self, tag: str) -> None:
         # Whoever completed round n has seen every rank leave round n - 1.
@@ -401,9 +397,6 @@ def _gloo_vote(
     ranks: RankGroup, group: ProcessGroup | None, tag: str, values: list[int]
 ) -> list[int]:
     """Vote through an all-reduce on the host; faster than the store."""
-    import torch
-    import torch.distributed as dist
-
     tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
     work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group, async_op=True)
     assert work is not None
@@ -424,14 +417,11 @@ def _gloo_vote(
 
 def store_of(group: ProcessGroup | None) -> Any:
     """Return the store that a process group was made with; None is the default group."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
     found = dist.group.WORLD if group is None else group
     assert found is not None
     if hasattr(found, "get_group_store"):
         return found.get_group_store()
-    return distributed_c10d._get_process_group_store(found)
+    return dist.distributed_c10d._get_process_group_store(found)
 
 
 def _pauses() -> Iterator[float]:
@@ -442,15 +432,6 @@ def _pauses() -> Iterator[float]:
     for pause in (2e-5, 1e-4, 5e-4, 2e-3):
         yield from itertools.repeat(pause, 20)
     yield from itertools.repeat(1e-2)
-
-
-def _code(text: str) -> int:
-    """Return a number that stands for ``text`` in a vote of minima."""
-    return zlib.crc32(text.encode())
-
-
-def _roll(what: str) -> str:
-    return f"{what}/roll call"
 
 
 def ranks_of(group: Any) -> RankGroup:
