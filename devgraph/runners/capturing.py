@@ -37,7 +37,6 @@ from devgraph.api.pool import Pool
 from devgraph.api.session import session
 from devgraph.runners.decisions import Decision, Reason
 from devgraph.runners.graphs import BucketGraph, Emulated, Graphs, Learned
-from devgraph.runners.outputs import LeaseClock
 from devgraph.runners.ranks import PeerFailed, RankGroup
 from devgraph.runners.report import Counters, format_bytes
 from devgraph.runners.step import StaticBatch, Step
@@ -61,7 +60,6 @@ _TRIALS = 4
 
 _RAISED = (Reason.CAPTURE_FAILED, Reason.RANKS_DROPPED)
 """Why a graph waits for the next ``capture``, and is not tried again between steps."""
-
 
 _WANTED = (Reason.NOT_CAPTURED, Reason.INVALIDATED, Reason.EVICTED)
 """Why a graph is missing that may be captured as soon as batches want it."""
@@ -113,11 +111,6 @@ class Capturing:
         self.rounds = 0
         self.pace: ReplayPace | None = None
         """How fast graphs went after the last round, where a device has several paces."""
-
-    @property
-    def clock(self) -> LeaseClock:
-        """What counts the runs that overwrite the outputs."""
-        return self._step.clock
 
     @property
     def pending(self) -> list[BucketGraph]:
@@ -224,7 +217,8 @@ class Capturing:
         """Raise what keeps this rank from a round, before anything is captured, and let the others
         know; as ``Runner.capture``."""
         try:
-            _require_folder(profile)
+            if profile is not None:
+                _require_folder(profile)
             self._pool.recordings.require_memory()
         except Exception as error:
             self._ranks.refuse(f"{self._name}/{self.rounds}", error)
@@ -281,7 +275,7 @@ class Capturing:
                     barrier()
         step.outputs.allocate(self._backend.device)
         if self._share is not None and step.outputs.shares:
-            step.clock = self._share.clock.joined(self._name)
+            step.clock = self._share._step.clock.joined(self._name)
 
     def close(self) -> None:
         """Free all graphs, and keep what was learnt of the buckets."""
@@ -404,7 +398,7 @@ class Capturing:
         captured.pin(graph.pinned)
         graph.captured = captured
         graph.epoch = epoch
-        graph.used = self.clock.now
+        graph.used = self._step.clock.now
         graph.seconds = captured.capture_seconds
         held, self._held = self._held, self._pool.bytes
         graph.bytes = captured.info().bytes + max(0, self._held - held)
@@ -530,8 +524,6 @@ def _beyond(wanted: Sequence[int], there: Sequence[int]) -> int:
 
 def _require_folder(profile: object) -> None:
     """Make the folder for traces; raises as ``Runner.capture``, before anything is captured."""
-    if profile is None:
-        return
     if not isinstance(profile, str | os.PathLike):
         raise InputTypeError(f"profile must be the path of a folder, got {brief(profile)}")
     if torch._C._autograd._profiler_enabled():

@@ -203,6 +203,7 @@ class Graphs:
 
     def __init__(self, options: Options, buckets: Buckets, counting: ByTokens, pool: Pool) -> None:
         self._pool = pool
+        self.suspended = False
         self.buckets = buckets
         self.variants = variants = dict(options.variants)
         self.counting = counting
@@ -283,9 +284,7 @@ class Graphs:
         where it asks for none and there is none without names."""
         return options if options or () in self.variants else next(iter(self.variants.values()))
 
-    def decide(
-        self, size: Size, options: Mapping[str, Any], *, longest: int | None, suspended: bool
-    ) -> Decision:
+    def decide(self, size: Size, options: Mapping[str, Any], longest: int | None) -> Decision:
         """Return how a batch would run now: the only rule of eligibility. Changes nothing.
 
         Raises:
@@ -296,7 +295,7 @@ class Graphs:
             return Decision.eager(Reason.EMPTY_BATCH)
         if config.policy == "disabled":
             return Decision.eager(Reason.DISABLED)
-        if suspended:
+        if self.suspended:
             return Decision.eager(Reason.SUSPENDED)
         if config.max_seq_len is not None:
             if longest is None:
@@ -313,22 +312,22 @@ class Graphs:
             return Decision.eager(Reason.OVER_MAX_REQUESTS)
         return self.launchable(self._choose(variant, size))
 
-    def unusable(self, *, suspended: bool) -> Reason | None:
+    def unusable(self) -> Reason | None:
         """Return why some captured graph cannot be launched now, or that there is none; None if all
         can."""
-        if suspended:
+        if self.suspended:
             return Reason.SUSPENDED
         if self._order and not self.captured:
             return self._order[0].reason
         found = (self.launchable(Decision.graph(graph.key)) for graph in self.captured)
         return next((one.reason for one in found if not one.ok), None)
 
-    def launchable(self, decision: Decision, *, suspended: bool = False) -> Decision:
+    def launchable(self, decision: Decision) -> Decision:
         """Return ``decision``, or that to run eagerly where its graph cannot be launched now: the
         runner is suspended, another gave the memory of the pool back, or weights were replaced."""
         if not decision.ok:
             return decision
-        if suspended:
+        if self.suspended:
             return Decision.eager(Reason.SUSPENDED, decision.key)
         if self._pool.recordings.released:
             return Decision.eager(Reason.EXECUTABLE_MEMORY, decision.key)

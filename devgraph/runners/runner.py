@@ -147,7 +147,6 @@ class Runner:
         self._process = identity.token
         self._busy: list[Runner] = [] if share is None else share._busy
         """The runner that is at work under the lock, of those that share buffers."""
-        self._suspended = False
         self._closed = False
         # Where this is False, a size that once ran in a graph needs no decision any more: the
         # table of bound steps is emptied whenever a decision could change.
@@ -186,10 +185,7 @@ class Runner:
         options = self.graphs.asked(variant)
         count = None if tokens is None else whole("tokens", tokens)
         size = self.graphs.counting.size(whole("requests", requests), count, options)
-        return self._decide(size, options, longest)
-
-    def _decide(self, size: Size, options: Mapping[str, Any], longest: int | None) -> Decision:
-        return self.graphs.decide(size, options, longest=longest, suspended=self._suspended)
+        return self.graphs.decide(size, options, longest)
 
     def agree(self, decision: Decision | None) -> Decision:
         """Return the decision that all ranks take for this step; every rank must call it.
@@ -212,9 +208,9 @@ class Runner:
         unable = None
         if self._ranks.size > 1:
             if decision is None or decision.reason is Reason.EMPTY_BATCH:
-                unable = self.graphs.unusable(suspended=self._suspended)
+                unable = self.graphs.unusable()
             else:  # of what may have changed since
-                decision = self.graphs.launchable(decision, suspended=self._suspended)
+                decision = self.graphs.launchable(decision)
         dummy = self._options.idle_dummy
         return self._ranks.agree(
             decision, [*self.graphs.variants], self._name, unable=unable, dummy=dummy
@@ -303,7 +299,7 @@ class Runner:
         size = self.graphs.counting.size(*shown, options)
         agreed = None if decision is None else decision.bucket
         if decision is None:
-            decision = self._decide(size, options, longest)
+            decision = self.graphs.decide(size, options, longest)
         elif decision.ok:
             self._check_agreed(decision, size, options)
         if decision.reason is Reason.EMPTY_BATCH:
@@ -382,7 +378,7 @@ class Runner:
                 f"the decision asks for graph {decision.key}, which is not captured here "
                 f"({graph.reason.value if graph else 'unknown'}); capture on all ranks together"
             )
-        now = graphs.launchable(decision, suspended=self._suspended)
+        now = graphs.launchable(decision)
         if not now.ok:
             raise StateError(
                 f"the decision asks for graph {decision.key}, and since then "
@@ -408,7 +404,7 @@ class Runner:
             self._counters.reasons[Reason.EMPTY_BATCH] += 1
             return
         usable = [g for g in self.graphs.captured if g.key.variant == canonical_variant(options)]
-        if usable and not self._suspended:
+        if usable and not self.graphs.suspended:
             decision = self.graphs.launchable(Decision.graph(usable[-1].key))
         else:
             decision = Decision.eager(Reason.EMPTY_BATCH)
@@ -528,7 +524,7 @@ class Runner:
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return False
-            graph = self._capturing.elect(ready=ready and not self._suspended)
+            graph = self._capturing.elect(ready=ready and not self.graphs.suspended)
             if graph is None:
                 return False
             self._capture([graph])
@@ -606,7 +602,7 @@ class Runner:
                 self.pool.release()
             elif release is not None:
                 raise InputError(f"release must be 'memory' or None, got {brief(release)}")
-            self._suspended = True
+            self.graphs.suspended = True
             self._steps.clear()
 
     def resume(self) -> None:
@@ -617,7 +613,7 @@ class Runner:
         """
         with self._between_steps("resume"):
             self.pool.restore()
-            self._suspended = False
+            self.graphs.suspended = False
 
     def close(self) -> None:
         """Free all graphs. Idempotent. Close a runner before the communicators its graphs use."""
@@ -637,7 +633,7 @@ class Runner:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "suspended" if self._suspended else ""
+        state = "closed" if self._closed else "suspended" if self.graphs.suspended else ""
         graphs = f"{len(self.graphs.captured)} of {len(self.graphs)} graphs captured"
         return (
             f"<{type(self).__name__} {self._name}: {state or self.requested_policy} on "
@@ -672,7 +668,7 @@ class Runner:
     def effective_policy(self) -> str:
         """The policy that graphs run under now; ``disabled`` while there is none to run, and
         ``emulated`` where steps take their place."""
-        if not self.graphs.captured or self._suspended or self._closed:
+        if not self.graphs.captured or self.graphs.suspended or self._closed:
             return "disabled"
         return "emulated" if self._config.emulate else self._config.policy
 
