@@ -636,7 +636,7 @@ class Runner:
         state = "closed" if self._closed else "suspended" if self.graphs.suspended else ""
         graphs = f"{len(self.graphs.captured)} of {len(self.graphs)} graphs captured"
         return (
-            f"<{type(self).__name__} {self._name}: {state or self.requested_policy} on "
+            f"<{type(self).__name__} {self._name}: {state or self._config.policy} on "
             f"{self.backend.name}, {graphs}>"
         )
 
@@ -658,11 +658,6 @@ class Runner:
     def captures_first(self) -> bool:
         """Whether ``capture`` is to be called before the first step, which would run eagerly."""
         return self._config.capture == "eager"
-
-    @property
-    def requested_policy(self) -> str:
-        """The policy of the configuration."""
-        return self._config.policy
 
     @property
     def effective_policy(self) -> str:
@@ -721,7 +716,7 @@ class Runner:
             "name": self._name,
             "phase": self.phase,
             "backend": self.backend.name,
-            "requested": self.requested_policy,
+            "requested": self._config.policy,
             "effective": self.effective_policy,
             "steps_per_launch": self._steps_per_launch,
             "input_bytes": self.buffers.nbytes,

@@ -287,7 +287,7 @@ def test_exhaustion_at_the_first_bucket_leaves_an_eager_runner(monkeypatch):
     Recorder(monkeypatch, fail_at=0, error=torch.OutOfMemoryError("no memory"))
     runner = double_runner()
     assert runner.effective_policy == "disabled"
-    assert runner.requested_policy == "full"
+    assert runner.stats().requested == "full"
     assert runner.run({"x": rows_of_x(2)}).shape == (2, 3)
 
 

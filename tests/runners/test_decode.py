@@ -190,7 +190,7 @@ def test_eager_steps_run_without_grad():
 def test_disabled_is_eager_by_choice_and_captures_nothing(sizes):
     runner = double_runner(config={"policy": "disabled", **sizes}, strict=True)
     assert torch.equal(runner.run({"x": rows_of_x(2)}), rows_of_x(2) * 2)
-    assert runner.requested_policy == runner.effective_policy == "disabled"
+    assert runner.stats().requested == runner.effective_policy == "disabled"
     assert runner.stats().eager == {"disabled": 1}
     assert runner.plan().buckets == ()
 

@@ -137,7 +137,7 @@ def test_configuration_bounds_budgets_and_items():
     check(runner, (8, 8, 8, 8))
     assert runner.stats().graph_steps == 2
     assert {bucket.requests for bucket in runner.plan().buckets} == {2}
-    assert runner.requested_policy == "full"
+    assert runner.stats().requested == "full"
     with pytest.raises(dg.ConfigError, match="encoder bucket 64 is over the capacity of 32"):
         encoder_of(config={"buckets": [64]})
     with pytest.warns(dg.DeviceGraphWarning, match=r"encoder\.lazy_hits=5 has no effect"):

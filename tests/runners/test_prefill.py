@@ -374,7 +374,7 @@ def test_a_prefill_runner_needs_tokens_and_takes_no_width():
 
 def test_the_default_policy_is_breakable_and_the_default_buckets_are_tokens():
     runner = dg.PrefillRunner(lambda b: b.x, [X], backend="cpu", max_tokens=100, max_requests=2)
-    assert runner.requested_policy == "breakable"
+    assert runner.stats().requested == "breakable"
     assert list(runner.buckets) == [*range(4, 33, 4), 48, 64, 80, 96, 100]
 
 
