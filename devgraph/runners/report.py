@@ -171,9 +171,7 @@ class RunnerStats(RunnerFacts):
             **labels: added to every sample, for example ``rank="0"``.
         """
         base = {"runner": self.name, "phase": self.phase, "backend": self.backend, **labels}
-        page = Page(base)
-        page.metric("graph_steps_total", "counter", "Steps that replayed a graph.")
-        page.sample("graph_steps_total", self.graph_steps)
+        page, pool = Page(base), self.executables
         page.metric("eager_steps_total", "counter", "Steps outside a graph, by reason.")
         for reason, count in sorted(self.eager.items()):
             page.sample("eager_steps_total", count, reason=reason)
@@ -181,39 +179,32 @@ class RunnerStats(RunnerFacts):
         for bucket in self.buckets:
             page.sample("bucket_hits_total", bucket.hits, bucket=bucket.key)
         for name, kind, text, value in (
+            ("graph_steps_total", "counter", "Steps that replayed a graph.", self.graph_steps),
             ("real_rows_total", "counter", "Rows of real requests in graphs.", self.real_rows),
             ("padded_rows_total", "counter", "Padded rows in graphs.", self.padded_rows),
             ("captures_total", "counter", "Graphs captured.", self.captures),
             ("capture_seconds_total", "counter", "Time spent capturing.", self.capture_seconds),
             ("graph_bytes", "gauge", "Device memory of the graphs.", self.graph_bytes),
             ("static_bytes", "gauge", "Static buffers.", self.input_bytes + self.output_bytes),
-            ("executable_bytes", "gauge", "Executables of the pool.", self.executables.bytes),
-            ("executables_made_total", "counter", "Executables made.", self.executables.made),
-            (
-                "executables_evicted_total",
-                "counter",
-                "Executables dropped.",
-                self.executables.evicted,
-            ),
-            ("executable_seconds_total", "counter", "Time to make them.", self.executables.seconds),
+            ("executable_bytes", "gauge", "Executables of the pool.", pool.bytes),
+            ("executables_made_total", "counter", "Executables made.", pool.made),
+            ("executables_evicted_total", "counter", "Executables dropped.", pool.evicted),
+            ("executable_seconds_total", "counter", "Time to make them.", pool.seconds),
         ):
-            page.metric(name, kind, text)
-            page.sample(name, value)
+            page.metric(name, kind, text, value)
         timed = [(bucket.key, bucket.times) for bucket in self.buckets if bucket.times]
         if timed:
             name = "replay_seconds"
             page.metric(name, "histogram", "Device time of replays, since it is taken.")
             for key, times in timed:
-                for bound, below in zip(
-                    (*BOUNDS, "+Inf"), itertools.accumulate(times.bins), strict=True
-                ):
-                    page.sample(f"{name}_bucket", below, bucket=key, le=str(bound))
+                bounds = *map(str, BOUNDS), "+Inf"
+                for bound, below in zip(bounds, itertools.accumulate(times.bins), strict=True):
+                    page.sample(f"{name}_bucket", below, bucket=key, le=bound)
                 page.sample(f"{name}_sum", times.seconds, bucket=key)
                 page.sample(f"{name}_count", times.count, bucket=key)
         if self.replay_pace is not None:
-            name = "replay_pace_microseconds"
-            page.metric(name, "gauge", "From kernel to kernel of a graph, after captures.")
-            page.sample(name, self.replay_pace.microseconds)
+            text, pace = "From kernel to kernel of a graph, after captures.", self.replay_pace
+            page.metric("replay_pace_microseconds", "gauge", text, pace.microseconds)
         return page.text()
 
     def __str__(self) -> str:
@@ -358,8 +349,10 @@ class Page:
         self._labels = labels
         self._lines: list[str] = []
 
-    def metric(self, name: str, kind: str, text: str) -> None:
+    def metric(self, name: str, kind: str, text: str, value: float | None = None) -> None:
         self._lines += [f"# HELP devgraph_{name} {text}", f"# TYPE devgraph_{name} {kind}"]
+        if value is not None:  # its only sample
+            self.sample(name, value)
 
     def sample(self, name: str, value: float, **labels: str) -> None:
         inner = ",".join(f'{k}="{_escape(v)}"' for k, v in {**self._labels, **labels}.items())

@@ -215,6 +215,5 @@ def prometheus(engine: str, stats: Mapping[str, Any]) -> str:
         for mode, count in stats["modes"].items():
             for reason, calls in sorted(count[key].items()):
                 page.sample(name, calls, mode=mode, reason=reason)
-    page.metric("pool_bytes", "gauge", "Device memory of the graph pools.")
-    page.sample("pool_bytes", stats["pool_bytes"])
+    page.metric("pool_bytes", "gauge", "Device memory of the graph pools.", stats["pool_bytes"])
     return page.text()
