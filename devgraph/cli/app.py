@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from devgraph import __version__
@@ -28,14 +28,13 @@ _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with ``argv`` (the process's own arguments if None); return its exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Names and texts of models have characters that the encoding of an output may lack.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with _environment(), _messages() as set_level:
-            args = _parser().parse_args(given)
-            set_level(_LEVELS[min(getattr(args, "verbose", 0), len(_LEVELS) - 1)])
+        with _environment(), _messages():
+            args = _parser().parse_args(argv)
+            logging.getLogger("devgraph").setLevel(_LEVELS[min(getattr(args, "verbose", 0), 2)])
             return _run(args)
     except KeyboardInterrupt:
         _complain("interrupted")
@@ -88,13 +87,6 @@ def _run(args: argparse.Namespace) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line: the usage of a command is a screen of flags."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse what is left over here: the program's parser knows no command's options."""
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
-
     def error(self, message: str) -> NoReturn:
         """Print the line and leave."""
         _complain(f"error: {message} ({self.prog} --help lists the options)")
@@ -119,14 +111,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def _messages() -> Iterator[Callable[[int], None]]:
-    """Send log records and warnings to stderr as single lines; yield what sets the level."""
+def _messages() -> Iterator[None]:
+    """Send log records and warnings to stderr as single lines."""
     root = logging.getLogger("devgraph")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("devgraph: %(message)s"))
     before, propagate = root.level, root.propagate
     root.addHandler(handler)
-    root.setLevel(_LEVELS[0])
     root.propagate = False
     try:
         with warnings.catch_warnings():
@@ -140,7 +131,7 @@ def _messages() -> Iterator[Callable[[int], None]]:
 
             warnings.simplefilter("always", DeviceGraphWarning)
             warnings.showwarning = show
-            yield root.setLevel
+            yield
     finally:
         root.removeHandler(handler)
         root.setLevel(before)
