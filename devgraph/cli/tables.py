@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -165,17 +164,6 @@ def ranges(sizes: Sequence[int]) -> str:
     return " ".join(parts)
 
 
-@contextlib.contextmanager
-def working(text: str) -> Iterator[None]:
-    """Show on a terminal's stderr that something is going on; print nothing elsewhere."""
-    console = _console(stderr=True)
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        progress.add_task(text, total=None)
-        yield
+def working(text: str) -> Status:
+    """Return what shows on a terminal that something is going on, and nothing elsewhere."""
+    return _console(stderr=True).status(Text(text))
