@@ -21,7 +21,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
-from devgraph.api.config.resolve import Resolution, resolve
+from devgraph.api.config.resolve import resolve
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import MOST_REQUESTS, MOST_STEP_TOKENS, mode_of
 from devgraph.cli.tables import (
@@ -44,7 +44,7 @@ from devgraph.integrations.transformers import (
     TokenEvent,
     load,
 )
-from devgraph.runners.report import RunnerStats, format_bytes
+from devgraph.runners.report import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,22 +72,42 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
         prompts=[list(tokenizer(prompt)["input_ids"]) for prompt in prompts],
         sampling=sampling,
     )
-    runs = run_all(task, None if args.json else _shown(prompts))
-    if args.json:
-        print_json(report(task, resolution, prompts, runs))
-    else:
-        print_runs(task, resolution, runs)
-    return 1 if same_tokens(runs) is False else 0
-
-
-def _shown(prompts: Sequence[str]) -> Callable[[TokenEvent], None]:
-    """Return what prints the events of a new engine, which numbers its requests from 0."""
     text = OrderedText([f"[{index + 1}] {prompt}" for index, prompt in enumerate(prompts)])
+    runs = run_all(task, None if args.json else text.show)
+    difference = _difference(*runs) if args.compare else None
+    report = {
+        "mode": resolution.to_dict(),
+        "backend": backend.name,
+        "device": backend.device_name,
+        "dtype": str(network.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "prompts": list(prompts),
+        "same_tokens": difference is None if args.compare else None,
+        "runs": runs,
+    }
+    if args.json:
+        print_json(report)
+    else:
+        _print(report, args, difference)
+    return 1 if difference else 0
 
-    def show(event: TokenEvent) -> None:
-        text.add(event.request_id, event.text, last=event.finish_reason is not None)
 
-    return show
+def _print(report: dict[str, Any], args: argparse.Namespace, difference: str | None) -> None:
+    """Print what ran in graphs, how fast everything was, and whether tokens are the same."""
+    graphs = report["runs"][0]
+    _print_phases(report)
+    _print_speed(report["runs"])
+    say(f"buckets: {'; '.join(map(_buckets, graphs['phases']))}")
+    say(f"captured in {time_text(graphs['capture_seconds'])}, before the first token")
+    if graphs["fused"] is not None:
+        left = _counted(graphs["unfused"])
+        say(f"fused: {_counted(graphs['fused'])}; as the model wrote them: {left}")
+    if args.temperature:
+        say(f"drawn with --seed {args.seed}")
+    if difference:
+        say(f"graphs and eager DIFFER, first in {difference}")
+    elif args.compare:
+        say("graphs and eager gave the same tokens")
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -142,6 +162,10 @@ class OrderedText:
         self._finished = [False] * len(headings)
         self._current = 0
 
+    def show(self, event: TokenEvent) -> None:
+        """Add what an engine generated that numbers its requests from 0, as a new one does."""
+        self.add(event.request_id, event.text, last=event.finish_reason is not None)
+
     def add(self, index: int, piece: str, *, last: bool = False) -> None:
         """Add a piece to text ``index``; ``last`` says that nothing more will come."""
         self._waiting[index] += f"{piece}\n\n" if last else piece
@@ -193,57 +217,13 @@ class Task:
         )
 
 
-@attrs.frozen(kw_only=True)
-class Run:
-    """One way to run the task, with the medians of its repeats."""
-
-    name: str
-    tokens: tuple[tuple[int, ...], ...]
-    """Generated ids of every prompt."""
-    texts: tuple[str, ...]
-    finish: tuple[str, ...]
-    seconds: float
-    """Time in steps, without printing."""
-    decode_seconds: float
-    decode_tokens: int
-    capture_seconds: float | None = None
-    phases: tuple[RunnerStats, ...]
-    fused: dict[str, int] | None
-    """What was computed with fewer kernels, by kind; None with ``--no-fuse``."""
-    unfused: dict[str, int] | None
-    """How many of what was not, by the reason."""
-
-    @property
-    def generated(self) -> int:
-        """Tokens of all prompts."""
-        return sum(map(len, self.tokens))
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second, prompts' time included."""
-        return self.generated / self.seconds
-
-    @property
-    def decode_rate(self) -> float | None:
-        """Tokens a second of the decode steps."""
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON has it."""
-        return {
-            **attrs.asdict(self, filter=lambda field, _: field.name != "phases"),
-            "generated": self.generated,
-            "tokens_per_second": self.rate,
-            "decode_tokens_per_second": self.decode_rate,
-            "phases": [stats.to_dict() for stats in self.phases],
-        }
-
-
 _Repeat = tuple[list[Completion], EngineStats]
 
 
-def run_all(task: Task, on_event: Callable[[TokenEvent], None] | None = None) -> list[Run]:
-    """Run the task with graphs, and if asked eagerly.
+def run_all(
+    task: Task, on_event: Callable[[TokenEvent], None] | None = None
+) -> list[dict[str, Any]]:
+    """Run the task with graphs, and if asked eagerly; return both as JSON has them.
 
     Graphs and eager take turns, so that a change of the machine's speed meets both. ``on_event``
     receives the events of the first run with graphs.
@@ -263,7 +243,7 @@ def run_all(task: Task, on_event: Callable[[TokenEvent], None] | None = None) ->
             for name, engine in engines.items():
                 repeats[name].append(run_engine(engine, task))
         runs = [_summary(name, engine, repeats[name]) for name, engine in engines.items()]
-    runs[0] = attrs.evolve(runs[0], capture_seconds=capture_seconds)
+    runs[0]["capture_seconds"] = capture_seconds
     return runs
 
 
@@ -289,125 +269,93 @@ def run_engine(
     return done, engine.stats()
 
 
-def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> Run:
-    done, _ = repeats[0]
-    stats = [one for _, one in repeats]
+def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str, Any]:
+    """Return one way to run the task, with the medians of its repeats; seconds are those in steps,
+    without printing."""
+    done, stats = repeats[0]
+    seconds = statistics.median(one.seconds for _, one in repeats)
+    decode_seconds = statistics.median(one.decode_seconds for _, one in repeats)
+    generated = sum(len(one.token_ids) for one in done)
     fusion = engine.model.fusion
-    return Run(
-        name=name,
-        tokens=tuple(one.token_ids for one in done),
-        texts=tuple(one.text for one in done),
-        finish=tuple(str(one.finish_reason) for one in done),
-        seconds=statistics.median(one.seconds for one in stats),
-        decode_seconds=statistics.median(one.decode_seconds for one in stats),
-        decode_tokens=stats[0].decode_tokens,
-        phases=tuple(runner.stats() for runner in engine.runners),
-        fused=None if fusion is None else fusion.counts,
-        unfused=None if fusion is None else fusion.unfused,
-    )
+    return {
+        "name": name,
+        "tokens": [one.token_ids for one in done],
+        "texts": [one.text for one in done],
+        "finish": [str(one.finish_reason) for one in done],
+        "generated": generated,
+        "seconds": seconds,
+        "decode_seconds": decode_seconds,
+        "tokens_per_second": generated / seconds,
+        "decode_tokens_per_second": (
+            stats.decode_tokens / decode_seconds if decode_seconds else None
+        ),
+        "fused": None if fusion is None else fusion.counts,
+        "unfused": None if fusion is None else fusion.unfused,
+        "phases": [runner.stats().to_dict() for runner in engine.runners],
+    }
 
 
-def first_difference(left: Run, right: Run) -> tuple[int, int, int | None, int | None] | None:
-    """Return where two runs first differ: the prompt, the token, and what each has there, None
-    behind its end. None where they do not."""
-    for prompt, pair in enumerate(zip(left.tokens, right.tokens, strict=True)):
-        for token, (a, b) in enumerate(itertools.zip_longest(*pair)):
-            if a != b:
-                return prompt, token, a, b
+def _difference(graphs: dict[str, Any], eager: dict[str, Any]) -> str | None:
+    """Return where the tokens of two runs first differ, in words; None where they do not."""
+    for prompt, pair in enumerate(zip(graphs["tokens"], eager["tokens"], strict=True)):
+        for token, (mine, other) in enumerate(itertools.zip_longest(*pair, fillvalue="end")):
+            if mine != other:
+                return f"prompt {prompt + 1} at its token {token + 1}: {mine} and {other}"
     return None
 
 
-def same_tokens(runs: Sequence[Run]) -> bool | None:
-    """Return whether graphs and eager gave the same tokens; None if eager did not run."""
-    return None if len(runs) == 1 else first_difference(*runs) is None
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "none"
 
 
-def report(
-    task: Task, resolution: Resolution, prompts: Sequence[str], runs: Sequence[Run]
-) -> dict[str, Any]:
-    """Return everything as JSON has it."""
-    return {
-        "mode": resolution.to_dict(),
-        "backend": task.backend.name,
-        "device": task.backend.device_name,
-        "dtype": str(task.network.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "prompts": list(prompts),
-        "same_tokens": same_tokens(runs),
-        "runs": [one.to_dict() for one in runs],
-    }
-
-
-def print_runs(task: Task, resolution: Resolution, runs: Sequence[Run]) -> None:
-    """Print what ran in graphs, how fast everything was, and whether tokens are the same."""
-    graphs = runs[0]
-    _print_phases(task.backend, resolution, graphs)
-    _print_speed(runs)
-    say(f"buckets: {'; '.join(map(_buckets, graphs.phases))}")
-    say(f"captured in {time_text(graphs.capture_seconds)}, before the first token")
-    if graphs.fused is not None:
-        say(f"fused: {_counted(graphs.fused)}; as the model wrote them: {_counted(graphs.unfused)}")
-    if task.args.temperature:
-        say(f"drawn with --seed {task.args.seed}")
-    if len(runs) == 1:
-        return
-    difference = first_difference(*runs)
-    if difference is None:
-        say("graphs and eager gave the same tokens")
-        return
-    prompt, token, *both = difference
-    mine, theirs = ("end" if one is None else one for one in both)
-    say(
-        f"graphs and eager DIFFER, first in prompt {prompt + 1} at its token {token + 1}: {mine} "
-        f"and {theirs}"
-    )
-
-
-def _counted(counts: Mapping[str, int] | None) -> str:
-    return ", ".join(f"{count} {what}" for what, count in (counts or {}).items() if count) or "none"
-
-
-def _print_phases(backend: Backend, resolution: Resolution, graphs: Run) -> None:
+def _print_phases(report: dict[str, Any]) -> None:
+    phases = report["runs"][0]["phases"]
+    requested = report["mode"]["requested"]
     columns = {
-        "phase": [stats.name for stats in graphs.phases],
-        "requested": [resolution.requested.phase(stats.phase).policy for stats in graphs.phases],
-        "effective": [stats.effective for stats in graphs.phases],
-        "steps": [stats.steps for stats in graphs.phases],
-        "in graphs": [stats.graph_steps for stats in graphs.phases],
-        "hits": [percent(stats.hit_ratio) for stats in graphs.phases],
-        "padding": [percent(stats.padding_ratio) for stats in graphs.phases],
-        "eager, and why": [stats.eager for stats in graphs.phases],
-        "graphs": [sum(b.state == "captured" for b in stats.buckets) for stats in graphs.phases],
-        "capture": [time_text(stats.capture_seconds) for stats in graphs.phases],
-        "memory": [format_bytes(stats.graph_bytes) for stats in graphs.phases],
+        "phase": [one["name"] for one in phases],
+        "requested": [requested[one["phase"]]["policy"] for one in phases],
+        "effective": [one["effective"] for one in phases],
+        "steps": [one["steps"] for one in phases],
+        "in graphs": [one["graph_steps"] for one in phases],
+        "hits": [percent(one["hit_ratio"]) for one in phases],
+        "padding": [percent(one["padding_ratio"]) for one in phases],
+        "eager, and why": [one["eager"] for one in phases],
+        "graphs": [len(_captured(one)) for one in phases],
+        "capture": [time_text(one["capture_seconds"]) for one in phases],
+        "memory": [format_bytes(one["graph_bytes"]) for one in phases],
     }
     print_table(
-        f"what ran in graphs on {backend.name} ({backend.device_name})",
+        f"what ran in graphs on {report['backend']} ({report['device']})",
         list(columns),
         zip(*columns.values(), strict=True),
         numbers=("steps", "in graphs", "hits", "padding", "graphs", "capture", "memory"),
     )
 
 
-def _buckets(stats: RunnerStats) -> str:
+def _captured(phase: dict[str, Any]) -> list[int]:
     """Return the captured buckets of a phase, the smallest first."""
-    sizes = [int(bucket.key) for bucket in reversed(stats.buckets) if bucket.state == "captured"]
-    unit = "tokens" if stats.phase == "prefill" else "requests"
-    return f"{stats.name} {ranges(sizes)} {unit}" if sizes else f"{stats.name} none"
+    return [int(one["key"]) for one in reversed(phase["buckets"]) if one["state"] == "captured"]
 
 
-def _print_speed(runs: Sequence[Run]) -> None:
+def _buckets(phase: dict[str, Any]) -> str:
+    unit = "tokens" if phase["phase"] == "prefill" else "requests"
+    sizes = _captured(phase)
+    return f"{phase['name']} {ranges(sizes)} {unit}" if sizes else f"{phase['name']} none"
+
+
+def _print_speed(runs: Sequence[dict[str, Any]]) -> None:
+    eager = runs[-1]["tokens_per_second"]
     print_table(
         "speed",
         ("", "tokens", "time", "tokens/s", "decode tokens/s", "vs eager"),
         [
             (
-                one.name,
-                one.generated,
-                time_text(one.seconds),
-                number(one.rate),
-                number(one.decode_rate),
-                None if len(runs) == 1 else ratio(one.rate / runs[1].rate),
+                one["name"],
+                one["generated"],
+                time_text(one["seconds"]),
+                number(one["tokens_per_second"]),
+                number(one["decode_tokens_per_second"]),
+                None if len(runs) == 1 else ratio(one["tokens_per_second"] / eager),
             )
             for one in runs
         ],
