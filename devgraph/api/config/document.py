@@ -22,7 +22,6 @@ from devgraph.api.config.phase import (
     Setting,
     as_object,
     check_names,
-    choices,
     over_maximum,
     path_of,
 )
@@ -69,18 +68,6 @@ def read_json(text: str, source: str) -> object:
         ) from error
     except ValueError as error:  # Python reads no integer of thousands of digits
         raise ConfigError(f"{source}: {error}") from error
-
-
-def read_mode(text: str, source: str) -> object:
-    """Return the document of ``--device-graph-mode`` as ``read_json`` does; a policy alone is
-    refused with how to write it."""
-    word = text.strip() if isinstance(text, str) else ""
-    if word in choices():
-        raise ConfigError(
-            f'{source}: {word!r} names no phase; write \'{{"decode": "{word}"}}\', or '
-            f"--decode-device-graph-mode {word}"
-        )
-    return read_json(text, source)
 
 
 def read_file(path: str | os.PathLike[str]) -> object:

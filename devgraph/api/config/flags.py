@@ -14,21 +14,13 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from devgraph.api.config.document import parse_mode, read_mode, read_section
+from devgraph.api.config.document import parse_mode, read_json, read_section
 from devgraph.api.config.merge import Level, Source
 from devgraph.api.config.older_flags import DISABLE, MODE, OLDER_FLAGS, SHORTHANDS, Flag
 from devgraph.api.config.phase import FLAG, KEYS, PHASES, DeviceGraphWarning
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 _FILE = "--device-graph-config"
-
-
-def _mode(value: Any, name: str) -> Source:
-    return parse_mode(read_mode(value, name) if isinstance(value, str) else value, name)
-
-
-def _file(path: Any, name: str) -> Source:
-    return parse_mode(read_section(path), f"{name} {path}", Level.FILE)
 
 
 def _key(phase: str, key: str, value: Any, name: str) -> Source:
@@ -60,14 +52,16 @@ FLAGS: tuple[Flag, ...] = (
         shape="text",
         metavar="JSON",
         help='policy per phase, for example \'{"decode": "full", "prefill": "breakable"}\'',
-        read=_mode,
+        read=lambda value, name: parse_mode(
+            read_json(value, name) if isinstance(value, str) else value, name
+        ),
     ),
     Flag(
         name=_FILE,
         shape="path",
         metavar="FILE",
         help="JSON or YAML file with a device_graph section; weaker than every flag",
-        read=_file,
+        read=lambda path, name: parse_mode(read_section(path), f"{name} {path}", Level.FILE),
     ),
     *(flag for phase in PHASES for flag in _phase(phase)),
     *OLDER_FLAGS,
