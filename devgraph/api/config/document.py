@@ -71,22 +71,16 @@ def read_json(text: str, source: str) -> object:
 
 
 def read_file(path: str | os.PathLike[str]) -> object:
-    """Read a JSON or YAML file: ``.json`` is JSON, ``.yaml`` and ``.yml`` are YAML, and any other
-    name is JSON when its first character is a brace or bracket.
+    """Read a file: JSON where its name ends in ``.json``, else YAML, which needs PyYAML.
 
-    YAML needs PyYAML, which is imported only here. Raises ``ConfigError`` for a file that cannot
-    be read or does not parse.
+    Raises ``ConfigError`` for a file that cannot be read or does not parse.
     """
     try:
         name = os.fspath(path)
         text = Path(name).read_text(encoding="utf-8-sig")  # some editors begin files with a mark
     except (OSError, ValueError, TypeError) as error:  # no UTF-8, a zero in its name, or no name
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error}") from error
-    suffix = Path(name).suffix.lower()
-    is_json = suffix == ".json" or (
-        suffix not in (".yaml", ".yml") and text.lstrip().startswith(("{", "["))
-    )
-    return read_json(text, name) if is_json else _read_yaml(text, name)
+    return (read_json if name.lower().endswith(".json") else _read_yaml)(text, name)
 
 
 def read_section(path: str | os.PathLike[str]) -> object:
