@@ -126,7 +126,7 @@ class Verification:
         try:
             nodes = runtime.nodes(first)
             pattern = RegionPattern(runtime, first, [("probe", nodes)])
-            (updates,) = pattern.match([0], second, [len(nodes)])
+            updates = pattern.match(second, [len(nodes)])
             try:
                 runtime.write(updates, executable)
             except RuntimeCallError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -59,18 +60,18 @@ def test_update_of_the_wrong_region_is_caught(kit: Kit) -> None:
     match = RegionPattern.match
 
     def rotated(self: RegionPattern, *args: Any) -> Any:
-        found = match(self, *args)
-        *regions, behind = found
+        region_of = {
+            known.node: number
+            for number, region in enumerate(self.regions)
+            for known in region.nodes
+        }
+        found = itertools.groupby(match(self, *args), lambda update: region_of[update.node])
+        regions = [list(updates) for _, updates in found]
         turned = [*regions[1:], *regions[:1]]
         return [
-            *(
-                tuple(
-                    mine._replace(params=other.params) if mine.kind == other.kind else mine
-                    for mine, other in zip(region, others, strict=True)
-                )
-                for region, others in zip(regions, turned, strict=True)
-            ),
-            behind,
+            mine._replace(params=other.params) if mine.kind == other.kind else mine
+            for region, others in zip(regions, turned, strict=True)
+            for mine, other in zip(region, others, strict=True)
         ]
 
     assert not caught(test, kit)

@@ -116,36 +116,6 @@ def test_region_called_on_a_forked_stream_is_recorded_on_it(be: Any) -> None:
     assert cap.stats()["copies"] == 0
 
 
-def test_only_regions_whose_values_changed_run_again(be: Any) -> None:
-    runs: list[str] = []
-
-    @dg.region(host_args=("n",))
-    def first(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        runs.append("first")
-        return x[:, :n].sum(1, keepdim=True)
-
-    @dg.region(host_args=("m",))
-    def second(x: torch.Tensor, *, m: int) -> torch.Tensor:
-        runs.append("second")
-        return x[:, m:].sum(1, keepdim=True)
-
-    def step(x: torch.Tensor, *, n: int, m: int) -> torch.Tensor:
-        return first(x * 2, n=n) + second(x + 1, m=m) * 10
-
-    x = randn(8, WIDTH)
-    cap = dg.capture(step, x, backend=be, host_args={"n": 3, "m": 4}, budget=KEEP_ALL)
-    for host, again in (
-        ({"n": 5, "m": 4}, ["first"]),
-        ({"n": 5, "m": 9}, ["second"]),
-        ({"n": 7, "m": 8}, ["first", "second"]),
-        ({"n": 5, "m": 4}, []),
-    ):
-        runs.clear()
-        cap.replay(**host)
-        assert runs == again, host
-        check(cap, step, x, **host)
-
-
 def test_key_gets_its_own_executable_at_the_second_use_and_loses_it_last(be: Any) -> None:
     step = layered(scaled_rows, layers=1)  # the same kernels for every length
     x, cache = randn(16, WIDTH), randn(WINDOW, WIDTH)

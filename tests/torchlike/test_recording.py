@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from devgraph.api.torchlike.recording import NodeRecording, RawGraph, RegionUpdate
+from devgraph.api.torchlike.recording import NodeRecording, RawGraph
 from tests.support.node_driver import Driver, kernel, pattern_of
 
 
@@ -19,10 +19,9 @@ def driver() -> Driver:
 def recording_of(driver: Driver, graph: int, values: Sequence[Any]) -> NodeRecording:
     pattern = pattern_of(driver, graph, ("attend", 0, len(driver.nodes(graph))))
     scratch = driver.graph(*(kernel(v) for v in values))
-    (updates,) = pattern.match([0], scratch, [len(values)])
-    part = RegionUpdate((), updates, RawGraph(driver, scratch))
+    updates = pattern.match(scratch, [len(values)])
     nodes = len(driver.nodes(graph))
-    return NodeRecording(driver, nodes, {None: part}, 1)
+    return NodeRecording(driver, nodes, updates, RawGraph(driver, scratch), 1)
 
 
 def test_recording_is_written_or_built_and_charges_for_what_it_holds(driver: Driver) -> None:
@@ -43,16 +42,8 @@ def test_recording_is_written_or_built_and_charges_for_what_it_holds(driver: Dri
     assert list(driver.executables) == [own]
 
 
-def test_closed_recording_frees_its_scratch_graph_with_the_last_that_shares_it(
-    driver: Driver,
-) -> None:
-    graph = driver.graph(kernel(0))
-    first = recording_of(driver, graph, ["a"])
-    (part,) = first.parts.values()
-    scratch = part.scratch.graph
-    second = NodeRecording(driver, 1, first.parts, 2)
-    del part
-    first.close()
-    assert scratch not in driver.destroyed
-    second.close()
-    assert scratch in driver.destroyed
+def test_closed_recording_frees_its_scratch_graph(driver: Driver) -> None:
+    recording = recording_of(driver, driver.graph(kernel(0)), ["a"])
+    assert not driver.destroyed
+    recording.close()
+    assert len(driver.destroyed) == 1

@@ -36,12 +36,11 @@ from devgraph.api.marks.scopes import LoopError
 from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
-from devgraph.api.torchlike.node_calls import NodeRuntime, RuntimeCallError, Update
+from devgraph.api.torchlike.node_calls import NodeRuntime, RuntimeCallError
 from devgraph.api.torchlike.nodes import RegionPattern
 from devgraph.api.torchlike.recording import (
     NodeRecording,
     RawGraph,
-    RegionUpdate,
     executable_bytes,
     free_executable,
 )
@@ -428,39 +427,23 @@ class NodeGraph(TorchGraph):
         return recording.direct
 
     def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
-        pattern = self._pattern
-        assert pattern is not None and self._nodes is not None
-        known = {} if self._current is None else self._current.parts
-        keys = {mark: self.key_of({mark: values}) for mark, values in host.items()}
-        parts: dict[Mark | None, RegionUpdate] = {
-            mark: known[mark]
-            for mark, key in keys.items()
-            if mark in known and known[mark].key == key
-        }
-        picks = [hit.index for hit in self.hits if hit.mark not in parts]
+        assert self._pattern is not None and self._nodes is not None
         with self.pool.region_memory():
-            graph, bounds = self._capture_regions(picks, host)
+            graph, bounds = self._capture_regions(host)
         scratch = RawGraph(self._runtime, graph)
-        *matched, closing = pattern.match([*picks, len(self.hits)], graph, bounds)
-        updates: dict[Mark, list[Update]] = {}
-        for pick, found in zip(picks, matched, strict=True):
-            updates.setdefault(self.hits[pick].mark, []).extend(found)
-        for mark, own in updates.items():
-            parts[mark] = RegionUpdate(keys[mark], own, scratch)
-        parts[None] = RegionUpdate((), closing, scratch)
-        return NodeRecording(self._runtime, self._nodes, parts, self._made)
+        updates = self._pattern.match(graph, bounds)
+        return NodeRecording(self._runtime, self._nodes, updates, scratch, self._made)
 
-    def _capture_regions(
-        self, picks: Sequence[int], host: Mapping[Mark, dict[str, Any]]
-    ) -> tuple[int, list[int]]:
-        """Capture regions into a new graph; return it and its node counts after each of them."""
+    def _capture_regions(self, host: Mapping[Mark, dict[str, Any]]) -> tuple[int, list[int]]:
+        """Capture all regions, and what closes them, into a new graph; return it and its node
+        counts after each of them."""
         runtime, stream = self._runtime, self.backend.stream_handle(self._stream)
         bounds = []
         runtime.begin_capture(stream)
         try:
             capture = runtime.capture_of(stream)
             assert capture is not None
-            for mark, hits in itertools.groupby(map(self.hits.__getitem__, picks), _mark_of):
+            for mark, hits in itertools.groupby(self.hits, _mark_of):
                 with entered(Absorbed(mark, "full")):
                     for hit in hits:
                         self._run_again(hit, host[mark])
@@ -475,7 +458,7 @@ class NodeGraph(TorchGraph):
         try:
             return runtime.end_capture(stream), bounds
         except RuntimeCallError as error:
-            names = ", ".join(dict.fromkeys(self.hits[pick].mark.name for pick in picks))
+            names = ", ".join(dict.fromkeys(hit.mark.name for hit in self.hits))
             raise UpdateError(
                 f"recording {names} again failed: {error}. A region must join every stream that "
                 f"it forks, and must not use one that was forked before it."

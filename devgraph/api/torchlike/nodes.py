@@ -60,17 +60,12 @@ class RegionPattern:
             for (name, nodes), shape in zip(regions, shapes, strict=True)
         ]
 
-    def match(
-        self, picks: Sequence[int], graph: int, bounds: Sequence[int]
-    ) -> list[tuple[Update, ...]]:
-        """Pair the nodes of ``graph`` with those of the regions ``picks``; read their parameters.
+    def match(self, graph: int, bounds: Sequence[int]) -> list[Update]:
+        """Pair the nodes of ``graph``, into which the regions were captured again, with those of
+        the pattern; read their parameters.
 
         Args:
-            picks: positions of the regions that were captured into ``graph``, in that order.
-            bounds: for each of them, how many nodes ``graph`` had after it.
-
-        Returns:
-            the updates of each pick.
+            bounds: for each region, how many nodes ``graph`` had after it.
 
         Raises:
             UpdateTopologyError: another number, kind or order of nodes.
@@ -78,38 +73,34 @@ class RegionPattern:
         """
         nodes = self._runtime.nodes(graph)
         spans, start = [], 0
-        for pick, stop in zip(picks, bounds, strict=True):
+        for number, (known, stop) in enumerate(zip(self.regions, bounds, strict=True)):
             spans.append(nodes[start:stop])
-            known = self.regions[pick]
             if stop - start != len(known.nodes):
                 raise UpdateTopologyError(
-                    f"region {known.name} (number {pick}) needs {stop - start} nodes for these "
+                    f"region {known.name} (number {number}) needs {stop - start} nodes for these "
                     f"host arguments and had {len(known.nodes)} at capture. Reduce the argument "
                     f"to values that run the same kernels, or capture with policy='full' through "
                     f"dg.capture, which makes a copy for the other topology."
                 )
             start = stop
-        self._check_shapes(picks, graph, nodes, spans)
+        self._check_shapes(graph, nodes, spans)
         read = self._runtime.reader()
-        return [
-            self._pair(pick, self.regions[pick], span, read)
-            for pick, span in zip(picks, spans, strict=True)
-        ]
+        updates: list[Update] = []
+        for number, span in enumerate(spans):
+            self._pair(number, span, read, updates)
+        return updates
 
-    def _pair(
-        self, pick: int, region: _Region, span: Sequence[int], read: Read
-    ) -> tuple[Update, ...]:
-        kind_of = self._runtime.kind
-        updates = []
+    def _pair(self, number: int, span: Sequence[int], read: Read, updates: list[Update]) -> None:
+        region, kind_of = self.regions[number], self._runtime.kind
         for known, source in zip(region.nodes, span, strict=True):
             node, kind, fixed = known
             if kind == EMPTY:
                 if kind_of(source) != EMPTY:
-                    self._refuse_shape(pick, [kind_of(node) for node in span])
+                    self._refuse_shape(number, [kind_of(node) for node in span])
                 continue
             found = read(kind, fixed, source)
             if found is None:
-                self._refuse_shape(pick, [kind_of(node) for node in span])
+                self._refuse_shape(number, [kind_of(node) for node in span])
             params, exact, host = found
             if host:
                 raise UpdateError(
@@ -118,34 +109,27 @@ class RegionPattern:
                     f"values as host arguments, or copy them into a device tensor before the step."
                 )
             updates.append(Update(node, kind, params, source, exact))
-        return tuple(updates)
 
     def _check_shapes(
-        self, picks: Sequence[int], graph: int, nodes: Sequence[int], spans: Sequence[Sequence[int]]
+        self, graph: int, nodes: Sequence[int], spans: Sequence[Sequence[int]]
     ) -> None:
         """Raise UpdateTopologyError where a region has other kinds of nodes or other edges."""
         position_of = dict(zip(nodes, range(len(nodes)), strict=True)).__getitem__
         sources, targets, kinds = edges = self._runtime.edges(graph)
         # Two captures of the same regions list nodes and edges alike: what was found right once
         # need not be taken apart again. Kinds are seen when the nodes are read.
-        whole = (
-            tuple(picks),
-            tuple(map(len, spans)),
-            list(map(position_of, sources)),
-            list(map(position_of, targets)),
-            kinds,
-        )
+        whole = list(map(position_of, sources)), list(map(position_of, targets)), kinds
         if whole == self._right:
             return
-        for pick, shape in zip(picks, self._shapes(edges, spans), strict=True):
-            if shape != self.regions[pick].shape:
-                self._refuse_shape(pick, shape.kinds)
+        for number, shape in enumerate(self._shapes(edges, spans)):
+            if shape != self.regions[number].shape:
+                self._refuse_shape(number, shape.kinds)
         self._right = whole
 
-    def _refuse_shape(self, pick: int, kinds: Sequence[str]) -> NoReturn:
-        known = self.regions[pick]
+    def _refuse_shape(self, number: int, kinds: Sequence[str]) -> NoReturn:
+        known = self.regions[number]
         raise UpdateTopologyError(
-            f"region {known.name} (number {pick}) needs other kinds of nodes or another "
+            f"region {known.name} (number {number}) needs other kinds of nodes or another "
             f"order for these host arguments than at capture "
             f"({', '.join(kinds)}, was {', '.join(known.shape.kinds)})."
         )

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import operator
-from collections.abc import Hashable, Mapping, Sequence
-
-import attrs
+from collections.abc import Sequence
 
 from devgraph.api.executable import Executable, Recording
-from devgraph.api.marks.marks import Mark
 from devgraph.api.torchlike.node_calls import NodeRuntime, RuntimeCallError, Update
 
 logger = logging.getLogger(__name__)
@@ -59,20 +54,6 @@ class RawGraph:
             self._runtime.destroy(self.graph)
 
 
-@attrs.frozen
-class RegionUpdate:
-    """The new parameters of every region of one mark."""
-
-    key: Hashable
-    """What ``DeviceGraph.key_of`` says of the mark's host values."""
-    updates: Sequence[Update]
-    scratch: RawGraph
-    """Owns the memory that ``updates`` point to."""
-
-
-_updates_of, _is_exact = operator.attrgetter("updates"), operator.attrgetter("exact")
-
-
 class NodeRecording(Recording):
     """All region parameters of one graph for one key.
 
@@ -81,8 +62,8 @@ class NodeRecording(Recording):
 
     Args:
         nodes: number of nodes in the whole graph.
-        parts: by mark; shared with other recordings that have the same values. None stands for
-            what the graph records behind its regions, which each recording has for itself.
+        updates: the parameters.
+        scratch: owns the memory that they point to.
         number: which recording of the graph this is.
     """
 
@@ -90,15 +71,16 @@ class NodeRecording(Recording):
         self,
         runtime: NodeRuntime,
         nodes: int,
-        parts: Mapping[Mark | None, RegionUpdate],
+        updates: Sequence[Update],
+        scratch: RawGraph,
         number: int,
     ) -> None:
         self.number = number
         self._runtime = runtime
         self._nodes = nodes
-        self.parts = dict(parts)
-        self.updates = tuple(itertools.chain.from_iterable(map(_updates_of, parts.values())))
-        self.exact = all(map(_is_exact, self.updates))
+        self.updates = updates
+        self._scratch: RawGraph | None = scratch
+        self.exact = all(update.exact for update in updates)
         """Whether the graph's own executable can take the parameters."""
         self.uses = 0
         """Times that it was written or launched since it last lost its executable."""
@@ -132,5 +114,4 @@ class NodeRecording(Recording):
 
     def close(self) -> None:
         self.shrink()
-        self.parts = {}
-        self.updates = ()
+        self.updates, self._scratch = (), None
