@@ -15,14 +15,6 @@ from devgraph.api.errors import UpdateError, UpdateTopologyError
 from devgraph.api.torchlike.node_calls import EMPTY, UPDATABLE, Edges, NodeRuntime, Read, Update
 
 
-@attrs.frozen
-class _Shape:
-    """The kinds of a region's nodes, and the edges between them by position."""
-
-    kinds: tuple[str, ...]
-    edges: frozenset[tuple[int, int, Hashable]]
-
-
 class _Node(NamedTuple):
     """One node of the captured graph, with what an executable's node keeps for ever."""
 
@@ -34,8 +26,9 @@ class _Node(NamedTuple):
 @attrs.frozen
 class _Region:
     name: str
-    shape: _Shape
     nodes: tuple[_Node, ...]
+    edges: frozenset[tuple[int, int, Hashable]]
+    """Between its nodes, by position."""
 
 
 class RegionPattern:
@@ -54,10 +47,10 @@ class RegionPattern:
     ) -> None:
         self._runtime = runtime
         self._right: object = None
-        shapes = self._shapes(runtime.edges(graph), [nodes for _, nodes in regions])
+        inner = _inner(runtime.edges(graph), [nodes for _, nodes in regions])
         self.regions = [
-            _Region(name, shape, self._describe(name, shape, nodes))
-            for (name, nodes), shape in zip(regions, shapes, strict=True)
+            _Region(name, tuple(self._describe(name, node) for node in nodes), edges)
+            for (name, nodes), edges in zip(regions, inner, strict=True)
         ]
 
     def match(self, graph: int, bounds: Sequence[int]) -> list[Update]:
@@ -83,7 +76,7 @@ class RegionPattern:
                     f"dg.capture, which makes a copy for the other topology."
                 )
             start = stop
-        self._check_shapes(graph, nodes, spans)
+        self._check_edges(graph, nodes, spans)
         read = self._runtime.reader()
         updates: list[Update] = []
         for number, span in enumerate(spans):
@@ -91,16 +84,16 @@ class RegionPattern:
         return updates
 
     def _pair(self, number: int, span: Sequence[int], read: Read, updates: list[Update]) -> None:
-        region, kind_of = self.regions[number], self._runtime.kind
+        region = self.regions[number]
         for known, source in zip(region.nodes, span, strict=True):
             node, kind, fixed = known
             if kind == EMPTY:
-                if kind_of(source) != EMPTY:
-                    self._refuse_shape(number, [kind_of(node) for node in span])
+                if self._runtime.kind(source) != EMPTY:
+                    self._refuse_shape(number, span)
                 continue
             found = read(kind, fixed, source)
             if found is None:
-                self._refuse_shape(number, [kind_of(node) for node in span])
+                self._refuse_shape(number, span)
             params, exact, host = found
             if host:
                 raise UpdateError(
@@ -110,59 +103,56 @@ class RegionPattern:
                 )
             updates.append(Update(node, kind, params, source, exact))
 
-    def _check_shapes(
+    def _check_edges(
         self, graph: int, nodes: Sequence[int], spans: Sequence[Sequence[int]]
     ) -> None:
-        """Raise UpdateTopologyError where a region has other kinds of nodes or other edges."""
+        """Raise UpdateTopologyError where a region has other edges."""
         position_of = dict(zip(nodes, range(len(nodes)), strict=True)).__getitem__
         sources, targets, kinds = edges = self._runtime.edges(graph)
         # Two captures of the same regions list nodes and edges alike: what was found right once
-        # need not be taken apart again. Kinds are seen when the nodes are read.
+        # need not be taken apart again.
         whole = list(map(position_of, sources)), list(map(position_of, targets)), kinds
         if whole == self._right:
             return
-        for number, shape in enumerate(self._shapes(edges, spans)):
-            if shape != self.regions[number].shape:
-                self._refuse_shape(number, shape.kinds)
+        for number, inner in enumerate(_inner(edges, spans)):
+            if inner != self.regions[number].edges:
+                self._refuse_shape(number, spans[number])
         self._right = whole
 
-    def _refuse_shape(self, number: int, kinds: Sequence[str]) -> NoReturn:
+    def _refuse_shape(self, number: int, span: Sequence[int]) -> NoReturn:
         known = self.regions[number]
         raise UpdateTopologyError(
             f"region {known.name} (number {number}) needs other kinds of nodes or another "
             f"order for these host arguments than at capture "
-            f"({', '.join(kinds)}, was {', '.join(known.shape.kinds)})."
+            f"({', '.join(map(self._runtime.kind, span))}, was "
+            f"{', '.join(node.kind for node in known.nodes)})."
         )
 
-    def _shapes(self, edges: Edges, spans: Sequence[Sequence[int]]) -> list[_Shape]:
-        place = {
-            node: (region, position)
-            for region, span in enumerate(spans)
-            for position, node in enumerate(span)
-        }
-        inner: list[list[tuple[int, int, Hashable]]] = [[] for _ in spans]
-        for source, target, what in zip(*edges, strict=True):
-            tail, head = place.get(source), place.get(target)
-            if tail is not None and head is not None and tail[0] == head[0]:
-                inner[tail[0]].append((tail[1], head[1], what))
-        kind = self._runtime.kind
-        return [
-            _Shape(tuple(kind(node) for node in span), frozenset(own))
-            for span, own in zip(spans, inner, strict=True)
-        ]
-
-    def _describe(self, name: str, shape: _Shape, nodes: Sequence[int]) -> tuple[_Node, ...]:
+    def _describe(self, name: str, node: int) -> _Node:
         runtime = self._runtime
-        described = []
-        for kind, node in zip(shape.kinds, nodes, strict=True):
-            if kind == EMPTY:
-                described.append(_Node(node, kind, None))
-                continue
-            if kind not in UPDATABLE:
-                raise UpdateError(
-                    f"region {name} holds a {kind} node, which cannot be updated; capture it with "
-                    f"policy='breakable', or take that call out of the region."
-                )
-            fixed = runtime.fixed(kind, node, runtime.params(kind, node))
-            described.append(_Node(node, kind, fixed))
-        return tuple(described)
+        kind = runtime.kind(node)
+        if kind == EMPTY:
+            return _Node(node, kind, None)
+        if kind not in UPDATABLE:
+            raise UpdateError(
+                f"region {name} holds a {kind} node, which cannot be updated; capture it with "
+                f"policy='breakable', or take that call out of the region."
+            )
+        return _Node(node, kind, runtime.fixed(kind, node, runtime.params(kind, node)))
+
+
+def _inner(
+    edges: Edges, spans: Sequence[Sequence[int]]
+) -> list[frozenset[tuple[int, int, Hashable]]]:
+    """Return the edges between the nodes of each span, by position."""
+    place = {
+        node: (region, position)
+        for region, span in enumerate(spans)
+        for position, node in enumerate(span)
+    }
+    inner: list[list[tuple[int, int, Hashable]]] = [[] for _ in spans]
+    for source, target, what in zip(*edges, strict=True):
+        tail, head = place.get(source), place.get(target)
+        if tail is not None and head is not None and tail[0] == head[0]:
+            inner[tail[0]].append((tail[1], head[1], what))
+    return list(map(frozenset, inner))
