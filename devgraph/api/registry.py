@@ -133,15 +133,11 @@ def _load_plugin(entry: importlib.metadata.EntryPoint) -> Callable[[], Backend]:
     try:
         factory: Callable[[], Backend] = entry.load()
     except Exception as error:
+        package = f" of the package {entry.dist.name!r}" if entry.dist else ""
         raise BackendUnavailableError(
-            f"backend {entry.name!r} cannot be loaded from {entry.value!r}{_package(entry)}, which "
+            f"backend {entry.name!r} cannot be loaded from {entry.value!r}{package}, which "
             f"declares it: {type(error).__name__}: {error}"
         ) from error
-    if not callable(factory):
-        raise BackendUnavailableError(
-            f"backend {entry.name!r} is declared as {entry.value!r}{_package(entry)}, which is no "
-            f"backend class and no function that returns a backend, but {factory!r}"
-        )
     return factory
 
 
@@ -160,10 +156,6 @@ def installed_version(name: str) -> str | None:
 def cache_folder() -> Path:
     """Return the folder of devgraph among the user's caches, which may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "devgraph"
-
-
-def _package(entry: importlib.metadata.EntryPoint) -> str:
-    return f" of the package {entry.dist.name!r}" if entry.dist else ""
 
 
 def _made(name: str, factory: Callable[[], Backend]) -> Backend:
