@@ -55,7 +55,8 @@ class Captured:
         self.pool = job.pool
         self.capture_seconds = seconds
         self.phases: dict[str, float] = job.phases
-        """Seconds that each phase of the capture took."""
+        """Seconds that each phase of the capture took: warm-up, capture, and under ``piecewise``
+        activate and compile before them."""
         self._job: Job | None = job
         self.exact = not compiles(policy) or job.compiler in (None, "eager")
         """Whether replays run the kernels of eager, and so equal it bit for bit."""
@@ -180,12 +181,8 @@ class Captured:
 
     def info(self) -> GraphInfo:
         """Return the sums over all segments."""
-        return summed(
-            self.segments,
-            state="closed" if self._job is None else "ready",
-            capture_seconds=self.capture_seconds,
-            phases=dict(self.phases),
-        )
+        state = "closed" if self._job is None else "ready"
+        return summed(self.segments, state=state, capture_seconds=self.capture_seconds)
 
     def pin(self, pinned: bool = True) -> None:
         """Keep the executables of all segments, whatever the budget of the pool is, or no more."""

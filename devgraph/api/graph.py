@@ -90,12 +90,9 @@ class GraphInfo:
     capture_seconds: float
     recordings: int
     """Recordings kept for it in the pool."""
-    phases: Mapping[str, float] = attrs.field(factory=dict)
-    """Seconds by phase of what ``dg.capture`` made (warm-up, capture, and under ``piecewise``
-    activate and compile before them); empty for a single graph."""
 
 
-def summed(segments: Sequence[Any], *, state: str, **rest: Any) -> GraphInfo:
+def summed(segments: Sequence[Any], *, state: str, capture_seconds: float) -> GraphInfo:
     """Return the sums over graphs; what is no graph among the segments counts as a region."""
     infos = [segment.info() for segment in segments if isinstance(segment, DeviceGraph)]
     counts = [info.nodes for info in infos]
@@ -105,8 +102,8 @@ def summed(segments: Sequence[Any], *, state: str, **rest: Any) -> GraphInfo:
         regions=len(segments) - len(infos) + sum(info.regions for info in infos),
         segments=len(segments),
         bytes=sum(info.bytes for info in infos),
+        capture_seconds=capture_seconds,
         recordings=sum(info.recordings for info in infos),
-        **rest,
     )
 
 

@@ -107,6 +107,7 @@ def _data(captured: Captured, parts: list[_Part], report: Any) -> dict[str, Any]
         "backend": captured.backend.name,
         "device": captured.backend.device_name,
         "info": attrs.asdict(captured.info()),
+        "phases": captured.phases,
         "pool_bytes": captured.pool.bytes,
         "segments": [attrs.asdict(part) for part in parts],
         "proof": None if report is None else {"ok": report.ok, "text": str(report)},
