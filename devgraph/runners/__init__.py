@@ -11,12 +11,11 @@ from devgraph.runners.loop import Loop, LoopResult
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.prove import RunnerReport
 from devgraph.runners.ranks import RankGroup
-from devgraph.runners.report import BucketPlan, BucketStats, RunnerPlan, RunnerStats
+from devgraph.runners.report import BucketStats, RunnerStats
 from devgraph.runners.slots import HostSlot, InputSlot, OutputSlot, Pad, Size
 
 __all__ = [
     "Batch",
-    "BucketPlan",
     "BucketStats",
     "Buckets",
     "Decision",
@@ -32,7 +31,6 @@ __all__ = [
     "PrefillRunner",
     "RankGroup",
     "Reason",
-    "RunnerPlan",
     "RunnerReport",
     "RunnerStats",
     "Size",

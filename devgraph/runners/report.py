@@ -28,9 +28,14 @@ class Counters:
 
 @attrs.frozen(kw_only=True)
 class BucketStats:
-    """One graph: its key, how often it ran, and the rows it was given and held."""
+    """One graph: its size, how often it ran, and the rows it was given and held."""
 
     key: str
+    """Bucket and variant."""
+    bucket: int
+    requests: int | None
+    """Request slots of the graph; None where they are no part of it."""
+    tokens: int
     state: str
     """``captured``, ``pending`` or the reason why it was dropped."""
     hits: int
@@ -38,7 +43,7 @@ class BucketStats:
     padded_rows: int
     """Rows beyond the real ones, summed over all hits."""
     bytes: int
-    """Device memory that this capture added."""
+    """Device memory that the capture added; where there is none, what ``plan`` estimates."""
     capture_seconds: float
     speedup: float | None
     """How many times as fast as eager its graph was after the capture; None without
@@ -48,8 +53,11 @@ class BucketStats:
 
 
 @attrs.frozen(kw_only=True)
-class RunnerFacts:
-    """What statistics and plan of a runner begin with."""
+class RunnerStats:
+    """A snapshot of a runner.
+
+    ``steps == graph_steps + sum(eager.values())`` always holds.
+    """
 
     name: str
     phase: str
@@ -64,19 +72,6 @@ class RunnerFacts:
     output_bytes: int
     executables: Residency
     """Of the pool, which other runners may share."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
-        return attrs.asdict(self)
-
-
-@attrs.frozen(kw_only=True)
-class RunnerStats(RunnerFacts):
-    """A snapshot of a runner.
-
-    ``steps == graph_steps + sum(eager.values())`` always holds.
-    """
-
     steps: int
     graph_steps: int
     eager: Mapping[str, int]
@@ -95,30 +90,49 @@ class RunnerStats(RunnerFacts):
     """What the policy counted over the present graphs: how host arguments were applied, or, under
     ``piecewise``, pieces and compilations; loops, with why they were unrolled."""
     graph_bytes: int
+    """All graphs together."""
+    estimated: bool
+    """Whether that holds estimates of ``plan(sample=True)``."""
     replay_pace: ReplayPace | None
     """How fast graphs went after the last captures; None where a device has but one pace."""
     buckets: tuple[BucketStats, ...]
+    """Largest first, which is the order of capture."""
 
     @classmethod
-    def of(cls, graphs: Graphs, counters: Counters, **facts: Any) -> RunnerStats:
+    def of(
+        cls,
+        graphs: Graphs,
+        counters: Counters,
+        *,
+        per_request: bool,
+        estimates: Sequence[int],
+        **facts: Any,
+    ) -> RunnerStats:
         """Return the snapshot of a runner.
 
         Args:
+            per_request: whether graphs have request slots.
+            estimates: bytes of the graphs that are not captured, largest first, the last standing
+                for all that follow; empty if unknown.
             **facts: the fields that neither graphs nor counters know.
         """
+        known = estimates or (0,)
         buckets = tuple(
             BucketStats(
                 key=str(graph.key),
+                bucket=graph.key.bucket,
+                requests=graph.size.requests if per_request else None,
+                tokens=graph.size.tokens,
                 state=graph.state,
                 hits=graph.hits,
                 real_rows=graph.real_rows,
                 padded_rows=graph.hits * graph.key.bucket - graph.real_rows,
-                bytes=graph.bytes,
+                bytes=graph.bytes if graph.captured else known[min(index, len(known) - 1)],
                 capture_seconds=graph.seconds,
                 speedup=graph.speedup,
                 times=graph.timing.times if graph.timing else None,
             )
-            for graph in graphs
+            for index, graph in enumerate(graphs)
         )
         graph_steps = sum(bucket.hits for bucket in buckets)
         eager = {reason.value: count for reason, count in counters.reasons.items()}
@@ -137,6 +151,7 @@ class RunnerStats(RunnerFacts):
             phase_seconds=_totals(each.phases for each in captured),
             updates=_totals(each.stats() for each in captured),
             graph_bytes=sum(bucket.bytes for bucket in buckets),
+            estimated=bool(estimates),
             buckets=buckets,
         )
 
@@ -157,8 +172,9 @@ class RunnerStats(RunnerFacts):
         return self.graph_steps / self.steps if self.steps else 0.0
 
     def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON."""
         return {
-            **super().to_dict(),
+            **attrs.asdict(self),
             "eager_steps": self.eager_steps,
             "padding_ratio": self.padding_ratio,
             "hit_ratio": self.hit_ratio,
@@ -216,7 +232,8 @@ class RunnerStats(RunnerFacts):
                 f"  {self.requested} on {self.backend} (effective: {self.effective}), "
                 f"{len(captured)} of {len(self.buckets)} graphs captured in "
                 f"{self.capture_seconds:.2f} s",
-                f"  memory: graphs {format_bytes(self.graph_bytes)}, inputs "
+                f"  memory: graphs {format_bytes(self.graph_bytes)}"
+                f"{' (estimated)' * self.estimated}, inputs "
                 f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}, "
                 f"{_residency_text(self.executables)}",
             ]
@@ -230,94 +247,6 @@ class RunnerStats(RunnerFacts):
             f"({100 * self.hit_ratio:.0f} %), padding {100 * self.padding_ratio:.0f} %"
             + (f", eager: {eager}" if eager else "")
         )
-
-
-@attrs.frozen(kw_only=True)
-class BucketPlan:
-    """One bucket under one variant."""
-
-    key: str
-    bucket: int
-    requests: int | None
-    """Request slots of the graph; None where they are no part of it."""
-    tokens: int
-    state: str
-    """``captured``, ``pending``, or the reason why it was dropped."""
-    bytes: int | None
-    """Device memory: measured when captured, estimated after sampling, else None."""
-
-
-@attrs.frozen(kw_only=True)
-class RunnerPlan(RunnerFacts):
-    """What a runner will capture or has captured."""
-
-    buckets: tuple[BucketPlan, ...]
-    """Largest first, which is the order of capture."""
-    graph_bytes: int | None
-    """All graphs together: measured, or estimated after sampling; None when neither is known."""
-    estimated: bool
-
-    @classmethod
-    def of(
-        cls, graphs: Graphs, *, per_request: bool, estimates: Sequence[int], **facts: Any
-    ) -> RunnerPlan:
-        """Return the plan of a runner.
-
-        Args:
-            per_request: whether graphs have request slots.
-            estimates: bytes of the graphs that are not captured, largest first, the last standing
-                for all that follow; empty if unknown.
-            **facts: the fields that the graphs do not know.
-        """
-        buckets = []
-        for index, graph in enumerate(graphs):
-            known = graph.bytes if graph.captured is not None else None
-            if known is None and estimates:
-                known = estimates[min(index, len(estimates) - 1)]
-            buckets.append(
-                BucketPlan(
-                    key=str(graph.key),
-                    bucket=graph.key.bucket,
-                    requests=graph.size.requests if per_request else None,
-                    tokens=graph.size.tokens,
-                    state=graph.state,
-                    bytes=known,
-                )
-            )
-        complete = all(bucket.bytes is not None for bucket in buckets)
-        return cls(
-            **facts,
-            buckets=tuple(buckets),
-            graph_bytes=sum(bucket.bytes or 0 for bucket in buckets) if complete else None,
-            estimated=bool(estimates),
-        )
-
-    def __str__(self) -> str:
-        sizes = sorted({bucket.bucket for bucket in self.buckets})
-        memory = "unknown" if self.graph_bytes is None else format_bytes(self.graph_bytes)
-        return "\n".join(
-            [
-                f"{self.name}: {self.requested} on {self.backend} (effective: {self.effective})",
-                f"  buckets: {', '.join(map(str, sizes)) or 'none'}",
-                f"  memory: inputs {format_bytes(self.input_bytes)}, outputs "
-                f"{format_bytes(self.output_bytes)}, graphs {memory}"
-                + (" (estimated)" if self.estimated else "")
-                + f", {_residency_text(self.executables)}",
-            ]
-        )
-
-
-def explained(plan: RunnerPlan, stats: RunnerStats, graphs: Graphs) -> str:
-    """Return buckets, segments, reasons and counters as text."""
-    lines = [str(plan)]
-    for graph in graphs:
-        detail = f": {graph.detail}" if graph.detail else ""
-        faster = "" if graph.speedup is None else f", {graph.speedup:.2f} times as fast as eager"
-        lines.append(f"  bucket {graph.key}: {graph.state}{faster}{detail}")
-        if graph.captured is not None:
-            lines += [f"    {line}" for line in graph.captured.explain().splitlines()]
-    lines.append(f"  {stats.summary()}")
-    return "\n".join(lines)
 
 
 def _residency_text(found: Residency) -> str:

@@ -48,7 +48,7 @@ from devgraph.runners.options import Options, check_functions
 from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
 from devgraph.runners.prove import RunnerReport, prove_graphs
 from devgraph.runners.ranks import ranks_of
-from devgraph.runners.report import Counters, RunnerPlan, RunnerStats, explained
+from devgraph.runners.report import Counters, RunnerStats
 from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import BoundSteps, GraphStep, Step
 
@@ -681,12 +681,10 @@ class Runner:
                         graph.timing = Timing(self.backend)
                         self._steps.clear()  # which are bound without
                     graph.timing.read()
-        return RunnerStats.of(
-            self.graphs, self._counters, replay_pace=self._capturing.pace, **self._identity()
-        )
+        return self._stats(())
 
-    def plan(self, *, sample: bool = False) -> RunnerPlan:
-        """Return buckets, rows and bytes.
+    def plan(self, *, sample: bool = False) -> RunnerStats:
+        """Return what ``stats`` does: buckets with their rows and bytes.
 
         Args:
             sample: capture the two largest graphs into a throwaway pool, if they are not all
@@ -694,35 +692,39 @@ class Runner:
         """
         with self._between_steps("plan"):
             if not sample or len(self.graphs) == len(self.graphs.captured):
-                return self._plan(())
+                return self._stats(())
             self._step.clock.tick()
-            return self._plan(self._capturing.sample_bytes())
+            return self._stats(self._capturing.sample_bytes())
 
-    def _plan(self, estimates: Sequence[int]) -> RunnerPlan:
-        return RunnerPlan.of(
+    def _stats(self, estimates: Sequence[int]) -> RunnerStats:
+        return RunnerStats.of(
             self.graphs,
+            self._counters,
             per_request=not self._step.inputs.run_slots,
             estimates=estimates,
-            **self._identity(),
+            name=self._name,
+            phase=self.phase,
+            backend=self.backend.name,
+            requested=self._config.policy,
+            effective=self.effective_policy,
+            steps_per_launch=self._steps_per_launch,
+            input_bytes=self.buffers.nbytes,
+            output_bytes=self._step.outputs.nbytes,
+            executables=self.pool.recordings.residency(),
+            replay_pace=self._capturing.pace,
         )
 
     def explain(self) -> str:
         """Return buckets, segments, reasons and counters as text."""
-        return explained(self._plan(()), self.stats(), self.graphs)
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what statistics and plan begin with."""
-        return {
-            "name": self._name,
-            "phase": self.phase,
-            "backend": self.backend.name,
-            "requested": self._config.policy,
-            "effective": self.effective_policy,
-            "steps_per_launch": self._steps_per_launch,
-            "input_bytes": self.buffers.nbytes,
-            "output_bytes": self._step.outputs.nbytes,
-            "executables": self.pool.recordings.residency(),
-        }
+        lines = [str(self.stats())]
+        for graph in self.graphs:
+            detail = f": {graph.detail}" if graph.detail else ""
+            if graph.speedup is not None:
+                detail = f", {graph.speedup:.2f} times as fast as eager{detail}"
+            lines.append(f"  bucket {graph.key}: {graph.state}{detail}")
+            if graph.captured is not None:
+                lines += [f"    {line}" for line in graph.captured.explain().splitlines()]
+        return "\n".join(lines)
 
     def prove(
         self,
