@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.prove import compare, compare_near
+from devgraph.api.prove import compare, randomize
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.outputs import copied
 from devgraph.runners.slots import InputSlot, Size
@@ -43,21 +42,45 @@ class RunnerReport:
         return "\n".join([f"{len(self.failures)} differences{note}:", *self.failures])
 
 
-class _Proof:
-    def __init__(
-        self,
-        step: Step,
-        host: Mapping[str, Any] | None,
-        rtol: float | None,
-        atol: float | None,
-    ) -> None:
+class Proof:
+    """Compares graphs with eager; see ``Runner.prove``.
+
+    Args:
+        near: compares within tolerance.
+    """
+
+    def __init__(self, step: Step, host: Mapping[str, Any] | None, near: _Compare) -> None:
         self._step = step
         self._host = host
-        self._near: _Compare = functools.partial(compare_near, rtol=rtol, atol=atol)
+        self._near = near
         self._generator = torch.Generator().manual_seed(0)
-        self.failures: list[str] = []
+        self._failures: list[str] = []
 
-    def case(self, graph: BucketGraph, real: Size, implied: Mapping[str, torch.Tensor]) -> None:
+    def of(
+        self,
+        graphs: Graphs,
+        cases: int,
+        implied: Callable[[Size], Mapping[str, torch.Tensor]] | None,
+    ) -> RunnerReport:
+        """Compare each captured graph with eager.
+
+        Args:
+            implied: the inputs of a batch of that real size that belong together; others are drawn.
+        """
+        step, count, varied = self._step, 0, set[str]()
+        most = step.options.config.max_padding
+        with step.trial():
+            for graph in graphs.captured:
+                for rows in _rows_to_try(graph, graphs.buckets, most, cases):
+                    size = graphs.counting.some(rows, graph.options, count)
+                    together = implied(size) if implied else {}
+                    self._case(graph, size, together)
+                    count, varied = count + 1, varied | together.keys()
+        slots = step.inputs.slots.items()
+        fixed = tuple(n for n, slot in slots if slot.fixed_in_proofs and n not in varied)
+        return RunnerReport(cases=count, failures=tuple(self._failures), fixed_slots=fixed)
+
+    def _case(self, graph: BucketGraph, real: Size, implied: Mapping[str, torch.Tensor]) -> None:
         step, backend = self._step, self._step.backend
         drawn = {n: self._data(slot, real) for n, slot in step.inputs.given.items()}
         inputs = {**drawn, **implied}
@@ -116,11 +139,10 @@ class _Proof:
             with torch.device("cpu"):  # where the generator is
                 drawn = slot.sample(shape, self._generator)
             return drawn.to(device=device, dtype=slot.dtype)
+        data = torch.full(shape, slot.pad.value, dtype=slot.dtype, device=device)
         if slot.dtype.is_floating_point or slot.dtype.is_complex:
-            kind = torch.complex64 if slot.dtype.is_complex else torch.float32
-            noise = torch.randn(shape, generator=self._generator, dtype=kind, device="cpu")
-            return noise.to(device=device, dtype=slot.dtype)
-        return torch.full(shape, slot.pad.value, dtype=slot.dtype, device=device)
+            randomize(data, self._generator)
+        return data
 
     def _poison_padding(self, graph: BucketGraph, real: Size) -> None:
         inputs = self._step.inputs
@@ -136,7 +158,7 @@ class _Proof:
             message = compare(want, have) if isinstance(want, torch.Tensor) else ""
             if message:
                 where = pytree.keystr(path) or "(the tensor itself)"
-                self.failures.append(f"{what}: output {where} {message}")
+                self._failures.append(f"{what}: output {where} {message}")
 
 
 def _rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:
@@ -152,32 +174,3 @@ def _rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases:
     picks = [bucket, fewest]
     picks += [fewest + (bucket - fewest) * k // cases for k in range(1, cases)]
     return list(dict.fromkeys(picks))[:cases]
-
-
-def prove_graphs(
-    step: Step,
-    graphs: Graphs,
-    cases: int,
-    *,
-    implied: Callable[[Size], Mapping[str, torch.Tensor]] | None,
-    host_args: Mapping[str, Any] | None,
-    rtol: float | None,
-    atol: float | None,
-) -> RunnerReport:
-    """Compare each captured graph with eager; see ``Runner.prove``.
-
-    Args:
-        implied: the inputs of a batch of that real size that belong together; others are drawn.
-    """
-    proof = _Proof(step, host_args, rtol, atol)
-    count, varied = 0, set[str]()
-    with step.trial():
-        for graph in graphs.captured:
-            for rows in _rows_to_try(graph, graphs.buckets, step.options.config.max_padding, cases):
-                size = graphs.counting.some(rows, graph.options, count)
-                together = implied(size) if implied else {}
-                proof.case(graph, size, together)
-                count, varied = count + 1, varied | together.keys()
-    slots = step.inputs.slots.items()
-    fixed = tuple(n for n, slot in slots if slot.fixed_in_proofs and n not in varied)
-    return RunnerReport(cases=count, failures=tuple(proof.failures), fixed_slots=fixed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
@@ -29,6 +30,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
+from devgraph.api.prove import compare_near
 from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, ByTokens, Phase, spans
@@ -46,7 +48,7 @@ from devgraph.runners.inputs import InputArena
 from devgraph.runners.load import Values
 from devgraph.runners.options import Options, check_functions
 from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
-from devgraph.runners.prove import RunnerReport, prove_graphs
+from devgraph.runners.prove import Proof, RunnerReport
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerStats
 from devgraph.runners.slots import InputSlot, Size
@@ -749,15 +751,8 @@ class Runner:
         with self._between_steps("prove"):
             whole("cases", cases)
             self._step.clock.tick()
-            return prove_graphs(
-                self._step,
-                self.graphs,
-                cases,
-                implied=self._implied,
-                host_args=host_args,
-                rtol=rtol,
-                atol=atol,
-            )
+            near = functools.partial(compare_near, rtol=rtol, atol=atol)
+            return Proof(self._step, host_args, near).of(self.graphs, cases, self._implied)
 
 
 def _report_uncovered(buckets: Buckets, capacity: int, counts: str, options: Options) -> None:
