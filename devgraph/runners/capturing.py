@@ -181,7 +181,7 @@ class Capturing:
         started = time.perf_counter()
         done: list[BucketGraph] = []
         with (
-            _collector_at_rest(sweep=len(graphs) > 1),
+            _collector_at_rest(),
             _progress(f"{self._name}: capturing", len(graphs), self._options.progress) as advance,
         ):
             for index, graph in enumerate(graphs):
@@ -579,17 +579,12 @@ def _progress(title: str, total: int, wanted: bool) -> Iterator[Callable[[str], 
 
 
 @contextlib.contextmanager
-def _collector_at_rest(*, sweep: bool) -> Iterator[None]:
-    """Keep the garbage collector from running meanwhile; a collection may unload kernels.
-
-    Args:
-        sweep: collect young objects first, so that the memory of what was just dropped is free.
-            A full collection takes longer than the captures of a small model.
-    """
+def _collector_at_rest() -> Iterator[None]:
+    """Keep the garbage collector from running meanwhile; a collection may unload kernels."""
     with collector.at_rest():
         frozen = gc.get_freeze_count()
-        if sweep:
-            gc.collect(1)
+        # What was just dropped; a full collection takes longer than captures of a small model.
+        gc.collect(1)
         if not frozen:  # thawing ours would thaw what the program froze as well
             gc.freeze()
         try:
