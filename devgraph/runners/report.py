@@ -226,9 +226,12 @@ class RunnerStats:
     def __str__(self) -> str:
         """Return a few lines; the fields and ``to_dict`` hold everything."""
         captured = [bucket for bucket in self.buckets if bucket.state == "captured"]
+        eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))
         return "\n".join(
             [
-                self.summary(),
+                f"{self.name}: {self.steps} steps, {self.graph_steps} in graphs "
+                f"({100 * self.hit_ratio:.0f} %), padding {100 * self.padding_ratio:.0f} %"
+                + (f", eager: {eager}" if eager else ""),
                 f"  {self.requested} on {self.backend} (effective: {self.effective}), "
                 f"{len(captured)} of {len(self.buckets)} graphs captured in "
                 f"{self.capture_seconds:.2f} s",
@@ -237,15 +240,6 @@ class RunnerStats:
                 f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}, "
                 f"{_residency_text(self.executables)}",
             ]
-        )
-
-    def summary(self) -> str:
-        """Return one line about the steps so far."""
-        eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))
-        return (
-            f"{self.name}: {self.steps} steps, {self.graph_steps} in graphs "
-            f"({100 * self.hit_ratio:.0f} %), padding {100 * self.padding_ratio:.0f} %"
-            + (f", eager: {eager}" if eager else "")
         )
 
 

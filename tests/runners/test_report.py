@@ -60,7 +60,7 @@ def test_ratios_and_plain_data():
     assert data["eager"] == {"over_largest_bucket": 1}
     assert data["hit_ratio"] == stats.hit_ratio
     assert data["buckets"][0]["key"] == "8"
-    assert stats.summary() == (
+    assert str(stats).splitlines()[0] == (
         "decode: 3 steps, 2 in graphs (67 %), padding 8 %, eager: over_largest_bucket 1"
     )
 
@@ -322,6 +322,6 @@ def test_statistics_print_as_a_few_lines_and_hold_the_rest():
     runner.run({"x": rows_of_x(2)})
     stats = runner.stats()
     first, *rest = str(stats).splitlines()
-    assert first == stats.summary() and len(rest) == 2 and len(str(stats)) < 500
+    assert "1 in graphs" in first and len(rest) == 2 and len(str(stats)) < 500
     assert "3 of 3 graphs captured" in rest[0]
     assert stats.to_dict()["buckets"][0]["key"] == "8"
