@@ -22,10 +22,7 @@ from devgraph.api.errors import (
     AgreementError,
     CaptureError,
     DeviceGraphError,
-    FrozenValueError,
     InputTypeError,
-    NestedCaptureError,
-    NotCapturableError,
     ResourceError,
     StateError,
     brief,
@@ -51,9 +48,6 @@ _COLD = "cold"
 
 _WARMUPS = 2
 """Runs before a capture that failed after fewer, as many as torch recommends."""
-
-_LASTING = (FrozenValueError, NestedCaptureError, NotCapturableError)
-"""Refusals that a run before the capture does not change."""
 
 _TRIALS = 4
 """Runs of which the fastest counts: a first replay may have to instantiate its graph."""
@@ -328,8 +322,11 @@ class Capturing:
             problem, detail = Reason.OUT_OF_MEMORY, self._shortage(graph, error)
             error.__traceback__ = None  # It holds the frames, and so the memory, of the capture.
         except BaseException as error:
-            warm = max(runs, self._config.warmup) >= _WARMUPS
-            if warm or graph.captured is not None or not _may_pass(error):
+            warm = max(runs, self._config.warmup) >= _WARMUPS or graph.captured is not None
+            # Code that tunes or sets itself up in its first run asks the device, which no capture
+            # allows: a capture that had no run before it may have failed for want of that.
+            refused = isinstance(error, DeviceGraphError) and not isinstance(error, CaptureError)
+            if warm or refused or not isinstance(error, Exception):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
                 ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
                 raise
@@ -501,14 +498,6 @@ class Capturing:
                 f"{detail}. Buckets not captured: {keys}. Use fewer or smaller buckets, leave more "
                 f"memory for graphs, or allow eager steps with strict=False."
             )
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether a capture without a run before it may have failed for want of that: code that tunes
-    or sets itself up in its first run asks the device, which no capture allows."""
-    if isinstance(error, DeviceGraphError):
-        return isinstance(error, CaptureError) and not isinstance(error, _LASTING)
-    return isinstance(error, Exception)
 
 
 def _beyond(wanted: Sequence[int], there: Sequence[int]) -> int:
