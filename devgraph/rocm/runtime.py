@@ -7,20 +7,19 @@ import ctypes
 import logging
 import re
 from collections.abc import Mapping
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_void_p
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from devgraph.api.errors import BackendUnavailableError, UpdateTopologyError
-from devgraph.api.torchlike.node_calls import KERNEL, MEMCPY, MEMSET, Arguments, NodeRuntime
-from devgraph.rocm.layouts import (
-    COPY_KINDS,
-    HOST_COPIES,
-    INSTANTIATE_AUTO_FREE,
-    KernelNodeParams,
-    MemcpyParams,
-    MemsetParams,
-    Version,
+from devgraph.api.torchlike.node_calls import (
+    KERNEL,
+    KINDS,
+    MEMCPY,
+    MEMSET,
+    Arguments,
+    NodeRuntime,
+    structure,
 )
 
 logger = logging.getLogger(__name__)
@@ -32,6 +31,79 @@ _COPY_ATTRIBUTES = "hipGraphKernelNodeCopyAttributes"
 of the capture."""
 
 _TEXT = ("GetErrorName", "GetErrorString")
+
+_HOST_COPIES = frozenset({0, 1, 2})
+"""hipMemcpyKind of copies that read or write host memory by declaration."""
+
+_COPY_KINDS = frozenset({0, 1, 2, 3, 4, 1024})
+"""Every hipMemcpyKind that headers up to 7 define."""
+
+
+class Version(NamedTuple):
+    """Version of the HIP runtime."""
+
+    major: int
+    minor: int
+    patch: int = 0
+
+    @staticmethod
+    def decode(number: int) -> Version:
+        """Return the version that ``hipRuntimeGetVersion`` tells as ``number``."""
+        return Version(number // 10_000_000, number // 100_000 % 100, number % 100_000)
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}.{self.patch}"
+
+    @property
+    def kinds(self) -> dict[int, str]:
+        """What the values of ``hipGraphNodeType`` mean."""
+        if self < Version(5, 3):  # from 1 on, and one-dimensional copies have a type of their own
+            return {**dict(enumerate(KINDS, 1)), 9: MEMCPY}
+        return dict(enumerate(KINDS))
+
+    @property
+    def reports_unsafe_calls(self) -> bool:
+        """Whether a call that a capture does not allow raises; before 7.14 it goes unnoticed."""
+        return self >= Version(7, 14)
+
+
+# As in ``hip/hip_runtime_api.h`` of releases 5.2 to 6.3 and of the current source; a test compares
+# them with an installed header. They are not CUDA's: fields come in another order.
+Dim3 = structure("dim3", x=c_uint32, y=c_uint32, z=c_uint32)
+KernelNodeParams = structure(
+    "hipKernelNodeParams",
+    blockDim=Dim3,
+    extra=c_void_p,
+    func=c_void_p,
+    gridDim=Dim3,
+    kernelParams=c_void_p,
+    sharedMemBytes=c_uint,
+)
+MemsetParams = structure(
+    "hipMemsetParams",
+    dst=c_void_p,
+    elementSize=c_uint,
+    height=c_size_t,
+    pitch=c_size_t,
+    value=c_uint,
+    width=c_size_t,
+)
+_Position = structure("hipPos", x=c_size_t, y=c_size_t, z=c_size_t)
+_PitchedPointer = structure(
+    "hipPitchedPtr", ptr=c_void_p, pitch=c_size_t, xsize=c_size_t, ysize=c_size_t
+)
+_Extent = structure("hipExtent", width=c_size_t, height=c_size_t, depth=c_size_t)
+MemcpyParams = structure(
+    "hipMemcpy3DParms",
+    srcArray=c_void_p,
+    srcPos=_Position,
+    srcPtr=_PitchedPointer,
+    dstArray=c_void_p,
+    dstPos=_Position,
+    dstPtr=_PitchedPointer,
+    extent=_Extent,
+    kind=c_uint,
+)
 
 
 def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
@@ -82,7 +154,7 @@ class Runtime(NodeRuntime):
         MEMCPY: MemcpyParams,
         MEMSET: MemsetParams,
     }
-    instantiate_flags = INSTANTIATE_AUTO_FREE
+    instantiate_flags = 1  # hipGraphInstantiateFlagAutoFreeOnLaunch, the one that torch has
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -127,31 +199,17 @@ class Runtime(NodeRuntime):
         found: list[Any] = [self.function(source)(error) or b"unknown" for source in _TEXT]
         return ", ".join(text.decode(errors="replace") for text in found)
 
-    def params(self, kind: str, node: int) -> Any:
-        """Return the parameters of a node; pointers in them belong to the node's graph.
-
-        Raises:
-            UpdateTopologyError: this runtime does not report the parameters of this copy.
-        """
-        params = super().params(kind, node)
-        if kind == MEMCPY:
-            self._require_reported(params)
-        return params
-
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         if kind == KERNEL:
             return params.func
         if kind == MEMCPY:
+            self._require_reported(params)
             return params.kind
         return params.elementSize, params.width, params.height, params.pitch
 
     def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
-        if kind == KERNEL:
-            return params, params.func == fixed, False
-        if kind == MEMCPY:
-            self._require_reported(params)
-            return params, params.kind == fixed, params.kind in HOST_COPIES
-        return params, self.fixed(kind, node, params) == fixed, False
+        same = self.fixed(kind, node, params) == fixed
+        return params, same, kind == MEMCPY and params.kind in _HOST_COPIES
 
     def _require_reported(self, params: Any) -> None:
         """Refuse the parameters of a copy that this runtime does not report."""
@@ -165,7 +223,7 @@ class Runtime(NodeRuntime):
             )
         # One run of bytes, for which positions are not filled in.
         flat = (
-            params.kind in COPY_KINDS
+            params.kind in _COPY_KINDS
             and (params.extent.height, params.extent.depth) == (1, 1)
             and not (params.srcArray or params.dstArray)
         )

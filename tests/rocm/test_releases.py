@@ -44,7 +44,7 @@ def test_kinds_of_nodes_are_told_by_the_runtimes_version(version: int, first: in
         return out * n + spare
 
     with on_fake(version=version) as be:
-        assert be.runtime.version.first_kind == first
+        assert min(be.runtime.kinds) == first
         x = noise()
         graph, _ = recorded(be, three, x)
         kinds = [be.runtime.kind(node) for node in be.runtime.nodes(graph._own.raw.graph)]

@@ -1,5 +1,5 @@
 /* The part of HIP's public interface that devgraph calls, in HIP's own layouts and values.
- * tests/test_rocm_layouts.py compares it with an installed hip/hip_runtime_api.h. */
+ * tests/rocm/test_runtime.py compares it with an installed hip/hip_runtime_api.h. */
 #pragma once
 #include <cstddef>
 
