@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 import attrs
 import torch
 
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.registry import AUTOLOAD
+from devgraph.api.registry import AUTOLOAD, AUTOLOAD_WAS_ON, installed_version
 from devgraph.api.torchlike.base import FULL_BUILD
 from devgraph.npu.attention import BLOCK, DTYPES, HEAD_DIMS, FusedSlotAttention
 from devgraph.npu.device import GRAPH_STREAMS, NpuDevice
-from devgraph.npu.diagnose import diagnose
 from devgraph.npu.errors import UNJOINED, error_code, lost_reason
 from devgraph.npu.graph import NpuGraph, NpuPool
+
+NEWEST = "2.14"
+"""The newest version of torch that a torch_npu was published for (PyPI, 2026)."""
 
 
 class NpuBackend(NpuDevice):
@@ -61,11 +65,11 @@ class NpuBackend(NpuDevice):
         return f"CANN {_cann_version()}, torch_npu {npu.__version__}, torch {torch.__version__}"
 
     def details(self) -> dict[str, str]:
-        found = diagnose()
+        found = Diagnosis.made()
         order = "first the replay, then its update" if self.replay_first else "update, then replay"
         return {
             "CANN": found.toolkit or "libraries found, but set_env.sh was not sourced",
-            f"{AUTOLOAD}": "1: 'import torch' loads torch_npu" if found.autoload else "0",
+            AUTOLOAD: "1: 'import torch' loads torch_npu" if found.autoload else "0",
             "updates": f"{order}; stuck after {self.channel.timeout:g} s",
             "streams": f"graphs hold {self.budget.held} of at most {self.budget.limit}",
             "attention": f"npu_fused_infer_attention_score, version {self.attention_version}",
@@ -86,8 +90,70 @@ class NpuBackend(NpuDevice):
         return FusedSlotAttention(slots, rows, version=self.attention_version, device=self._device)
 
 
+@attrs.frozen(kw_only=True)
+class Diagnosis:
+    """What this host has for Ascend NPUs, found out without importing torch_npu, which breaks even
+    ``import torch`` where its runtime is missing."""
+
+    torch: str
+    torch_npu: str | None
+    """The installed version, None if it is not installed."""
+    missing_libraries: tuple[str, ...]
+    """Libraries of CANN that the loader does not find."""
+    toolkit: str | None
+    """Where CANN says it is installed."""
+    autoload: bool
+    """Whether ``import torch`` loads torch_npu by itself."""
+
+    @staticmethod
+    def made() -> Diagnosis:
+        """Look at packages, libraries and the environment of this host."""
+        libraries = "libascendcl.so", "libhccl.so"  # it cannot be imported without either
+        return Diagnosis(
+            torch=torch.__version__,
+            torch_npu=installed_version("torch_npu") if find_spec("torch_npu") else None,
+            missing_libraries=tuple(name for name in libraries if not _loadable(name)),
+            toolkit=os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME"),
+            autoload=os.environ.get(AUTOLOAD, "1") == "1" or AUTOLOAD_WAS_ON in os.environ,
+        )
+
+    @property
+    def problems(self) -> list[str]:
+        """What stands in the way, each with the way to fix it; none if it can be imported."""
+        found, mine = [], _minor(self.torch)
+        published = [*map(int, mine.split("."))] <= [*map(int, NEWEST.split("."))]
+        if self.torch_npu is None:
+            here = f"torch-npu=={mine}.*"
+            there = f"torch=={NEWEST}.* torch-npu=={NEWEST}.* (none is known for torch {mine})"
+            found.append(
+                f"torch_npu is not installed: pip install {here if published else there}, and "
+                f"install CANN"
+            )
+        elif mine != _minor(self.torch_npu):
+            other = f" or torch-npu=={mine}.*" if published else ""
+            found.append(
+                f"torch_npu {self.torch_npu} does not belong to torch {self.torch}: install "
+                f"torch=={_minor(self.torch_npu)}.*{other}"
+            )
+        if self.torch_npu is not None and self.missing_libraries:
+            meanwhile = f"; until then set {AUTOLOAD}=0, because 'import torch' loads it and fails"
+            found.append(
+                f"{' and '.join(self.missing_libraries)} cannot be loaded: install CANN and run "
+                f"'source set_env.sh' of its folder ({self.toolkit or 'not set up'})"
+                f"{meanwhile if self.autoload else ''}"
+            )
+        return found
+
+    def __str__(self) -> str:
+        state = "; ".join(self.problems) or "torch_npu and CANN are there"
+        return (
+            f"{state} (torch {self.torch}, torch_npu {self.torch_npu or 'not installed'}, "
+            f"CANN {self.toolkit or 'not set up'}, {AUTOLOAD}={'1' if self.autoload else '0'})"
+        )
+
+
 def _import_torch_npu() -> None:
-    found = diagnose()
+    found = Diagnosis.made()
     if found.problems:
         raise BackendUnavailableError(f"backend 'npu' cannot be used: {found}")
     old = os.environ.get(AUTOLOAD)
@@ -109,3 +175,15 @@ def _cann_version() -> str:
         utils = importlib.import_module("torch_npu.npu.utils")
         return str(utils.get_cann_version())
     return "unknown"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

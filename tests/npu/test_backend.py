@@ -13,20 +13,19 @@ import pytest
 
 import devgraph as dg
 from devgraph.api import registry
-from devgraph.npu import diagnose
-from devgraph.npu.diagnose import Diagnosis
+from devgraph.npu.backend import Diagnosis
 
 
 def diagnosis(**changes: Any) -> Diagnosis:
     facts = {
         "torch": "2.13.0+cpu", "torch_npu": "2.13.0", "missing_libraries": (),
-        "toolkit": "/usr/local/Ascend", "devices": 8, "autoload": True,
+        "toolkit": "/usr/local/Ascend", "autoload": True,
     }  # fmt: skip
     return Diagnosis(**{**facts, **changes})
 
 
 def test_complete_host_has_no_problem():
-    assert diagnosis().problems == ()
+    assert diagnosis().problems == []
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ def test_complete_host_has_no_problem():
         ({"torch_npu": None}, ["pip install torch-npu==2.13.*", "install CANN"]),
         (
             {"torch_npu": None, "torch": "2.15.0+cpu"},
-            ["none is known for torch 2.15", "torch==2.14.* torch-npu==2.14.*", "install CANN"],
+            ["torch==2.14.* torch-npu==2.14.*", "none is known for torch 2.15", "install CANN"],
         ),
         ({"torch": "2.15.0"}, ["does not belong to torch 2.15.0: install torch==2.13.*"]),
         ({"torch_npu": "2.12.1"}, ["does not belong", "torch-npu==2.13.*", "torch==2.12.*"]),
@@ -62,9 +61,9 @@ def test_autoload_that_the_command_line_turned_off_is_still_reported(
 ):
     monkeypatch.setenv(registry.AUTOLOAD, "0")
     monkeypatch.delenv(registry.AUTOLOAD_WAS_ON, raising=False)
-    assert not diagnose.diagnose().autoload
+    assert not Diagnosis.made().autoload
     monkeypatch.setenv(registry.AUTOLOAD_WAS_ON, "1")
-    assert diagnose.diagnose().autoload
+    assert Diagnosis.made().autoload
 
 
 @pytest.mark.skipif(
