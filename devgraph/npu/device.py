@@ -137,11 +137,20 @@ class NpuDevice(TorchBackend):
 
         The budget learns from it how many streams the graph holds.
         """
-        streams = dumped_streams(native, self.native_class)
-        if streams is None:
-            return None
-        self.budget.take(native, len(set(streams)))
-        return len(streams)
+        with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
+            path = Path(folder) / "graph.json"
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # it warns that it was called
+                    # The class's own method also writes an aligned copy, which nobody reads here.
+                    super(self.native_class, native).debug_dump(str(path))
+                tasks = json.loads(path.read_text())
+                found = [task.get("tid") for task in tasks if task.get("ph") == "X"]
+            except Exception:
+                logger.debug("no dump of the graph", exc_info=True)
+                return None
+        self.budget.take(native, len(set(found)))
+        return len(found)
 
     def drain(self) -> None:
         """Wait until torch_npu's launch thread has handed everything so far to the driver.
@@ -294,22 +303,3 @@ class NpuDevice(TorchBackend):
     def bind_worker(self, index: int) -> None:
         super().bind_worker(index)
         self._bind()
-
-
-def dumped_streams(native: Any, graph_class: Any) -> list[Any] | None:
-    """Return the stream of every task that the vendor's dump of a graph lists, or None if it makes
-    no dump."""
-    with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
-        path = Path(folder) / "graph.json"
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it warns that it was called
-                # The class's own method also writes an aligned copy, which nobody reads here.
-                super(graph_class, native).debug_dump(str(path))
-            tasks = json.loads(path.read_text())
-        except Exception:
-            logger.debug("no dump of the graph", exc_info=True)
-            return None
-    if not isinstance(tasks, list):
-        return None
-    return [task.get("tid") for task in tasks if isinstance(task, dict) and task.get("ph") == "X"]

@@ -68,29 +68,6 @@ class NpuPool(TorchPool):
             pass
 
 
-class _Ordered:
-    """A graph without regions, which orders itself where nobody does it.
-
-    A closed graph outlives its last replay, and ``order`` tells on which stream that was.
-    """
-
-    def __init__(self, executable: Executable, order: Callable[[], None]) -> None:
-        self.launch = executable.launch
-        self._order = order
-
-    def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return the launch; without a stream one that orders itself."""
-        if stream is not None:
-            return self.launch
-        launch, order = self.launch, self._order
-
-        def ordered() -> None:
-            order()
-            launch()
-
-        return ordered
-
-
 class NpuGraph(TorchGraph):
     """A graph that is updated in task groups while it is being replayed."""
 
@@ -117,13 +94,25 @@ class NpuGraph(TorchGraph):
             self._leave_for(GraphState.DIRTY)
         return self._state
 
+    def bound(self, stream: int | None = None) -> Callable[[], None]:
+        launch = super().bound(stream)
+        if self.hits or stream is not None:
+            return launch
+        order = self.pool.order
+
+        def ordered() -> None:
+            order()  # tells on which stream the last replay was, which a closed graph outlives
+            launch()
+
+        return ordered
+
     # Capture.
 
     def _end(self) -> Executable:
         executable = super()._end()
         self._nodes = self.backend.count_nodes(self._native)
         if self._regions is None:
-            return _Ordered(executable, self.pool.order)
+            return executable
         self._regions.applied = self._regions.planned = self._wanted = self._host
         # The class's own method is Python's, of which nobody knows whether an interrupt in it came
         # before the launch.
