@@ -89,7 +89,7 @@ class UpdateChannel:
         self.stream: Any = None
         self.rescue_stream: Any = None
         """Where events are recorded again that a replay waits for too long."""
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._running = False  # Python forgets a thread if an interrupt comes while it is asked
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -211,31 +211,26 @@ class UpdateChannel:
             time.sleep(0.0001)
         return watched
 
-    def stop(self) -> None:
-        """End the thread after what is queued; for tests and the end of the process."""
-        self._queue.put(None)
-        if self._thread is not None:
-            self._thread.join(self.timeout)
-
     # The thread.
 
     def _run(self) -> None:
         try:
             self._namespace.set_device(self._index)
-            while (job := self._next()) is not None:
-                with self._namespace.stream(self.stream):
-                    job.run()
+            while True:
+                self._next()
         finally:
             self._running = False
 
-    def _next(self) -> Job | None:
-        while True:
-            try:
-                return self._queue.get(timeout=_IDLE_SECONDS if self._watched else None)
-            except queue.Empty:
-                for regions in self.watched():
-                    if regions.settled():
-                        self.unwatch(regions)
+    def _next(self) -> None:
+        try:
+            job = self._queue.get(timeout=_IDLE_SECONDS if self._watched else None)
+        except queue.Empty:
+            for regions in self.watched():
+                if regions.settled():
+                    self.unwatch(regions)
+        else:
+            with self._namespace.stream(self.stream):
+                job.run()
 
 
 def _settle_at_exit(known: weakref.ref[UpdateChannel], owner: object) -> None:

@@ -143,7 +143,7 @@ class NpuDevice(TorchBackend):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # it warns that it was called
                     # The class's own method also writes an aligned copy, which nobody reads here.
-                    super(self.native_class, native).debug_dump(str(path))
+                    super(self.native_class, native).debug_dump(str(path))  # type: ignore[misc]
                 tasks = json.loads(path.read_text())
                 found = [task.get("tid") for task in tasks if task.get("ph") == "X"]
             except Exception:
@@ -257,7 +257,7 @@ class NpuDevice(TorchBackend):
         self.budget.give_back(graph.native)
         regions, graph.regions = graph.regions, None
         if regions is not None:
-            self.events.give_back(regions.free_events())
+            self.events.free.extend(regions.free_events())
 
     def _give_up(self, things: object, error: Exception) -> None:
         """Keep what cannot be freed: its destructor would fail in the same way."""

@@ -167,7 +167,7 @@ class NpuGraph(TorchGraph):
         stream, self._group_open = self._group_open, None
         handle = self.backend.namespace.graph_task_group_end(stream)
         assert self._regions is not None
-        self._regions.add(Group(hit, hit.note, handle))
+        self._regions.groups.append(Group(hit, hit.note, handle))
 
     # Updates.
 

@@ -35,26 +35,20 @@ class EventStore:
 
     def __init__(self, namespace: Any) -> None:
         self._namespace = namespace
-        self._free: list[Any] = []
-        self.made = 0
-        """Events made so far."""
+        self.free: list[Any] = []
+        """Events whose records were all consumed."""
 
     def take(self, stream: Any) -> Any:
         """Return an event that nothing waits for and that is not recorded. A new one is set up on
         ``stream`` if it must be, which is not capturing."""
-        if self._free:
-            return self._free.pop()
+        if self.free:
+            return self.free.pop()
         event = self._namespace.ExternalEvent()
-        self.made += 1
         if not event.npu_event:
             # A flag: torch_npu ignores a wait for one that was never recorded.
             event.record(stream)
             event.reset(stream)
         return event
-
-    def give_back(self, events: list[Any]) -> None:
-        """Take events whose records were all consumed."""
-        self._free.extend(events)
 
 
 @attrs.frozen
@@ -82,7 +76,8 @@ class TaskGroups:
         self._channel = channel
         self._namespace = namespace
         self._memory = memory
-        self._groups: list[Group] = []
+        self.groups: list[Group] = []
+        """The captured regions."""
         self._modes = Modes.current()
         # Two, because the one that a queued job waits for must not be recorded again meanwhile.
         self._done = (namespace.Event(), namespace.Event())
@@ -98,19 +93,13 @@ class TaskGroups:
         self.lost: UpdateError | None = None
         """The same, if it is that a replay never got its records: nobody was told."""
 
-    def add(self, group: Group) -> None:
-        """Remember one captured region."""
-        self._groups.append(group)
-
     def free_events(self) -> list[Any]:
-        """Return the events that another graph may wait for, once the last replay is over.
-
-        None if a record may still be in them, and none of a graph that was never launched:
-        torch_npu refuses a second wait before the first one had its record.
-        """
+        """Return the events that another graph may wait for, once the last replay is over: none
+        if a record may still be in them, or if the graph was never launched, for torch_npu refuses
+        a second wait before the first one had its record."""
         if not self._launches or self.failure is not None:
             return []
-        return [group.event for group in self._groups]
+        return [group.event for group in self.groups]
 
     # On the launching thread, in order.
 
@@ -169,7 +158,7 @@ class TaskGroups:
             f"released by recording all events again, and with them the graph lost count of its "
             f"events: call reset() and capture again."
         )
-        for group in self._groups:  # not on the update stream: it may wait for this replay
+        for group in self.groups:  # not on the update stream: it may wait for this replay
             group.event.record(self._channel.rescue_stream)
 
     # On the update thread.
@@ -194,7 +183,7 @@ class TaskGroups:
         record = self._channel.stream if signal else None
         done = 0
         try:
-            for group in self._groups:
+            for group in self.groups:
                 if host is not None:
                     self._update(group, host)
                 if record is not None:
@@ -205,7 +194,7 @@ class TaskGroups:
                 self._take_back(done, error)
             else:
                 self.failure = error
-                for group in self._groups[done:]:  # the replay is parked: let it end
+                for group in self.groups[done:]:  # the replay is parked: let it end
                     group.event.record(self._channel.stream)
             raise
         if host is not None:
@@ -236,7 +225,7 @@ class TaskGroups:
     def _take_back(self, last: int, why: BaseException) -> None:
         """Give the regions up to ``last`` their old values again."""
         try:
-            for group in self._groups[: last + 1]:
+            for group in self.groups[: last + 1]:
                 self._update(group, self.applied)
         except Exception as error:
             logger.exception("taking back a refused update failed")

@@ -91,7 +91,6 @@ def test_jobs_run_in_the_order_they_were_queued_and_raise_where_they_are_awaited
     assert ran == list(range(50))
     with pytest.raises(ValueError, match="no"):
         channel.finish(last, "the update")
-    channel.stop()
 
 
 def test_job_that_hangs_is_a_typed_error_within_the_timeout():
@@ -102,7 +101,6 @@ def test_job_that_hangs_is_a_typed_error_within_the_timeout():
         channel.finish(job, "the update")
     assert not channel.quiet
     hold.set()
-    channel.stop()
 
 
 class Replay:
@@ -157,9 +155,14 @@ def switching_threads() -> Iterator[None]:
     sys.setswitchinterval(old)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_channel_whose_thread_ended_refuses_at_once():
-    channel = UpdateChannel(Namespace(), 3, 5.0)
+    class Ending(Namespace):
+        def set_device(self, index: int) -> None:
+            raise SystemExit
+
+    channel = UpdateChannel(Ending(), 3, 5.0)
     channel.start()
-    channel.stop()
+    channel._thread.join()
     with pytest.raises(dg.UpdateError, match="update thread of npu:3 has ended"):
         channel.submit(lambda: None)
