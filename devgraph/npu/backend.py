@@ -71,7 +71,7 @@ class NpuBackend(NpuDevice):
             "CANN": found.toolkit or "libraries found, but set_env.sh was not sourced",
             AUTOLOAD: "1: 'import torch' loads torch_npu" if found.autoload else "0",
             "updates": f"{order}; stuck after {self.channel.timeout:g} s",
-            "streams": f"graphs hold {self.budget.held} of at most {self.budget.limit}",
+            "streams": self.streams_held,
             "attention": f"npu_fused_infer_attention_score, version {self.attention_version}",
         }
 

@@ -46,46 +46,6 @@ _CURE = (
 )
 
 
-class StreamBudget:
-    """Counts the streams that graphs hold.
-
-    What the driver refuses says nothing of later: other work gives streams back, and so do graphs
-    that wait to be destroyed. Every capture within the limit asks the driver.
-    """
-
-    def __init__(self, limit: int = GRAPH_STREAMS) -> None:
-        self.limit = limit
-        self._holders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-    @property
-    def held(self) -> int:
-        """Streams that graphs hold now, those that keep a pool alive included."""
-        return sum(list(self._holders.values()))
-
-    def take(self, graph: Any, streams: int = 1) -> None:
-        """Count ``graph``, which holds ``streams``, and at least the one that it was begun on."""
-        self._holders[graph] = max(1, streams)
-
-    def give_back(self, graph: Any) -> None:
-        """Stop counting ``graph``. Idempotent."""
-        self._holders.pop(graph, None)
-
-    def require(self) -> None:
-        """Raise ResourceError if no further graph may be captured."""
-        if self.held >= self.limit:
-            raise ResourceError(
-                f"{len(self._holders)} graphs hold {self.held} hardware streams, and the limit is "
-                f"{self.limit}. {_CURE}"
-            )
-
-    def shortage(self, error: BaseException) -> str:
-        """Return what a capture lacked that the driver refused with ``error``."""
-        return (
-            f"the driver has no stream or event left for another graph; {len(self._holders)} "
-            f"graphs hold {self.held} streams. {_CURE} ({error})"
-        )
-
-
 class _Retired:
     """A captured graph that nobody uses any more, and its regions."""
 
@@ -113,6 +73,9 @@ class NpuDevice(TorchBackend):
     """Apply host values that a graph never took before its replay is launched, so that a refusal is
     raised by the call and nothing has run. False overlaps them too; a refusal then spoils that
     replay, whose graph becomes dirty, and is raised by the graph's next call."""
+    stream_limit: int = GRAPH_STREAMS
+    """Streams that graphs may hold; within it every capture asks the driver, whose refusals say
+    nothing of later: other work gives streams back, and so do graphs that wait to be destroyed."""
     update_timeout: float = 60.0
     """Seconds after which an update, or a replay whose update was issued, counts as stuck."""
 
@@ -128,15 +91,14 @@ class NpuDevice(TorchBackend):
         self._buried: list[list[Any]] = []
         self._freeing = False
         index = self._device.index
-        self.budget = StreamBudget()
+        self.streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """How many streams each captured graph holds, those that keep a pool alive included."""
         self.events = EventStore(self.namespace)
         self.channel = UpdateChannel(self.namespace, index, self.update_timeout)
 
     def count_nodes(self, native: Any) -> int | None:
-        """Return the number of tasks in an ended capture, or None where the driver cannot tell.
-
-        The budget learns from it how many streams the graph holds.
-        """
+        """Return the number of tasks in an ended capture, or None where the driver cannot tell;
+        ``streams`` learns from it how many the graph holds."""
         with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
             path = Path(folder) / "graph.json"
             try:
@@ -149,7 +111,7 @@ class NpuDevice(TorchBackend):
             except Exception:
                 logger.debug("no dump of the graph", exc_info=True)
                 return None
-        self.budget.take(native, len(set(found)))
+        self.streams[native] = max(1, len(set(found)))
         return len(found)
 
     def drain(self) -> None:
@@ -161,16 +123,25 @@ class NpuDevice(TorchBackend):
         _ = self.namespace.current_stream(self._device).npu_stream
 
     def shortage(self, error: BaseException) -> str | None:
-        return self.budget.shortage(error) if means(error, NO_RESOURCE) else None
+        if not means(error, NO_RESOURCE):
+            return None
+        return f"the driver has no stream or event left; {self.streams_held}. {_CURE} ({error})"
+
+    @property
+    def streams_held(self) -> str:
+        """Which part of the streams graphs hold, in words."""
+        counts = list(self.streams.values())
+        return f"{len(counts)} graphs hold {sum(counts)} of at most {self.stream_limit} streams"
 
     def begin_native(self, native: Any, pool: TorchPool, mode: str) -> None:
-        self.budget.require()
+        if sum(list(self.streams.values())) >= self.stream_limit:
+            raise ResourceError(f"{self.streams_held}. {_CURE}")
         try:
             super().begin_native(native, pool, mode)
         except BaseException:
             self._undo_begin(pool)
             raise
-        self.budget.take(native)
+        self.streams[native] = 1
 
     def _undo_begin(self, pool: TorchPool) -> None:
         """Undo what a refused begin of a capture leaves behind in torch_npu's allocators."""
@@ -254,7 +225,7 @@ class NpuDevice(TorchBackend):
 
     def _destroy(self, graph: _Retired) -> None:
         graph.native.reset()
-        self.budget.give_back(graph.native)
+        self.streams.pop(graph.native, None)
         regions, graph.regions = graph.regions, None
         if regions is not None:
             self.events.free.extend(regions.free_events())

@@ -134,7 +134,7 @@ class NpuGraph(TorchGraph):
         native = self._native
         super()._abort()
         if native is not None:
-            self.backend.budget.give_back(native)
+            self.backend.streams.pop(native, None)
         self._drop_regions()
 
     def _recover(self, native: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 import devgraph as dg
-from devgraph.npu.device import StreamBudget
 from tests.sim.ascend import Driver
 from tests.support.npu_steps import step
 
@@ -20,9 +20,10 @@ def backend(driver: Driver) -> Iterator[Any]:
     backend: Any = dg.get_backend("npu")
     backend.synchronize()
     # Memory is kept for ever once a test left a capture that nothing could end.
-    names = "replay_first try_new_values attention_version budget channel keeps_memory".split()
+    names = "replay_first try_new_values attention_version stream_limit streams".split()
+    names += ["channel", "keeps_memory"]
     kept, timeout = {name: getattr(backend, name) for name in names}, backend.channel.timeout
-    backend.budget, backend.keeps_memory = StreamBudget(), False
+    backend.streams, backend.keeps_memory = WeakKeyDictionary(), False
     yield backend
     for name, value in kept.items():
         setattr(backend, name, value)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.npu.device import StreamBudget
 from tests.sim.ascend import Driver
 
 pytest_plugins = ["tests.sim.ascend.plugin"]
@@ -78,7 +77,7 @@ def test_twenty_buckets_in_forty_streams_keep_a_subset_with_the_maximum_and_serv
 def test_plan_is_shrunk_before_capture_where_the_limit_is_known(
     driver: Driver, backend: Any
 ) -> None:
-    backend.budget = StreamBudget(limit=STREAMS // 4)
+    backend.stream_limit = STREAMS // 4
     with runner(backend, "full") as decode:
         decode.capture()
         captured = [int(b.key) for b in decode.stats().buckets if b.state == "captured"]
@@ -214,15 +213,17 @@ def test_budget_counts_every_stream_that_graphs_hold(driver: Driver, backend: An
 
     x = torch.ones(2, device="npu")
     captured = dg.capture(three_streams, x, backend=backend)
-    assert backend.budget.held == held() == 4  # three, and one for what keeps the pool alive
+    assert (
+        sum(backend.streams.values()) == held() == 4
+    )  # three, and one for what keeps the pool alive
     assert captured.replay().tolist() == [4, 4]
     captured.close()
     backend.synchronize()
-    assert backend.budget.held == held() == 1
+    assert sum(backend.streams.values()) == held() == 1
     del captured
     gc.collect()
     backend.synchronize()
-    assert backend.budget.held == held() == 0
+    assert sum(backend.streams.values()) == held() == 0
 
 
 @pytest.mark.parametrize("ending", ["os._exit(0)", "sys.exit(0)"])

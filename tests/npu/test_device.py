@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.npu.device import StreamBudget
 from tests.sim.ascend import Driver
 from tests.support.npu_steps import picky_step, step, wanted
 
@@ -147,9 +146,9 @@ def test_graph_that_ends_in_the_body_of_a_capture_waits_for_the_end_of_the_captu
 
 
 def test_stream_of_a_closed_graph_is_there_for_the_next_capture(
-    driver: Driver, backend: Any, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, backend: Any
 ) -> None:
-    monkeypatch.setattr(backend, "budget", StreamBudget(limit=3))
+    backend.stream_limit = 3
     x = torch.ones(4).to("npu")
     graph, following = backend.make_graph(), backend.make_graph()
     with backend.capture_context(graph):
@@ -157,7 +156,7 @@ def test_stream_of_a_closed_graph_is_there_for_the_next_capture(
     with driver.setting(hold_replays=1):
         graph.replay()
         graph.close()
-        refused = pytest.raises(dg.ResourceError, match="limit is 3")
+        refused = pytest.raises(dg.ResourceError, match="3 of at most 3 streams")
         with refused, backend.capture_context(following):
             x + 2
     torch.npu.synchronize()
@@ -191,7 +190,7 @@ def test_fifty_captures_and_closes_take_no_thread_stream_or_event(
             "external events": len(events),
             "Python threads": threading.active_count(),
             "threads": len(os.listdir("/proc/self/task")),
-            "counted by the budget": backend.budget.held,
+            "counted by the budget": sum(backend.streams.values()),
         }
 
     for number in range(6):
@@ -353,27 +352,16 @@ class Graph:
     """Something that can be counted."""
 
 
-def test_budget_counts_graphs_that_live_and_refuses_beyond_its_limit():
-    budget, graphs = StreamBudget(limit=2), [Graph(), Graph()]
-    for graph in graphs:
-        budget.require()
-        budget.take(graph)
-    with pytest.raises(dg.ResourceError, match=r"limit is 2.*fewer buckets"):
-        budget.require()
-    del graph
-    graphs.pop()
-    gc.collect()
-    assert budget.limit - budget.held == 1
-
-
-def test_budget_says_who_holds_the_streams_that_a_driver_refused_and_keeps_its_limit():
-    budget, kept = StreamBudget(limit=1800), [Graph() for _ in range(34)]
-    for graph in kept:
-        budget.take(graph, streams=2)
-    said = budget.shortage(RuntimeError("error code is 207008"))
-    assert "34 graphs hold 68 streams" in said
+def test_shortage_says_who_holds_the_streams_that_the_driver_refused(
+    driver: Driver, backend: Any
+) -> None:
+    graphs = [Graph() for _ in range(34)]
+    backend.streams.update(dict.fromkeys(graphs, 2))
+    said = backend.shortage(RuntimeError("error code is 207008"))
+    assert "34 graphs hold 68 of at most 1800 streams" in said
+    assert "fewer buckets" in said
     assert "207008" in said
-    assert budget.limit == 1800
+    assert backend.shortage(RuntimeError("error code is 107030")) is None
 
 
 def test_alias_of_graph_memory_is_conjugated_and_negated_as_the_tensor(
