@@ -215,14 +215,3 @@ int pages_restore(const uint64_t *addresses, size_t count) {
     pthread_mutex_unlock(&lock);
     return error;
 }
-
-uint64_t pages_mapped(const uint64_t *addresses, size_t count) {
-    uint64_t bytes = 0;
-    pthread_mutex_lock(&lock);
-    for (size_t i = 0; i < count; i++) {
-        Segment *segment = *find(addresses[i]);
-        bytes += segment && segment->handle ? segment->size : 0;
-    }
-    pthread_mutex_unlock(&lock);
-    return bytes;
-}

@@ -55,16 +55,7 @@ def compiled(command: Sequence[str], folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as private:
             made = Path(private) / library.name
-            options = [
-                "-O2",
-                "-shared",
-                "-fPIC",
-                str(_SOURCE),
-                "-o",
-                str(made),
-                "-ldl",
-                "-lpthread",
-            ]
+            options = *"-O2 -shared -fPIC -o".split(), str(made), str(_SOURCE), "-ldl", "-lpthread"
             done = subprocess.run([*command, *options], capture_output=True, text=True)
             if done.returncode:
                 raise CapabilityError(
