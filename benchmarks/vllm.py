@@ -425,7 +425,7 @@ class Subject:
     def pace(self) -> dict[str, float]:
         """What a forward of 8 takes on the device: as it is, after launches on side streams, and
         after every stream of the process was brought back to full pace."""
-        from devgraph.cuda import recover_pace
+        import devgraph as dg
 
         found = {"as_it_is_ms": self.decode(8)["device_ms"]}
         word, sides = self.torch.zeros(1, device="cuda"), []
@@ -436,7 +436,7 @@ class Subject:
                     word.add_(1)
         found["slowed_ms"] = self.decode(8)["device_ms"]
         for stream in (self.torch.cuda.default_stream(), *self.streams.values()):
-            recover_pace(stream)
+            dg.get_backend("cuda").recover_pace(stream)
         return {**found, "recovered_ms": self.decode(8)["device_ms"]}
 
     def prefill(self, length: int, batch: int) -> dict[str, float]:

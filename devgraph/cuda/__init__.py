@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from devgraph.cuda.backend import CudaBackend, recover_pace
+from devgraph.cuda.backend import CudaBackend
 
-__all__ = ["CudaBackend", "recover_pace"]
+__all__ = ["CudaBackend"]

@@ -10,7 +10,6 @@ import attrs
 import torch
 
 from devgraph.api.errors import BackendUnavailableError
-from devgraph.api.registry import get_backend
 from devgraph.api.torchlike.base import FULL_BUILD, Pages
 from devgraph.api.torchlike.node_calls import NodeRuntime
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
@@ -87,7 +86,8 @@ class CudaBackend(NodeBackend):
             self.recover_pace(stream)
 
     def recover_pace(self, stream: Any) -> None:
-        """Let graphs go at full pace again after launches on ``stream``, a torch stream."""
+        """Let graphs go at full pace again after launches on ``stream``, a torch stream; for an
+        engine that captures by itself, after its captures."""
         self._pace.recover(stream.cuda_stream)
 
     def details(self) -> dict[str, str]:
@@ -108,17 +108,3 @@ class CudaBackend(NodeBackend):
     def prepare_stream(self) -> None:
         # cuBLAS cannot create its handle for this thread and stream inside a capture.
         torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-
-
-def recover_pace(stream: Any) -> None:
-    """Let graphs go at full pace again after captures that were not devgraph's.
-
-    Args:
-        stream: the ``torch.cuda.Stream`` on which they were made.
-
-    Raises:
-        BackendUnavailableError: there is no NVIDIA device.
-    """
-    backend = get_backend("cuda")
-    assert isinstance(backend, CudaBackend)
-    backend.recover_pace(stream)
