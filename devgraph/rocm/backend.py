@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -108,11 +107,6 @@ class RocmBackend(NodeBackend):
             )
             told["copies in regions"] = (
                 "updated" if found.reports_copies else "refused: their addresses are not reported"
-            )
-        if not importlib.util.find_spec("triton"):
-            told["Triton"] = (
-                "not installed: no compiler 'inductor'. It comes from PyTorch's ROCm index with "
-                "the build of torch; pytorch-triton-rocm on PyPI is an old placeholder."
             )
         return told
 

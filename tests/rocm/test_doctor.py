@@ -9,6 +9,7 @@ import pytest
 from devgraph.api.registry import BackendInfo
 from devgraph.cli import doctor
 from devgraph.cli.doctor import probe_backend
+from devgraph.rocm import backend as rocm
 from tests.support.cli_programs import run_cli, run_json
 from tests.support.fake_hip import on_fake
 
@@ -60,11 +61,13 @@ def test_every_probe_of_what_is_declared_succeeds():
     assert probes["rng"]["works"]
 
 
-def test_missing_triton_is_told_with_the_index_it_comes_from(monkeypatch: pytest.MonkeyPatch):
-    import importlib.util
-
+@pytest.mark.parametrize("there", [True, False])
+def test_missing_triton_is_told_with_the_index_it_comes_from(
+    shown: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, there: bool
+):
+    monkeypatch.setattr(rocm, "compilers", lambda: ("eager", "inductor")[: 1 + there])
     with on_fake() as be:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert "PyTorch's ROCm index" in be.details()["Triton"]
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-        assert "Triton" not in be.details()
+        shown(be)
+        (told,) = run_json(capsys, "doctor", "--no-probe")["backends"]
+    assert ("compilers" in told["lacks"]) is not there
+    assert there or "PyTorch's ROCm index" in told["lacks"]["compilers"]
