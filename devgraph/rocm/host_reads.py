@@ -77,14 +77,9 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             waits = not (kwargs.get("non_blocking", False) or args[2:] == (True,))
             return waits and self._is_device(args[1]) and not self._is_device(args[0])
         if name == "_to_copy":
-            target = kwargs.get("device")
+            to_host = getattr(kwargs.get("device"), "type", "") == "cpu"
             waits = not kwargs.get("non_blocking", False)
-            return (
-                waits
-                and target is not None
-                and torch.device(target).type == "cpu"
-                and self._is_device(args[0])
-            )
+            return to_host and waits and self._is_device(args[0])
         return False
 
     def _any_on_device(self, args: tuple[Any, ...]) -> bool:
@@ -109,7 +104,5 @@ def _is_composed(func: Any) -> bool:
 
     Under inference mode such operations arrive whole. ROCm builds call their dispatch key CUDA.
     """
-    composite, device = DispatchKey.CompositeImplicitAutograd, DispatchKey.CUDA
-    return func.has_kernel_for_dispatch_key(composite) and not func.has_kernel_for_dispatch_key(
-        device
-    )
+    has = func.has_kernel_for_dispatch_key
+    return has(DispatchKey.CompositeImplicitAutograd) and not has(DispatchKey.CUDA)
