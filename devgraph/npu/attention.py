@@ -28,6 +28,11 @@ _MASK = 2048
 """Side of the triangular mask that the operator wants for its compressed causal mode."""
 _CAUSAL = 3
 """Its sparse mode: causal, the last query row aligned with the last key row."""
+_NAMES = {
+    1: ("actual_seq_lengths", "actual_seq_lengths_kv", "num_heads", "scale"),
+    2: ("actual_seq_qlen", "actual_seq_kvlen", "num_query_heads", "softmax_scale"),
+}
+"""What the versions of the operator call the same."""
 
 
 def lengths_of(
@@ -97,19 +102,16 @@ class FusedSlotAttention:
     ) -> dict[str, Any]:
         """Return what the operator takes besides the tensors of a call."""
         ends, lengths = lengths_of(spans, self.slots, query.shape[0])
-        common = {
+        own = list(ends), list(lengths), query.shape[1], scale
+        return {
             "block_table": self.table,
             "atten_mask": self.mask,
             "input_layout": "TND",
             "block_size": BLOCK,
             "sparse_mode": _CAUSAL,
             "num_key_value_heads": keys.shape[1],
+            **dict(zip(_NAMES[self.version], own, strict=True)),
         }
-        if self.version == 1:
-            own = {"actual_seq_lengths": list(ends), "actual_seq_lengths_kv": list(lengths)}
-            return {**common, **own, "num_heads": query.shape[1], "scale": scale}
-        own = {"actual_seq_qlen": list(ends), "actual_seq_kvlen": list(lengths)}
-        return {**common, **own, "num_query_heads": query.shape[1], "softmax_scale": scale}
 
     def attend(
         self,
