@@ -28,7 +28,7 @@ from devgraph.api.errors import DeviceLost, ResourceError
 from devgraph.api.torchlike.base import TorchBackend, TorchPool
 from devgraph.npu.channel import UpdateChannel
 from devgraph.npu.errors import NO_RESOURCE, means
-from devgraph.npu.task_groups import EventStore, TaskGroups
+from devgraph.npu.task_groups import TaskGroups
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,25 @@ class NpuDevice(TorchBackend):
         index = self._device.index
         self.streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """How many streams each captured graph holds, those that keep a pool alive included."""
-        self.events = EventStore(self.namespace)
+        self._events: list[Any] = []
         self.channel = UpdateChannel(self.namespace, index, self.update_timeout)
+
+    def take_event(self) -> Any:
+        """Return an external event that nothing waits for and that is not recorded.
+
+        A captured region waits for one, and an update records it, in either order. torch_npu never
+        frees the memory of such an event, so a graph that goes away gives its events back: one may
+        be used again when each of its records was consumed by a replay that is done.
+        """
+        if self._events:
+            return self._events.pop()
+        event = self.namespace.ExternalEvent()
+        if not event.npu_event:
+            # No word of device memory, which a wait resets by itself, but an older driver's flag:
+            # torch_npu ignores a wait for one that was never recorded.
+            event.record(self.channel.stream)
+            event.reset(self.channel.stream)
+        return event
 
     def count_nodes(self, native: Any) -> int | None:
         """Return the number of tasks in an ended capture, or None where the driver cannot tell;
@@ -228,7 +245,7 @@ class NpuDevice(TorchBackend):
         self.streams.pop(graph.native, None)
         regions, graph.regions = graph.regions, None
         if regions is not None:
-            self.events.free.extend(regions.free_events())
+            self._events.extend(regions.free_events())
 
     def _give_up(self, things: object, error: Exception) -> None:
         """Keep what cannot be freed: its destructor would fail in the same way."""

@@ -119,13 +119,6 @@ class NpuGraph(TorchGraph):
         self._launched = super(self.backend.native_class, self._native).replay
         return Call(weakly(self._launch_and_signal))
 
-    def _open_regions(self) -> TaskGroups:
-        if self._regions is None:
-            backend = self.backend
-            backend.channel.start()
-            self._regions = TaskGroups(backend.channel, backend.namespace, self.pool.region_memory)
-        return self._regions
-
     def _abort(self) -> None:
         group, self._group_open = self._group_open, None
         if group is not None:
@@ -155,9 +148,11 @@ class NpuGraph(TorchGraph):
 
     def _region_begin(self, hit: MarkedCall) -> None:
         backend = self.backend
-        self._open_regions()
+        if self._regions is None:
+            backend.channel.start()
+            self._regions = TaskGroups(backend.channel, backend.namespace, self.pool.region_memory)
         stream = backend.namespace.current_stream(backend.device)
-        hit.note = event = backend.events.take(backend.channel.stream)
+        hit.note = event = backend.take_event()
         event.wait(stream)
         event.reset(stream)
         backend.namespace.graph_task_group_begin(stream)

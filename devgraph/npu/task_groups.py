@@ -22,35 +22,6 @@ logger = logging.getLogger(__name__)
 Host = Mapping[Mark, dict[str, Any]]
 
 
-class EventStore:
-    """External events of one device, used again by later graphs.
-
-    A captured region waits for one, and an update records it, in either order. On current drivers
-    an event is a word of device memory that the wait resets by itself; on older ones a flag that
-    is reset by a task of its own, and that exists only from its first record on.
-
-    torch_npu never frees the memory of such an event, so a graph that goes away gives its events
-    back. One may be used again when each of its records was consumed by a replay that is done.
-    """
-
-    def __init__(self, namespace: Any) -> None:
-        self._namespace = namespace
-        self.free: list[Any] = []
-        """Events whose records were all consumed."""
-
-    def take(self, stream: Any) -> Any:
-        """Return an event that nothing waits for and that is not recorded. A new one is set up on
-        ``stream`` if it must be, which is not capturing."""
-        if self.free:
-            return self.free.pop()
-        event = self._namespace.ExternalEvent()
-        if not event.npu_event:
-            # A flag: torch_npu ignores a wait for one that was never recorded.
-            event.record(stream)
-            event.reset(stream)
-        return event
-
-
 @attrs.frozen
 class Group:
     """One captured region: its call, the event it waits for, the handle of its task group."""
@@ -106,7 +77,7 @@ class TaskGroups:
     def try_values(self, host: Host, what: str) -> None:
         """Update to ``host`` and wait until that is issued; taken back if any region refuses it."""
         self.planned = None  # an interrupt leaves the rest to the thread
-        job = self._channel.submit(self._work(host, signal=False, take_back=True))
+        job = self._channel.submit(self._work(host, signal=False))
         self._channel.finish(job, what)
         self.planned = host
 
@@ -114,7 +85,7 @@ class TaskGroups:
         """Return the job, to be queued, of the records that the next replay waits for, and before
         them of an update to ``host`` unless that is what the groups will hold."""
         new = None if host is self.planned else host
-        return Job(self._work(new, signal=True, take_back=False))
+        return Job(self._work(new, signal=True))
 
     def launched(self, job: Job, host: Host, stream: Any) -> None:
         """Queue the ``job`` of a replay to ``host`` that was launched on ``stream``, and watch it;
@@ -163,7 +134,7 @@ class TaskGroups:
 
     # On the update thread.
 
-    def _work(self, host: Host | None, *, signal: bool, take_back: bool) -> Callable[[], None]:
+    def _work(self, host: Host | None, *, signal: bool) -> Callable[[], None]:
         fence = self._done[self._launches % 2] if self._launches else None
 
         def work() -> None:
@@ -171,31 +142,30 @@ class TaskGroups:
                 # The last replay must have read its values and consumed its records.
                 self._channel.stream.wait_event(fence)
             if host is None:
-                self._run(None, signal=signal, take_back=False)
+                self._run(None, signal=signal)
                 return
             # This thread has modes of its own; region code must see those of the capture.
             with self._modes.restored(), self._memory():
-                self._run(host, signal=signal, take_back=take_back)
+                self._run(host, signal=signal)
 
         return work
 
-    def _run(self, host: Host | None, *, signal: bool, take_back: bool) -> None:
-        record = self._channel.stream if signal else None
-        done = 0
+    def _run(self, host: Host | None, *, signal: bool) -> None:
+        stream, done = self._channel.stream, 0
         try:
             for group in self.groups:
                 if host is not None:
                     self._update(group, host)
-                if record is not None:
-                    group.event.record(record)
+                if signal:
+                    group.event.record(stream)
                 done += 1
         except BaseException as error:
-            if take_back:
-                self._take_back(done, error)
-            else:
+            if signal:
                 self.failure = error
                 for group in self.groups[done:]:  # the replay is parked: let it end
-                    group.event.record(self._channel.stream)
+                    group.event.record(stream)
+            else:
+                self._take_back(done, error)
             raise
         if host is not None:
             self.applied = host
