@@ -88,7 +88,7 @@ class NpuDevice(TorchBackend):
     def _bind(self) -> None:
         # Filled by any thread at any time, emptied by one at a time.
         self._retired: deque[_Retired] = deque()
-        self._buried: list[list[Any]] = []
+        self._memories: list[list[Any]] = []
         self._freeing = False
         index = self._device.index
         self.streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -185,12 +185,16 @@ class NpuDevice(TorchBackend):
     def bury_memory(self, owners: list[Any]) -> None:
         """Drop ``owners`` of a pool's memory, the last one first, now or when nothing waits for the
         host."""
-        self._buried.append(owners)
+        self._memories.append(owners)
         self.free_buried()
+
+    def keep_memory(self) -> None:
+        super().keep_memory()
+        keep_for_ever(*self._memories)
 
     def free_buried(self) -> None:
         """Free what was retired or buried and may go now; nothing while a capture is under way."""
-        waiting = self._retired or self._buried
+        waiting = self._retired or self._memories
         if not waiting or self.held_here or self.channel.on_thread():
             return
         locks, held = (self._capture_lock, self.channel.order), list[Any]()
@@ -225,8 +229,8 @@ class NpuDevice(TorchBackend):
                     self._give_up(graph, error)
                 self._retired.popleft()
                 del graph  # and with it perhaps a pool, which is buried then
-            while may_wait and self._buried:
-                owners = self._buried.pop()
+            while may_wait and self._memories:
+                owners = self._memories.pop()
                 if self.keeps_memory:
                     keep_for_ever(owners)
                     continue

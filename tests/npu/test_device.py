@@ -74,6 +74,21 @@ def test_memory_is_kept_where_a_capture_that_nothing_could_end_counts_as_under_w
     assert alive.pop()() is not None
 
 
+def test_memory_that_goes_in_a_capture_waits_for_the_update_of_a_replay(
+    driver: Driver, backend: Any
+) -> None:
+    """Freeing it waits for the device with the interpreter's lock, which the update needs."""
+    captured, pool = capture(backend, torch.arange(8.0).to("npu")), backend.make_pool()
+    memory = weakref.ref(pool._memory)
+    with driver.setting(hold_updates=1):
+        captured.replay(factor=3.0)
+        with backend.quiet():
+            del pool
+        assert memory() is not None
+    backend.synchronize()
+    assert memory() is None
+
+
 # Graphs -----------------------------------------------------------------------------------------
 
 
