@@ -254,7 +254,7 @@ class Capturing:
         step = self._step
         if self._share is not None:  # what it returns says which buffers there are
             self._share._look(barrier)
-        if step.outputs.ready:
+        if step.outputs.buffers is not None:
             for _ in self._graphs.variants:  # also of a lender that has no ranks of its own
                 barrier()
             return
@@ -289,7 +289,7 @@ class Capturing:
         sync = self._backend.synchronize
         try:
             for graph in list(self._graphs)[:2]:
-                if not self._step.outputs.ready:
+                if self._step.outputs.buffers is None:
                     self._look(sync)
                 before = pool.bytes
                 runs = max(_WARMUPS, self._config.warmup)

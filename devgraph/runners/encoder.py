@@ -191,10 +191,10 @@ class EncoderRunner(Runner):
         found = []
         for index, item in enumerate(items):
             try:
-                given = arena.checked(item, slots)
-                rows = next(iter(getattr(given[lead], "shape", ())), 0)
+                arena.require(item, slots)
+                rows = next(iter(getattr(item[lead], "shape", ())), 0)
                 size = Size(1, rows)
-                data = {n: arena.admit_one(arena.slots[n], given[n], size) for n in slots}
+                data = {n: arena.admit_one(arena.slots[n], item[n], size) for n in slots}
                 if not rows:
                     raise InputError(f"input {lead!r} of an item has no rows")
             except (InputError, InputTypeError) as error:

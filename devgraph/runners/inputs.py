@@ -147,23 +147,6 @@ class InputArena:
             self._templates[key] = found
         return found
 
-    def extent(self, inputs: Mapping[str, Any], name: str) -> int:
-        """Return how many rows the input of slot ``name`` has along its named dimension.
-
-        Raises as ``admit``, for this one input.
-        """
-        slot = self.slots[name]
-        value = self.checked(inputs)[name]
-        if not isinstance(value, torch.Tensor):
-            raise InputTypeError(f"input {name!r} must be a tensor, got {_kind(value)}")
-        assert slot.axis is not None
-        if value.dim() != len(slot.dims):
-            raise InputError(
-                f"input {name!r} has shape {tuple(value.shape)}; expected {len(slot.dims)} "
-                f"dimensions, {slot.dims}"
-            )
-        return int(value.shape[slot.axis])
-
     def admit(self, inputs: Mapping[str, Any], real: Size) -> list[torch.Tensor]:
         """Return the inputs by slot as plain tensors on the device or the host, checked.
 
@@ -175,26 +158,19 @@ class InputArena:
                 another shape, dtype, layout or device than declared for this batch; the message
                 names it. ``InputTypeError`` where it is no tensor.
         """
-        self.checked(inputs)
+        self.require(inputs, self.given)
         return [self.admit_one(slot, inputs[name], real) for name, slot in self.given.items()]
 
-    def require_mapping(self, inputs: object) -> None:
-        """Raise InputTypeError unless ``inputs`` is a mapping."""
+    def require(self, inputs: object, slots: Collection[str]) -> None:
+        """Raise InputError unless ``inputs`` are for exactly these slots."""
         if not isinstance(inputs, Mapping):
             raise InputTypeError(
                 f"inputs must be a mapping of slot names to tensors, got {type(inputs).__name__}"
             )
-
-    def checked(self, inputs: Any, slots: Collection[str] | None = None) -> Mapping[str, Any]:
-        """Return ``inputs`` if they are for all slots, or exactly for those that are named."""
-        self.require_mapping(inputs)
-        slots = self.given if slots is None else slots
         missing = [name for name in slots if name not in inputs]
         unknown = [name for name in inputs if name not in slots]
         if missing or unknown:
             raise InputError(_misfit(missing, unknown, slots))
-        checked: Mapping[str, Any] = inputs
-        return checked
 
     def admit_one(self, slot: InputSlot, value: Any, real: Size) -> torch.Tensor:
         """Return one input as ``admit`` does."""
@@ -262,7 +238,7 @@ class StagingMemory:
     """
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
-        self._backend = backend
+        self.backend = backend
         self._device = device
         with torch.inference_mode(False):
             self._host = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -274,10 +250,6 @@ class StagingMemory:
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._twin = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return self._host[:nbytes], self._twin[:nbytes]
-
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the data of ``tensor`` in memory from which transfers are asynchronous."""
-        return self._backend.pin(tensor)
 
 
 class Staging:
@@ -305,7 +277,7 @@ class Staging:
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return ``tensors`` on the device, valid until the next ``send`` of this memory."""
         torch._foreach_copy_(self._packed, tensors)
-        self._twin.copy_(self._memory.pin(self._host), non_blocking=True)
+        self._twin.copy_(self._memory.backend.pin(self._host), non_blocking=True)
         return self._sent
 
 

@@ -89,21 +89,12 @@ class OutputStore:
         self._share = share
         self.shares = False
         self._layouts: dict[Variant, Layout] = {}
-        self._buffers: StaticBuffers | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether the buffers exist."""
-        return self._buffers is not None
-
-    @property
-    def buffers(self) -> StaticBuffers | None:
-        """The buffers, named by position in the output tree."""
-        return self._buffers
+        self.buffers: StaticBuffers | None = None
+        """The buffers, named by position in the output tree; None before ``allocate``."""
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._buffers is None else self._buffers.nbytes
+        return 0 if self.buffers is None else self.buffers.nbytes
 
     def learn(self, variant: Variant, result: Any, size: Size) -> None:
         """Take the structure of the outputs from a result of the variant's largest size.
@@ -142,7 +133,7 @@ class OutputStore:
 
     def allocate(self, device: torch.device) -> None:
         """Make one buffer per output that is large enough for every variant. Idempotent."""
-        if self._buffers is not None:
+        if self.buffers is not None:
             return
         needed: dict[str, int] = {}
         for layout in self._layouts.values():
@@ -152,7 +143,7 @@ class OutputStore:
                     needed[str(index)] = max(size, needed.get(str(index), 0))
         shared = {} if self._share is None else self._share.lent(self._kinds(), needed)
         self.shares = bool(shared)
-        self._buffers = StaticBuffers(
+        self.buffers = StaticBuffers(
             {name: ((size,), torch.uint8) for name, size in needed.items()},
             device=device,
             shared=shared,
@@ -163,12 +154,12 @@ class OutputStore:
     ) -> dict[str, torch.Tensor]:
         """Return the buffers that another runner can use for its outputs of these ``kinds``, of
         which it needs so many bytes."""
-        assert self._buffers is not None
+        assert self.buffers is not None
         own = self._kinds()
         return {
-            name: self._buffers[name]
+            name: self.buffers[name]
             for name, size in needed.items()
-            if own.get(name) == kinds[name] and self._buffers[name].numel() >= size
+            if own.get(name) == kinds[name] and self.buffers[name].numel() >= size
         }
 
     def _kinds(self) -> dict[str, set[tuple[Any, ...]]]:
@@ -182,20 +173,20 @@ class OutputStore:
 
     def refuse_overlap(self, name: str, tensor: torch.Tensor) -> None:
         """Raise InputError when a tensor that graphs read in place lies in the output buffers."""
-        if self._buffers is not None and self._buffers.overlaps(tensor):
+        if self.buffers is not None and self.buffers.overlaps(tensor):
             raise InputError(
                 f"bound tensor {name!r} overlaps the runner's output buffers, which every replay "
                 f"overwrites; bind a copy, or pass it as an input, which is copied first"
             )
 
     def _full_views(self, variant: Variant, size: Size) -> list[torch.Tensor | None]:
-        assert self._buffers is not None
+        assert self.buffers is not None
         out: list[torch.Tensor | None] = []
         for index, leaf in enumerate(self._layouts[variant].leaves):
             if leaf is None:
                 out.append(None)
                 continue
-            flat = self._buffers[str(index)][: leaf.nbytes_for(size)]
+            flat = self.buffers[str(index)][: leaf.nbytes_for(size)]
             out.append(flat.view(leaf.dtype).view(leaf.shape_for(size)))
         return out
 
@@ -218,16 +209,16 @@ class OutputStore:
                 )
             for value, view, leaf in zip(leaves, views, layout.leaves, strict=True):
                 if leaf is None or view is None:
-                    _require_none(value)
-                    continue
-                if not isinstance(value, torch.Tensor):
+                    if value is None:
+                        continue
                     raise ConfigError(
-                        f"output {leaf.path} is {brief(value)} and was a tensor before"
+                        f"an output was None for the largest batch and is {brief(value)} now"
                     )
-                if value.shape != view.shape or value.dtype is not view.dtype:
+                known = isinstance(value, torch.Tensor) and value.dtype is view.dtype
+                if not known or value.shape != view.shape:
                     raise ConfigError(
-                        f"output {leaf.path} is {value.dtype} {tuple(value.shape)} for {size}; "
-                        f"expected {view.dtype} {tuple(view.shape)}, because it is declared with "
+                        f"output {leaf.path} is {brief(value)} for {size}; expected {view.dtype} "
+                        f"{tuple(view.shape)}, because it is declared with "
                         f"rows={leaf.slot.rows!r} along dim {leaf.slot.dim}"
                     )
                 view.copy_(value)
@@ -320,11 +311,6 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
                 f"OutputSlot(rows=...) as 'requests', 'tokens' or None, with its dim."
             )
     return _Leaf(path, tuple(value.shape), value.dtype, slot)
-
-
-def _require_none(value: Any) -> None:
-    if value is not None:
-        raise ConfigError(f"an output was None for the largest batch and is {brief(value)} now")
 
 
 class LeaseClock:

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.errors import InputError, note
+from devgraph.api.errors import InputError, InputTypeError, brief, note
 from devgraph.api.marks.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, end_batch
@@ -376,11 +376,8 @@ class BoundSteps:
         """What the last batch ran that asked for no variant."""
 
     def measured(self, inputs: Any) -> tuple[int | None, int | None]:
-        """Return requests and tokens of a batch as its inputs show them.
-
-        Raises as ``InputArena.extent``.
-        """
-        self._arena.require_mapping(inputs)
+        """Return requests and tokens of a batch as its inputs show them; raises InputError where
+        one does not show them."""
         found: list[int | None] = []
         for lead in (self._tokens, self._requests):
             if lead is None:
@@ -390,8 +387,12 @@ class BoundSteps:
             try:
                 rows = inputs[name].shape[axis] - more
             except (KeyError, TypeError, AttributeError, IndexError):
-                self._arena.extent(inputs, name)
-                raise
+                self._arena.require(inputs, self._arena.given)
+                value, dims = inputs[name], self._arena.slots[name].dims
+                kind = InputError if isinstance(value, torch.Tensor) else InputTypeError
+                raise kind(
+                    f"input {name!r} must be a tensor with the dims {dims}, got {brief(value)}"
+                ) from None
             if rows < 0:
                 raise InputError(f"input {name!r} has no rows; that of no requests has one")
             found.append(rows)

@@ -328,10 +328,10 @@ def test_a_mismatched_input_is_refused_by_name_in_a_graph_and_eagerly(change, te
     ("inputs", "kind", "text"),
     [
         ({}, dg.InputError, "missing input x; the runner has the slots x"),
-        ({"x": None}, dg.InputTypeError, "'x' must be a tensor, got None"),
-        ({"x": [[1.0, 2.0, 3.0]]}, dg.InputTypeError, "'x' must be a tensor, got list"),
+        ({"x": None}, dg.InputTypeError, "'x' must be a tensor .*, got None"),
+        ({"x": [[1.0, 2.0, 3.0]]}, dg.InputTypeError, r"'x' must be a tensor .*, got \[\[1.0"),
         ({"X": torch.zeros(1, 3)}, dg.InputError, "missing input x and unknown input X.*mean 'x'"),
-        ({"x": torch.tensor(1.0)}, dg.InputError, "expected 2 dimensions"),
+        ({"x": torch.tensor(1.0)}, dg.InputError, r"with the dims \('tokens', 3\)"),
         ([torch.zeros(1, 3)], dg.InputTypeError, "mapping of slot names to tensors, got list"),
     ],
 )

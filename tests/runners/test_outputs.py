@@ -97,9 +97,9 @@ def test_outputs_that_do_not_fit_their_declaration_are_refused(step, slots, text
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (lambda b: b.x if b.tokens == 8 else b.x.double(), "is torch.float64"),
+        (lambda b: b.x if b.tokens == 8 else b.x.double(), "is <.*torch.float64"),
         (lambda b: b.x if b.tokens == 8 else (b.x, b.x), "must not depend on the size"),
-        (lambda b: b.x if b.tokens == 8 else None, "is None and was a tensor"),
+        (lambda b: b.x if b.tokens == 8 else None, "is None for"),
         (lambda b: (b.x, None if b.tokens == 8 else b.x), "was None for the largest"),
         (lambda b: b.x.repeat(1, 1 if b.tokens == 8 else 2), r"\(4, 6\).*expected .*\(4, 3\)"),
     ],
