@@ -407,7 +407,7 @@ MUTANTS = (
     Mutant(
         "rng-frozen",
         "every replay draws the same numbers",
-        "test_every_replay_draws_other_numbers",
+        "test_replays_draw_what_eager_steps_draw",
         RandomNumbersAreFrozen,
     ),
     Mutant(
@@ -419,13 +419,13 @@ MUTANTS = (
     Mutant(
         "failed-capture-spends-random-numbers",
         "a failed capture moves the random generator",
-        "test_random_numbers_of_a_failed_capture_are_not_spent",
+        "test_exception_in_a_captured_body_is_raised_unchanged",
         FailedCaptureSpendsRandomNumbers,
     ),
     Mutant(
         "failed-capture-keeps-memory",
         "a failed capture keeps its memory",
-        "test_many_failed_captures_take_no_memory",
+        "test_many_failed_captures_take_no_memory_and_leave_other_graphs_right",
         FailedCaptureKeepsMemory,
     ),
     Mutant(

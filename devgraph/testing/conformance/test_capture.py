@@ -177,14 +177,10 @@ def _two_layers(x: Any, w1: Any, w2: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("mode", ["plain", "no_grad", "inference_mode"])
-def test_replay_equals_eager_in_every_gradient_mode(kit: Kit, mode: str) -> None:
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_replay_equals_eager_in_every_gradient_mode(kit: Kit, mode: Callable[[], Any]) -> None:
     args = [kit.tensor(4, 16), kit.tensor(16, 16, seed=1), kit.tensor(16, 16, seed=2)]
-    with {
-        "plain": torch.enable_grad,
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-    }[mode]():
+    with mode():
         captured = kit.capture(_two_layers, *args)
         kit.check(captured, _two_layers, *args)
     kit.check(captured, _two_layers, *args, seed=200)
@@ -260,18 +256,6 @@ def test_replays_draw_what_eager_steps_draw(
     for index, want in enumerate(eager):
         kit.same(captured.replay(), want, f"replay {index}")
     same(torch.rand(4, device=kit.device), after, "what is drawn after the replays")
-
-
-@declares("rng")
-def test_every_replay_draws_other_numbers(kit: Kit) -> None:
-    x = kit.tensor(64)
-    graph, y = kit.record(lambda: torch.rand_like(x))
-    seen = []
-    for _ in range(4):
-        graph.replay()
-        kit.backend.synchronize()
-        seen.append(tuple(y.tolist()))
-    assert len(set(seen)) == 4
 
 
 def test_random_numbers_are_replayed_or_refused(kit: Kit, pool: dg.Pool) -> None:

@@ -151,17 +151,18 @@ def test_work_forked_to_a_side_stream_and_joined_is_captured(kit: Kit) -> None:
 
 
 @declares("streams")
-def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool) -> None:
-    """FAULTS 15."""
+@pytest.mark.parametrize("raised", ["wait_stream", "from the body"])
+def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool, raised: str) -> None:
+    """FAULTS 15. An exception that is under way already stays the one that is raised."""
     side = kit.side_stream()
     x = kit.tensor(64)
     _forked(kit, x, side)
     graph = kit.backend.make_graph(pool)
-    with (
-        pytest.raises(dg.UnjoinedStreamError, match="wait_stream"),
-        kit.backend.capture_context(graph),
-    ):
+    kind = ValueError if raised == "from the body" else dg.UnjoinedStreamError
+    with pytest.raises(kind, match=raised), kit.backend.capture_context(graph):
         _forked(kit, x, side, join=False)
+        if kind is ValueError:
+            raise ValueError(raised)
     assert graph.state == "empty"
     kit.works(pool)
 
@@ -169,35 +170,13 @@ def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool) -> N
 @declares("streams")
 def test_side_stream_that_is_not_joined_before_a_break_is_refused(kit: Kit, pool: dg.Pool) -> None:
     """FAULTS 15."""
-    side = kit.side_stream()
+    side, body = kit.side_stream(), dg.no_graph(lambda x: x + 1)
 
-    @dg.no_graph
-    def body(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
+    def step(x: torch.Tensor) -> Any:
+        return body(_forked(kit, x, side, join=not dg.is_capturing()))
 
-    x = kit.tensor(64)
     with pytest.raises(dg.UnjoinedStreamError, match="wait_stream"):
-        kit.capture(
-            lambda x: body(_forked(kit, x, side, join=not dg.is_capturing())),
-            x,
-            policy="breakable",
-            pool=pool,
-        )
-    kit.works(pool)
-
-
-@declares("streams")
-def test_exception_stays_when_a_side_stream_is_not_joined_either(kit: Kit, pool: dg.Pool) -> None:
-    """FAULTS 15."""
-    side = kit.side_stream()
-    x = kit.tensor(64)
-    _forked(kit, x, side)
-    with (
-        pytest.raises(ValueError, match="from the body"),
-        kit.backend.capture_context(kit.backend.make_graph(pool)),
-    ):
-        _forked(kit, x, side, join=False)
-        raise ValueError("from the body")
+        kit.capture(step, kit.tensor(64), policy="breakable", pool=pool)
     kit.works(pool)
 
 
@@ -207,21 +186,16 @@ def test_capture_from_the_default_stream_runs_on_another_and_is_joined(
     kit: Kit, given: str
 ) -> None:
     """FAULTS 14."""
-    stream = {
-        "none": None,
-        "default": kit.streams.default_stream(),
-        "own": kit.side_stream(),
-    }[given]
+    default = kit.streams.default_stream()
+    stream = {"none": None, "default": default, "own": kit.side_stream()}[given]
     x = kit.tensor(64)
     x.add_(1)  # in flight on the current stream
-    seen = []
     graph = kit.backend.make_graph()
     with kit.backend.capture_context(graph, stream=stream):
-        seen.append(kit.streams.current_stream())
+        seen = kit.streams.current_stream()
         y = x * 2
-    default = kit.streams.default_stream()
-    assert seen[0] != default
-    assert given != "own" or seen[0] == stream
+    assert seen != default
+    assert given != "own" or seen == stream
     assert kit.streams.current_stream() == default
     graph.replay()
     kit.same(y, x * 2)
@@ -236,14 +210,13 @@ def test_replays_on_other_streams_are_ordered(kit: Kit, pool: dg.Pool) -> None:
         return x.add_(1)
 
     captured = kit.capture(step, x, pool=pool)
-    start = x.clone()
+    want = x.clone()
     streams = [kit.side_stream() for _ in range(3)]
     kit.backend.synchronize()
     for index in range(30):
         with kit.streams.stream(streams[index % 3]):
             captured.replay()
     kit.backend.synchronize()
-    want = start
     for _ in range(30):
         want = want + 1
     same(x, want)

@@ -16,7 +16,8 @@ import devgraph as dg
 from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
 
 
-def test_state_goes_from_empty_to_closed(kit: Kit) -> None:
+def test_state_goes_from_empty_to_closed_and_may_be_ended_twice(kit: Kit) -> None:
+    """FAULTS 28."""
     x = kit.tensor(4)
     graph = kit.backend.make_graph()
     assert graph.state == "empty"
@@ -26,26 +27,16 @@ def test_state_goes_from_empty_to_closed(kit: Kit) -> None:
     assert graph.state == "ready"
     graph.replay()
     assert graph.state == "ready"
-    graph.reset()
-    assert graph.state == "empty"
+    for _ in range(2):
+        graph.reset()
+        assert graph.state == "empty"
     with kit.backend.capture_context(graph):
         y = x + 2
     graph.replay()
     kit.same(y, x + 2)
-    graph.close()
-    assert graph.state == "closed"
-
-
-def test_reset_and_close_can_be_called_twice(kit: Kit) -> None:
-    """FAULTS 28."""
-    x = kit.tensor(4)
-    graph, _ = kit.record(lambda: x + 1)
-    graph.reset()
-    graph.reset()
-    assert graph.state == "empty"
-    graph.close()
-    graph.close()
-    assert graph.state == "closed"
+    for _ in range(2):
+        graph.close()
+        assert graph.state == "closed"
 
 
 @declares("node_counts")
@@ -234,11 +225,19 @@ def test_exception_in_a_captured_body_is_raised_unchanged(
 ) -> None:
     """FAULTS 1."""
     x = kit.tensor(8)
+    torch.rand(4, device=kit.device)
+    state = kit.backend.get_rng_state()
     raised = kind("from the body")
     graph = kit.backend.make_graph(pool)
     with pytest.raises(kind) as caught, kit.backend.capture_context(graph):
         x + 1
+        if kit.backend.capabilities.rng:
+            torch.rand(64, device=kit.device)
         raise raised
+    same(kit.backend.get_rng_state(), state, "the random state after the failure")
+    first = torch.rand(8, device=kit.device)
+    kit.backend.set_rng_state(state)
+    same(torch.rand(8, device=kit.device), first, "the random numbers after the failure")
     assert caught.value is raised
     assert raised.__cause__ is None
     assert graph.state == "empty"
@@ -295,39 +294,12 @@ def test_exception_in_a_captured_step_leaves_nothing_behind(
     kit.works(pool)
 
 
-@declares("rng")
-def test_random_numbers_of_a_failed_capture_are_not_spent(kit: Kit, pool: dg.Pool) -> None:
+def test_many_failed_captures_take_no_memory_and_leave_other_graphs_right(
+    kit: Kit, pool: dg.Pool
+) -> None:
     """FAULTS 1."""
-    torch.rand(4, device=kit.device)
-    state = kit.backend.get_rng_state()
-    graph = kit.backend.make_graph(pool)
-    with pytest.raises(ValueError, match="body"), kit.backend.capture_context(graph):
-        torch.rand(64, device=kit.device)
-        raise ValueError("body")
-    same(kit.backend.get_rng_state(), state, "the random state")
-    first = torch.rand(8, device=kit.device)
-    kit.backend.set_rng_state(state)
-    same(torch.rand(8, device=kit.device), first, "the random numbers after the failure")
-
-
-def test_graphs_of_the_pool_survive_a_failed_capture(kit: Kit, pool: dg.Pool) -> None:
-    """FAULTS 1."""
-    x = kit.tensor(64)
-    graph, y = kit.record(lambda: (x + 1) * 2, pool=pool)
-    with (
-        pytest.raises(ValueError, match="body"),
-        kit.backend.capture_context(kit.backend.make_graph(pool)),
-    ):
-        x * 5
-        raise ValueError("body")
-    kit.refill(x, 8)
-    graph.replay()
-    kit.same(y, (x + 1) * 2)
-
-
-def test_many_failed_captures_take_no_memory(kit: Kit, pool: dg.Pool) -> None:
-    """FAULTS 1."""
-    x = kit.tensor(4096)
+    x = bound = kit.tensor(4096)
+    graph, y = kit.record(lambda: (bound + 1) * 2, pool=pool)
     sizes = []
     for _ in range(8):
         with (
@@ -340,51 +312,34 @@ def test_many_failed_captures_take_no_memory(kit: Kit, pool: dg.Pool) -> None:
         gc.collect()
         sizes.append(pool.bytes)
     assert sizes[-1] <= sizes[1], f"bytes of the pool after each failure: {sizes}"
+    kit.refill(bound, 8)
+    graph.replay()
+    kit.same(y, (bound + 1) * 2)
     kit.works(pool)
 
 
-def _let_fail(
-    monkeypatch: pytest.MonkeyPatch, graph: dg.DeviceGraph, method: str, failure: Exception
-) -> list[dg.DeviceGraph]:
-    """Let a method of the graph's class raise behind what it does; return whose it was, in turn."""
+@pytest.mark.parametrize("method", ["_end", "_abort"])
+def test_capture_whose_end_or_clean_up_fails_raises_the_first_error_and_the_next_works(
+    kit: Kit, pool: dg.Pool, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """FAULTS 1, 2."""
+    x = kit.tensor(8)
+    graph = kit.backend.make_graph(pool)
+    in_body, at_end = ValueError("in the body"), RuntimeError("at the end")
     real, called = getattr(type(graph), method), []
 
     def failing(self: dg.DeviceGraph) -> None:
         called.append(self)
         real(self)
-        raise failure
+        raise at_end
 
     monkeypatch.setattr(type(graph), method, failing)
-    return called
-
-
-def test_failed_end_of_a_capture_is_raised_and_the_next_capture_works(
-    kit: Kit, pool: dg.Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FAULTS 2."""
-    x = kit.tensor(8)
-    graph = kit.backend.make_graph(pool)
-    failure = RuntimeError("the end of the capture failed")
-    ends = _let_fail(monkeypatch, graph, "_end", failure)
-    with pytest.raises(RuntimeError) as caught, kit.backend.capture_context(graph):
+    with pytest.raises((ValueError, RuntimeError)) as caught, kit.backend.capture_context(graph):
         x + 1
-    assert caught.value is failure
-    assert len(ends) == 1, "the capture was ended twice"
-    assert graph.state == "empty"
-    monkeypatch.undo()
-    kit.works(pool)
-
-
-def test_exception_of_the_body_stays_when_cleaning_up_fails_too(
-    kit: Kit, pool: dg.Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FAULTS 1, 2."""
-    x = kit.tensor(8)
-    graph = kit.backend.make_graph(pool)
-    _let_fail(monkeypatch, graph, "_abort", RuntimeError("cleaning up failed"))
-    with pytest.raises(ValueError, match="from the body"), kit.backend.capture_context(graph):
-        x + 1
-        raise ValueError("from the body")
+        if method == "_abort":
+            raise in_body
+    assert caught.value is (in_body if method == "_abort" else at_end)
+    assert len(called) == 1, "the capture was ended twice"
     assert graph.state == "empty"
     monkeypatch.undo()
     kit.works(pool)
