@@ -24,7 +24,7 @@ from devgraph.testing.conformance.support import (
     Kit,
     Model,
     batch_of,
-    check_decode,
+    check_run,
     decoder,
     mixed,
     runner_of,
@@ -653,10 +653,10 @@ def test_runner_of_the_pool_is_refused_inside_an_eager_body(kit: Kit, pool: dg.P
     model.decode = lambda batch: drafted(decode(batch))  # type: ignore[method-assign]
     runner = decoder(kit, model, config="breakable", pool=pool)
     nested.append(True)
-    check_decode(kit, runner, model, 3, seed=1)
+    check_run(kit, runner, model, 3, seed=1)
     assert len(refused) >= 3
     nested.clear()
-    check_decode(kit, draft, draft_model, 3, seed=2)
+    check_run(kit, draft, draft_model, 3, seed=2)
 
 
 @pytest.mark.parametrize("policy", ["breakable", "disabled"])
@@ -677,11 +677,11 @@ def test_runner_is_refused_inside_its_own_step(kit: Kit, policy: str) -> None:
     decode = model.decode
     model.decode = lambda batch: again(decode(batch))  # type: ignore[method-assign]
     runner = decoder(kit, model, config=policy)
-    check_decode(kit, runner, model, 3, seed=1)
+    check_run(kit, runner, model, 3, seed=1)
     nested.append(True)
     runner.run(batch_of(kit, 3))
     assert not nested
-    check_decode(kit, runner, model, 3, seed=1)
+    check_run(kit, runner, model, 3, seed=1)
 
 
 def test_prepare_may_return_declared_host_arguments_only():
@@ -842,9 +842,9 @@ def test_batch_over_the_largest_bucket_runs_eagerly_and_whole(kit: Kit) -> None:
     decision = runner.can_run(requests=11)
     assert not decision.ok
     assert decision.reason == "over_largest_bucket"
-    check_decode(kit, runner, model, 11, seed=1)
+    check_run(kit, runner, model, 11, seed=1)
     assert runner.stats().eager == {"over_largest_bucket": 1}
-    check_decode(kit, runner, model, 8, seed=2)
+    check_run(kit, runner, model, 8, seed=2)
 
 
 def test_strided_and_overlapping_inputs_are_copied_in(kit: Kit) -> None:
@@ -886,13 +886,13 @@ def test_invalidated_graphs_are_captured_again_with_the_new_weights(kit: Kit) ->
     """FAULTS 10."""
     model = Model(kit)
     runner = decoder(kit, model)
-    check_decode(kit, runner, model, 3, seed=1)
+    check_run(kit, runner, model, 3, seed=1)
     model.weight = model.weight.clone() + 1  # other memory: the graphs do not know it
     runner.invalidate("weights")
-    check_decode(kit, runner, model, 3, seed=2)
+    check_run(kit, runner, model, 3, seed=2)
     assert runner.stats().eager == {"invalidated": 1}
     runner.capture()
-    check_decode(kit, runner, model, 3, seed=3)
+    check_run(kit, runner, model, 3, seed=3)
     assert runner.stats().graph_steps == 2
 
 

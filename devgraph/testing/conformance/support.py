@@ -240,53 +240,47 @@ def batch_of(kit: Kit, count: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def runner_of(
-    kit: Kit, forward: Any, slots: Sequence[dg.InputSlot] = (X,), **options: Any
-) -> dg.DecodeRunner:
-    """A captured decode runner for four requests, whose input is ``X``."""
-    options = {"max_requests": 4, "backend": kit.backend, "progress": False, **options}
-    runner = dg.DecodeRunner(forward, list(slots), **options)
+    kit: Kit,
+    forward: Any,
+    slots: Sequence[dg.InputSlot] = (X,),
+    kind: type[Any] = dg.DecodeRunner,
+    **options: Any,
+) -> Any:
+    """A captured runner, for four requests if nothing else is said, whose input is ``X``."""
+    if kind is not dg.EncoderRunner:
+        options.setdefault("max_requests", 4)
+    runner = kind(forward, list(slots), backend=kit.backend, progress=False, **options)
     runner.capture()
     return runner
 
 
 def decoder(kit: Kit, model: Model, **options: Any) -> dg.DecodeRunner:
     """A captured decode runner with the buckets 1, 2, 4 and 8."""
-    return runner_of(kit, model.decode, SLOTS, **{"max_requests": 8, **options})
-
-
-def prefiller(kit: Kit, model: Model, **options: Any) -> dg.PrefillRunner:
-    """A captured prefill runner whose tail sums the tokens of each request."""
-    options = {
-        "max_tokens": 16,
-        "max_requests": 4,
-        "backend": kit.backend,
-        "progress": False,
-        "tail": lambda hidden, batch: model.summed(hidden, batch.starts),
-        **options,
-    }
-    config = options.pop("config", {"policy": "breakable", "buckets": [4, 8, 16]})
-    runner = dg.PrefillRunner(model.decode, [*SLOTS, STARTS], config=config, **options)
-    runner.capture()
+    runner: dg.DecodeRunner = runner_of(kit, model.decode, SLOTS, max_requests=8, **options)
     return runner
 
 
-def check_decode(kit: Kit, runner: dg.DecodeRunner, model: Model, count: int, seed: int) -> None:
-    """Run a batch and fail unless outputs and state are those of an eager step."""
-    inputs = batch_of(kit, count, seed)
-    state = model.cache.clone()
-    want = model.step(state, inputs["ids"], inputs["rows"])
-    kit.same(runner.run(inputs), want, f"the output of {count} requests")
-    same(model.cache[:ROWS], state[:ROWS], f"the state after {count} requests")
+def prefiller(kit: Kit, model: Model, policy: str = "breakable", **options: Any) -> Any:
+    """A captured prefill runner whose tail sums the tokens of each request."""
+    options = {
+        "max_tokens": 16,
+        "tail": lambda hidden, batch: model.summed(hidden, batch.starts),
+        "config": {"policy": policy, "buckets": [4, 8, 16]},
+        **options,
+    }
+    return runner_of(kit, model.decode, [*SLOTS, STARTS], dg.PrefillRunner, **options)
 
 
-def check_prefill(
-    kit: Kit, runner: dg.PrefillRunner, model: Model, lengths: tuple[int, ...], seed: int
+def check_run(
+    kit: Kit, runner: Any, model: Model, lengths: tuple[int, ...] | int, seed: int
 ) -> None:
-    """Run requests of these lengths and fail unless outputs and state are those of eager."""
-    inputs = batch_of(kit, sum(lengths), seed)
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], device=kit.device)
+    """Run requests of these lengths, or so many of one token each, and fail unless outputs and
+    state are those of an eager step."""
+    inputs = batch_of(kit, lengths if isinstance(lengths, int) else sum(lengths), seed)
     state = model.cache.clone()
-    want = model.summed(model.step(state, inputs["ids"], inputs["rows"]), starts)
-    out = runner.run({**inputs, "starts": starts})
-    kit.same(out, want, f"the output of requests of {lengths} tokens")
-    same(model.cache[:ROWS], state[:ROWS], f"the state after requests of {lengths} tokens")
+    want = model.step(state, **inputs)
+    if not isinstance(lengths, int):
+        inputs["starts"] = torch.tensor([0, *itertools.accumulate(lengths)], device=kit.device)
+        want = model.summed(want, inputs["starts"])
+    kit.same(runner.run(inputs), want, f"the output of {lengths}")
+    same(model.cache[:ROWS], state[:ROWS], f"the state after {lengths}")

@@ -79,18 +79,13 @@ def summing(batch: Any) -> torch.Tensor:
 @declares("region_update")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_prepare_returns_host_arguments(kit: Kit, policy: str) -> None:
-    lengths = [1]
-
+    planned = {"length": 1}
     runner = runner_of(
-        kit,
-        summing,
-        config=policy,
-        host_args={"length": 1},
-        prepare=lambda batch: {"length": lengths[-1]},
+        kit, summing, config=policy, host_args={"length": 1}, prepare=lambda batch: planned
     )
     x = kit.tensor(3, WIDTH)
     for length in (2, 5, 2):
-        lengths.append(length)
+        planned = {"length": length}
         same(runner.run({"x": x}), x[:, :length].sum(1, keepdim=True) + x)
 
 
@@ -165,29 +160,19 @@ class Generating:
     def one_by_one(
         self, inputs: dict[str, torch.Tensor], steps: int
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
-        """What single steps return of the requests that still run, zeros elsewhere."""
-        count = inputs["ids"].shape[0] // self.width
-        ids, rows = inputs["ids"].view(count, -1).clone(), inputs["rows"].view(count, -1).clone()
+        """What single steps of each request alone return until it is done, zeros behind."""
+        ids, rows = (inputs[name].view(-1, self.width) for name in ("ids", "rows"))
         tokens = ids.new_zeros(steps, *ids.shape)
-        sums = self.cache.new_zeros(steps, count)
-        taken, alive = [0] * count, list(range(count))
-        for step in range(steps):
-            batch = types.SimpleNamespace(
-                ids=ids[alive].flatten(), rows=rows[alive].flatten(), requests=len(alive)
-            )
-            if not alive:
-                break
-            out = self.forward(batch)
-            tokens[step, alive], sums[step, alive] = out["tokens"].view(len(alive), -1), out["sum"]
-            self.advance(batch, out)
-            ids[alive], rows[alive] = (
-                batch.ids.view(len(alive), -1),
-                batch.rows.view(len(alive), -1),
-            )
-            ended = self.done(batch, out).tolist()
-            for one in alive:
+        sums, taken = self.cache.new_zeros(steps, len(ids)), [0] * len(ids)
+        for one in range(len(ids)):
+            batch = types.SimpleNamespace(ids=ids[one].clone(), rows=rows[one].clone(), requests=1)
+            ended = False
+            while not ended and taken[one] < steps:
+                out = self.forward(batch)
+                tokens[taken[one], one], sums[taken[one], one] = out["tokens"], out["sum"]
                 taken[one] += 1
-            alive = [one for one, end in zip(alive, ended, strict=True) if not end]
+                self.advance(batch, out)
+                ended = bool(self.done(batch, out))
         return {"tokens": tokens.flatten(1), "sum": sums}, taken
 
 
@@ -290,7 +275,7 @@ class Counting:
 
         return dg.Loop(steps=steps, advance=advance, done=lambda batch, found: batch.left <= 0)
 
-    def runner(self, kit: Kit, **options: Any) -> dg.DecodeRunner:
+    def runner(self, kit: Kit, **options: Any) -> Any:
         """Return a runner of loops of five steps."""
         outputs = {"grown": dg.OutputSlot(), "odd": dg.OutputSlot()}
         return runner_of(kit, self.forward, [X, LEFT], outputs=outputs, loop=self.loop(), **options)
@@ -426,13 +411,6 @@ def encode(batch: Any) -> torch.Tensor:
     return same_item.to(x.dtype) @ x
 
 
-def encoder_of(kit: Kit, **options: Any) -> dg.EncoderRunner:
-    options = {"budgets": [4, 8], "max_items": 3, "progress": False, **options}
-    runner = dg.EncoderRunner(encode, [X], backend=kit.backend, **options)
-    runner.capture()
-    return runner
-
-
 def check_items(kit: Kit, runner: dg.EncoderRunner, lengths: tuple[int, ...]) -> None:
     """Run items of these lengths and fail unless each gets what it gets alone."""
     items = [kit.tensor(n, WIDTH, seed=i).round() for i, n in enumerate(lengths)]
@@ -444,8 +422,12 @@ def check_items(kit: Kit, runner: dg.EncoderRunner, lengths: tuple[int, ...]) ->
 @pytest.mark.parametrize("policy", [*POLICIES, "disabled"])
 def test_items_of_an_encoder_get_what_each_gets_alone(kit: Kit, policy: str) -> None:
     seen: list[tuple[list[int], list[int]]] = []
-    runner = encoder_of(
+    runner = runner_of(
         kit,
+        encode,
+        kind=dg.EncoderRunner,
+        budgets=[4, 8],
+        max_items=3,
         config=policy,
         prepare=lambda batch: seen.append((batch.item_ids.tolist(), batch.offsets.tolist())),
     )
@@ -459,8 +441,9 @@ def test_items_of_an_encoder_get_what_each_gets_alone(kit: Kit, policy: str) -> 
 
 
 def test_graph_that_ran_longest_ago_makes_room_for_one_that_is_wanted(kit: Kit) -> None:
+    options: dict[str, Any] = {"budgets": [2, 4, 8], "max_graphs": 2, "max_items": 3}
     config = {"capture": "lazy", "lazy_hits": 1}
-    runner = encoder_of(kit, budgets=[2, 4, 8], max_graphs=2, config=config)
+    runner = runner_of(kit, encode, kind=dg.EncoderRunner, config=config, **options)
     for length in (2, 4, 2, 8, 8, 2, 4):  # 8 takes the place of 4, and 4 then that of 8
         check_items(kit, runner, (length,))
     assert [graph.key.bucket for graph in runner.graphs.captured] == [4, 2]
