@@ -203,8 +203,8 @@ class _Acceleration:
                 return self._hooks["generate"].own(*args, **kwargs)
             finally:
                 self._depth -= 1
-                if not self._depth and self._seat is not None:
-                    self._seat.leave()
+                if not self._depth:
+                    self._vacate()
 
     def _prepare_cache(self, *args: Any) -> Any:
         result = self._hooks["_prepare_cache_for_generation"].own(*args)
@@ -239,14 +239,13 @@ class _Acceleration:
         if any(pads) and self.engine.model.own is not None:
             return Fallback.PADDING
         cache: Any = inputs.get("past_key_values")
-        if self._seat is None or not self._seat.resume(cache, pads):
-            self._vacate()
-            if not Seat.fits(self.engine, cache, batch):
-                return Fallback.CACHE
-            if cache.get_seq_length() - min(pads) > self.engine.model.positions:
-                return Fallback.LENGTH
-            self.engine.ready()
-            self._seat = Seat(self.engine, cache, pads)
+        self._vacate()
+        if not Seat.fits(self.engine, cache, batch):
+            return Fallback.CACHE
+        if cache.get_seq_length() - min(pads) > self.engine.model.positions:
+            return Fallback.LENGTH
+        self.engine.ready()
+        self._seat = Seat(self.engine, cache, pads)
         self._seat.deterministic = not config.do_sample
         return None
 

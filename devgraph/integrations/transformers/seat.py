@@ -55,7 +55,6 @@ class Seat:
         self._engine = engine
         self._rows = engine.model.cache
         self._cache = weakref.ref(cache)
-        self._given: list[tuple[weakref.ref[Tensor], int | None]] = []
         self.records = False
         self._next: Tensor | None = None
         self._kind = cache.layer_class_to_replicate
@@ -64,7 +63,8 @@ class Seat:
             self._rows.release(slot)
         if self.length:
             self._fill(cache.layers)
-        self._sit(cache)
+        cache.layers[:] = [_SeatedLayer(self, index) for index in range(len(self._rows.layers))]
+        cache.layer_class_to_replicate = None
 
     @staticmethod
     def fits(engine: Engine, cache: Any, batch: int) -> bool:
@@ -109,7 +109,6 @@ class Seat:
         layers = [self.plain(index) for index in range(len(cache.layers))]
         cache.layers[:] = layers
         cache.layer_class_to_replicate = self._kind
-        self._given = [(weakref.ref(rows), _changes(rows)) for rows in _rows_of(layers)]
         return layers
 
     def plain(self, index: int) -> CacheLayerMixin:
@@ -121,26 +120,6 @@ class Seat:
         if self.length:
             layer.update(*self.rows(index))
         return layer
-
-    def resume(self, cache: Any, pads: list[int]) -> bool:
-        """Seat ``cache`` again if the slots still hold what it holds; return whether they do."""
-        held = self._cache()
-        if held is None or held is not cache or self.pads != pads:
-            return False
-        if seat_of(held) is not self:
-            rows = _rows_of(held.layers)
-            if len(rows) != len(self._given) or not all(
-                given() is one and changes is not None and changes == _changes(one)
-                for one, (given, changes) in zip(rows, self._given, strict=True)
-            ):
-                return False
-            self._sit(held)
-        return True
-
-    def _sit(self, cache: DynamicCache) -> None:
-        cache.layers[:] = [_SeatedLayer(self, index) for index in range(len(self._rows.layers))]
-        cache.layer_class_to_replicate = None
-        self._next = None  # of the step before, which may not have come to its end
 
     def rows(self, index: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer as transformers keeps them, padding at the left."""
@@ -235,17 +214,6 @@ class Seat:
                 taken = len(steps[-1][-1].ids)
                 ids, cached, room = ids[taken:], cached + taken, room - taken
         return steps
-
-
-def _rows_of(layers: Sequence[Any]) -> list[Tensor]:
-    return [
-        rows for layer in layers if layer.keys is not None for rows in (layer.keys, layer.values)
-    ]
-
-
-def _changes(rows: Tensor) -> int | None:
-    """Return how often ``rows`` were written in place; tensors of inference mode do not say."""
-    return None if rows.is_inference() else rows._version
 
 
 class _SeatedLayer(CacheLayerMixin):  # type: ignore[misc]

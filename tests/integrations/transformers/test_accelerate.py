@@ -322,7 +322,7 @@ def test_forward_outside_generate_is_the_models_own(model: Any) -> None:
     cache = out.past_key_values
     got = model(input_ids=ids[:, -1:], past_key_values=cache).logits
     close(got, want[:, -1:])
-    # The slots do not hold its last row, so it is not resumed in them.
+    # The slots do not hold its last row.
     more = torch.cat([ids, ids[:, :1]], dim=1)
     again = generated(model, {"input_ids": more}, past_key_values=cache)
     assert torch.equal(again, generated(model, {"input_ids": more}))
