@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import logging
 import os
 from collections.abc import Callable
@@ -36,19 +35,6 @@ class Changes:
         self._engine = engine
         self._undo = contextlib.ExitStack()
         self.places: list[str] = []
-
-    def module(self, name: str) -> Any:
-        """Import a module of the engine.
-
-        Raises:
-            InstallError: there is none; names it.
-        """
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            raise InstallError(
-                f"{name} cannot be imported; devgraph was tried with {self._engine}. ({error})"
-            ) from error
 
     def require(self, owner: Any, *names: str) -> None:
         """Raise InstallError, which names it, for a name that ``owner`` lacks."""

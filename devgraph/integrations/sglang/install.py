@@ -65,20 +65,20 @@ def _install(mode: str | None, *, strict: bool) -> None:
 
 def _change(changes: Changes, mode: str | None) -> None:
     for module, names in _USED.items():
-        owner = changes.module(module)
+        owner = importlib.import_module(module)
         for name in names.split():
             kind, _, attribute = name.partition(".")
             changes.require(owner, kind)
             changes.require(getattr(owner, kind), *filter(None, [attribute]))
-    choice = changes.module(f"{MODEL}.runner_backend.utils")
+    choice = importlib.import_module(f"{MODEL}.runner_backend.utils")
     changes.require(choice, "FullCudaGraphBackend", "BreakableCudaGraphBackend")
     changes.change(choice, "FullCudaGraphBackend", full_backend())
     changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
-    radix = changes.module("sglang.srt.layers.radix_attention").RadixAttention
+    radix = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
     marked = getattr(radix, "_eager_attention", None)
     if marked is not None:  # 0.5.17 has it elsewhere, and no prefill that is updated
         changes.change(radix, "_eager_attention", with_region(marked))
-    saver = changes.module(SAVER)
+    saver = importlib.import_module(SAVER)
     for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):
         after = functools.partial(_with_graphs, ours)
         changes.around(saver._TorchMemorySaverAdapterReal, name, after=after)
@@ -93,7 +93,7 @@ def _with_graphs(ours: Callable[[GraphMemory], None], saver: Any, tag: str) -> N
 
 
 def _put_mode(changes: Changes, mode: EngineMode) -> None:
-    arguments = changes.module("sglang.srt.server_args").ServerArgs
+    arguments = importlib.import_module("sglang.srt.server_args").ServerArgs
     # Arguments resolve later than they are made, once, in one process; before 0.5.18 as they are.
     name = "resolve_once" if hasattr(arguments, "resolve_once") else "__post_init__"
 
