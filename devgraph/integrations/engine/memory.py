@@ -1,11 +1,10 @@
-"""Graph memory by the engine's own pool handles, and weak outputs in it."""
+"""Graph memory by the engine's own pool handles."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 
@@ -13,7 +12,6 @@ from devgraph.api.backend import Backend
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
-from devgraph.integrations.engine.outputs import mapped
 
 logger = logging.getLogger(__name__)
 
@@ -135,15 +133,3 @@ class GraphMemory:
         self.backend.synchronize()
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
-
-
-def weak(pool: Pool, output: Any) -> Any:
-    """Return ``output`` with every tensor of the pool's device replaced by one that does not keep
-    its memory."""
-    kind = pool.backend.device.type
-
-    def bare(tensor: torch.Tensor) -> torch.Tensor:
-        ours = tensor.device.type == kind and tensor.numel()
-        return pool.bare(tensor) if ours else tensor
-
-    return mapped(bare, output)

@@ -20,8 +20,13 @@ from devgraph.api.pool import Pool
 from devgraph.api.session import session
 from devgraph.integrations.engine.ledger import Ledger, Publisher
 from devgraph.integrations.engine.memory import GraphMemory
-from devgraph.integrations.engine.outputs import SharedOutputs, copy_into
-from devgraph.integrations.engine.steps import CapturedStep, capture_under, recorded
+from devgraph.integrations.engine.steps import (
+    CapturedStep,
+    SharedOutputs,
+    capture_under,
+    copy_into,
+    recorded,
+)
 from devgraph.integrations.sglang.segments import segment_classes, undifferentiated
 from devgraph.integrations.sglang.updated import WholeCapture, planned_on_host, require_updatable
 

@@ -13,8 +13,13 @@ from typing import Any
 
 from devgraph.api.errors import StateError
 from devgraph.integrations.engine.ledger import EagerReason, ModeCount
-from devgraph.integrations.engine.memory import weak
-from devgraph.integrations.engine.steps import CapturedStep, addresses, capture_under, recorded
+from devgraph.integrations.engine.steps import (
+    CapturedStep,
+    addresses,
+    capture_under,
+    recorded,
+    weak,
+)
 from devgraph.integrations.vllm.breaks import AttentionBreaks, attention_ops
 from devgraph.integrations.vllm.layer import Layer, current_layer
 

@@ -15,7 +15,7 @@ import torch
 
 import devgraph as dg
 from devgraph.integrations import sglang
-from devgraph.integrations.engine.outputs import tensors
+from devgraph.integrations.engine.steps import tensors
 from devgraph.integrations.sglang import backends
 from devgraph.integrations.sglang.install import SAVER
 from tests.support import sglang_standin
