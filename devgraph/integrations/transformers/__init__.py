@@ -29,25 +29,19 @@ from devgraph.integrations.transformers.accelerate import (
     generate_stats,
     unaccelerate,
 )
-from devgraph.integrations.transformers.attention import KVCache, LayerShape
 from devgraph.integrations.transformers.engine import Completion, Engine, EngineStats, TokenEvent
 from devgraph.integrations.transformers.loading import find_demo, load
-from devgraph.integrations.transformers.model import CausalModel
 from devgraph.integrations.transformers.probe import UnsupportedModelError
-from devgraph.integrations.transformers.requests import FinishReason, SamplingParams, TextStream
+from devgraph.integrations.transformers.requests import FinishReason, SamplingParams
 
 __all__ = [
-    "CausalModel",
     "Completion",
     "Engine",
     "EngineStats",
     "Fallback",
     "FinishReason",
     "GenerateStats",
-    "KVCache",
-    "LayerShape",
     "SamplingParams",
-    "TextStream",
     "TokenEvent",
     "UnsupportedModelError",
     "accelerate",

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from devgraph.api.errors import InputError, StateError
+from devgraph.api.errors import StateError
 from devgraph.api.marks.marks import region
 from devgraph.runners.batch import Batch
 
@@ -146,10 +146,6 @@ class KVCache(Cache):  # type: ignore[misc]
         """Where padded tokens are written."""
         return self.slots * self.max_len
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self._tensors())
-
     def _tensors(self) -> list[Tensor]:
         return [t for layer in self.layers for t in (layer.keys, layer.values)]
 
@@ -224,9 +220,6 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` rows of ``source`` to ``target``; ``source`` is released."""
-        for name, slot in (("source", source), ("target", target)):
-            if not 0 <= slot < self.slots:
-                raise InputError(f"{name} slot {slot} does not exist; there are {self.slots}")
         if length:
             a, b = source * self.max_len, target * self.max_len
             tensors = self._tensors()
@@ -235,9 +228,6 @@ class KVCache(Cache):  # type: ignore[misc]
             )
         self._clean[target] = 0
         self.release(source)
-
-    def __repr__(self) -> str:
-        return f"<KVCache of {len(self.layers)} layers, {self.slots} slots of {self.max_len} rows>"
 
 
 def decode_mask(

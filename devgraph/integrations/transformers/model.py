@@ -477,9 +477,8 @@ class CausalModel:
         softcap: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        step, layer = self._step, self.cache.take()
-        if step is None:
-            raise StateError("this attention function serves the steps of a device-graph engine")
+        layer, step = self.cache.take(), self._step
+        assert step is not None  # or nothing was written
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window, host = layer.shape.window, step.batch.host
         if self.varlen:
