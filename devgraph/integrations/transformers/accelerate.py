@@ -178,8 +178,6 @@ class _Acceleration:
     def remove(self) -> None:
         """Take the hooks out of the model and free the engine."""
         with self._lock:
-            if self._depth:
-                raise StateError("a generation of this model is running; let it end first")
             self._changes.undo()
             self._close()
 
@@ -373,11 +371,11 @@ class _Acceleration:
             return {
                 f"req_{i}": GenerationOutput(
                     request_id=f"req_{i}",
-                    prompt_ids=list(one.prompt_ids),
+                    prompt_ids=[int(token) for token in row],
                     generated_tokens=list(one.token_ids),
                     status=RequestStatus.FINISHED,
                 )
-                for i, one in enumerate(done)
+                for i, (row, one) in enumerate(zip(inputs, done, strict=True))
             }
 
     def _sampling_of(self, config: GenerationConfig) -> SamplingParams | None:

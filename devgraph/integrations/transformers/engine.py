@@ -43,8 +43,7 @@ class TokenEvent:
     """One new token of one request."""
 
     request_id: int
-    token: int | None
-    """None only when the request was cancelled."""
+    token: int
     text: str
     """Text that became certain with this token; empty without a tokenizer."""
     finish_reason: FinishReason | None
@@ -55,8 +54,6 @@ class TokenEvent:
 class Completion:
     """What became of one prompt."""
 
-    request_id: int
-    prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     """Generated tokens, the one that ended the request included."""
     text: str
@@ -242,7 +239,7 @@ class Engine:
         """
         self._check_open()
         request = self._request(prompt, max_new_tokens, sampling, stop_token_ids)
-        self._scheduler.add(request)
+        self._scheduler.waiting.append(request)
         return request.id
 
     def _request(
@@ -270,7 +267,7 @@ class Engine:
             max_new_tokens=max_new_tokens,
             eos=self._eos,
             stop=frozenset(ids_of("stop_token_ids must be", stop_token_ids)),
-            sampler=None if sampling.greedy else Sampler(sampling, self.model.device),
+            sampler=Sampler(sampling, self.model.device) if sampling.temperature else None,
             stream=None if self.tokenizer is None else TextStream(self.tokenizer),
         )
         self._next_id += 1
@@ -292,15 +289,10 @@ class Engine:
             )
         return ids
 
-    def cancel(self, request_id: int) -> TokenEvent:
-        """End a request now and return its last event; those that no ``step`` returned are gone."""
+    def cancel(self, request_id: int) -> None:
+        """End a request now; its events that no ``step`` returned are gone."""
         self._check_open()
-        request = self._scheduler.find(request_id)
-        self._drop(request)
-        text = request.stream.finish() if request.stream else ""
-        return TokenEvent(
-            request_id=request_id, token=None, text=text, finish_reason=request.finish_reason
-        )
+        self._drop(self._scheduler.find(request_id))
 
     @property
     def has_work(self) -> bool:
@@ -462,8 +454,7 @@ class Engine:
         ]
         self.ready()
         requests = {request.id: request for request in made}
-        for request in made:
-            self._scheduler.add(request)
+        self._scheduler.waiting.extend(made)
         others: list[TokenEvent] = []
         try:
             while any(request.finish_reason is None for request in made):
@@ -602,8 +593,6 @@ def _completion_of(request: Request) -> Completion:
     """Return what became of a request that ended."""
     assert request.finish_reason is not None
     return Completion(
-        request_id=request.id,
-        prompt_ids=tuple(request.tokens[: request.prompt_length]),
         token_ids=tuple(request.generated),
         text="" if request.stream is None else request.stream.text,
         finish_reason=request.finish_reason,

@@ -460,8 +460,7 @@ class CausalModel:
 
     def _mask(self, *args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor:
         step = self._step
-        if step is None:
-            raise StateError("this mask function serves the steps of a device-graph engine")
+        assert step is not None
         positions = step.batch.position_ids.view(-1, step.width)
         return mask_of(mask_function, positions, self._rows, self.dtype)
 

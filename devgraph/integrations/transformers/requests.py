@@ -67,10 +67,6 @@ class SamplingParams:
         if self.seed is not None and whole("seed", self.seed, -(1 << 63)) >= 1 << 64:
             raise InputError(f"a seed has 64 bits, got {self.seed}")
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
 
 class Sampler:
     """Draws the tokens of one request, with a random stream of its own.
@@ -184,10 +180,7 @@ class FinishReason(str, enum.Enum):
     LENGTH = "length"
     """``max_new_tokens`` were produced."""
     CANCELLED = "cancelled"
-    """``cancel`` was called."""
-
-    def __str__(self) -> str:
-        return self.value
+    """Its tokenizer raised."""
 
 
 @attrs.define(eq=False)
@@ -300,9 +293,6 @@ class Scheduler:
     def __bool__(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.waiting) or any(r is not None for r in self._slots)
-
-    def add(self, request: Request) -> None:
-        self.waiting.append(request)
 
     def admit(self) -> None:
         """Give free slots to waiting requests, lowest slot and longest wait first."""

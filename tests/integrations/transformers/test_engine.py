@@ -50,7 +50,6 @@ def finish(engine: Engine) -> dict[int, list[int]]:
     tokens: dict[int, list[int]] = {}
     while engine.has_work:
         for event in engine.step():
-            assert event.token is not None
             tokens.setdefault(event.request_id, []).append(event.token)
     return tokens
 
@@ -64,7 +63,6 @@ def test_seven_prompts_in_three_slots_give_the_tokens_of_generate(family: str, m
     with make_engine(model, mode) as engine:
         done = engine.generate(texts, max_new_tokens=9)
         assert [list(one.token_ids) for one in done] == want
-        assert [list(one.prompt_ids) for one in done] == texts
         assert {one.finish_reason for one in done} == {FinishReason.LENGTH}
         stats = engine.decode.stats(), engine.prefill.stats()
         in_graphs = sum(s.graph_steps for s in stats)
@@ -160,7 +158,7 @@ def test_late_requests_change_nothing_for_those_that_run() -> None:
             assert engine.add_request(text, max_new_tokens=20) == number
             for _ in range(5):
                 for event in engine.step():
-                    tokens.setdefault(event.request_id, []).append(event.token or 0)
+                    tokens.setdefault(event.request_id, []).append(event.token)
         for number, rest in finish(engine).items():
             tokens.setdefault(number, []).extend(rest)
         assert [tokens[i] for i in range(4)] == want
@@ -366,10 +364,10 @@ def test_cancel_ends_a_running_and_a_waiting_request() -> None:
         for text in texts:
             engine.add_request(text, max_new_tokens=8)
         engine.step()
-        assert engine.cancel(0).finish_reason is FinishReason.CANCELLED
+        engine.cancel(0)
         assert finish(engine).keys() == {1, 2}
         request = engine.add_request(texts[2], max_new_tokens=8)
-        assert engine.cancel(request).token is None
+        engine.cancel(request)
         assert not engine.has_work
         assert list(engine.generate([texts[2]], max_new_tokens=8)[0].token_ids) == want
 
@@ -548,7 +546,7 @@ def test_events_of_queued_requests_come_after_a_generation() -> None:
         assert finish(engine) == {queued: reference(model, texts[0], 3)}
         queued = engine.add_request(texts[0], max_new_tokens=9)
         engine.generate(texts[1:], max_new_tokens=2)
-        assert engine.cancel(queued).finish_reason is FinishReason.CANCELLED
+        engine.cancel(queued)
         assert not engine.has_work and not engine.step()
 
 

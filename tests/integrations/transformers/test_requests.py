@@ -169,7 +169,7 @@ def advance(scheduler: Scheduler) -> list[tuple[int, int, int]]:
 
 def test_long_prompt_runs_in_chunks_of_the_budget() -> None:
     scheduler = Scheduler(2, max_step_tokens=8)
-    scheduler.add(request(0, 19))
+    scheduler.waiting.append(request(0, 19))
     assert [advance(scheduler) for _ in range(4)] == [
         [(0, 0, 8)],
         [(0, 0, 8)],
@@ -180,9 +180,9 @@ def test_long_prompt_runs_in_chunks_of_the_budget() -> None:
 
 def test_decoding_requests_keep_running_beside_a_long_prompt() -> None:
     scheduler = Scheduler(2, max_step_tokens=4)
-    scheduler.add(request(0, 2))
+    scheduler.waiting.append(request(0, 2))
     advance(scheduler)
-    scheduler.add(request(1, 5))
+    scheduler.waiting.append(request(1, 5))
     assert advance(scheduler) == [(0, 0, 1), (1, 1, 3)]
     assert advance(scheduler) == [(0, 0, 1), (1, 1, 2)]
 
@@ -190,7 +190,7 @@ def test_decoding_requests_keep_running_beside_a_long_prompt() -> None:
 def test_budget_is_never_exceeded_and_first_come_is_first_served() -> None:
     scheduler = Scheduler(4, max_step_tokens=6)
     for number in range(4):
-        scheduler.add(request(number, 5))
+        scheduler.waiting.append(request(number, 5))
     assert advance(scheduler) == [(0, 0, 5), (1, 1, 1)]
     assert advance(scheduler) == [(0, 0, 1), (1, 1, 4), (2, 2, 1)]
     assert sum(count for *_, count in advance(scheduler)) == 6
@@ -198,8 +198,8 @@ def test_budget_is_never_exceeded_and_first_come_is_first_served() -> None:
 
 def test_request_waits_until_a_slot_is_free() -> None:
     scheduler = Scheduler(1, max_step_tokens=8)
-    scheduler.add(request(0, 2))
-    scheduler.add(request(1, 2))
+    scheduler.waiting.append(request(0, 2))
+    scheduler.waiting.append(request(1, 2))
     advance(scheduler)
     assert len(scheduler.waiting) == 1
     assert scheduler.release(scheduler.find(0)) == 0
@@ -209,7 +209,7 @@ def test_request_waits_until_a_slot_is_free() -> None:
 def test_hole_goes_to_a_waiting_request_before_anything_is_moved() -> None:
     scheduler = Scheduler(3, max_step_tokens=16)
     for number in range(4):
-        scheduler.add(request(number, 2))
+        scheduler.waiting.append(request(number, 2))
     advance(scheduler)
     scheduler.release(scheduler.find(0))
     scheduler.admit()
@@ -220,7 +220,7 @@ def test_hole_goes_to_a_waiting_request_before_anything_is_moved() -> None:
 def test_last_request_is_moved_into_a_hole_that_stays() -> None:
     scheduler = Scheduler(4, max_step_tokens=16)
     for number in range(4):
-        scheduler.add(request(number, number + 2))
+        scheduler.waiting.append(request(number, number + 2))
     advance(scheduler)
     scheduler.release(scheduler.find(0))
     scheduler.release(scheduler.find(2))
@@ -232,7 +232,7 @@ def test_last_request_is_moved_into_a_hole_that_stays() -> None:
 
 def test_prompt_of_one_token_is_a_decode_step_at_once() -> None:
     scheduler = Scheduler(2, max_step_tokens=8)
-    scheduler.add(request(0, 1))
+    scheduler.waiting.append(request(0, 1))
     scheduler.admit()
     assert all(c.completes and c.count == 1 for c in scheduler.plan())
 
@@ -240,7 +240,7 @@ def test_prompt_of_one_token_is_a_decode_step_at_once() -> None:
 def test_packed_step_has_one_request_where_each_runs_alone() -> None:
     scheduler = Scheduler(3, max_step_tokens=8, alone=True)
     for number, length in enumerate((1, 5, 12)):
-        scheduler.add(request(number, length))
+        scheduler.waiting.append(request(number, length))
     scheduler.admit()
     for wanted in ([(1, 5)], [(2, 7)], [(2, 5)], [(0, 1)]):
         chunks = scheduler.plan()
@@ -264,7 +264,7 @@ def test_request_ends_for_the_right_reason(tokens: list[int], reason: FinishReas
 
 def test_waiting_request_can_be_released() -> None:
     scheduler = Scheduler(1, max_step_tokens=8)
-    scheduler.add(request(0, 2))
+    scheduler.waiting.append(request(0, 2))
     assert scheduler.release(scheduler.find(0)) is None
     assert not scheduler
 
@@ -276,7 +276,7 @@ def test_budget_below_one_token_a_slot_is_refused() -> None:
 
 def test_unknown_request_is_named() -> None:
     scheduler = Scheduler(1, max_step_tokens=8)
-    scheduler.add(request(12, 2))
+    scheduler.waiting.append(request(12, 2))
     with pytest.raises(DeviceGraphError, match="no request 3"):
         scheduler.find(3)
 
