@@ -20,8 +20,7 @@ from devgraph.api.executable import Executable, held
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.node_calls import RuntimeCallError
 from devgraph.api.torchlike.node_graph import Applying, NodeGraph
-from devgraph.api.torchlike.nodes import RegionPattern
-from devgraph.api.torchlike.recording import NodeRecording
+from devgraph.api.torchlike.recording import NodeRecording, RegionPattern
 from devgraph.rocm.runtime import Runtime
 
 logger = logging.getLogger(__name__)

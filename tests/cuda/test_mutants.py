@@ -13,7 +13,7 @@ import torch
 import devgraph as dg
 from devgraph.api.executable import Recordings
 from devgraph.api.torchlike.base import TorchPool
-from devgraph.api.torchlike.nodes import RegionPattern
+from devgraph.api.torchlike.recording import RegionPattern
 from devgraph.cuda.runtime import Runtime
 from devgraph.testing.conformance import test_pool, test_update
 from devgraph.testing.conformance.support import Kit

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from devgraph.api.torchlike.node_calls import Edges, Read, Update
-from devgraph.api.torchlike.nodes import RegionPattern
+from devgraph.api.torchlike.recording import RegionPattern
 
 __all__ = ["Driver", "Node", "kernel", "pattern_of"]
 

@@ -37,10 +37,10 @@ from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard, SideStreams, name_streams
 from devgraph.api.torchlike.node_calls import NodeRuntime, RuntimeCallError
-from devgraph.api.torchlike.nodes import RegionPattern
 from devgraph.api.torchlike.recording import (
     NodeRecording,
     RawGraph,
+    RegionPattern,
     executable_bytes,
     free_executable,
 )
