@@ -129,17 +129,16 @@ class Backend(Device):
         """Return what else a report should tell of this backend's runtime, by topic."""
         return {}
 
-    def make_pool(self, budget_bytes: int | None = None, *, releasable: bool = False) -> Pool:
+    def make_pool(self, *, releasable: bool = False) -> Pool:
         """Return a new pool.
 
         Args:
-            budget_bytes: the most that recordings of its graphs may take; None for the default.
             releasable: make one whose memory ``Pool.release`` can give back to the device.
 
         Raises:
             CapabilityError: there are no releasable ones here.
         """
-        return Pool(self, budget_bytes, releasable=releasable)
+        return Pool(self, releasable=releasable)
 
     def poison(self, tensor: torch.Tensor) -> None:
         """Fill ``tensor`` with values that no correct result contains."""

@@ -146,7 +146,7 @@ class Recordings:
     kept for it.
     """
 
-    def __init__(self, budget_bytes: int | None) -> None:
+    def __init__(self, budget_bytes: int | None = None) -> None:
         self.budget_bytes = budget_bytes
         self.bytes = 0
         self.hits = 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from devgraph.api.device import Device, identity
-from devgraph.api.errors import CapabilityError, ConfigError, StateError, finite, whole
+from devgraph.api.errors import CapabilityError, ConfigError, StateError, finite
 from devgraph.api.executable import Recordings
 
 if TYPE_CHECKING:
@@ -29,24 +29,18 @@ class Pool:
 
     Args:
         backend: the backend that made it (``backend.make_pool()``).
-        budget_bytes: the most that executables and recordings of this pool's graphs may take; see
-            ``Recordings``.
         releasable: whether ``release`` can give the memory back.
     """
 
-    def __init__(
-        self, backend: Device, budget_bytes: int | None = None, *, releasable: bool = False
-    ) -> None:
+    def __init__(self, backend: Device, *, releasable: bool = False) -> None:
         if releasable and not backend.capabilities.releasable_memory:
             raise CapabilityError(
                 f"backend {backend.name!r} cannot give the memory of a pool back to the device and "
                 f"map it at the same addresses again (releasable_memory). Close the graphs and "
                 f"capture them again instead: invalidate() and capture() of a runner."
             )
-        if budget_bytes is not None:
-            whole("budget_bytes", budget_bytes)
         self.backend = backend
-        self.recordings = Recordings(budget_bytes)
+        self.recordings = Recordings()
         self.releasable = releasable
         self._lock = backend.new_replay_lock()
         self._process = identity.token

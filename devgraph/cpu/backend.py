@@ -45,10 +45,8 @@ class CpuRecording(Recording):
 class CpuPool(Pool):
     """Blocks for graphs, and blocks for the temporaries of regions that are recorded again."""
 
-    def __init__(
-        self, backend: CpuBackend, budget_bytes: int | None = None, *, releasable: bool = False
-    ) -> None:
-        super().__init__(backend, budget_bytes, releasable=releasable)
+    def __init__(self, backend: CpuBackend, *, releasable: bool = False) -> None:
+        super().__init__(backend, releasable=releasable)
         self.blocks = BlockPool()
         self.regions = BlockPool()
 
@@ -215,8 +213,8 @@ class CpuBackend(Backend):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def make_pool(self, budget_bytes: int | None = None, *, releasable: bool = False) -> CpuPool:
-        return CpuPool(self, budget_bytes, releasable=releasable)
+    def make_pool(self, *, releasable: bool = False) -> CpuPool:
+        return CpuPool(self, releasable=releasable)
 
     def make_graph(self, pool: Pool | None = None) -> CpuGraph:
         pool = self.own_pool(pool)

@@ -123,10 +123,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         "pads with a number, got 'a'",
     ),
     "pad of a host slot": (lambda: HostSlot("tokens", pad=0), "needs pad=Pad.zero"),
-    "budget of a pool": (
-        lambda: BE.make_pool(budget_bytes="x"),
-        "must be an int, got 'x'",
-    ),
+    "budget of a pool": (lambda: BE.make_pool().limit("x"), "must be a number, got 'x'"),
     "specs of buffers": (lambda: dg.StaticBuffers({"x": 3}, device="cpu"), "specs are a mapping"),
     "parser": (lambda: dg.add_cli_args(None), "expected an argparse parser, got None"),
     "parsed arguments": (
@@ -152,7 +149,7 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _capture(lambda x, n: x + n, kwargs={"n": 1}, host_args={"n": 1}),
         "n: given both in kwargs and in host_args",
     ),
-    "budget": (lambda: BE.make_pool(budget_bytes=-1), "at least 0, got -1"),
+    "budget": (lambda: BE.make_pool().limit(-1), "at least 0, got -1"),
     "cases": (lambda: _capture().prove(cases=1.5), "cases must be an int, got 1.5"),
     "capacity": (
         lambda: dg.DecodeRunner(len, [SLOT], backend="cpu", max_requests=10**12),

@@ -214,7 +214,8 @@ def test_the_least_recently_used_executable_goes(kit: Kit) -> None:
 def test_a_launch_that_repeats_the_last_is_not_noted_again(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = kit.backend.make_pool(budget_bytes=20_000)
+    pool = kit.backend.make_pool()
+    pool.limit(20_000)
     first, second = _captured(kit, pool, 2)
     for step in (first, second, second):
         _check(step)
@@ -231,7 +232,10 @@ def test_a_launch_that_repeats_the_last_costs_under_a_budget_what_it_costs_witho
     kit: Kit,
 ) -> None:
     def functions(budget: int | None) -> list[str]:
-        captured, _ = _captured(kit, kit.backend.make_pool(budget_bytes=budget), 2)[1]
+        pool = kit.backend.make_pool()
+        if budget is not None:
+            pool.limit(budget)
+        captured, _ = _captured(kit, pool, 2)[1]
         graph, entered = captured.segments[0], []
         for _ in range(3):
             graph.replay()
@@ -283,7 +287,8 @@ def test_a_budget_that_comes_late_sees_the_launches_that_were_direct(kit: Kit) -
 
 
 def test_a_budget_of_zero_makes_every_launch_make_its_executable(kit: Kit) -> None:
-    pool = kit.backend.make_pool(budget_bytes=0)
+    pool = kit.backend.make_pool()
+    pool.limit(0)
     (step,) = _captured(kit, pool, 1)
     for count in range(1, 4):
         _check(step)
@@ -292,7 +297,8 @@ def test_a_budget_of_zero_makes_every_launch_make_its_executable(kit: Kit) -> No
 
 
 def test_a_pinned_executable_stays(kit: Kit) -> None:
-    pool = kit.backend.make_pool(budget_bytes=0)
+    pool = kit.backend.make_pool()
+    pool.limit(0)
     pinned, other = _captured(kit, pool, 2)
     pinned[0].pin()
     for _ in range(3):
@@ -340,7 +346,8 @@ def test_an_executable_and_recordings_share_the_budget(kit: Kit) -> None:
         scale(x, out, n=n)
         return out + 1
 
-    pool, x = kit.backend.make_pool(budget_bytes=1), torch.ones(4)
+    pool, x = kit.backend.make_pool(), torch.ones(4)
+    pool.limit(1)
     captured = dg.capture(step, x, backend=kit.backend, pool=pool, host_args={"n": 2})
     for n in (3, 2, 3, 4, 4):
         same(captured.replay(n=n), x * n + 1)
@@ -407,7 +414,8 @@ def test_a_broken_form_says_how_far_it_came_while_it_was_captured(
         return out + state
 
     state, x, tries, made = torch.zeros(4), torch.ones(4), list[int](), Recordings.made
-    pool, budget = kit.backend.make_pool(budget_bytes=0), UpdateBudget(misses=0)
+    pool, budget = kit.backend.make_pool(), UpdateBudget(misses=0)
+    pool.limit(0)
     captured = dg.capture(
         step, x, backend=kit.backend, pool=pool, host_args={"n": 2}, budget=budget
     )
@@ -432,7 +440,8 @@ def test_a_broken_form_says_how_far_it_came_while_it_was_captured(
 
 def test_a_dropped_executable_launches_nothing_by_itself(kit: Kit) -> None:
     """The reference is strict: a call that kept an executable past its budget would be told."""
-    pool = kit.backend.make_pool(budget_bytes=0)
+    pool = kit.backend.make_pool()
+    pool.limit(0)
     (step,) = _captured(kit, pool, 1)
     _check(step)
     tape = step[0].segments[0]._tape

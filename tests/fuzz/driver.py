@@ -121,7 +121,9 @@ def step_case(
     """A random step under ``policies``, all in one pool, against eager."""
     rng, counts = _seeded(seed), Counter[str]()
     program = make_program(rng, drawn)
-    pool = (backend or dg.get_backend("cpu")).make_pool(rng.choice([None, None, 0]))
+    pool = (backend or dg.get_backend("cpu")).make_pool()
+    if rng.choice([None, None, 0]) == 0:
+        pool.limit(0)
     captures = []
     for policy in rng.sample(policies, len(policies)):
         TRASH[:] = [_dropped(pool)]
@@ -410,7 +412,10 @@ def _fault_case(
     counts, x = Counter[str](), torch.ones(4, 8, device=backend.device)
     with backend.namespace.stream(backend.namespace.Stream()):
         # Under no budget and under one that makes every launch make its executable.
-        program = _FaultProgram(backend, backend.make_pool(None if at % 3 else 0), x)
+        pool = backend.make_pool()
+        if at % 3 == 0:
+            pool.limit(0)
+        program = _FaultProgram(backend, pool, x)
         order(at)
         for _ in range(2):
             with _refusals(counts):

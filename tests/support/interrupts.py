@@ -36,7 +36,9 @@ class Bench:
 
     def __init__(self, budget_bytes: int | None = None, backend: Any = None) -> None:
         self.backend = backend or dg.get_backend("cpu")
-        self.pool = self.backend.make_pool(budget_bytes)
+        self.pool = self.backend.make_pool()
+        if budget_bytes is not None:
+            self.pool.limit(budget_bytes)
         self.x = torch.randn(4, WIDTH).to(self.backend.device)
         self.captured = {policy: self.capture(policy) for policy in ("full", "breakable")}
         self.graph, self.y = self.record()

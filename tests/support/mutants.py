@@ -52,8 +52,8 @@ class _MutantBackend(CpuBackend):
         self.capabilities = attrs.evolve(CpuBackend.capabilities, **mutant.capabilities)
         self._mutant = mutant
 
-    def make_pool(self, budget_bytes: int | None = None, *, releasable: bool = False) -> CpuPool:
-        return self._mutant.pool(self, budget_bytes, releasable=releasable)
+    def make_pool(self, *, releasable: bool = False) -> CpuPool:
+        return self._mutant.pool(self, releasable=releasable)
 
     def make_graph(self, pool: dg.Pool | None = None) -> CpuGraph:
         pool = self.make_pool() if pool is None else pool
@@ -120,10 +120,8 @@ class CapturesShareNothing(CpuGraph):
 
 
 class ManyPools(CpuPool):
-    def __init__(
-        self, backend: CpuBackend, budget_bytes: int | None = None, **options: Any
-    ) -> None:
-        super().__init__(backend, budget_bytes, **options)
+    def __init__(self, backend: CpuBackend, **options: Any) -> None:
+        super().__init__(backend, **options)
         self.private: list[BlockPool] = []
 
     @property
@@ -258,11 +256,9 @@ class RecordingsThatStay(Recordings):
 
 
 class PoolThatKeepsRecordings(CpuPool):
-    def __init__(
-        self, backend: CpuBackend, budget_bytes: int | None = None, **options: Any
-    ) -> None:
-        super().__init__(backend, budget_bytes, **options)
-        self.recordings = RecordingsThatStay(self.recordings.budget_bytes)
+    def __init__(self, backend: CpuBackend, **options: Any) -> None:
+        super().__init__(backend, **options)
+        self.recordings = RecordingsThatStay()
 
 
 class RecordingsOfAnyGraph(RecordingsThatStay):
@@ -276,11 +272,9 @@ class RecordingsOfAnyGraph(RecordingsThatStay):
 
 
 class PoolThatMixesRecordings(CpuPool):
-    def __init__(
-        self, backend: CpuBackend, budget_bytes: int | None = None, **options: Any
-    ) -> None:
-        super().__init__(backend, budget_bytes, **options)
-        self.recordings = RecordingsOfAnyGraph(self.recordings.budget_bytes)
+    def __init__(self, backend: CpuBackend, **options: Any) -> None:
+        super().__init__(backend, **options)
+        self.recordings = RecordingsOfAnyGraph()
 
 
 class RecordingsOutliveTheCapture(CpuGraph):

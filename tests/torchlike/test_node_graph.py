@@ -160,7 +160,8 @@ def test_executables_of_graphs_and_of_recordings_go_for_the_budget(be: AcmeBacke
 
 
 def test_executable_that_is_made_again_launches_what_was_last_updated(be: AcmeBackend) -> None:
-    x, pool = noise(), be.make_pool(budget_bytes=0)
+    x, pool = noise(), be.make_pool()
+    pool.limit(0)
     graph, other = be.make_graph(pool), be.make_graph(pool)
     with be.capture_context(graph, host_args={"n": 2}):
         out = step(x, n=2)
@@ -350,7 +351,9 @@ def test_copies_of_inputs_that_are_a_graph_go_with_their_runner(
 ) -> None:
     monkeypatch.setattr(load, "USES_TO_CAPTURE", 2)
     be.launches_quickly = True
-    pool = be.make_pool(budget)
+    pool = be.make_pool()
+    if budget is not None:
+        pool.limit(budget)
     slots = [
         dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero()),
         dg.InputSlot("ids", ("tokens",), torch.int64, pad=dg.Pad.fill(7)),
@@ -400,7 +403,8 @@ def test_loop_is_repeated_by_the_device_and_counts_its_nodes(be: AcmeBackend) ->
         return x * 3
 
     x, times = noise(), torch.tensor([2])
-    pool = be.make_pool(budget_bytes=0)
+    pool = be.make_pool()
+    pool.limit(0)
     with dg.capture(summed, x, times, turn, backend=be, pool=pool, warmup=1) as cap:
         assert turns[4:] == [be.loop_stream.address] != [be.capture_stream.address]
         assert cap.stats() == {"loops": 1, "loop_nodes": 7}

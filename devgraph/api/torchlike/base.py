@@ -75,10 +75,8 @@ class TorchPool(Pool):
 
     backend: TorchBackend
 
-    def __init__(
-        self, backend: TorchBackend, budget_bytes: int | None = None, *, releasable: bool = False
-    ) -> None:
-        super().__init__(backend, budget_bytes, releasable=releasable)
+    def __init__(self, backend: TorchBackend, *, releasable: bool = False) -> None:
+        super().__init__(backend, releasable=releasable)
         self._pages = backend.make_pages() if releasable else None
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._memory = self._make_memory()
@@ -453,8 +451,8 @@ class TorchBackend(Backend):
     def device_name(self) -> str:
         return str(self.namespace.get_device_name(self._device))
 
-    def make_pool(self, budget_bytes: int | None = None, *, releasable: bool = False) -> TorchPool:
-        return self.pool_type(self, budget_bytes, releasable=releasable)
+    def make_pool(self, *, releasable: bool = False) -> TorchPool:
+        return self.pool_type(self, releasable=releasable)
 
     def make_pages(self) -> Pages:
         """Return what gives the memory of pools back and takes it again.

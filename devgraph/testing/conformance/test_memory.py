@@ -286,7 +286,8 @@ def test_memory_is_flat_over_many_updates(kit: Kit, devgraph_long: bool) -> None
         return x
 
     x = kit.tensor(4096, 16)
-    pool = kit.backend.make_pool(budget_bytes=1)
+    pool = kit.backend.make_pool()
+    pool.limit(1)
     captured = kit.capture(updated, x, host_args={"n": 3}, pool=pool)
 
     def cycle() -> None:

@@ -322,7 +322,8 @@ def test_executables_that_went_for_the_budget_are_made_again(
     kit: Kit, policy: str, step: Callable[..., Any]
 ) -> None:
     """FAULTS 43."""
-    pool = kit.backend.make_pool(budget_bytes=0)
+    pool = kit.backend.make_pool()
+    pool.limit(0)
     buckets = Buckets(kit, pool, step, (1, 3, 8), policy)
     for seed, size in enumerate((8, 1, 3, 3, 8, 1)):
         buckets.check(size, seed)

@@ -156,7 +156,8 @@ def test_invalidated_runner_forgets_what_it_recorded(kit: Kit, pool: dg.Pool) ->
 
 def test_small_budget_evicts_and_stays_right(kit: Kit) -> None:
     x = kit.tensor(4, WIDTH)
-    pool = kit.backend.make_pool(budget_bytes=1)
+    pool = kit.backend.make_pool()
+    pool.limit(1)
     captured = kit.capture(layers, x, host_args={"n": 2}, pool=pool)
     for n in (2, 3, 4, 2, 3, 4, 2):
         kit.check(captured, layers, x, n=n)
