@@ -39,22 +39,13 @@ def run(args: argparse.Namespace) -> int:
     where = f"on {rows[0].backend.name}" if args.cluster is None else f"in {args.cluster}"
     if sizes is None:
         say("memory, and graphs between breaks, are estimated with --model")
-    else:
-        say(
-            f"model of {sizes.layers} layers, {sizes.hidden} wide, {sizes.vocabulary} tokens: "
-            f"graph memory, graphs and streams are estimates"
-        )
-    _print_phases(f"phases {where}", rows)
+    _print_phases(f"phases {where}" + (", graphs and memory estimated" if sizes else ""), rows)
     _print_rules(rows)
     for row in rows:
         _print_shortages(row)
     for backend in {row.backend.name: row.backend for row in rows}.values():
         if isinstance(backend, type):
             say(_declared_text(backend))
-    if config.to_dict():
-        say(f"one flag for every node: --device-graph-mode '{config.to_json()}'")
-    else:
-        say("everything is the default: no flag is needed")
     return 0
 
 
@@ -252,8 +243,6 @@ class ModelSizes:
     """The sizes of a decoder that the memory of its graphs depends on."""
 
     layers: int
-    hidden: int
-    vocabulary: int
     token_bytes: int
     """Most memory that the intermediate results of one token take at one time."""
     logit_bytes: int
@@ -272,8 +261,6 @@ class ModelSizes:
         layers = getattr(text, "per_layer_config", None) or [text]
         return cls(
             layers=count,
-            hidden=_size(text, "hidden_size"),
-            vocabulary=vocabulary,
             token_bytes=max(map(_numbers, layers)) * item_bytes,
             logit_bytes=vocabulary * item_bytes,
         )
@@ -312,9 +299,8 @@ class Estimate:
     phase: str
     policy: str
     buckets: tuple[int, ...] = ()
-    graphs_per_bucket: int | None = 0
-    """1 under ``full``; else the segments between the regions, one region a layer."""
     graphs: int | None = 0
+    """A bucket has one under ``full``; else one between the regions, of which a layer has one."""
     streams: int | None = 0
     """At least one a graph; None on a backend where captured graphs hold none."""
     uncovered: str = ""
@@ -362,7 +348,6 @@ def estimate(
         phase=phase,
         policy=config.policy,
         buckets=tuple(buckets),
-        graphs_per_bucket=each,
         graphs=graphs,
         streams=None if capabilities.max_streams is None else graphs,
         uncovered=f"{spans(missing)} {counted}" if missing else "",
