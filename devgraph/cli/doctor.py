@@ -233,13 +233,6 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
                 ("capability", "declared", "probed", "detail"),
                 [(p["name"], p["declared"], p["verdict"], p["detail"]) for p in probes],
             )
-            names = {p["name"] for p in probes}
-            rest = [
-                f"{key}={' '.join(map(str, value)) if isinstance(value, tuple) else value}"
-                for key, value in one["capabilities"].items()
-                if key not in names
-            ]
-            say(f"  declared, not probed here: {', '.join(rest)}")
         for lacking, need in one["lacks"].items():
             say(f"  {name} has less of {lacking} here than elsewhere: it needs {need}")
         for topic, told in one["details"].items():
