@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (text, declare) in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text, parents=[common])
         declare(Options(sub))
+        sub.add_argument("--json", action="store_true", help="print JSON, for programs")
     return parser
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,58 +72,43 @@ _MOST = (1 << 31) - 1
 
 
 def _count(text: str) -> int:
-    if not re.fullmatch(r"-?\d+", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {brief(text)}")
-    if not 1 <= float(text) <= _MOST:  # which takes any number of digits
-        must = "at least 1" if float(text) < 1 else f"at most {_MOST}"
-        raise argparse.ArgumentTypeError(f"must be {must}, got {brief(text)}")
-    return int(text)
+    try:
+        number = int(text)
+    except ValueError:  # of thousands of digits, too
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {brief(text)}") from None
+    if not 1 <= number <= _MOST:
+        raise argparse.ArgumentTypeError(f"must be from 1 to {_MOST}, got {brief(text)}")
+    return number
+
+
+_ON: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}
+"""Of an option that is on and has a ``--no-`` form."""
 
 
 class Options:
-    """Adds the options of one command, by what they take."""
+    """Adds the options of one command."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
 
-    def value(self, flag: str, text: str, **more: Any) -> None:
-        """One that takes a value."""
+    def __call__(self, flag: str, text: str, **more: Any) -> None:
+        """Add one that takes a value, if ``more`` says nothing else."""
         self.parser.add_argument(flag, help=text, **more)
 
-    def switch(self, flag: str, text: str) -> None:
-        """One that takes no value."""
-        self.value(flag, text, action="store_true")
-
-    def on_or_off(self, flag: str, text: str) -> None:
-        """One that is on and has a ``--no-`` form."""
-        on = {"action": argparse.BooleanOptionalAction, "default": True}
-        self.value(flag, f"{text} (default: on)", **on)
-
     def number(self, flag: str, text: str, default: int | None = None) -> None:
-        """One that takes a whole number of at least 1; without a default, ``text`` tells it."""
+        """Add one that takes a whole number; without a default, ``text`` tells it."""
         text = text if default is None else f"{text} (default: %(default)s)"
-        self.value(flag, text, type=_count, default=default, metavar="N")
-
-    def repeated(self, flag: str, text: str, **more: Any) -> None:
-        """One that may be given several times."""
-        self.value(flag, text, action="append", **more)
+        self(flag, text, type=_count, default=default, metavar="N")
 
     def backend(self) -> None:
-        """The backend's name."""
-        self.value("--backend", "(default: %(default)s)", default="auto", metavar="NAME")
-
-    def model(self, text: str, *, required: bool) -> None:
-        """What names a model on the disk."""
-        self.value("--model", text, required=required, metavar="PATH")
+        """Add the backend's name."""
+        self("--backend", "(default: %(default)s)", default="auto", metavar="NAME")
 
     def target(self) -> None:
-        """What names a function, its arguments and its host arguments."""
-        self.value(
-            "target",
-            "the function; MODULE is importable from here, or the path of a .py file",
-            metavar="MODULE:FUNCTION",
-        )
-        self.value(
+        """Add what names a function, its arguments and its host arguments."""
+        text = "the function; MODULE is importable from here, or the path of a .py file"
+        self("target", text, metavar="MODULE:FUNCTION")
+        self(
             "--inputs",
             "a function without arguments that returns the target's arguments: a tuple, a "
             "dictionary of keywords, or a pair of both (default: the target takes none). MODULE "
@@ -132,63 +116,57 @@ class Options:
             metavar="MODULE:FUNCTION",
         )
         text = "a host argument and its value at capture (a Python literal); may be repeated"
-        self.repeated("--host-arg", text, default=[], metavar="NAME=VALUE")
+        self("--host-arg", text, action="append", default=[], metavar="NAME=VALUE")
 
     def engine(self) -> None:
-        """What ``generate`` and ``demo`` take besides model and prompts."""
+        """Add what ``generate`` and ``demo`` take besides model and prompts."""
         self.number("--max-new-tokens", "a prompt", 64)
         self.backend()
-        self.value("--dtype", "(default: float32 on the CPU, bfloat16 elsewhere)", choices=DTYPES)
+        self("--dtype", "(default: float32 on the CPU, bfloat16 elsewhere)", choices=DTYPES)
         most = f"(default: as many as there are prompts, at most {MOST_REQUESTS})"
         self.number("--max-requests", f"requests that run at once {most}")
         most = f"(default: what the prompts need, at most {MOST_STEP_TOKENS})"
         self.number("--max-step-tokens", f"tokens of a prefill step {most}")
-        self.value("--temperature", "0 is greedy (default)", type=float, default=0.0, metavar="T")
-        self.value("--top-k", "draw from the K best tokens", type=int, default=0, metavar="K")
+        self("--temperature", "0 is greedy (default)", type=float, default=0.0, metavar="T")
+        self("--top-k", "draw from the K best tokens", type=int, default=0, metavar="K")
         text = "draw from the best tokens that together have probability P"
-        self.value("--top-p", text, type=float, default=1.0, metavar="P")
-        self.value("--seed", "of the draws (default: chosen and printed)", type=int, metavar="N")
-        self.on_or_off("--compare", "also run the same engine eagerly and compare tokens and speed")
-        text = "take K decode steps in one launch, while all requests are greedy (default: 1)"
-        self.value("--steps-per-launch", text, type=_count, default=1, metavar="K")
-        self.on_or_off(
-            "--fuse",
-            "compute norms, rotary embeddings and neighbouring projections with fewer kernels "
-            "where that was seen to give the same",
-        )
+        self("--top-p", text, type=float, default=1.0, metavar="P")
+        self("--seed", "of the draws (default: chosen and printed)", type=int, metavar="N")
+        text = "also run the same engine eagerly and compare tokens and speed (default: on)"
+        self("--compare", text, **_ON)
+        self.number("--steps-per-launch", "decode steps, while all requests are greedy", 1)
+        text = "compute norms, rotary embeddings and neighbouring projections with fewer kernels"
+        self("--fuse", f"{text} where that was seen to give the same (default: on)", **_ON)
         self.number("--repeats", "runs, of which the median time counts", 1)
-        self.switch("--json", "print JSON instead of text and tables")
         add_cli_args(self.parser)
 
 
 def _doctor(add: Options) -> None:
     text = "probe this backend only (may be repeated; default: every available one)"
-    add.repeated("--backend", text, metavar="NAME")
+    add("--backend", text, action="append", metavar="NAME")
     text = "print what backends declare, installed here or not, as a table in Markdown"
-    add.switch("--capabilities", text)
-    add.switch("--no-probe", "list only; capture nothing")
-    add.switch("--json", "print JSON")
+    add("--capabilities", text, action="store_true")
+    add("--no-probe", "list only; capture nothing", action="store_true")
 
 
 def _plan(add: Options) -> None:
     add.backend()
-    add.value("--cluster", "plan for every group of this cluster", metavar="FILE")
+    add("--cluster", "plan for every group of this cluster", metavar="FILE")
     add.number("--max-requests", "capacity", 256)
     add.number("--max-tokens", "tokens of a step", 8192)
     text = "plan an encoder of these token budgets too, which is no phase of the mode"
-    add.value("--encoder-budgets", text, type=_count, nargs="+", metavar="N")
+    add("--encoder-budgets", text, type=_count, nargs="+", metavar="N")
     text = "a fact about the engine, with a JSON value: --fact lora=true; may be repeated"
-    add.repeated("--fact", text, default=[], metavar="NAME=VALUE")
+    add("--fact", text, action="append", default=[], metavar="NAME=VALUE")
     text = "estimate for this model; its configuration is read, its weights are not"
-    add.model(text, required=False)
-    text = "of the model (default: bfloat16)"
-    add.value("--dtype", text, choices=DTYPES, default="bfloat16")
-    add.switch("--json", "print JSON")
+    add("--model", text, metavar="PATH")
+    add("--dtype", "of the model (default: bfloat16)", choices=DTYPES, default="bfloat16")
     add_cli_args(add.parser)
 
 
 def _generate(add: Options) -> None:
-    add.model("a folder, a .gguf file, or a name that transformers can find", required=True)
+    text = "a folder, a .gguf file, or a name that transformers can find"
+    add("--model", text, required=True, metavar="PATH")
     source = add.parser.add_mutually_exclusive_group()
     text = "a prompt; several run side by side"
     source.add_argument("--prompt", action="append", metavar="TEXT", help=text)
@@ -198,9 +176,9 @@ def _generate(add: Options) -> None:
 
 
 def _demo(add: Options) -> None:
-    add.repeated("--prompt", "instead of the demo's", metavar="TEXT")
+    add("--prompt", "instead of the demo's", action="append", metavar="TEXT")
     text = f"where the model is kept (default: {CACHE})"
-    add.value("--cache", text, type=Path, default=CACHE, metavar="FOLDER")
+    add("--cache", text, type=Path, default=CACHE, metavar="FOLDER")
     add.engine()
     add.parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
 
@@ -210,40 +188,37 @@ def _bench(add: Options) -> None:
     for name, (size, meaning) in SIZES.items():
         add.number(f"--{name}", f"{meaning} (default: {size})")
     text = "instead, encode images of five sizes with a vision tower (default: siglip-base)"
-    add.value("--encoder", text, nargs="?", const="siglip-base", choices=[*ENCODERS])
+    add("--encoder", text, nargs="?", const="siglip-base", choices=[*ENCODERS])
     add.number("--images", f"of --encoder (default: {IMAGES})")
     text = "of weights and caches (default: float32)"
-    add.value("--dtype", text, choices=DTYPES, default="float32")
+    add("--dtype", text, choices=DTYPES, default="float32")
     add.number("--kv-len", "rows to attend over (default: half the window)")
     add.number("--steps", "steps a repeat", 50)
     add.number("--repeats", "repeats, of which the median counts", 5)
     text = "only this policy; may be repeated (default: all)"
-    add.repeated("--policy", text, choices=policies())
+    add("--policy", text, action="append", choices=policies())
     text = "piecewise with this compiler only; may be repeated (default: all of the backend)"
-    add.repeated("--compiler", text, choices=COMPILERS)
-    add.switch("--json", "print JSON")
-    add.value("--plot", "write a chart", metavar="FILE.svg")
+    add("--compiler", text, action="append", choices=COMPILERS)
+    add("--plot", "write a chart", metavar="FILE.svg")
 
 
 def _check(add: Options) -> None:
     add.target()
     text = f"leave out findings of this kind; may be repeated: {', '.join(KINDS)}"
-    add.repeated("--ignore", text, default=[], metavar="KIND")
-    add.switch("--grad", "run with autograd on")
-    add.switch("--json", "print JSON")
+    add("--ignore", text, action="append", default=[], metavar="KIND")
+    add("--grad", "run with autograd on", action="store_true")
 
 
 def _explain(add: Options) -> None:
     add.target()
-    add.value("--policy", "(default: full)", choices=policies(), default="full")
+    add("--policy", "(default: full)", choices=policies(), default="full")
     add.backend()
-    add.value("--compiler", "of the pieces under policy piecewise", choices=COMPILERS)
-    add.switch("--grad", "capture with autograd on")
-    add.value("--dot", "write the segments as a Graphviz graph", metavar="FILE")
+    add("--compiler", "of the pieces under policy piecewise", choices=COMPILERS)
+    add("--grad", "capture with autograd on", action="store_true")
+    add("--dot", "write the segments as a Graphviz graph", metavar="FILE")
     text = "write one timed replay for chrome://tracing or ui.perfetto.dev"
-    add.value("--chrome-trace", text, metavar="FILE")
-    add.switch("--prove", "also replay against eager")
-    add.switch("--json", "print JSON")
+    add("--chrome-trace", text, metavar="FILE")
+    add("--prove", "also replay against eager", action="store_true")
 
 
 COMMANDS = {

@@ -205,7 +205,7 @@ def test_prompts_come_one_a_line(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--max-new-tokens", "0"], "--max-new-tokens: must be at least 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens: must be from 1 to"),
         (["--temperature", "-1"], "temperature must be 0 (greedy) or positive"),
         (["--temperature", "1", "--seed", "9" * 20], "a seed has 64 bits"),
         (["--top-p", "0.5", "--seed", "1"], "--top-p and --seed: greedy draws nothing"),
