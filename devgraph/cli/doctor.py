@@ -19,11 +19,7 @@ from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities, hooks
 from devgraph.api.capture import Captured, capture
-from devgraph.api.errors import (
-    HostReadError,
-    UpdateUnsupportedError,
-    did_you_mean,
-)
+from devgraph.api.errors import HostReadError, UpdateUnsupportedError, did_you_mean
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.api.policy import breaks, compiles, policies
 from devgraph.api.registry import (

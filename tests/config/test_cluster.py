@@ -11,7 +11,7 @@ import pytest
 
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.config.cluster import Cluster, ClusterPlan, plan_cluster
-from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
+from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 DISAGGREGATED: dict[str, Any] = {
@@ -87,11 +87,6 @@ def test_group_has_devices_of_one_vendor_whose_collectives_they_share() -> None:
             plan("{}", group(**mixed))
 
 
-def test_phase_that_no_group_runs_is_warned_about() -> None:
-    with pytest.warns(DeviceGraphWarning, match="no group of the cluster runs prefill"):
-        plan_cluster(DeviceGraphConfig(), Cluster.from_dict(group(backend="cuda", role="decode")))
-
-
 def test_conflicts_are_listed_for_every_group() -> None:
     document = {
         "groups": [
@@ -114,15 +109,6 @@ def test_known_capabilities_are_applied() -> None:
     assert plan(modes, document).groups[0].resolution.effective.prefill.policy == "piecewise"
     with pytest.raises(ConfigError, match="piecewise-backend"):
         plan(modes, document, capabilities={"npu": Capabilities()})
-
-
-def test_parts_for_backends_that_the_cluster_lacks_are_warned_about() -> None:
-    text = '{"backends": {"npuu": {"prefill": "full"}}}'
-    with pytest.warns(DeviceGraphWarning):
-        config = DeviceGraphConfig.from_json(text)
-    with pytest.warns(DeviceGraphWarning, match="'npuu'.*Did you mean 'npu'") as said:
-        plan_cluster(config, Cluster.from_dict(group(backend="npu")))
-    assert [one.filename for one in said] == [__file__]
 
 
 def test_plan_as_data_names_groups_backends_and_rules() -> None:
@@ -159,11 +145,6 @@ def test_plan_as_data_names_groups_backends_and_rules() -> None:
         (group(backend="ascend"), ConfigError, r"groups\[0\].backend.*Did you mean 'npu'"),
         (group(backend="nvidia"), ConfigError, "there is no backend 'nvidia'.*Did you mean 'cuda'"),
         (group(backend=""), ConfigTypeError, r"groups\[0\].backend"),
-        (
-            {"groups": [{"name": "g", "backend": "cpu"}, {"name": "g", "backend": "cpu"}]},
-            ConfigError,
-            "two groups are named 'g'",
-        ),
         ({"groups": [{"backend": "x"}]}, ConfigTypeError, r"groups\[0\].name"),
     ],
 )

@@ -21,7 +21,6 @@ vendor has its own collective library.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,19 +29,10 @@ import attrs
 from devgraph.api.config.document import read_file
 from devgraph.api.config.facts import ROLES, EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import (
-    FLAG,
-    PHASES,
-    DeviceGraphWarning,
-    as_object,
-    check_names,
-    count,
-    shown,
-    text,
-)
+from devgraph.api.config.phase import FLAG, as_object, check_names, count, shown, text
 from devgraph.api.config.resolve import Resolution, resolve
-from devgraph.api.errors import ConfigError, ConfigTypeError, did_you_mean
-from devgraph.api.registry import OTHER_NAMES, declaration
+from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.registry import declaration
 from devgraph.api.registry import names as registered_names
 
 _KEYS = ("name", "backend", "count", "role", "collectives", "tensor_parallel", "facts")
@@ -81,10 +71,6 @@ class Cluster:
         if not isinstance(listed, list) or not listed:
             raise ConfigTypeError(f"{path}: expected a list, got {shown(listed)}")
         groups = tuple(_group(entry, f"{path}[{index}]") for index, entry in enumerate(listed))
-        names = [group.name for group in groups]
-        for name in names:
-            if names.count(name) > 1:
-                raise ConfigError(f"{source}: two groups are named {name!r}; names must differ")
         return cls(groups=groups)
 
     @property
@@ -135,24 +121,13 @@ def plan_cluster(
     the others holds what they declare, which is known where their devices are not. Where a
     backend is registered as a function, and so declares nothing, a group's own facts say it.
 
-    Raises ``ConfigError`` that lists, group by group, what a safety rule forbids. Warns
-    (``DeviceGraphWarning``) about parts of the configuration for backends that the cluster does
-    not have, and about a phase that no group runs.
+    Raises ``ConfigError`` that lists, group by group, what a safety rule forbids.
     """
     known: dict[str, Any] = {**(capabilities or {})}
     for name in cluster.backends:
         declared = None if name in known else declaration(name)
         if declared is not None:
             known[name] = declared.capabilities
-    for name in config.backends:
-        if name not in cluster.backends:
-            _warn(
-                f"the cluster has no backend {name!r}, so its part of the configuration is not "
-                f"used. {did_you_mean(name, cluster.backends, OTHER_NAMES)}"
-            )
-    for phase in PHASES:
-        if not any(group.role in ("both", phase) for group in cluster.groups):
-            _warn(f"no group of the cluster runs {phase}")
     plans: list[GroupPlan] = []
     problems: list[str] = []
     for group in cluster.groups:
@@ -166,10 +141,6 @@ def plan_cluster(
     if problems:
         raise ConfigError("\n".join(problems))
     return ClusterPlan(config=config, groups=tuple(plans))
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, DeviceGraphWarning, stacklevel=3)
 
 
 def _group(entry: object, path: str) -> Group:
