@@ -31,8 +31,18 @@ def run(args: argparse.Namespace) -> int:
     config = mode_of(args)
     facts = _facts(args.fact)
     sizes = _sizes(args)
-    plan = _node_plan if args.cluster is None else _cluster_plan
-    rows, data = plan(args, config, facts, sizes)
+    if args.cluster is not None:
+        rows, data = _cluster_plan(args, config, sizes)
+    else:
+        backend = _known(args.backend) or get_backend(args.backend)
+        resolution = resolve(config, facts.on_backend(backend.name, backend.capabilities))
+        rows = [_row("", backend, resolution, args, sizes)]
+        data = {
+            **resolution.to_dict(),
+            "device": None if isinstance(backend, type) else backend.device_name,
+            "estimates": [attrs.asdict(one) for one in rows[0].estimates],
+            "mode": config.to_dict(),
+        }
     if args.json:
         print_json(data)
         return 0
@@ -45,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
         _print_shortages(row)
     for backend in {row.backend.name: row.backend for row in rows}.values():
         if isinstance(backend, type):
-            say(_declared_text(backend))
+            needs = [f", {what} where a node has {need}" for what, need in backend.needs.items()]
+            name = backend.name or "a backend that is registered as a function"
+            say(f"{name} is planned with what it declares{''.join(needs)}")
     return 0
 
 
@@ -56,34 +68,14 @@ class _Row:
     title: str
     """Empty where there is one kind only."""
     backend: Backend | type[Backend]
-    """The class where the device is not on this machine: it declares what a node has."""
+    """The class in a cluster and where the device is not on this machine: it declares what a node
+    has."""
     resolution: Resolution
     estimates: list[Estimate]
 
 
-def _node_plan(
-    args: argparse.Namespace,
-    config: DeviceGraphConfig,
-    facts: EngineFacts,
-    sizes: ModelSizes | None,
-) -> tuple[list[_Row], dict[str, Any]]:
-    backend = _known(args.backend) or get_backend(args.backend)
-    resolution = resolve(config, facts.on_backend(backend.name, backend.capabilities))
-    row = _row("", backend, resolution, args, sizes)
-    data = {
-        **resolution.to_dict(),
-        "device": None if isinstance(backend, type) else backend.device_name,
-        "estimates": [attrs.asdict(one) for one in row.estimates],
-        "mode": config.to_dict(),
-    }
-    return [row], data
-
-
 def _cluster_plan(
-    args: argparse.Namespace,
-    config: DeviceGraphConfig,
-    facts: EngineFacts,
-    sizes: ModelSizes | None,
+    args: argparse.Namespace, config: DeviceGraphConfig, sizes: ModelSizes | None
 ) -> tuple[list[_Row], dict[str, Any]]:
     if args.backend != "auto":
         raise CommandError("--backend does not go with --cluster: groups name theirs")
@@ -91,14 +83,11 @@ def _cluster_plan(
         raise CommandError(
             f"--fact does not go with --cluster: state facts per group in {args.cluster}"
         )
-    cluster = Cluster.from_file(args.cluster)
-    known = {name: backend for name in cluster.backends if (backend := _known(name))}
-    able = {name: backend.capabilities for name, backend in known.items()}
-    plan = plan_cluster(config, cluster, capabilities=able)
+    plan = plan_cluster(config, Cluster.from_file(args.cluster))
     data = plan.to_dict()
     rows = []
     for one, entry in zip(plan.groups, data["groups"], strict=True):
-        backend = known.get(one.group.backend, Backend)
+        backend = declaration(one.group.backend) or Backend
         title = f"{one.group.name}: {one.group.count} x {one.group.backend}"
         rows.append(_row(title, backend, one.resolution, args, sizes))
         entry["estimates"] = [attrs.asdict(one) for one in rows[-1].estimates]
@@ -111,14 +100,6 @@ def _known(name: str) -> Backend | type[Backend] | None:
         return get_backend(name)
     except BackendUnavailableError:
         return declaration(name)
-
-
-def _declared_text(backend: type[Backend]) -> str:
-    needs = [f"{what} where a node has {need}" for what, need in backend.needs.items()]
-    return (
-        f"{backend.name or 'a backend that is registered as a function'} is not on this machine: "
-        f"planned with what it declares{', ' if needs else ''}{', '.join(needs)}"
-    )
 
 
 def _facts(given: list[str]) -> EngineFacts:

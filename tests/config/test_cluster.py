@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from devgraph.api.capabilities import Capabilities
 from devgraph.api.config.cluster import Cluster, ClusterPlan, plan_cluster
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.errors import ConfigError, ConfigTypeError
@@ -35,13 +34,11 @@ DISAGGREGATED: dict[str, Any] = {
 MODE = '{"decode": "full", "prefill": "breakable", "backends": {"rocm": {"prefill": "full"}}}'
 
 
-def plan(mode: str, document: dict[str, Any], **options: Any) -> ClusterPlan:
+def plan(mode: str, document: dict[str, Any]) -> ClusterPlan:
     """Plan with every warning an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return plan_cluster(
-            DeviceGraphConfig.from_json(mode), Cluster.from_dict(document), **options
-        )
+        return plan_cluster(DeviceGraphConfig.from_json(mode), Cluster.from_dict(document))
 
 
 def group(**values: Any) -> dict[str, Any]:
@@ -76,7 +73,6 @@ def test_cluster_is_read_from_json_and_yaml(tmp_path: Path, suffix: str) -> None
     )
     path.write_text(json.dumps(DISAGGREGATED) if suffix == ".json" else text)
     assert Cluster.from_file(path) == Cluster.from_dict(DISAGGREGATED)
-    assert Cluster.from_file(path).backends == ("cuda", "rocm")
 
 
 def test_group_has_devices_of_one_vendor_whose_collectives_they_share() -> None:
@@ -101,14 +97,6 @@ def test_conflicts_are_listed_for_every_group() -> None:
     assert "[weight-offload]" in text
     assert "group 'b' on npu" in text
     assert "[attention-decode]" in text
-
-
-def test_known_capabilities_are_applied() -> None:
-    modes = '{"backends": {"npu": {"prefill": "piecewise"}}}'
-    document = group(backend="npu")
-    assert plan(modes, document).groups[0].resolution.effective.prefill.policy == "piecewise"
-    with pytest.raises(ConfigError, match="piecewise-backend"):
-        plan(modes, document, capabilities={"npu": Capabilities()})
 
 
 def test_plan_as_data_names_groups_backends_and_rules() -> None:

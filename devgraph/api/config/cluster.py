@@ -1,21 +1,7 @@
 """A cluster of several vendors, described in a file, and what one mode string comes to on it.
 
-::
-
-    groups:
-      - name: prefill
-        backend: acme                # a name that dg.backends() lists
-        count: 8
-        role: prefill
-        tensor_parallel: 8          # so its graphs hold collectives
-      - name: decode
-        backend: cpu
-        count: 4
-        role: decode
-        facts: {lora: true}
-
-A *group* is the set of ranks that run the same graphs together, on devices of one backend: every
-vendor has its own collective library.
+docs/modes.md has the form of the file. A *group* is the set of ranks that run the same graphs
+together, on devices of one backend: every vendor has its own collective library.
 """
 
 from __future__ import annotations
@@ -73,11 +59,6 @@ class Cluster:
         groups = tuple(_group(entry, f"{path}[{index}]") for index, entry in enumerate(listed))
         return cls(groups=groups)
 
-    @property
-    def backends(self) -> tuple[str, ...]:
-        """Every backend that occurs."""
-        return tuple(sorted({group.backend for group in self.groups}))
-
 
 @attrs.frozen(kw_only=True)
 class GroupPlan:
@@ -112,28 +93,21 @@ class ClusterPlan:
         }
 
 
-def plan_cluster(
-    config: DeviceGraphConfig, cluster: Cluster, *, capabilities: Mapping[str, Any] | None = None
-) -> ClusterPlan:
+def plan_cluster(config: DeviceGraphConfig, cluster: Cluster) -> ClusterPlan:
     """Resolve one configuration for every group of a cluster.
 
-    ``capabilities`` are the ``Capabilities`` of backends by name, such as those of this node; of
-    the others holds what they declare, which is known where their devices are not. Where a
-    backend is registered as a function, and so declares nothing, a group's own facts say it.
+    Of each backend holds what it declares, which is known where its devices are not. Where one is
+    registered as a function, and so declares nothing, a group's own facts say it.
 
     Raises ``ConfigError`` that lists, group by group, what a safety rule forbids.
     """
-    known: dict[str, Any] = {**(capabilities or {})}
-    for name in cluster.backends:
-        declared = None if name in known else declaration(name)
-        if declared is not None:
-            known[name] = declared.capabilities
     plans: list[GroupPlan] = []
     problems: list[str] = []
     for group in cluster.groups:
         facts = attrs.evolve(group.facts, backend=group.backend, role=group.role)
-        if group.backend in known:
-            facts = facts.on_backend(group.backend, known[group.backend])
+        declared = declaration(group.backend)
+        if declared is not None:
+            facts = facts.on_backend(group.backend, declared.capabilities)
         try:
             plans.append(GroupPlan(group=group, resolution=resolve(config, facts)))
         except ConfigError as error:
