@@ -33,7 +33,7 @@ import torch
 from update_model import Model, Work, attend, attend_region, nothing, nothing_region
 
 import devgraph as dg
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import UpdateBudget
 
 WORKS = {"d256": Work(256, 16), "d1024": Work(1024, 64), "d4096": Work(4096, 64)}
 GOALS = {

@@ -22,7 +22,7 @@ import torch
 import update
 from update_model import Model, attend_region
 
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import UpdateBudget
 from devgraph.api.registry import register
 
 BACKENDS = ("cuda", "rocm")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from devgraph.api.marks.marks import is_capturing as is_capturing
     from devgraph.api.marks.marks import no_graph as no_graph
     from devgraph.api.marks.marks import region as region
-    from devgraph.api.policy.budget import UpdateBudget as UpdateBudget
+    from devgraph.api.policy.job import UpdateBudget as UpdateBudget
     from devgraph.api.pool import Pool as Pool
     from devgraph.api.prove import Report as Report
     from devgraph.api.registry import BackendInfo as BackendInfo

@@ -26,7 +26,7 @@ HOMES = {
     "devgraph.api.errors": tuple(_errors),
     "devgraph.api.graph": ("DeviceGraph", "GraphInfo", "GraphState"),
     "devgraph.api.marks.marks": ("graph_break", "is_capturing", "no_graph", "region"),
-    "devgraph.api.policy.budget": ("UpdateBudget",),
+    "devgraph.api.policy.job": ("UpdateBudget",),
     "devgraph.api.pool": ("Pool",),
     "devgraph.api.prove": ("Report",),
     "devgraph.api.registry": ("BackendInfo", "backends", "get_backend", "register"),

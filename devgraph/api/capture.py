@@ -30,8 +30,7 @@ from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.names import Names, nodes_text
 from devgraph.api.policy import check_compiler, compiles, get_policy
-from devgraph.api.policy.budget import UpdateBudget
-from devgraph.api.policy.job import Job, Outputs, Plan
+from devgraph.api.policy.job import Job, Outputs, Plan, UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
@@ -311,7 +310,8 @@ def capture(
                 f"replay needs tensors at fixed addresses. Bind its parts, and put it together in "
                 f"a function marked @dg.no_graph."
             )
-    UpdateBudget.of(budget)  # Refuses what is none.
+    if not isinstance(budget, UpdateBudget | None):
+        raise InputTypeError(f"budget must be an UpdateBudget or None, not {brief(budget)}")
     names = None if name_nodes is False else Names(name_nodes)
     job = Job(
         fn=fn,

@@ -29,7 +29,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.executable import EXHAUSTED
 from devgraph.api.policy import compiles
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
 from devgraph.runners.decisions import Decision, Reason

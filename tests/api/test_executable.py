@@ -13,7 +13,7 @@ import torch
 import devgraph as dg
 from devgraph.api.errors import ExecutableError
 from devgraph.api.executable import EXHAUSTED, Call, Recordings
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import UpdateBudget
 from devgraph.api.session import session
 from devgraph.cpu.tape import Tape
 from devgraph.testing.conformance.support import Kit, same

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import devgraph as dg
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import UpdateBudget
 from devgraph.api.torchlike import node_graph as nodegraph
 from tests.support.device_kit import KEEP_ALL, check, graph_of, on, record, replayed
 from tests.support.node_updates import (

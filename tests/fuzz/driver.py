@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import devgraph as dg
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import UpdateBudget
 from devgraph.cpu.metadata import Layout
 from devgraph.cpu.recorder import Knowledge
 from tests.fuzz.runners import SCRATCH, RandomRunner

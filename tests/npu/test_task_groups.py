@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import UpdateBudget
 from tests.sim.ascend import Driver
 from tests.support.interrupts import OPERATIONS, Bench, interrupted
 from tests.support.npu_steps import picky_step, step, wanted

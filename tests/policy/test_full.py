@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.full import _MissBudget
+from devgraph.api.policy.job import UpdateBudget
 
 WIDTH = 16
 
@@ -238,3 +239,91 @@ def test_output_without_elements_shares_no_memory() -> None:
     with dg.capture(split, x, backend="cpu", host_args={"n": 1}, budget=budget) as cap:
         for n in (9, 1, 12):
             assert torch.equal(cap.replay(n=n)[1], split(x, n=n)[1])
+
+
+def test_copies_past_their_budget_break_and_are_counted() -> None:
+    """FAULTS 21, 43."""
+    cap, x = captured(uneven_step, 2, copies=1, misses=100)
+    held = addresses(cap.outputs)
+    for n in (5, 9, 13, 5, 9, 2, 13):
+        check(cap, uneven_step, x, n, held)
+    counts = cap.stats()
+    assert counts["copies"] == 1
+    assert counts["broken_over_copy_budget"] == 4
+
+
+def test_copies_past_their_time_break() -> None:
+    cap, x = captured(uneven_step, 2, copy_seconds=0.0, misses=100)
+    for n in (5, 2, 9):
+        check(cap, uneven_step, x, n)
+    counts = cap.stats()
+    assert (counts["copies"], counts["broken_over_copy_budget"]) == (0, 2)
+
+
+def test_new_keys_past_the_miss_budget_break_until_they_come_back() -> None:
+    cap, x = captured(step, 1, misses=2)
+    held = addresses(cap.outputs)
+    for n in range(2, 10):
+        check(cap, step, x, n, held)
+    counts = cap.stats()
+    assert (counts["misses"], counts["broken_over_miss_budget"]) == (2, 6)
+    check(cap, step, x, 7, held)  # seen before: recorded now
+    check(cap, step, x, 7, held)
+    assert cap.stats()["misses"] == 3
+    assert cap.stats()["repeats"] == 1
+    check(cap, step, x, 2, held)  # recorded at first sight
+    assert cap.stats()["hits"] == 1
+
+
+def test_broken_step_repeated_with_the_same_key_is_recorded_at_the_second() -> None:
+    cap, x = captured(step, 1, misses=0)
+    check(cap, step, x, 5)
+    check(cap, step, x, 5)
+    counts = cap.stats()
+    assert (counts["broken_over_miss_budget"], counts["misses"]) == (1, 1)
+
+
+def test_no_capture_in_a_replay_while_it_is_not_allowed() -> None:
+    allowed = [False]
+    cap, x = captured(uneven_step, 2, misses=0, may_capture=lambda: allowed[0])
+    check(cap, uneven_step, x, 3)  # over the budget, but recording needs no leave
+    assert cap.stats()["misses"] == 1
+    with pytest.raises(dg.UpdateTopologyError, match="uneven"):
+        cap.replay(n=5)
+    check(cap, uneven_step, x, 3)
+    allowed[0] = True
+    check(cap, uneven_step, x, 5)
+    assert cap.stats()["broken_over_miss_budget"] + cap.stats()["copies"] == 1
+
+
+def test_ranks_that_meet_before_breaks_never_capture_alone() -> None:
+    x = torch.randn(4, WIDTH)
+    cap = dg.capture(
+        uneven_step,
+        x,
+        backend="cpu",
+        host_args={"n": 2},
+        before_break=lambda: pytest.fail("a rank waits for others in a replay"),
+        budget=UpdateBudget(misses=0),
+    )
+    check(cap, uneven_step, x, 3)
+    with pytest.raises(dg.UpdateTopologyError):
+        cap.replay(n=9)
+
+
+def test_miss_budget_earns_back_no_more_than_it_started_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("devgraph.api.policy.full._RECENT", 2)
+    budget = _MissBudget(1)
+    assert budget.allows("a")
+    assert not budget.allows("b")
+    budget.earn()
+    budget.earn()
+    assert budget.allows("c")
+    assert not budget.allows("d")
+    assert budget.allows("b")  # seen before
+    for key in "efg":
+        assert not budget.allows(key)
+    assert not budget.allows("d")  # seen too long ago
+    assert budget.allows("g")

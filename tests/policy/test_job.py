@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -108,3 +110,24 @@ def test_outputs_of_a_capture_keep_nothing_of_its_warm_up() -> None:
     assert captured.outputs.grad_fn is None
     x.add_(1)
     assert torch.equal(captured.replay(), x @ weight)
+
+
+def test_budget_of_another_kind_is_refused() -> None:
+    with pytest.raises(dg.InputTypeError, match="UpdateBudget"):
+        dg.capture(torch.relu, torch.ones(4), backend="cpu", budget=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind"),
+    [
+        ({"misses": -1}, dg.InputError),
+        ({"misses": 1.5}, dg.InputTypeError),
+        ({"copies": "4"}, dg.InputTypeError),
+        ({"copy_seconds": float("nan")}, dg.InputError),
+        ({"copy_seconds": "2"}, dg.InputTypeError),
+        ({"may_capture": False}, dg.InputTypeError),
+    ],
+)
+def test_limit_that_is_none_is_refused_and_named(limits: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=next(iter(limits))):
+        dg.UpdateBudget(**limits)

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import devgraph as dg
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import UpdateBudget
 
 __all__ = ["KEEP_ALL", "check", "graph_of", "on", "record", "replayed"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.policy.budget import UpdateBudget
+from devgraph.api.policy.job import UpdateBudget
 from tests.sim.hip import Fake, unavailable_reason
 from tests.sim.hip.backend import FakeBackend
 

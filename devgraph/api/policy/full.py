@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
@@ -27,8 +28,7 @@ from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.scopes import GraphScope, LoopError
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
-from devgraph.api.policy.budget import MissBudget, UpdateBudget
-from devgraph.api.policy.job import Job, Policy
+from devgraph.api.policy.job import Job, Policy, UpdateBudget
 from devgraph.api.session import Session, session
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,36 @@ _COUNTED = """
 
 _PLAIN = (type(None), bool, int, float, complex, str)
 """Outputs that are values; what other objects hold is theirs."""
+
+
+_RECENT = 64
+"""How many keys that were not recorded are remembered as seen."""
+
+
+class _MissBudget:
+    """Decides whether a new key is worth a recording; see ``UpdateBudget.misses``."""
+
+    def __init__(self, misses: int) -> None:
+        self._misses = self._left = misses
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+
+    def earn(self) -> None:
+        """Note a replay of a recorded key."""
+        if self._left < self._misses:
+            self._left += 1
+
+    def allows(self, key: Hashable) -> bool:
+        """Whether to record ``key`` now; remembers it if not."""
+        if key in self._seen:
+            del self._seen[key]
+            return True
+        if self._left > 0:
+            self._left -= 1
+            return True
+        self._seen[key] = None
+        if len(self._seen) > _RECENT:
+            self._seen.popitem(last=False)
+        return False
 
 
 class FullPlan:
@@ -61,8 +91,8 @@ class FullPlan:
         self.notes: dict[str, Any] = dict.fromkeys(_COUNTED if graph.hits else (), 0)
         self._job = job
         self._modes = Modes.current()
-        self._budget = UpdateBudget.of(job.budget)
-        self._misses = MissBudget(self._budget)
+        self._budget = job.budget or UpdateBudget()
+        self._misses = _MissBudget(self._budget.misses)
         # Such a backend runs the regions' host code for every key, known or new.
         self._free_misses = job.budget is None and job.backend.capabilities.async_update
         self._graphs = [graph]

@@ -13,11 +13,10 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import effective_strides, overwrite, tensors_in
-from devgraph.api.errors import FrozenValueError
+from devgraph.api.errors import FrozenValueError, InputTypeError, brief, finite, whole
 from devgraph.api.marks.host_values import HostSpec, is_tracked
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.names import Names
-from devgraph.api.policy.budget import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
 
@@ -93,6 +92,38 @@ def refuse_host_values(outputs: Any) -> None:
             f"the step returned host argument {leaf._devgraph_name!r}, and a replay would return "
             f"the value of capture. Return tensors; who calls the replay knows its host arguments."
         )
+
+
+@attrs.frozen(kw_only=True)
+class UpdateBudget:
+    """Limits of policy ``full`` on recording and capturing, in the middle of serving, for new host
+    arguments.
+
+    A recording costs about as much host time as two steps that break, and every later step with
+    the same key saves nearly one. The defaults bound what a trace without repeated keys loses.
+
+    Raises:
+        InputError: a limit is out of range; InputTypeError: it is of another kind.
+    """
+
+    misses: int = 8
+    """Keys that may be recorded when they are first seen; each replay of a recorded key earns one
+    back. Past it, a key is recorded when it is seen again, and the step breaks until then."""
+    copies: int = 4
+    """Topology copies: whole-graph captures for keys that need other nodes."""
+    copy_seconds: float = 2.0
+    """Time that capturing them may take in all."""
+    may_capture: Callable[[], bool] | None = None
+    """Asked before a copy or a broken form is captured in a replay; it answers False while outputs
+    of the pool are leased, or where ranks have to agree first. None allows it, unless the capture
+    was given ``before_break``: then other ranks take part, and none captures alone."""
+
+    def __attrs_post_init__(self) -> None:
+        whole("misses", self.misses)
+        whole("copies", self.copies)
+        finite("copy_seconds", self.copy_seconds)
+        if self.may_capture is not None and not callable(self.may_capture):
+            raise InputTypeError(f"may_capture must be a function, got {brief(self.may_capture)}")
 
 
 @attrs.frozen(kw_only=True)
