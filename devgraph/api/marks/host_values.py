@@ -90,13 +90,18 @@ def taken_from(own: str, name: str) -> str:
     )
 
 
-def _refuse(name: str, how: str) -> NoReturn:
-    raise FrozenValueError(
-        f"host argument {name!r} was consumed by {how} outside a region, at {user_line()}. "
-        f"The graph would keep the value of capture for ever. Move the line into a function "
+def frozen(name: str, at: object, how: str = "") -> FrozenValueError:
+    """Return the error for a line that reads host argument ``name`` where it would freeze."""
+    return FrozenValueError(
+        f"host argument {name!r} was consumed{how} outside a region, at {at}. The "
+        f"graph would keep the value of capture for ever. Move the line into a function "
         f"marked @dg.region(host_args=({name!r},)), or, if a region needs a value computed from "
         f"it, declare derive={{'new_name': lambda {name}: ...}} on that mark."
     )
+
+
+def _refuse(name: str, how: str) -> NoReturn:
+    raise frozen(name, user_line(), f" by {how}")
 
 
 def _tracked_in(values: Iterable[object]) -> Iterator[str]:
@@ -169,19 +174,24 @@ class HostSpec:
     ) -> None:
         self.declared: dict[str, Any] = declared_names(declared)
         for name, value in self.declared.items():
-            _refuse_singleton(name, value)
+            if _is_singleton(value):
+                raise HostArgumentError(
+                    f"host argument {name!r} is {brief(value)} at capture. Code asks for such a "
+                    f"value with 'is', which cannot be noticed, so the graph would keep its branch "
+                    f"for ever. Pass a number, string or list, or capture each case for itself (a "
+                    f"variant of a runner)."
+                )
         self.defaults = _signature_defaults(fn, self.declared) if fn is not None else {}
         self._kinds = {name: type(value) for name, value in self.declared.items()}
         self.required = frozenset(self.declared) - frozenset(self.defaults)
 
-    def tracked(self) -> dict[str, Tracked]:
-        """Return one stand-in per declared argument, for the body that is being captured."""
-        return {name: Tracked(name, value) for name, value in self.declared.items()}
-
-    def watched(self, asked: dict[str, SourceLine]) -> dict[str, Tracked]:
-        """Return ``tracked`` stand-ins that note in ``asked`` where user code asks for the type of
-        one, as isinstance() does."""
-        return {name: _Watched(name, value, asked) for name, value in self.declared.items()}
+    def tracked(self, asked: dict[str, SourceLine] | None = None) -> dict[str, Tracked]:
+        """Return one stand-in per declared argument, for the body that is being captured; with
+        ``asked`` it notes there where user code asks for its type, as isinstance() does."""
+        declared = self.declared.items()
+        if asked is None:
+            return {name: Tracked(name, value) for name, value in declared}
+        return {name: _Watched(name, value, asked) for name, value in declared}
 
     def fill(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a value for every declared argument, from ``given`` and the defaults.
@@ -235,15 +245,6 @@ def declared_names(declared: object) -> dict[str, Any]:
 
 def _is_singleton(value: object) -> bool:
     return value is None or isinstance(value, enum.Enum)
-
-
-def _refuse_singleton(name: str, value: object) -> None:
-    if _is_singleton(value):
-        raise HostArgumentError(
-            f"host argument {name!r} is {brief(value)} at capture. Code asks for such a value with "
-            f"'is', which cannot be noticed, so the graph would keep its branch for ever. Pass a "
-            f"number, string or list, or capture each case for itself (a variant of a runner)."
-        )
 
 
 def _signature_defaults(fn: Callable[..., Any], names: Iterable[str]) -> dict[str, Any]:

@@ -134,31 +134,23 @@ class Mark:
 
     def _check(self) -> None:
         parameters = self.signature.parameters
-        known = [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]
-        variadic = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        wanted = [*self.host_args, *self.mutates, *self.derive]
-        if self.context is not None:
-            wanted.append("context")
-        for name in wanted:
-            if name not in parameters and not variadic:
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            known = [n for n, p in parameters.items() if p.kind is not p.VAR_POSITIONAL]
+            wanted = [*self.host_args, *self.mutates, *self.derive]
+            if self.context is not None:
+                wanted.append("context")
+            self._require(wanted, known, "parameter")
+        self._require(self.reduce, [*self.host_args, *self.derive, "context"], "host argument")
+        for inputs in self._derive_inputs.values():
+            self._require(inputs, self.host_args, "host argument")
+
+    def _require(self, names: Iterable[str], known: Iterable[str], what: str) -> None:
+        for name in names:
+            if name not in known:
                 raise HostArgumentError(
-                    f"{self.name} has no parameter {name!r}, which its mark names. "
+                    f"{self.name} has no {what} {name!r}, which its mark names. "
                     f"{did_you_mean(name, known)}"
                 )
-        sources = {*self.host_args, *self.derive, "context"}
-        for name in self.reduce:
-            if name not in sources:
-                raise HostArgumentError(
-                    f"reduce on {self.name} names {name!r}, which is no host argument of it. "
-                    f"{did_you_mean(name, sources)}"
-                )
-        for name, inputs in self._derive_inputs.items():
-            for source in inputs:
-                if source not in self.host_args:
-                    raise HostArgumentError(
-                        f"derive[{name!r}] on {self.name} reads {source!r}, which is no host "
-                        f"argument of it. {did_you_mean(source, self.host_args)}"
-                    )
 
     def host_kwargs(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the host keyword arguments of one replay: plain, derived, reduced, ambient.

@@ -79,24 +79,14 @@ def _plain_host_values(
                 f"{own!r}, at {user_line()}. {taken_from(own, name)}"
             )
         declared = name in spec.declared
-        if tracked or (declared and accept_equal and value == spec.declared[name]):
-            continue
-        if declared:
-            what = (
-                f"a plain {type(value).__name__} ({brief(value)}) instead of the tracked host "
-                f"argument"
+        if not (tracked or (declared and accept_equal and value == spec.declared[name])):
+            cure = "" if declared else f"declare it (host_args={{{name!r}: {brief(value)}}}) and "
+            raise FrozenValueError(
+                f"region {mark.name} was given a plain {type(value).__name__} ({brief(value)}) for "
+                f"host argument {name!r}, at {user_line()}; it would freeze in the graph. To "
+                f"follow replays, {cure}pass the tracked host argument on unchanged, or compute "
+                f"from it with derive={{...}} on the mark."
             )
-            cure = (
-                "pass the host argument on unchanged, or declare the computation with "
-                "derive={...} on the mark"
-            )
-        else:
-            what = f"a host argument that the capture does not declare ({brief(value)})"
-            cure = f"declare it: host_args={{{name!r}: {brief(value)}}}"
-        raise FrozenValueError(
-            f"region {mark.name} was given {what} for {name!r}, at {user_line()}; it would freeze "
-            f"in the graph. {cure[0].upper()}{cure[1:]}."
-        )
     return plain
 
 

@@ -43,7 +43,7 @@ from devgraph.api.errors import (
     FrozenValueError,
 )
 from devgraph.api.marks import marks
-from devgraph.api.marks.host_values import taken_from
+from devgraph.api.marks.host_values import frozen, taken_from
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.source import SourceLine, node_line, traced_line
@@ -162,12 +162,7 @@ def _bind_tokens(graph: GraphModule, values: Mapping[str, torch.Tensor]) -> None
             _bind_call(graph, node, mark, tokens)
     for token, name in tokens.items():
         for user in token.users:
-            raise FrozenValueError(
-                f"host argument {name!r} was consumed outside a region, at "
-                f"{node_line(user) or user}. The graph would keep the value of capture for ever. "
-                f"Move the line into a function marked @dg.region(host_args=({name!r},)), or "
-                f"declare derive={{'new_name': lambda {name}: ...}} on the mark."
-            )
+            raise frozen(name, node_line(user) or user)
 
 
 def _bind_call(graph: GraphModule, node: Node, mark: Mark, tokens: Mapping[Node, str]) -> None:
@@ -458,7 +453,7 @@ class _CompiledStep:
         job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(Checking(job.spec)):
-            job.fn(*job.args, **job.kwargs, **job.spec.watched(asked))
+            job.fn(*job.args, **job.kwargs, **job.spec.tracked(asked))
         for name, line in asked.items():
             raise FrozenValueError(
                 f"policy 'piecewise' traces the step with a tensor for host argument {name!r}, "
