@@ -51,14 +51,8 @@ class Tracked:
     def __repr__(self) -> str:
         return f"<tracked host argument {self._devgraph_name}>"
 
-    def __copy__(self) -> Tracked:
-        return self
-
-    def __deepcopy__(self, memo: object) -> Tracked:
-        return self
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _refuse(self._devgraph_name, "pickle")
+        _refuse(self._devgraph_name, "copy or pickle")
 
     def __getattr__(self, attribute: str) -> NoReturn:
         if attribute.startswith("__"):
