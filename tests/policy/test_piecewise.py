@@ -305,19 +305,13 @@ def test_one_compilation_serves_all_sizes_and_equal_layers_share_code(bench, ste
     torch._dynamo.reset()
     # The first size equals the width: two sizes that agree by chance are still two sizes.
     first = bench.of_rows(step, WIDTH)
-    assert first.stats() == {
-        "pieces": 7,
-        "pieces_compiled": 4,
-        "pieces_shared": 3,
-        "pieces_cached": 0,
-        "compilations": 1,
-    }
+    assert first.stats() == {"pieces": 7, "pieces_compiled": 4, "compilations": 1}
     for rows in (16, 5, 24, 2, 4096):
         again = bench.of_rows(step, rows)
         assert again.stats()["compilations"] == 0
         assert again.stats()["pieces"] == 7
         assert "compile" not in again.phases
-    assert "pieces_shared: 3" in first.explain()
+    assert "pieces_compiled: 4" in first.explain()
 
 
 @dg.region()
@@ -335,7 +329,7 @@ def twice_from_tuples(x):
 def test_pieces_share_no_code_where_marks_return_tuples_of_other_layouts(bench):
     capture = bench.capture(twice_from_tuples, bench.randn(WIDTH, WIDTH))
     bench.check(capture, twice_from_tuples)
-    assert (capture.stats()["pieces"], capture.stats()["pieces_shared"]) == (2, 0)
+    assert (capture.stats()["pieces"], capture.stats()["pieces_compiled"]) == (2, 2)
 
 
 @pytest.mark.slow
@@ -377,7 +371,9 @@ with torch.no_grad():
     x = torch.randn(4, WIDTH, device=backend.device)
     capture = dg.capture(lambda x, kv_len: layer(x, kv_len), x, policy="piecewise",
                          backend=backend, host_args={{"kv_len": 3}}, compiler="inductor")
-print(capture.stats()["pieces_cached"], capture.stats()["pieces_compiled"])
+from torch._dynamo.utils import counters
+hits = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+print(hits, capture.stats()["pieces_compiled"])
 """
 
 
@@ -400,7 +396,7 @@ def test_compiled_code_is_kept_between_processes(bench, tmp_path):
         found.append([int(word) for word in done.stdout.split()])
     cold, warm = found
     assert cold[0] == 0
-    assert warm[0] == warm[1] == cold[1] > 0
+    assert warm[0] >= warm[1] == cold[1] > 0
 
 
 # Lifetimes.

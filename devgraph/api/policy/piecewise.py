@@ -26,7 +26,6 @@ from typing import Any, NoReturn, cast
 import attrs
 import torch
 import torch._dynamo
-from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
@@ -255,11 +254,9 @@ class _Build:
     ) -> None:
         self._compiler = compiler
         self._wrap = wrap
-        self._known: dict[Any, Callable[..., Any]] = {}
+        self.known: dict[Any, Callable[..., Any]] = {}
+        """Their code, by what makes two pieces equal."""
         self.pieces = 0
-        self.shared = 0
-        self.cached = 0
-        """Pieces whose code came from Inductor's cache on disk."""
 
     def piece(self, piece: GraphModule, modes: Modes) -> Callable[..., Any]:
         """Return what runs ``piece`` in ``modes``."""
@@ -269,14 +266,13 @@ class _Build:
         inputs = piece.graph.find_nodes(op="placeholder")
         examples = [node.meta["example_value"] for node in inputs]
         key = modes, _shape_of(piece, examples)
-        if key in self._known:
-            self.shared += 1
-        elif self._compiler == "eager":
-            self._known[key] = piece.forward
-        else:
-            with modes.restored():
-                self._known[key] = self._with_inductor(piece, examples)
-        return self._known[key]
+        if key not in self.known:
+            if self._compiler == "eager":
+                self.known[key] = piece.forward
+            else:
+                with modes.restored():
+                    self.known[key] = self._with_inductor(piece, examples)
+        return self.known[key]
 
     def _with_inductor(self, piece: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         output = piece.graph.output_node()
@@ -284,9 +280,7 @@ class _Build:
         if single:  # Inductor compiles graphs that return a tuple
             output.args = ((output.args[0],),)
         piece.recompile()
-        hits = _cache_hits()
         compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
-        self.cached += _cache_hits() > hits
         run = self._wrap(cast(Callable[..., Any], compiled), piece)
         return (lambda *args: run(*args)[0]) if single else run
 
@@ -295,12 +289,6 @@ def _computes(node: Node) -> bool:
     """Whether ``node`` makes a tensor; sizes, and picks from tuples, are no work to compile."""
     return node.op.startswith("call_") and isinstance(
         node.meta.get("example_value"), torch.Tensor | tuple | list
-    )
-
-
-def _cache_hits() -> int:
-    return int(
-        counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
     )
 
 
@@ -472,9 +460,7 @@ class _CompiledStep:
         plan.outputs = outputs
         plan.notes.update(
             pieces=entry.pieces,
-            pieces_compiled=build.pieces - build.shared if build else 0,
-            pieces_shared=build.shared if build else 0,
-            pieces_cached=build.cached if build else 0,
+            pieces_compiled=len(build.known) if build else 0,
             compilations=1 if build else 0,
         )
         return plan
