@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from devgraph.integrations.engine.installation import InstallError
-from devgraph.integrations.vllm.install import install, installed, plugin, uninstall
+from devgraph.integrations.vllm.install import here, install, plugin, uninstall
 from devgraph.integrations.vllm.layer import current_layer
 
 __all__ = ["DeviceGraphWrapper", "InstallError", "install", "plugin", "stats", "uninstall"]
@@ -20,19 +20,13 @@ __all__ = ["DeviceGraphWrapper", "InstallError", "install", "plugin", "stats", "
 def stats() -> dict[str, Any]:
     """Return what the graph layer of this process did.
 
-    Keys: ``installed`` (the places of vLLM that are devgraph's), ``mode`` (vLLM's name of what
-    DEVGRAPH_MODE chose, or None), ``backend``, ``pool_bytes``, and ``modes``: for "piecewise",
-    "full" and "breakable" the captures, replays, live graphs, segments, regions, bytes of the
-    graphs themselves, capture seconds, and ``eager``: calls that ran without a graph, by reason.
-    In mode piecewise every piece of a model counts as a call.
+    Keys: ``installed`` (the places of vLLM that are devgraph's), ``backend``, ``pool_bytes``, and
+    ``modes``: for "piecewise", "full" and "breakable" the captures, replays, live graphs, segments,
+    regions, bytes of the graphs themselves, capture seconds, and ``eager``: calls that ran without
+    a graph, by reason. In mode piecewise every piece of a model counts as a call.
     """
-    now = installed()
-    mode = None if now is None else now.mode
-    return {
-        "installed": [] if now is None else list(now.places),
-        "mode": None if mode is None else mode.name,
-        **current_layer().ledger.as_dict(),
-    }
+    places = [] if here.now is None else list(here.now.places)
+    return {"installed": places, **current_layer().ledger.as_dict()}
 
 
 def __getattr__(name: str) -> Any:

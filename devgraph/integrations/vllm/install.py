@@ -31,26 +31,22 @@ MANAGERS = "vllm.v1.worker.gpu.cudagraph_utils"
 MICROBATCHES = "vllm.v1.worker.gpu_ubatch_wrapper"
 """Those of the V1 runner, whose threads launch on the stream that is current at a capture."""
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
-TRIED = "0.22 to 0.33"
 
 
 class Installation(Changes):
-    """What was changed in vLLM, in order, so that it can be undone.
+    """What was changed in vLLM, in order, so that it can be undone."""
 
-    Args:
-        mode: what DEVGRAPH_MODE asked for; None leaves the choice to vLLM's own options.
-    """
+    mode: EngineMode | None = None
+    """What the mode configuration asked for; None leaves the choice to vLLM's own options."""
 
-    def __init__(self, mode: EngineMode | None) -> None:
-        super().__init__(f"vLLM {TRIED}")
-        self.mode = mode
-
-    def put(self, layer: Layer) -> None:
-        """Change vLLM.
+    def put(self, layer: Layer, mode: str | None, backend: str | None) -> None:
+        """Change vLLM; see ``install`` for ``mode`` and ``backend``.
 
         Raises:
-            InstallError: a place is missing; names it.
+            ConfigError: vLLM cannot do what the mode says. InstallError: a place is missing.
         """
+        if mode is not None:
+            self.mode = engine_mode(mode, backend or _platform_backend())
         self.on_undo(reset_layer, reset_layer(layer))
         self._put_wrappers()
         self._put_managers()
@@ -153,7 +149,7 @@ def _set_breakable(value: str | None) -> None:
         forget()
 
 
-_here = Installed("vLLM", SWITCH)
+here = Installed("vLLM", SWITCH)
 
 
 def install(*, mode: str | None = None, backend: str | None = None, strict: bool = False) -> bool:
@@ -176,34 +172,26 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
             another one than devgraph was installed with; always.
         InstallError: with ``strict``, what is missing in this vLLM.
     """
-    if _here.repeated(mode=mode, backend=backend):
+    if here.repeated(mode=mode, backend=backend):
         return True
-    text = mode_text(mode)
-    wanted = None if text is None else engine_mode(text, backend or _platform_backend())
-    new, layer = Installation(wanted), Layer(backend=backend, strict=strict)
-    return _here.put(new, lambda: new.put(layer), strict=strict, mode=text, backend=backend)
+    text, new = mode_text(mode), Installation("vLLM 0.22 to 0.33")
+    layer = Layer(backend=backend, strict=strict)
+    make = functools.partial(new.put, layer, text, backend)
+    return here.put(new, make, strict=strict, mode=text, backend=backend)
 
 
 def _platform_backend() -> str | None:
     """Return the name of the platform's backend, for overlays; makes none, as that would touch the
     device before vLLM forks its workers."""
-    try:
-        from vllm.platforms import current_platform
-    except ImportError:
-        return None
+    from vllm.platforms import current_platform
+
     return "rocm" if current_platform.is_rocm() else current_platform.device_type or None
 
 
 def uninstall() -> None:
     """Undo ``install``: engines made afterwards use vLLM's own layer, and wrappers that exist stay
     devgraph's. Idempotent; takes the memory of graphs back first, if the engine sleeps."""
-    _here.take_out(current_layer().memory)
-
-
-def installed() -> Installation | None:
-    """Return the installation of this process, if there is one."""
-    found: Installation | None = _here.now
-    return found
+    here.take_out(current_layer().memory)
 
 
 def plugin() -> None:

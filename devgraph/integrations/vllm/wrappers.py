@@ -225,9 +225,6 @@ def graph_wrapper() -> Any:
 
         def _record(self, context: Any, /, *args: Any, **kwargs: Any) -> tuple[CapturedStep, Any]:
             options = self.cudagraph_options
-            if options.debug_log_enable:
-                name, descriptor = self.runtime_mode.name, context.batch_descriptor
-                logger.debug("capturing %s for %s", name, descriptor)
             settle, release = not options.gc_disable, options.weak_ref_output
             return self._whole(None, args, kwargs, settle=settle, release=release)
 
