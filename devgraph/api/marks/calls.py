@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from devgraph.api.pool import Pool
 
 
-def describe(tensor: torch.Tensor) -> str:
-    """Return dtype, shape, stride and device of ``tensor`` for a message."""
-    kind = f"strides {tensor.stride()}" if has_place(tensor) else str(tensor.layout)
-    return f"{tensor.dtype} {tuple(tensor.shape)} {kind} on {tensor.device}"
+def describe(value: object) -> str:
+    """Return dtype, shape, stride and device of a tensor for a message; of others the repr."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    kind = f"strides {value.stride()}" if has_place(value) else str(value.layout)
+    return f"{value.dtype} {tuple(value.shape)} {kind} on {value.device}"
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -378,11 +380,10 @@ class MarkedCall:
             self._refuse(leaf, repr(known))
 
     def _refuse(self, leaf: Any, expected: str) -> NoReturn:
-        got = describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
         raise RegionError(
-            f"{self.mark.name} returned {got}; at capture it returned {expected}. What the code "
-            f"after it reads is fixed, so a marked function must return the same layout every "
-            f"time (write into a preallocated output of the largest size instead)."
+            f"{self.mark.name} returned {describe(leaf)}; at capture it returned {expected}. What "
+            f"the code after it reads is fixed, so a marked function must return the same layout "
+            f"every time (write into a preallocated output of the largest size instead)."
         )
 
     def bound_run(self, host: dict[str, Any]) -> Callable[[], Any]:

@@ -160,7 +160,7 @@ class Checking(Scope):
         args, kwargs = pytree.tree_map(fake, (args, kwargs))
         with mode:
             claimed = described(mark, args, kwargs, host)
-        said, got = _layout_text(claimed), _layout_text(result)
+        said, got = (str(pytree.tree_map(describe, tree)) for tree in (claimed, result))
         if said != got:
             source = "the fake= of its mark returns" if mark.fake else "a mark with mutates= claims"
             raise RegionError(
@@ -183,11 +183,3 @@ def _versions(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ver
         ]
         for name, value in bound.items()
     }
-
-
-def _layout_text(tree: Any) -> str:
-    return str(
-        pytree.tree_map(
-            lambda leaf: describe(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf), tree
-        )
-    )

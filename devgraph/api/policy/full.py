@@ -247,11 +247,10 @@ class FullPlan:
     ) -> None:
         """Copy one output; ``ways`` says for each memory from where and how far things came."""
         if not fits(target, source):
-            got = describe(source) if isinstance(source, torch.Tensor) else repr(source)
             raise RegionError(
-                f"the step returned {got} for these host arguments and {describe(target)} at "
-                f"capture; outputs have fixed addresses, so their layout cannot depend on host "
-                f"arguments"
+                f"the step returned {describe(source)} for these host arguments and "
+                f"{describe(target)} at capture; outputs have fixed addresses, so their layout "
+                f"cannot depend on host arguments"
             )
         if not target.numel():
             return  # has no address
