@@ -83,7 +83,8 @@ def _change(changes: Changes, mode: str | None) -> None:
         after = functools.partial(_with_graphs, ours)
         changes.around(saver._TorchMemorySaverAdapterReal, name, after=after)
     if mode is not None:
-        _put_mode(changes, engine_mode(mode, _platform()))
+        platform = importlib.import_module("sglang.srt.platforms").current_platform
+        _put_mode(changes, engine_mode(mode, platform.device_name))
 
 
 def _with_graphs(ours: Callable[[GraphMemory], None], saver: Any, tag: str) -> None:
@@ -103,14 +104,6 @@ def _put_mode(changes: Changes, mode: EngineMode) -> None:
 
     changes.around(arguments, name, before=put, after=lambda self, *_, **__: mode.check(self))
     changes.change(shared().memory, "limits", mode.limits)
-
-
-def _platform() -> str:
-    """Return the name of the platform's backend, for overlays; makes none."""
-    from sglang.srt.platforms import current_platform
-
-    name: str = current_platform.device_name
-    return name
 
 
 def uninstall() -> None:
