@@ -38,7 +38,6 @@ from devgraph.runners.slots import (
     InputSlot,
     OutputSlot,
     Pad,
-    as_words,
     check_slots,
     pad_rows,
 )
@@ -224,8 +223,7 @@ def _masked(result: Any, outputs: Any, running: torch.Tensor, width: int) -> Any
                 shape[slot.dim] = rows.shape[0]
             elif rows.dim():  # of another size than declared, which the output buffers refuse
                 rows = running.any()
-            zeroed = as_words(leaf).masked_fill(rows.logical_not().view(shape), 0)
-            leaf = zeroed.view(leaf.dtype)
+            leaf = leaf.masked_fill(rows.logical_not().view(shape), 0)
         kept.append(leaf)
     return pytree.tree_unflatten(kept, spec)
 
@@ -269,18 +267,13 @@ def _repeated(
         ran, found = step()
         for into, leaf in zip(*map(pytree.tree_leaves, (rows, found)), strict=True):
             if isinstance(leaf, torch.Tensor):
-                _put(into, at, leaf)
+                into.index_copy_(0, at, leaf[None])
         taken.add_(ran)
         at.add_(1)
         going.copy_((at[0] < most).logical_and(running.any()))
 
     repeat(turn, going)
     return LoopResult(rows, taken.max(), taken)
-
-
-def _put(rows: torch.Tensor, at: torch.Tensor, leaf: torch.Tensor) -> None:
-    """Make ``leaf`` the row ``at``."""
-    as_words(rows).index_copy_(0, at, as_words(leaf)[None])
 
 
 def _stacked(*steps: Any) -> Any:

@@ -364,32 +364,13 @@ def pad_rows(tensor: torch.Tensor, pad: Pad, axis: int, real: torch.Tensor) -> N
 
     Everything happens on the device, as part of a graph. ``real`` is a bool a row.
     """
-    keep = _along(real, axis, tensor)
-    words = as_words(tensor)
-    if pad.kind == "fill" and words is tensor:
-        tensor.masked_fill_(keep.logical_not(), pad.value)
-        return
-    padded = as_words(torch.full((), pad.value, dtype=tensor.dtype, device=tensor.device))
+    alone = real.logical_not()
     if pad.kind == "last":
         at = torch.arange(len(real), device=tensor.device)
-        last = torch.where(real, at, -1).cummax(0).values  # the row to repeat
-        repeated = words.index_select(axis, last.clamp(min=0))
-        padded = torch.where(_along(last >= 0, axis, tensor), repeated, padded)
-    words.copy_(torch.where(keep, words, padded))
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, as integers of its size where torch moves its dtype and computes hardly
-    anything with it: floats of a byte and the wider unsigned integers."""
-    dtype = tensor.dtype
-    if dtype.is_floating_point:
-        computed = dtype.itemsize > 1
-    else:
-        computed = dtype.is_signed or dtype in (torch.bool, torch.uint8)
-    return tensor if computed else tensor.view(_WORDS[tensor.itemsize])
+        last = torch.where(real, at, -1).cummax(0).values  # the row to repeat, of a real one itself
+        tensor.copy_(tensor.index_select(axis, last.clamp(min=0)))
+        alone = last < 0
+    tensor.masked_fill_(_along(alone, axis, tensor), pad.value)
 
 
 def _along(values: torch.Tensor, axis: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -1114,15 +1114,14 @@ def test_variants_of_a_loop_return_what_they_return() -> None:
     assert runner.stats().updates == {"loops": 2, "loop_nodes": ANY}
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16], ids=str)
 @pytest.mark.parametrize("pad", [dg.Pad.fill(2), dg.Pad.last()], ids=["fill", "last"])
-def test_a_loop_takes_data_that_torch_only_moves(dtype: torch.dtype, pad: dg.Pad) -> None:
-    held = dg.InputSlot("held_back", ("tokens", 3), dtype, pad=pad)
+def test_a_loop_pads_what_advance_leaves_alone(pad: dg.Pad) -> None:
+    held = dg.InputSlot("held_back", ("tokens", 3), torch.int32, pad=pad)
     loop = dg.Loop(
         steps=2, advance=lambda batch, out: batch.x.sub_(1), done=lambda batch, _: batch.x[:, 0] < 1
     )
     runner = decode_of(lambda b: b.held_back.clone(), [X, held], loop=loop, config={"buckets": [4]})
-    given = torch.tensor([[1], [2], [4]]).expand(3, 3).to(dtype)
+    given = torch.tensor([[1], [2], [4]]).expand(3, 3).int()
     found = runner.run({"x": torch.tensor([[1.0], [2], [1]]).expand(3, 3), "held_back": given})
     assert found.outputs[..., 0].tolist() == [[1, 2, 4], [0, 2, 0]]
     assert runner.prove().ok and runner.stats().eager == {}
