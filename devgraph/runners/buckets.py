@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -70,10 +70,7 @@ def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buck
 
 
 class Buckets(tuple[int, ...]):
-    """An ascending, non-empty sequence of bucket sizes that answers "which one holds n rows?".
-
-    Equal to any sequence of the same sizes.
-    """
+    """An ascending, non-empty sequence of bucket sizes that answers "which one holds n rows?"."""
 
     __slots__ = ()
 
@@ -128,17 +125,6 @@ class Buckets(tuple[int, ...]):
             below = size
         found.append(range(below + 1, capacity + 1))
         return [sizes for sizes in found if sizes]
-
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(tuple(other)) if isinstance(other, Sequence) else NotImplemented
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = tuple.__hash__
-
-    def __repr__(self) -> str:
-        return f"Buckets({list(self)})"
 
 
 def spans(sizes: Iterable[range]) -> str:

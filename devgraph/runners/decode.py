@@ -300,16 +300,6 @@ class DecodeRunner(Runner):
     Raises:
         ConfigError: something in the declaration cannot work.
         CapabilityError: the policy is not available.
-
-    Example::
-
-        decode = DecodeRunner(
-            lambda batch: model(batch.input_ids),
-            [InputSlot("input_ids", ("tokens",), torch.int64, pad=Pad.zero())],
-            max_requests=64,
-        )
-        decode.capture()
-        logits = decode.run({"input_ids": ids})
     """
 
     def __init__(

@@ -116,13 +116,3 @@ def test_fitting_is_the_smallest_bucket_that_holds_the_rows(sizes, maximum, rows
     holding = [size for size in sizes if size >= rows]
     assert buckets.fitting(rows) == (min(holding) if holding else None)
     assert list(buckets.at_least(rows)) == sorted(holding)
-
-
-def test_a_sequence_behaves_like_the_tuple_of_its_sizes():
-    buckets = Buckets((1, 4, 9))
-    assert buckets == (1, 4, 9)
-    assert hash(buckets) == hash(Buckets((1, 4, 9)))
-    assert buckets[:2] == (1, 4)
-    assert buckets.maximum == 9
-    assert repr(buckets) == "Buckets([1, 4, 9])"
-    assert buckets != 9

@@ -131,8 +131,8 @@ def test_packs_are_made_for_the_budgets_that_have_graphs():
 
 
 def test_configuration_bounds_budgets_and_items():
-    assert encoder_of(config={"buckets": [8, 24]}).buckets == [8, 24]
-    assert encoder_of(config={"max_bs": 20}).buckets == [16, 20]
+    assert encoder_of(config={"buckets": [8, 24]}).buckets == (8, 24)
+    assert encoder_of(config={"max_bs": 20}).buckets == (16, 20)
     runner = encoder_of(config={"max_requests": 2})
     check(runner, (8, 8, 8, 8))
     assert runner.stats().graph_steps == 2
