@@ -17,14 +17,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import (
-    CaptureError,
-    ConfigError,
-    ConfigTypeError,
-    InputError,
-    brief,
-    whole,
-)
+from devgraph.api.errors import CaptureError, ConfigError, ConfigTypeError, InputError, brief, whole
 from devgraph.api.marks.scopes import Repeat, repeater
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import ByRequests

@@ -12,7 +12,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.errors import ConfigError, InputError, InputTypeError, did_you_mean
+from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.graph import DeviceGraph
 from devgraph.runners.outputs import LeasedTensor, released
 from devgraph.runners.slots import InputSlot, Pad, Padding, Size
@@ -175,7 +175,7 @@ class InputArena:
     def admit_one(self, slot: InputSlot, value: Any, real: Size) -> torch.Tensor:
         """Return one input as ``admit`` does."""
         if not isinstance(value, torch.Tensor):
-            raise InputTypeError(f"input {slot.name!r} must be a tensor, got {_kind(value)}")
+            raise InputTypeError(f"input {slot.name!r} must be a tensor, got {brief(value)}")
         if isinstance(value, LeasedTensor):
             value = released(value)
         problem = None
@@ -224,10 +224,6 @@ def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[st
     near = did_you_mean(str(unknown[0]), missing or slots) if unknown else ""
     hint = near[near.find(" Did") :] if " Did" in near else ""
     return f"{' and '.join(said)}; the runner has the slots {', '.join(slots)}.{hint}"
-
-
-def _kind(value: Sequence[Any] | Any) -> str:
-    return "None" if value is None else type(value).__name__
 
 
 class StagingMemory:

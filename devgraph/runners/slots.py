@@ -14,21 +14,11 @@ from typing import Any, Literal
 import attrs
 import torch
 
-from devgraph.api.errors import (
-    ConfigError,
-    ConfigTypeError,
-    brief,
-    did_you_mean,
-    whole,
-)
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean, whole
 
 Dim = int | str
 Scalar = int | float | bool
-_ROW_DIMS: dict[str, tuple[str, int]] = {
-    "tokens": ("tokens", 0),
-    "requests": ("requests", 0),
-    "requests+1": ("requests", 1),
-}
+_ROW_DIMS = ("tokens", "requests", "requests+1")
 # Attributes of Batch that a slot of the same name would hide.
 _RESERVED = frozenset({"host", "real", "requests", "tokens", "variant", "width"})
 
@@ -82,8 +72,7 @@ class Size:
 
     def rows(self, dim: str) -> int:
         """Return the extent of a dimension named ``"tokens"``, ``"requests"``, ``"requests+1"``."""
-        base, extra = _ROW_DIMS[dim]
-        return (self.tokens if base == "tokens" else self.requests) + extra
+        return self.tokens if dim == "tokens" else self.requests + (dim == "requests+1")
 
 
 def _dims(dims: Iterable[Dim] | Dim) -> tuple[Dim, ...]:
@@ -148,11 +137,6 @@ class InputSlot:
                 f"input slot {self.name!r} needs pad=Pad.zero(), Pad.fill(value) or Pad.last(), "
                 f"got {brief(self.pad)}"
             )
-        if self.pad.kind == "last" and self.axis is None:
-            raise ConfigError(
-                f"input slot {self.name!r} pads from its last row but has no named dim in "
-                f"{self.dims}; use Pad.fill(value)"
-            )
         if not isinstance(self.pad.value, int | float):
             raise ConfigTypeError(
                 f"input slot {self.name!r} pads with a number, got {brief(self.pad.value)}"
@@ -187,7 +171,7 @@ class InputSlot:
     @property
     def by_requests(self) -> bool:
         """Whether the slot grows with the number of requests."""
-        return self.row_dim is not None and _ROW_DIMS[self.row_dim][0] == "requests"
+        return self.row_dim in ("requests", "requests+1")
 
     def shape(self, size: Size) -> tuple[int, ...]:
         """Return the shape for a batch of ``size``."""

@@ -250,7 +250,8 @@ class GraphStep:
         self.replay: _Replay = graph.captured.run
         """Replays the graph on what was loaded."""
         if step.options.ranges:
-            self.replay = _in_range(f"{self._name} {graph.key}", self.replay)
+            shown = torch.profiler.record_function(f"{self._name} {graph.key}")
+            self.replay = shown(self.replay)
         if graph.timing is not None:
             self.replay = graph.timing.over(self.replay)
         if step.options.prepare is not None:
@@ -345,16 +346,6 @@ class GraphStep:
         except Exception as error:
             note(error, f"in the tail of {self._name}, bucket {self.graph.key}, {self.real}")
             raise
-
-
-def _in_range(title: str, replay: _Replay) -> _Replay:
-    """Return ``replay`` in a range of that name, which profilers of torch and vendors show."""
-
-    def ranged(values: Mapping[str, Any]) -> None:
-        with torch.profiler.record_function(title):
-            replay(values)
-
-    return ranged
 
 
 class BoundSteps:

@@ -89,11 +89,6 @@ def test_a_floating_pad_value_may_be_special(value):
     assert slot(dtype=torch.float16, pad=Pad.fill(value)).pad.value is value
 
 
-def test_padding_from_the_last_row_needs_rows():
-    with pytest.raises(dg.ConfigError, match="has no named dim"):
-        slot((4,), pad=Pad.last())
-
-
 def test_a_pad_value_that_is_no_number_is_refused():
     with pytest.raises(dg.ConfigTypeError, match="pads with a number"):
         slot(pad=Pad.fill(torch.tensor(3)))
