@@ -37,8 +37,6 @@ from devgraph.runners.report import format_bytes
 # Distribution, what it is for, and how to get it.
 _PACKAGES = (
     ("torch", "everything", "pip install torch (2.11 or newer)"),
-    ("attrs", "everything", "pip install attrs"),
-    ("rich", "the command line", "pip install rich"),
     ("transformers", "generate: models and tokenizers", "pip install transformers sentencepiece"),
     ("gguf", "generate: models in GGUF files", "pip install gguf"),
     ("accelerate", "generate: models in GGUF files", "pip install accelerate"),
@@ -134,30 +132,27 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
     if not info.available:
         return found
     try:
-        return found | _seen(get_backend(info.name), probe=probe)
+        backend = get_backend(info.name)
+        here, everywhere = backend.capabilities, type(backend).capabilities
+        memory = backend.memory_info()
+        with working(f"capturing on {backend.name}"):
+            probes = probe_backend(backend) if probe else []
+        return found | {
+            "torch_device": str(backend.device),
+            "memory": None if memory is None else {"free": memory[0], "total": memory[1]},
+            "capabilities": attrs.asdict(here),
+            # What the backend has elsewhere, and what that needs.
+            "lacks": {
+                name: need
+                for name, need in backend.needs.items()
+                if getattr(here, name) != getattr(everywhere, name)
+            },
+            "details": backend.details(),
+            "probes": probes,
+        }
     except Exception as error:  # the report is about the others, too
         logger.info("backend %s", info.name, exc_info=True)
         return found | {"available": False, "reason": f"{type(error).__name__}: {error}"}
-
-
-def _seen(backend: Backend, *, probe: bool) -> dict[str, Any]:
-    here, everywhere = backend.capabilities, type(backend).capabilities
-    memory = backend.memory_info()
-    with working(f"capturing on {backend.name}"):
-        probes = probe_backend(backend) if probe else []
-    return {
-        "torch_device": str(backend.device),
-        "memory": None if memory is None else {"free": memory[0], "total": memory[1]},
-        "capabilities": attrs.asdict(here),
-        # What the backend has elsewhere, and what that needs.
-        "lacks": {
-            name: need
-            for name, need in backend.needs.items()
-            if getattr(here, name) != getattr(everywhere, name)
-        },
-        "details": backend.details(),
-        "probes": probes,
-    }
 
 
 def _devices() -> list[str]:
@@ -220,7 +215,6 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
             for one in checked
         ],
     )
-    failed = []
     for one in checked:
         name, probes = one["name"], one["probes"]
         if probes:
@@ -233,14 +227,11 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
             say(f"  {name} has less of {lacking} here than elsewhere: it needs {need}")
         for topic, told in one["details"].items():
             say(f"  {name}, {topic}: {told}")
-        failed += [f"FAILS on {name}: {p['name']}: {p['detail']}" for p in probes if not p["ok"]]
     present = [(name, version) for name, version in report["packages"].items() if version]
     print_table("packages", ("package", "version"), present)
     missing = [tuple(one.values()) for one in report["missing"]]
     print_table("missing, and how to get it", ("what", "for", "how"), missing)
-    for text in failed:
-        say(text)
-    if probed and not failed:
+    if probed and all(probe["ok"] for one in checked for probe in one["probes"]):
         usable = ", ".join(one["name"] for one in checked if one["available"])
         if usable:
             say(f"everything that is declared works on: {usable}")
