@@ -154,7 +154,11 @@ def test_from_file_reads_the_device_graph_section(tmp_path: Path, name: str) -> 
         ("a.json", '{"device_graph": {"decode": }}', ["line 1, column 29"]),
         ("a.json", "[]", ["expected an object"]),
         ("a.yaml", "device_graph: {decode: ful}\n", ["decode.policy", "Did you mean 'full'?"]),
-        ("a.yaml", "device_graph:\n  decode: off\n", ["decode.policy", "'disabled' (in quotes)"]),
+        (
+            "a.yaml",
+            "device_graph:\n  decode: off\n",
+            ["decode.policy", "is a string, got False", "disabled"],
+        ),
         ("a.yaml", "device_graph:\n  decode: full\n  decode: disabled\n", ["twice", "line 3"]),
         ("a.yaml", "device_graph: {decode: [\n", ["broken YAML", "line 2"]),
         ("a.yaml", "just text\n", ["expected an object"]),

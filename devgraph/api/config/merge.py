@@ -35,14 +35,6 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
-@attrs.frozen(kw_only=True)
-class Merged:
-    """The settings that hold, and what there is to say."""
-
-    settings: dict[Setting, Any]
-    notes: tuple[str, ...]
-
-
 class _Entry(NamedTuple):
     value: Any
     level: Level
@@ -55,8 +47,8 @@ class _Entry(NamedTuple):
 _State = dict[Setting, _Entry]
 
 
-def merge(sources: Iterable[Source]) -> Merged:
-    """Merge sources, which must come in ascending order of strength.
+def merge(sources: Iterable[Source]) -> Source:
+    """Merge sources, which must come in ascending order of strength, into one.
 
     A part for one backend beats the general part of the same source and of weaker ones; a general
     part beats the parts for single backends of weaker sources. ``buckets`` and ``max_bs`` that
@@ -85,7 +77,9 @@ def merge(sources: Iterable[Source]) -> Merged:
     spent = {_reconcile(scope, phase, state, notes) for scope in scopes for phase in PHASES}
     for phase in PHASES:
         _report_unused(phase, state, spent, notes)
-    return Merged(
+    return Source(
+        level=Level.JSON,
+        name="",
         settings={setting: entry.value for setting, entry in state.items()},
         notes=tuple(notes),
     )

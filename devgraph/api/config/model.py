@@ -18,7 +18,7 @@ import attrs
 
 from devgraph.api.config.document import parse_mode, read_json
 from devgraph.api.config.flags import sources_of
-from devgraph.api.config.merge import Merged, Source, merge
+from devgraph.api.config.merge import Source, merge
 from devgraph.api.config.phase import (
     DEFAULT_POLICY,
     KEYS,
@@ -45,9 +45,9 @@ Overlays = Mapping[str, Mapping[str, Mapping[str, Any]]]
 """Values by backend, phase and key, each in the form that ``PhaseConfig`` stores."""
 
 
-def _overlays(given: Mapping[str, Mapping[str, Any]] | Merged) -> Overlays:
+def _overlays(given: Mapping[str, Mapping[str, Any]] | Source) -> Overlays:
     """Return what ``given`` says of single backends, checked, in the order of their names."""
-    source = given if isinstance(given, Merged) else parse_mode({"backends": given}, "overlays")
+    source = given if isinstance(given, Source) else parse_mode({"backends": given}, "overlays")
     settings = source.settings
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name in sorted({backend for backend, _, _ in settings if backend is not None}):

@@ -140,11 +140,6 @@ def choice(what: str, names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
 
 
 def _policy(value: object, path: str) -> Any:
-    if value is False or value is None:
-        raise ConfigTypeError(
-            f"{path}: a policy is a string, got {shown(value)}; write 'disabled' (in quotes) to "
-            f"switch graphs off. {did_you_mean('', choices())}"
-        )
     name = OLDER_POLICIES.get(value, value) if isinstance(value, str) else value
     return _POLICY_NAME(name, path)
 
