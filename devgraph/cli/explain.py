@@ -17,7 +17,7 @@ from devgraph.api.marks.names import NodeRange
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import check_compilers
 from devgraph.cli.measure import median, seconds_per_call
-from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, write_file
+from devgraph.cli.tables import print_json, print_table, say, time_text, write_file
 from devgraph.cli.target import Target, find_target, user_code
 from devgraph.runners.report import format_bytes
 
@@ -43,8 +43,6 @@ class _Part:
 def run(args: argparse.Namespace) -> int:
     """Capture and print; 1 when ``--prove`` finds a difference."""
     check_compilers(args, [args.policy])
-    if args.dot is not None and args.dot == args.chrome_trace:
-        raise CommandError(f"--dot and --chrome-trace are both {args.dot}: one would be lost")
     backend = get_backend(args.backend)
     target = find_target(args)
     owner = getattr(target.fn, "__self__", target.fn)
@@ -86,8 +84,7 @@ def _timed(captured: Captured, target: Target) -> list[float]:
 
 def _part(index: int, segment: Any, seconds: float) -> _Part:
     if not isinstance(segment, DeviceGraph):
-        name = repr(segment).strip("<>").removeprefix("eager ")
-        return _Part(index=index, kind="eager", name=name, seconds=seconds)
+        return _Part(index=index, kind="eager", name=repr(segment).strip("<>"), seconds=seconds)
     info = segment.info()
     return _Part(
         index=index,
@@ -123,7 +120,7 @@ def _print(captured: Captured, target: Target, parts: list[_Part], report: Any) 
         [
             (
                 part.index,
-                "graph" if part.kind == "graph" else f"eager {part.name}",
+                "graph" if part.kind == "graph" else part.name,
                 part.nodes,
                 _counted(part.regions) or None,
                 format_bytes(part.bytes) if part.kind == "graph" else None,
@@ -160,13 +157,11 @@ def _dot(target: Target, parts: list[_Part]) -> str:
     ]
     for part in parts:
         if part.kind == "graph":
-            nodes = "?" if part.nodes is None else part.nodes
-            body = [f"graph {part.index}", f"{nodes} nodes", *part.regions]
-            color = "lightblue"
+            nodes, color = "?" if part.nodes is None else part.nodes, "lightblue"
+            body = [part.name, f"{nodes} nodes", *part.regions]
         else:
-            body, color = [f"eager {part.name}"], "lightyellow"
-        text = "\n".join([*body, str(time_text(part.seconds))])
-        label = json.dumps(text, ensure_ascii=False)
+            body, color = [part.name], "lightyellow"
+        label = json.dumps("\n".join([*body, str(time_text(part.seconds))]), ensure_ascii=False)
         lines.append(f"  s{part.index} [label={label}, fillcolor={color}];")
     lines += [f"  s{left.index} -> s{left.index + 1};" for left in parts[:-1]]
     return "\n".join([*lines, "}", ""])
@@ -179,10 +174,9 @@ def _trace(captured: Captured, parts: list[_Part]) -> dict[str, Any]:
     events = [{"ph": "M", **where, "name": "process_name", "args": title}]
     start = 0.0
     for part in parts:
-        name = part.name if part.kind == "graph" else f"eager {part.name}"
         times = {"ts": start * 1e6, "dur": part.seconds * 1e6}
         about = {"nodes": part.nodes, "regions": list(part.regions), "bytes": part.bytes}
-        event = {"ph": "X", **where, "cat": part.kind, "name": name, **times, "args": about}
+        event = {"ph": "X", **where, "cat": part.kind, "name": part.name, **times, "args": about}
         events.append(event)
         start += part.seconds
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -17,7 +17,7 @@ def test_break_is_an_eager_segment_between_graphs(
     argv = [target, "--inputs", "inputs", "--policy", "breakable", "--backend", "cpu", "--prove"]
     data = run_json(capsys, "explain", *argv)
     assert [one["kind"] for one in data["segments"]] == ["graph", "eager", "graph"]
-    assert data["segments"][1]["name"] == "synced"
+    assert data["segments"][1]["name"] == "eager synced"
     assert [one["nodes"] for one in data["segments"]] == [1, None, 1]
     assert data["info"]["segments"] == 3
     assert data["proof"]["ok"] is True
@@ -87,14 +87,6 @@ def test_compiler_that_the_policy_does_not_read_is_refused(
     result = run_cli(capsys, "explain", target, "--inputs", "inputs", "--compiler", "inductor")
     assert result.code == 2
     assert "--compiler is of the policy piecewise" in result.err
-
-
-def test_one_file_for_two_results_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    both = ("--dot", tmp_path / "out", "--chrome-trace", tmp_path / "out")
-    result = run_cli(capsys, "explain", f"{write_steps(tmp_path)}:clean", *both)
-    assert result.code == 2
-    assert "one would be lost" in result.err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("dot", ["", "no/folder.dot"])
