@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,7 @@ from devgraph.api.config.document import parse_mode, read_json, read_section
 from devgraph.api.config.merge import Level, Source
 from devgraph.api.config.older_flags import DISABLE, MODE, OLDER_FLAGS, SHORTHANDS, Flag
 from devgraph.api.config.phase import FLAG, KEYS, PHASES, DeviceGraphWarning
-from devgraph.api.errors import ConfigError, ConfigTypeError
+from devgraph.api.errors import ConfigTypeError
 
 _FILE = "--device-graph-config"
 
@@ -58,7 +58,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name=_FILE,
-        shape="path",
+        shape="text",
         metavar="FILE",
         help="JSON or YAML file with a device_graph section; weaker than every flag",
         read=lambda path, name: parse_mode(read_section(path), f"{name} {path}", Level.FILE),
@@ -69,24 +69,13 @@ FLAGS: tuple[Flag, ...] = (
 """Every flag, in the order of the help; of those of one level a later one is stronger."""
 
 
-class _Text(str):
-    """The text of an option, with what was read from it; elsewhere it is a plain string."""
-
-    read: Any
-
-    def __reduce__(self) -> Any:
-        return str, (str(self),)
-
-
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add ``--device-graph-mode``, its shorthands and the accepted older flags to ``parser``.
 
     Options that the parser has already are skipped, so calling this twice, or for an engine with
-    flags of its own, is safe. Broken values end the program through ``parser.error``; the meaning
-    of all of them together is found by ``DeviceGraphConfig.from_args``.
+    flags of its own, is safe. ``DeviceGraphConfig.from_args`` reads their values.
     """
-    exclusive = isinstance(parser, argparse._MutuallyExclusiveGroup)
-    if exclusive or not isinstance(parser, argparse._ActionsContainer):
+    if not isinstance(parser, argparse._ActionsContainer):
         raise ConfigTypeError(f"expected an argparse parser, got {parser!r}")
     taken = parser._option_string_actions
     free = [
@@ -107,9 +96,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         options: dict[str, Any] = {"action": _Once, "metavar": flag.metavar}
         if flag.shape == "switch":
             options = {"action": "store_true"}
-        elif flag.shape == "text":
-            options["type"] = _reading(flag)
-        elif flag.shape != "path":
+        elif flag.shape != "text":
             options |= {"type": int, "nargs": "+" if flag.shape == "integers" else None}
         default = argparse.SUPPRESS
         group.add_argument(*names, dest=flag.dest, help=flag.help, default=default, **options)
@@ -134,21 +121,6 @@ def _taken(name: str, taken: Mapping[str, argparse.Action]) -> bool:
     return name in taken or (not name.startswith("--") and name[:2] in taken)
 
 
-def _reading(flag: Flag) -> Callable[[str], str]:
-    """Return an argparse type that reads a text once, and refuses what cannot be read."""
-
-    def typed(value: str) -> str:
-        text = _Text(value)
-        try:
-            text.read = flag.read(value, flag.name)
-        except ConfigError as error:
-            # argparse shows the text of this exception only, after the name of the option.
-            raise argparse.ArgumentTypeError(str(error).removeprefix(f"{flag.name}: ")) from error
-        return text
-
-    return typed
-
-
 def sources_of(
     namespace: argparse.Namespace, parser: argparse.ArgumentParser | None = None
 ) -> list[Source]:
@@ -168,6 +140,5 @@ def sources_of(
         if flag.shape == "switch":
             FLAG["read"](value, flag.name)  # an engine's own option may hold something else
         if parser is None or value != parser.get_default(flag.dest):
-            read = isinstance(value, _Text)
-            sources.append(value.read if read else flag.read(value, flag.name))
+            sources.append(flag.read(value, flag.name))
     return sorted(sources, key=attrgetter("level"))

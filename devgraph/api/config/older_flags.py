@@ -5,10 +5,6 @@ Read from SGLang 0.4.6 to 0.5.23 and its proposal for per-phase modes
 order of application: where two older flags speak about the same key the later entry wins, which
 reproduces what those engines do (a broad switch gives way to a specific one, except
 ``--enforce-eager``, which beats everything else there).
-
-Flags that switch off what devgraph does not configure are accepted and named as left to the engine.
-Flags that neither choose a mode nor a size nor switch graphs off (profiling of a capture, garbage
-collection during it, metrics, the graphs of vision encoders) stay with their engine.
 """
 
 from __future__ import annotations
@@ -44,8 +40,7 @@ class Flag:
 
     name: str
     shape: str
-    """``switch`` (no value), ``path``, ``text`` (read when it is parsed), ``integer`` or
-    ``integers``."""
+    """``switch`` (no value), ``text``, ``integer`` or ``integers``."""
     read: Callable[[Any, str], Source]
     short: str | None = None
     """A spelling with one dash for the same attribute."""
