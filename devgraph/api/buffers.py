@@ -182,7 +182,7 @@ class Bound:
     """
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], trees: Iterable[Any]) -> None:
-        self._known = [(what, tensor, tensor.data_ptr(), _look(tensor)) for what, tensor in named]
+        self._known = [(what, tensor, _look(tensor)) for what, tensor in named]
         self.tensors = [*{id(tensor): tensor for _, tensor, *_ in self._known}.values()]
         """Each once."""
         self._places = [*map(torch.Tensor.data_ptr, self.tensors)]
@@ -213,30 +213,24 @@ class Bound:
 
     def _look_closely(self) -> None:
         """Ask one tensor after the other, and from then on all together."""
-        for what, tensor, address, look in self._known:
-            if tensor.data_ptr() != address:
-                raise StateError(
-                    f"{what} has moved from {address:#x} to {tensor.data_ptr():#x} (its storage "
-                    f"was replaced or freed): graphs still use the old memory. Write new data "
-                    f"into the same storage with copy_(), or capture again."
-                )
+        for what, tensor, look in self._known:
             if _look(tensor) != look:
                 raise StateError(
-                    f"{what} had {_text(look)} and has another layout now: "
-                    f"{_text(_look(tensor))}. Graphs would read it as it was. Undo what changed "
-                    f"it in place (t_(), resize_(), ...), or capture again."
+                    f"{what} has moved or has another layout: it was {_text(*look)} and is "
+                    f"{_text(*_look(tensor))}. Graphs use the memory as it was: write new data "
+                    f"into it with copy_(), undo what changed it in place (t_(), resize_(), ...), "
+                    f"or capture again."
                 )
         if all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in self.tensors):
             self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)
 
 
-def _look(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    return tensor.dtype, tensor.shape, tensor.stride()
+def _look(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _text(look: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> str:
-    dtype, shape, stride = look
-    return f"{tuple(shape)} strides {stride} of {dtype}"
+def _text(place: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...]) -> str:
+    return f"{tuple(shape)} strides {stride} of {dtype} at {place:#x}"
 
 
 def alike_to(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -274,18 +268,14 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 def _leaves(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
-            if not has_place(leaf):
-                raise InputTypeError(
-                    f"bound buffer {name + pytree.keystr(path)!r} has layout {leaf.layout}"
-                    f"{' (nested)' * leaf.is_nested}, and graphs need tensors at fixed addresses: "
-                    f"bind its parts"
-                )
-            yield name + pytree.keystr(path), leaf
+        where = name + pytree.keystr(path)
+        if isinstance(leaf, torch.Tensor) and has_place(leaf):
+            yield where, leaf
         elif leaf is not None:
+            layout = f" of layout {leaf.layout}" if isinstance(leaf, torch.Tensor) else ""
             raise InputTypeError(
-                f"bound buffer {name + pytree.keystr(path)!r} must be a tensor, or a list or "
-                f"dictionary of tensors, got {brief(leaf)}"
+                f"bound buffer {where!r} must be a tensor at a fixed address, or a list or "
+                f"dictionary of such, got {brief(leaf)}{layout}"
             )
 
 

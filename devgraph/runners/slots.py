@@ -79,6 +79,11 @@ def _dims(dims: Iterable[Dim] | Dim) -> tuple[Dim, ...]:
     return tuple(dims) if isinstance(dims, Iterable) and not isinstance(dims, str) else (dims,)
 
 
+def _require_rows(kind: str, dim: object, owner: str) -> None:
+    if dim not in _ROW_DIMS:
+        raise ConfigError(f"unknown {kind} {dim!r} of {owner}. {did_you_mean(str(dim), _ROW_DIMS)}")
+
+
 @attrs.frozen
 class InputSlot:
     """One input of a step: a static tensor that ``run`` copies the caller's data into.
@@ -110,9 +115,21 @@ class InputSlot:
     )
 
     def __attrs_post_init__(self) -> None:
-        _check_name("input slot", self.name)
+        name = self.name
+        if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
+            raise ConfigError(
+                f"input slot {brief(name)} must be a Python identifier without leading underscore"
+            )
+        if name in _RESERVED:
+            raise ConfigError(
+                f"input slot {name!r} would hide batch.{name}; reserved: "
+                f"{', '.join(sorted(_RESERVED))}"
+            )
         for dim in self.dims:
-            _check_dim(self.name, dim)
+            if isinstance(dim, str):
+                _require_rows("dim", dim, f"input slot {name!r}")
+            else:
+                whole(f"a dim of input slot {name!r}", dim, 1, ConfigError)
         if sum(isinstance(dim, str) for dim in self.dims) > 1:
             raise ConfigError(
                 f"input slot {self.name!r} has dims {self.dims}: at most one may be named, the "
@@ -195,10 +212,7 @@ class HostSlot:
     pad: Pad = attrs.field(kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if self.dim not in _ROW_DIMS:
-            raise ConfigError(
-                f"unknown dim {self.dim!r} of a host slot. {did_you_mean(str(self.dim), _ROW_DIMS)}"
-            )
+        _require_rows("dim", self.dim, "a host slot")
         if not isinstance(self.pad, Pad):
             raise ConfigTypeError(
                 f"a host slot needs pad=Pad.zero(), Pad.fill(value) or Pad.last(), got "
@@ -224,11 +238,8 @@ class OutputSlot:
     dim: int = attrs.field(default=0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        if self.rows is not None and self.rows not in _ROW_DIMS:
-            raise ConfigError(
-                f"unknown rows {self.rows!r} of an output slot. "
-                f"{did_you_mean(str(self.rows), _ROW_DIMS)} None stands for a fixed shape."
-            )
+        if self.rows is not None:
+            _require_rows("rows", self.rows, "an output slot")
         whole("dim of an output slot", self.dim, kind=ConfigError)
 
 
@@ -255,30 +266,6 @@ def check_slots(slots: Sequence[InputSlot], own: Sequence[InputSlot] = ()) -> di
             "cannot see the size of a batch"
         )
     return by_name
-
-
-def _check_name(what: str, name: object) -> None:
-    if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
-        raise ConfigError(
-            f"{what} {brief(name)} must be a Python identifier without leading underscore"
-        )
-    if name in _RESERVED:
-        raise ConfigError(
-            f"{what} {name!r} would hide batch.{name}; reserved: {', '.join(sorted(_RESERVED))}"
-        )
-
-
-def _check_dim(name: str, dim: object) -> None:
-    if isinstance(dim, str):
-        if dim not in _ROW_DIMS:
-            raise ConfigError(
-                f"unknown dim {dim!r} of input slot {name!r}. {did_you_mean(dim, _ROW_DIMS)}"
-            )
-    elif isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-        raise ConfigError(
-            f"dim {brief(dim)} of input slot {name!r} must be a positive int or one of "
-            f"{', '.join(_ROW_DIMS)}"
-        )
 
 
 def _fits(value: Scalar, dtype: torch.dtype) -> bool:

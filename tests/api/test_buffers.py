@@ -86,7 +86,7 @@ def test_a_bound_tensor_that_moved_is_refused_until_bound_again():
     buffers.check()
     keep = torch.ones(4)
     cache.data = keep
-    with pytest.raises(dg.StateError, match="'cache' has moved from 0x"):
+    with pytest.raises(dg.StateError, match="'cache' has moved .* was .* at 0x.* and is .* at 0x"):
         buffers.check()
     buffers.rebind()
     buffers.check()
@@ -100,7 +100,7 @@ def test_a_bound_tensor_with_another_layout_at_its_address_is_refused_until_boun
     buffers.bind("cache", cache)
     for change in (cache.t_, lambda: cache.resize_(6)):
         change()
-        with pytest.raises(dg.StateError, match="'cache' had .* another layout now"):
+        with pytest.raises(dg.StateError, match="'cache' has .* another layout"):
             buffers.check()
         buffers.rebind()
         buffers.check()
@@ -117,7 +117,7 @@ def test_bound_tensors_are_watched_as_closely_after_they_were_found_in_order(inf
         second.requires_grad_()
         buffers.check()
         first.t_()
-        with pytest.raises(dg.StateError, match=r"caches\[0\]' had \(2, 3\) .* another layout now"):
+        with pytest.raises(dg.StateError, match=r"caches\[0\]' .* another layout: it was \(2, 3\)"):
             buffers.check()
         first.t_()
         buffers.check()
@@ -204,8 +204,8 @@ def test_a_tree_of_bound_tensors_is_watched_leaf_by_leaf():
 
 def test_what_is_no_tensor_in_a_bound_tree_is_named_by_its_path():
     buffers = make(x=((1,), torch.float32))
-    with pytest.raises(dg.InputTypeError, match=r"'cache\[0\]' must be a tensor.*got 1"):
+    with pytest.raises(dg.InputTypeError, match=r"'cache\[0\]' must be a tensor .*got 1"):
         buffers.bind("cache", [1, torch.randn(99)])
-    with pytest.raises(dg.InputTypeError, match=r"'cache\[1\]' has layout torch.sparse_coo"):
+    with pytest.raises(dg.InputTypeError, match=r"'cache\[1\]' must .* layout torch.sparse_coo"):
         buffers.bind("cache", [torch.randn(99), torch.eye(3).to_sparse()])
     buffers.bind("cache", [torch.randn(99)])

@@ -186,7 +186,7 @@ def test_bound_tensor_that_moved_is_refused(kit: Kit, policy: str, move: str) ->
     else:
         with torch.no_grad():
             x.set_(kit.tensor(8, seed=3))
-    with pytest.raises(dg.StateError, match=r"moved from 0x.*copy_"):
+    with pytest.raises(dg.StateError, match=r"moved .*copy_"):
         captured.replay()
     with torch.no_grad():
         x.set_(kept)
@@ -315,7 +315,7 @@ def test_bound_tensor_of_another_dtype_at_its_address_is_refused():
         captured.replay()
         x.data = x.view(torch.int32)
         with pytest.raises(
-            dg.StateError, match=r"float32 and has another layout now: .* of torch.i"
+            dg.StateError, match=r"another layout: it was .*float32 .* is .* of torch.i"
         ):
             captured.replay()
 
