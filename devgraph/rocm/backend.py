@@ -98,15 +98,15 @@ class RocmBackend(NodeBackend):
             if self._guard
             else "reported by the runtime",
         }
-        found = self.verification.findings
-        if found is not None:
+        if (updates := self.verification.updates) is not None:
             told["updates"] = (
                 "written into executables, verified at first use"
-                if found.updates
+                if updates
                 else "this runtime ignores them: every key gets an executable of its own"
             )
+            reported = self.runtime.reports_copies
             told["copies in regions"] = (
-                "updated" if found.reports_copies else "refused: their addresses are not reported"
+                "updated" if reported else "refused: their addresses are not reported"
             )
         return told
 

@@ -174,7 +174,8 @@ class Runtime(NodeRuntime):
         self.version = Version.decode(number.value)
         self.kinds = self.version.kinds
         self.reports_copies = True
-        """Whether a captured copy tells its addresses; see ``verification``."""
+        """Whether a captured copy tells its addresses, which ``verification`` finds out: before
+        HIP 7 they are uninitialised memory."""
 
     @staticmethod
     def find() -> Runtime:

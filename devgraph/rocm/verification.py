@@ -12,7 +12,6 @@ import logging
 import weakref
 from collections.abc import Callable
 
-import attrs
 import torch
 
 from devgraph.api.errors import UpdateError
@@ -34,24 +33,15 @@ LEAK_BUDGET_BYTES = 32 * 2**20
 every 32nd update, which spreads the 2-3 ms of making one to less than 0.1 ms."""
 
 
-@attrs.frozen(kw_only=True)
-class Findings:
-    """What a runtime was found to do."""
-
-    reports_copies: bool
-    """A captured copy tells its addresses. Before HIP 7 they are uninitialised memory."""
-    updates: bool
-    """A parameter that was written into an executable is used by its next launch."""
-
-
 class Verification:
     """What updates of one runtime are good for, found out once, and the word of each pool."""
 
     def __init__(self, runtime: Runtime, current_stream: Callable[[], int]) -> None:
         self.runtime = runtime
         self._current_stream = current_stream
-        self.findings: Findings | None = None
-        """None until a graph with regions is begun."""
+        self.updates: bool | None = None
+        """Whether executables that exist use parameters that are written into them; None until a
+        graph with regions is begun."""
         self._words: weakref.WeakKeyDictionary[Pool, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def word_of(self, pool: Pool) -> torch.Tensor:
@@ -65,33 +55,15 @@ class Verification:
             self._words[pool] = word
         return word
 
-    def find_out(self, device: torch.device) -> Findings:
+    def find_out(self, device: torch.device) -> None:
         """Capture and update two small graphs, once, on a stream that is not capturing."""
-        if self.findings is None:
+        if self.updates is None:
             words = torch.zeros(4, dtype=torch.int64, device=device)
-            self.findings = Findings(
-                reports_copies=self._reports_copies(words), updates=self._updates(words)
+            self.runtime.reports_copies = reports = self._reports_copies(words)
+            self.updates = self._updates(words)
+            logger.info(
+                "rocm: executables take updates: %s; copies are reported: %s", self.updates, reports
             )
-            self.runtime.reports_copies = self.findings.reports_copies
-            logger.info("rocm: %s", self.findings)
-        return self.findings
-
-    @property
-    def updates(self) -> bool:
-        """Whether parameters may be written into executables that exist."""
-        return self.findings is None or self.findings.updates
-
-    def refuse_stale(self, number: int, found: int) -> None:
-        """Raise UpdateError for a launch that ran another recording, and write no more."""
-        assert self.findings is not None
-        self.findings = attrs.evolve(self.findings, updates=False)
-        raise UpdateError(
-            f"the HIP runtime ({self.runtime.version}) reported a successful update and "
-            f"launched the graph with the parameters of an earlier one (recording {found} instead "
-            f"of {number}). What this replay wrote is wrong, and the graph is dirty: "
-            f"reset() and capture again. From now on this process gives every key an executable "
-            f"of its own instead of updating one."
-        )
 
     def _captured(self, work: Callable[[], object]) -> int:
         stream = self._current_stream()
@@ -190,7 +162,14 @@ class Verifying(Applying):
         found = int(self._verification.word_of(graph.pool).item())
         if found != recording.number:
             graph.mark_dirty()
-            self._verification.refuse_stale(recording.number, found)
+            self._verification.updates = False
+            raise UpdateError(
+                f"the HIP runtime ({self._verification.runtime.version}) reported a successful "
+                f"update and launched the graph with the parameters of an earlier one (recording "
+                f"{found} instead of {recording.number}). What this replay wrote is wrong, and the "
+                f"graph is dirty: reset() and capture again. From now on this process gives every "
+                f"key an executable of its own instead of updating one."
+            )
         launched.expected, launched.verified = None, True
         if launched is self._own:
             self._seen.add(recording)

@@ -170,7 +170,7 @@ def test_runtime_that_never_updates_is_found_out_before_the_first_capture():
     with on_fake(stale=-1) as be:
         x = noise()
         with captured(be, step, x) as cap:
-            assert be.verification.find_out(be.device).updates is False
+            assert be.verification.updates is False
             probing = be.fake.get("writes")
             for n in (2, 3, 5, 3, 2):
                 check(cap, step, x, n=n)
