@@ -66,13 +66,10 @@ class NpuBackend(NpuDevice):
 
     def details(self) -> dict[str, str]:
         found = Diagnosis.made()
-        order = "first the replay, then its update" if self.replay_first else "update, then replay"
         return {
             "CANN": found.toolkit or "libraries found, but set_env.sh was not sourced",
             AUTOLOAD: "1: 'import torch' loads torch_npu" if found.autoload else "0",
-            "updates": f"{order}; stuck after {self.channel.timeout:g} s",
             "streams": self.streams_held,
-            "attention": f"npu_fused_infer_attention_score, version {self.attention_version}",
         }
 
     def lost_reason(self, error: BaseException) -> str | None:

@@ -80,7 +80,7 @@ class UpdateChannel:
         timeout: seconds after which a job, or a replay whose events were recorded, is stuck.
     """
 
-    def __init__(self, namespace: Any, index: int, timeout: float) -> None:
+    def __init__(self, namespace: Any, index: int, timeout: float = 60.0) -> None:
         self._namespace = namespace
         self._index = index
         self.timeout = timeout

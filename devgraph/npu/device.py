@@ -76,8 +76,6 @@ class NpuDevice(TorchBackend):
     stream_limit: int = GRAPH_STREAMS
     """Streams that graphs may hold; within it every capture asks the driver, whose refusals say
     nothing of later: other work gives streams back, and so do graphs that wait to be destroyed."""
-    update_timeout: float = 60.0
-    """Seconds after which an update, or a replay whose update was issued, counts as stuck."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,11 +88,10 @@ class NpuDevice(TorchBackend):
         self._retired: deque[_Retired] = deque()
         self._memories: list[list[Any]] = []
         self._freeing = False
-        index = self._device.index
         self.streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """How many streams each captured graph holds, those that keep a pool alive included."""
         self._events: list[Any] = []
-        self.channel = UpdateChannel(self.namespace, index, self.update_timeout)
+        self.channel = UpdateChannel(self.namespace, self._device.index)
 
     def take_event(self) -> Any:
         """Return an external event that nothing waits for and that is not recorded.
@@ -282,7 +279,7 @@ class NpuDevice(TorchBackend):
         """Wait until all work of the device is done.
 
         Raises:
-            UpdateError: a replay waited longer than ``update_timeout`` for an event whose record
+            UpdateError: a replay waited longer than the channel's timeout for an event whose record
                 was lost. The device is free again and the graph is dirty.
         """
         for regions in self.channel.settle():

@@ -25,19 +25,13 @@ from devgraph.npu.task_groups import Group, Host, TaskGroups
 
 logger = logging.getLogger(__name__)
 
-_RECORDING_BYTES = 512
-"""A recording holds host values only: the groups hold the parameters of one key at a time."""
-
 
 @attrs.frozen
 class _Recording(Recording):
-    """Host values that this graph's groups are known to take."""
+    """Host values that this graph's groups, which hold those of one key at a time, can take."""
 
     host: Mapping[Mark, dict[str, Any]]
-
-    @property
-    def bytes(self) -> int:
-        return _RECORDING_BYTES
+    bytes: int = 512
 
 
 class NpuPool(TorchPool):
