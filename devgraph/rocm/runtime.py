@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import re
 from collections.abc import Mapping
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_void_p
@@ -21,8 +20,6 @@ from devgraph.api.torchlike.node_calls import (
     NodeRuntime,
     structure,
 )
-
-logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"/libamdhip64[^/]*\.so[.\d]*$")
 
@@ -165,8 +162,6 @@ class Runtime(NodeRuntime):
                 f"graph updates. Install a ROCm build of torch that brings a newer one (devgraph "
                 f"is written against HIP 5.2 to 7)."
             )
-        if self.missing:
-            logger.info("%s has no %s; doing without", path, ", ".join(self.missing))
         for name in _TEXT:
             self._functions[name].restype = c_char_p
         number = c_int()

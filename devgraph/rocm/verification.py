@@ -8,7 +8,6 @@ executable, not of every node: see docs/rocm.md.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 
@@ -21,8 +20,6 @@ from devgraph.api.torchlike.node_calls import RuntimeCallError
 from devgraph.api.torchlike.node_graph import Applying, NodeGraph
 from devgraph.api.torchlike.recording import NodeRecording, RegionPattern
 from devgraph.rocm.runtime import Runtime
-
-logger = logging.getLogger(__name__)
 
 LEAKED_BYTES_PER_NODE = 5800
 """Device memory that a runtime keeps for every node it writes, until the executable goes: 2000
@@ -59,11 +56,8 @@ class Verification:
         """Capture and update two small graphs, once, on a stream that is not capturing."""
         if self.updates is None:
             words = torch.zeros(4, dtype=torch.int64, device=device)
-            self.runtime.reports_copies = reports = self._reports_copies(words)
+            self.runtime.reports_copies = self._reports_copies(words)
             self.updates = self._updates(words)
-            logger.info(
-                "rocm: executables take updates: %s; copies are reported: %s", self.updates, reports
-            )
 
     def _captured(self, work: Callable[[], object]) -> int:
         stream = self._current_stream()
@@ -132,7 +126,6 @@ class Verifying(Applying):
     def write(self, graph: NodeGraph, recording: NodeRecording) -> None:
         more = len(recording.updates) * LEAKED_BYTES_PER_NODE
         if self.leaked_bytes and self.leaked_bytes + more > LEAK_BUDGET_BYTES:
-            logger.debug("rocm: %d bytes leaked, making the executable anew", self.leaked_bytes)
             graph.pool.recordings.drop_own(graph)
             self.leaked_bytes = 0
         super().write(graph, recording)
