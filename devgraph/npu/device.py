@@ -32,13 +32,9 @@ from devgraph.npu.task_groups import TaskGroups
 
 logger = logging.getLogger(__name__)
 
-HARDWARE_STREAMS = 2048
-"""Streams of one device (reported for the 910 series by users whose captures ran out)."""
-OTHER_STREAMS = 248
-"""Set aside for eager work: 70 of torch_npu's own pools (2 + 32 + 32 + 4), the rest for
-collectives, of which each communicator takes several."""
-GRAPH_STREAMS = HARDWARE_STREAMS - OTHER_STREAMS
-"""What is left for graphs."""
+GRAPH_STREAMS = 2048 - 248
+"""What graphs have of a device's streams (2048 on the 910 series, as users report whose captures
+ran out): eager work takes 70 for torch_npu's own pools, and each communicator several."""
 
 _CURE = (
     "Capture fewer buckets, or with fewer segments each: a breakable capture holds a stream per "
