@@ -462,7 +462,7 @@ class Capturing:
 
     def _over_budget(self) -> Reason | None:
         budget = self._config.time_budget_s
-        if budget is not None and self._graphs.seconds >= budget:
+        if budget is not None and sum(graph.seconds for graph in self._graphs) >= budget:
             return Reason.TIME_BUDGET
         return self._over_memory()
 

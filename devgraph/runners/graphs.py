@@ -248,11 +248,6 @@ class Graphs:
         """What may still be captured, largest first."""
         return [g for g in self._order if g.captured is None and not g.dropped]
 
-    @property
-    def seconds(self) -> float:
-        """The time that captures took so far."""
-        return sum(graph.seconds for graph in self._order)
-
     def rows(self, size: Size) -> int:
         """Return what buckets count of a batch."""
         return size.rows(self.counting.counts)

@@ -147,7 +147,7 @@ class RunnerStats:
             padded_rows=sum(bucket.padded_rows for bucket in buckets),
             eager_tokens=counters.eager_tokens,
             captures=counters.captures,
-            capture_seconds=graphs.seconds,
+            capture_seconds=sum(bucket.capture_seconds for bucket in buckets),
             phase_seconds=_totals(each.phases for each in captured),
             updates=_totals(each.stats() for each in captured),
             graph_bytes=sum(bucket.bytes for bucket in buckets),
