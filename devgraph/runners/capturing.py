@@ -63,9 +63,6 @@ class Capturing:
     """Captures the graphs of a runner, in rounds that all ranks take part in.
 
     Args:
-        step: what is captured.
-        graphs: what it is captured into.
-        counters: the runner's.
         facts: what all ranks must have in common.
         share: that of the runner whose buffers this one uses.
 

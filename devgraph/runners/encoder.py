@@ -341,11 +341,7 @@ def packed(
 
 
 class _Shares:
-    """The ranks over which items are shared out, each of which has all weights.
-
-    Args:
-        group: a ``torch.distributed`` process group.
-    """
+    """The ranks over which items are shared out, each of which has all weights."""
 
     def __init__(self, group: ProcessGroup) -> None:
         from torch._C._distributed_c10d import PrefixStore

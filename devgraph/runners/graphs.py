@@ -91,11 +91,7 @@ class ReplayTimes:
 
 
 class Timing:
-    """Times the replays of one graph.
-
-    Args:
-        backend: whose clock.
-    """
+    """Times the replays of one graph by the clock of ``backend``."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -192,14 +188,7 @@ class BucketGraph:
 
 
 class Graphs:
-    """All graphs of a runner, and the choice of one for a batch.
-
-    Args:
-        options: the variants and the rules of the choice; no graphs where it is ``disabled``.
-        buckets: the sizes.
-        counting: what buckets count.
-        pool: the memory that they are captured into.
-    """
+    """All graphs of a runner, none where it is ``disabled``, and the choice of one for a batch."""
 
     def __init__(self, options: Options, buckets: Buckets, counting: ByTokens, pool: Pool) -> None:
         self._pool = pool

@@ -138,10 +138,8 @@ class Options:
 
     @classmethod
     def of(cls, phase: Phase, capacity: int, given: Mapping[str, Any]) -> Options:
-        """Check options, and settle those that the environment or another of them decides.
-
-        Args:
-            capacity: the largest batch.
+        """Check the options of a runner whose largest batch is ``capacity``, and settle those that
+        the environment or another of them decides.
 
         Raises:
             ConfigError: a name is unknown (lists what exists), or a value cannot work.

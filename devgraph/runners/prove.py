@@ -43,11 +43,7 @@ class RunnerReport:
 
 
 class Proof:
-    """Compares graphs with eager; see ``Runner.prove``.
-
-    Args:
-        near: compares within tolerance.
-    """
+    """Compares graphs with eager, by ``near`` within tolerance; see ``Runner.prove``."""
 
     def __init__(self, step: Step, host: Mapping[str, Any] | None, near: _Compare) -> None:
         self._step = step
@@ -162,12 +158,8 @@ class Proof:
 
 
 def _rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:
-    """Return row counts that this bucket serves: the bucket itself, the fewest, and between.
-
-    Args:
-        most: times its rows that a batch may be padded to.
-        cases: how many.
-    """
+    """Return row counts that this bucket serves: the bucket itself, the fewest, and between. A
+    batch may be padded to ``most`` times its rows."""
     bucket = graph.key.bucket
     below = max((size for size in buckets if size < bucket), default=0)
     fewest = max(below + 1, -int(-bucket // most))

@@ -181,11 +181,8 @@ class RunnerStats:
         }
 
     def to_prometheus(self, **labels: str) -> str:
-        """Return the counters in the Prometheus text format.
-
-        Args:
-            **labels: added to every sample, for example ``rank="0"``.
-        """
+        """Return the counters in the Prometheus text format; every sample has ``labels`` too, for
+        example ``rank="0"``."""
         base = {"runner": self.name, "phase": self.phase, "backend": self.backend, **labels}
         page, pool = Page(base), self.executables
         page.metric("eager_steps_total", "counter", "Steps outside a graph, by reason.")
@@ -262,11 +259,8 @@ def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Page:
-    """A page of Prometheus text: for each metric its description, then its samples.
-
-    Args:
-        labels: of every sample.
-    """
+    """A page of Prometheus text: for each metric its description, then its samples, each with
+    ``labels``."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
