@@ -307,19 +307,23 @@ class Graphs:
         return next((one.reason for one in found if not one.ok), None)
 
     def launchable(self, decision: Decision) -> Decision:
-        """Return ``decision``, or that to run eagerly where its graph cannot be launched now: the
-        runner is suspended, another gave the memory of the pool back, or weights were replaced."""
+        """Return ``decision``, or that to run eagerly where its graph cannot be launched now: it is
+        not captured, the runner is suspended, another gave the memory of the pool back, or weights
+        were replaced."""
         if not decision.ok:
             return decision
-        if self.suspended:
-            return Decision.eager(Reason.SUSPENDED, decision.key)
-        if self._pool.recordings.released:
-            return Decision.eager(Reason.EXECUTABLE_MEMORY, decision.key)
-        if self._weights_epoch is not None:
-            assert decision.key is not None
-            if self._by_key[decision.key].epoch != self._weights_epoch():
-                return Decision.eager(Reason.WEIGHTS_CHANGED, decision.key)
-        return decision
+        graph = self.get(decision.key)
+        if graph is None or graph.captured is None:
+            reason = graph.reason if graph else Reason.NOT_CAPTURED
+        elif self.suspended:
+            reason = Reason.SUSPENDED
+        elif self._pool.recordings.released:
+            reason = Reason.EXECUTABLE_MEMORY
+        elif self._weights_epoch is not None and graph.epoch != self._weights_epoch():
+            reason = Reason.WEIGHTS_CHANGED
+        else:
+            return decision
+        return Decision.eager(reason, decision.key)
 
     def _choose(self, variant: Variant, size: Size) -> Decision:
         """Return the decision for a batch of a declared variant that no rule keeps from graphs.

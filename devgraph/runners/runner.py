@@ -375,16 +375,11 @@ class Runner:
 
     def _check_agreed(self, decision: Decision, size: Size, options: Mapping[str, Any]) -> None:
         graph, graphs = self.graphs.get(decision.key), self.graphs
-        if graph is None or graph.captured is None:
-            raise StateError(
-                f"the decision asks for graph {decision.key}, which is not captured here "
-                f"({graph.reason.value if graph else 'unknown'}); capture on all ranks together"
-            )
         now = graphs.launchable(decision)
-        if not now.ok:
+        if graph is None or not now.ok:
             raise StateError(
-                f"the decision asks for graph {decision.key}, and since then "
-                f"{refusal(now, self._name)}, or decide again, on all ranks together"
+                f"the decision asks for graph {decision.key}, and here {refusal(now, self._name)}, "
+                f"or decide again, on all ranks together"
             )
         if (
             graphs.rows(size) > graph.key.bucket

@@ -524,7 +524,7 @@ def test_weights_that_changed_are_never_replayed():
     holder["weight"] = torch.full((3,), 5.0)
     epoch[0] += 1
     for given in ({"x": rows_of_x(2)}, None):
-        with pytest.raises(dg.StateError, match="since then decode .*weights changed.*invalidate"):
+        with pytest.raises(dg.StateError, match="here decode .*weights changed.*invalidate"):
             runner.run(given, decision=decision)
     runner.capture()  # the graphs serve again when their weights are back
     assert runner.can_run(2).reason is Reason.WEIGHTS_CHANGED
@@ -623,7 +623,7 @@ def test_a_decision_from_before_the_memory_was_given_back_is_refused():
     x = rows_of_x(2)
     decision = other.can_run(2)
     runner.suspend(release="memory")
-    with pytest.raises(dg.StateError, match="since then decode .* gave the pool's memory back"):
+    with pytest.raises(dg.StateError, match="here decode .* gave the pool's memory back"):
         other.run({"x": x}, decision=decision)
     for _ in range(2):
         with pytest.raises(dg.ResourceError, match=r"call resume\(\) of the runner"):
