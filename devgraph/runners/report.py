@@ -21,7 +21,6 @@ class Counters:
     def __init__(self) -> None:
         self.reasons = collections.Counter[Reason]()
         """Steps that did not run in a graph."""
-        self.eager_tokens = 0
         self.idle = 0
         self.captures = 0
 
@@ -80,7 +79,6 @@ class RunnerStats:
     """Graph steps among ``graph_steps`` without a real request, for the other ranks' sake."""
     real_rows: int
     padded_rows: int
-    eager_tokens: int
     captures: int
     capture_seconds: float
     phase_seconds: Mapping[str, float]
@@ -145,7 +143,6 @@ class RunnerStats:
             idle_steps=counters.idle,
             real_rows=sum(bucket.real_rows for bucket in buckets),
             padded_rows=sum(bucket.padded_rows for bucket in buckets),
-            eager_tokens=counters.eager_tokens,
             captures=counters.captures,
             capture_seconds=sum(bucket.capture_seconds for bucket in buckets),
             phase_seconds=_totals(each.phases for each in captured),

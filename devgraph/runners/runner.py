@@ -359,7 +359,6 @@ class Runner:
     ) -> Any:
         outputs = self._step.run_eagerly(inputs, size, host_args, options)
         self._counters.reasons[decision.reason] += 1
-        self._counters.eager_tokens += size.tokens
         graph = self._capturing.want(decision)
         if graph is not None:  # Enough batches wanted it.
             outputs = copied(outputs)  # They may lie where warm-up runs write.

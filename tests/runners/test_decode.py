@@ -147,7 +147,6 @@ def test_an_over_large_batch_runs_eagerly_and_whole():
     want = step.expected(step.cache.clone(), **inputs)
     torch.testing.assert_close(runner.run(inputs), want)
     assert runner.stats().eager == {"over_largest_bucket": 1}
-    assert runner.stats().eager_tokens == 13
 
 
 def test_mostly_padding_runs_eagerly():
