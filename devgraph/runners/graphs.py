@@ -299,11 +299,8 @@ class Graphs:
     def unusable(self) -> Reason | None:
         """Return why some captured graph cannot be launched now, or that there is none; None if all
         can."""
-        if self.suspended:
-            return Reason.SUSPENDED
-        if self._order and not self.captured:
-            return self._order[0].reason
-        found = (self.launchable(Decision.graph(graph.key)) for graph in self.captured)
+        some = self.captured or self._order[:1]
+        found = (self.launchable(Decision.graph(graph.key)) for graph in some)
         return next((one.reason for one in found if not one.ok), None)
 
     def launchable(self, decision: Decision) -> Decision:
@@ -313,10 +310,10 @@ class Graphs:
         if not decision.ok:
             return decision
         graph = self.get(decision.key)
-        if graph is None or graph.captured is None:
-            reason = graph.reason if graph else Reason.NOT_CAPTURED
-        elif self.suspended:
+        if self.suspended:
             reason = Reason.SUSPENDED
+        elif graph is None or graph.captured is None:
+            reason = graph.reason if graph else Reason.NOT_CAPTURED
         elif self._pool.recordings.released:
             reason = Reason.EXECUTABLE_MEMORY
         elif self._weights_epoch is not None and graph.epoch != self._weights_epoch():
