@@ -423,7 +423,7 @@ def main(args: argparse.Namespace) -> int:
         for phase, proof in proofs.items():
             runner = getattr(engine, phase)
             print(f"{phase} ({runner.effective_policy} on {backend.name}): {proof}")
-            print(runner.explain().splitlines()[-1])
+            print(str(runner.stats()).splitlines()[0])
         if args.save:
             with open(args.save, "w", encoding="utf-8") as file:
                 json.dump(found, file)
