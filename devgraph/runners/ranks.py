@@ -179,24 +179,19 @@ class RankGroup:
         key = self._post(tag, value)
         waiting = [rank for rank in range(self.size) if rank != self.rank]
         limit = self.timeout_s if timeout_s is None else timeout_s
-        started = time.monotonic()
-        pauses, look = _pauses(), started + _LOOK_S
         with self._reachable(tag):
-            while True:
+            for waited, look in _questions():
                 waiting = [rank for rank in waiting if not self._has(f"{key}/{rank}")]
                 if not waiting:
                     break
-                now = time.monotonic()
-                if now > look:
-                    look = now + _LOOK_S
+                if look:
                     self._look_for_failures(escape, waiting)
-                if now - started > limit:
+                if waited > limit:
                     raise AgreementError(
                         f"rank {self.rank} waited {limit:g} s at {tag!r} for "
                         f"{_listed(waiting)}, which did not come: it is dead, stuck or late. Look "
                         f"at its log; raise timeout_s if it was only slow."
                     )
-                time.sleep(next(pauses))
             if forget:
                 self._discard(tag)
             return [
@@ -321,22 +316,18 @@ class RankGroup:
             AgreementError: it was not done within the timeout, or another rank gave up; names the
                 ranks that do not answer. The device is still waiting: abort the communicator.
         """
-        started = time.monotonic()
-        pauses = _pauses()
-        look = started + _LOOK_S
         everyone = [rank for rank in range(self.size) if rank != self.rank]
-        while not done():
-            now = time.monotonic()
-            waited = f"rank {self.rank} waited {now - started:.3g} s for {what!r}"
-            if now > look:
-                look = now + _LOOK_S
+        for waited, look in _questions():
+            if done():
+                return
+            why = f"rank {self.rank} waited {waited:.3g} s for {what!r}"
+            if look:
                 with self._reachable(what):
                     self._look_for_failures(escape, everyone)
                     if self._posted(f"{what}/roll call", everyone):
-                        self._roll_call(what, f"{waited}, and another rank gave up")
-            if now - started > self.timeout_s:
-                self._roll_call(what, waited)
-            time.sleep(next(pauses))
+                        self._roll_call(what, f"{why}, and another rank gave up")
+            if waited > self.timeout_s:
+                self._roll_call(what, why)
 
     def _roll_call(self, what: str, why: str, cause: BaseException | None = None) -> NoReturn:
         """Raise ``AgreementError`` that names the ranks which do not answer."""
@@ -424,14 +415,17 @@ def store_of(group: ProcessGroup | None) -> Any:
     return dist.distributed_c10d._get_process_group_store(found)
 
 
-def _pauses() -> Iterator[float]:
-    """Yield pauses between questions: none at first, then up to 10 ms."""
-    started = time.monotonic()
-    while time.monotonic() - started < _SPIN_S:
-        yield 0.0
-    for pause in (2e-5, 1e-4, 5e-4, 2e-3):
-        yield from itertools.repeat(pause, 20)
-    yield from itertools.repeat(1e-2)
+def _questions() -> Iterator[tuple[float, bool]]:
+    """Yield for each question of one who waits the seconds since the first, and whether to look for
+    failures of the others now. There are no pauses between them at first, then up to 10 ms."""
+    started, look = time.monotonic(), _LOOK_S
+    pauses = itertools.chain.from_iterable([pause] * 20 for pause in (2e-5, 1e-4, 5e-4, 2e-3))
+    while True:
+        waited = time.monotonic() - started
+        yield waited, waited > look
+        if waited > look:
+            look = waited + _LOOK_S
+        time.sleep(next(pauses, 1e-2) if waited > _SPIN_S else 0.0)
 
 
 def ranks_of(group: Any) -> RankGroup:
