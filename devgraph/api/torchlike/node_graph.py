@@ -30,7 +30,6 @@ from devgraph.api.errors import (
 from devgraph.api.executable import Call, Executable, Remade, held, weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
-from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
 from devgraph.api.marks.scopes import LoopError
 from devgraph.api.session import session
@@ -227,7 +226,6 @@ class NodeGraph(TorchGraph):
     def __init__(self, backend: NodeBackend, pool: TorchPool) -> None:
         super().__init__(backend, pool)
         self._runtime = backend.runtime
-        self._updatable = False
         self._made = 0
         self._forget()
 
@@ -244,19 +242,15 @@ class NodeGraph(TorchGraph):
 
     # Capture and launch.
 
-    def begin(self, mode: str, *, spec: HostSpec | None = None) -> None:
-        self._updatable = spec is not None and (bool(spec.declared) or _some_context())
-        super().begin(mode, spec=spec)
-
     def _begin(self, mode: str) -> None:
-        if self._updatable:
-            self._stream = self.backend.namespace.current_stream(self.backend.device)
+        self._stream = self.backend.namespace.current_stream(self.backend.device)
+        if self.spec.declared or _some_context():
             self.applying.prepare(self)
         super()._begin(mode)
 
     def _end(self) -> Executable:
         runtime, stream = self._runtime, self.backend.current_stream_id()
-        if self.hits and self._updatable:
+        if self.hits:
             self._find_region_nodes()
         unjoined = []
         if self.names_side_streams and (capture := runtime.capture_of(stream)) is not None:
@@ -339,12 +333,9 @@ class NodeGraph(TorchGraph):
     # Regions in a capture.
 
     def _region_begin(self, hit: MarkedCall) -> None:
-        if self._updatable:
-            hit.note = self._captured_so_far()
+        hit.note = self._captured_so_far()
 
     def _region_end(self, hit: MarkedCall) -> None:
-        if not self._updatable:
-            return
         (start, before), (stop, last) = hit.note, self._captured_so_far()
         stream = self.backend.namespace.current_stream(self.backend.device)
         lane = None if stream == self._stream else stream
