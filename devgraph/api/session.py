@@ -84,15 +84,10 @@ def session(
     """
     backend = pool.backend
     made = Session(pool, backend.check_capture_error_mode(mode))
-    if is_capturing():
+    if is_capturing() or backend.recording_here:
         raise NestedCaptureError(
-            "a capture was started inside a capture. Capture the inner callable on its own, before "
-            "or after this one."
-        )
-    if backend.recording_here:
-        raise NestedCaptureError(
-            "a capture was started in a step that is being captured itself (in its warm-up, or in "
-            "the eager body of a break). Capture the inner callable before or after this one."
+            "a capture was started in a step that is being captured itself (or in its warm-up, or "
+            "in the eager body of a break). Capture the inner callable before or after this one."
         )
     backend.require_alive()
     # The pool's lock comes first, as it does in a replay that has to record a region: no graph of
