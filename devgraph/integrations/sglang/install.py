@@ -38,7 +38,7 @@ _USED = {
 _here = Installed("SGLang", SWITCH)
 
 
-def install(*, mode: str | None = None) -> None:
+def install(*, mode: str | None = None, strict: bool = True) -> None:
     """Let SGLang choose devgraph's backends wherever it would choose its own full or breakable.
 
     Call it before the engine is made, in each of its processes; DEVGRAPH_SGLANG=1 does that.
@@ -47,17 +47,14 @@ def install(*, mode: str | None = None) -> None:
     Args:
         mode: a mode configuration as JSON; None for the environment's DEVGRAPH_MODE, and without
             that SGLang's own options choose.
+        strict: raise if this SGLang cannot be taken over; else warn, and it keeps its own graphs.
 
     Raises:
         ConfigError: the mode is wrong, is something that SGLang cannot do, or another one than
             devgraph was installed with.
-        InstallError: this SGLang has other places than those that devgraph takes over; names the
-            first one that is missing. Nothing is changed then.
+        InstallError: with ``strict``, this SGLang has other places than those that devgraph takes
+            over; names the first one that is missing. Nothing is changed then.
     """
-    _install(mode, strict=True)
-
-
-def _install(mode: str | None, *, strict: bool) -> None:
     if not _here.repeated(mode=mode):
         text, changes = mode_text(mode), Changes("SGLang 0.5.17 to 0.5.23")
         _here.put(changes, lambda: _change(changes, text), strict=strict, mode=text)
@@ -71,7 +68,6 @@ def _change(changes: Changes, mode: str | None) -> None:
             changes.require(owner, kind)
             changes.require(getattr(owner, kind), *filter(None, [attribute]))
     choice = importlib.import_module(f"{MODEL}.runner_backend.utils")
-    changes.require(choice, "FullCudaGraphBackend", "BreakableCudaGraphBackend")
     changes.change(choice, "FullCudaGraphBackend", full_backend())
     changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
     radix = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
@@ -122,7 +118,7 @@ def plugin() -> None:
     try:
         asked = switched(SWITCH)
         if asked is not None:
-            _install(None, strict=asked == "strict")
+            install(strict=asked == "strict")
     except DeviceGraphError as error:
         raise SystemExit(f"devgraph: {error}") from error
 
