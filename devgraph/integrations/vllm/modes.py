@@ -1,7 +1,7 @@
 """``DEVGRAPH_MODE`` for vLLM: which of its graph modes a mode configuration asks for.
 
-vLLM has one set of captured sizes, one mode for uniform decode and one for everything else. What
-that cannot express is an error that lists what can be asked for.
+vLLM has one mode for uniform decode and one for everything else. What that cannot express is an
+error that lists what can be asked for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import ConfigError
 from devgraph.integrations.engine.installation import MODE_VARIABLE
 
@@ -26,9 +25,6 @@ _MODES = {
     ("disabled", "disabled"): ("NONE", False),
 }
 
-_MAPPED = frozenset({"policy", "buckets", "max_bs"})
-"""The keys of a phase that vLLM's configuration can express."""
-
 _SEEN = "_devgraph_mode"
 
 
@@ -40,11 +36,7 @@ class EngineMode:
     """Of vLLM's ``CUDAGraphMode``."""
     breakable: bool
     """Prefill runs in segments around attention, without torch.compile."""
-    sizes: tuple[int, ...] | None = None
-    """The sizes to capture, in tokens; None for vLLM's own."""
-    max_size: int | None = None
-    """The largest size to capture; None for vLLM's own."""
-    text: str = ""
+    text: str
     """The configuration that it came from, for messages."""
 
     def put_into(self, config: Any) -> None:
@@ -58,21 +50,13 @@ class EngineMode:
         if vars(config).get(_SEEN) == self:
             return  # vLLM builds a configuration again when it changes a part of it.
         setattr(config, _SEEN, self)
-        fields = {
-            "cudagraph_mode": CUDAGraphMode[self.name],
-            "cudagraph_capture_sizes": None if self.sizes is None else list(self.sizes),
-            "max_cudagraph_capture_size": self.max_size,
-        }
-        for field, value in fields.items():
-            if value is None:
-                continue
-            given = getattr(config, field)
-            if given is not None and given != value:
-                raise ConfigError(
-                    f"{MODE_VARIABLE}={self.text} asks for {field}={value} and the compilation "
-                    f"configuration of vLLM for {given}. Give one of them."
-                )
-            setattr(config, field, value)
+        wanted, given = CUDAGraphMode[self.name], config.cudagraph_mode
+        if given not in (None, wanted):
+            raise ConfigError(
+                f"{MODE_VARIABLE}={self.text} asks for cudagraph_mode={wanted} and the compilation "
+                f"configuration of vLLM for {given}. Give one of them."
+            )
+        config.cudagraph_mode = wanted
 
     def check(self, config: Any, who: str) -> None:
         """Raise ConfigError if vLLM resolved another graph mode than it was asked for."""
@@ -98,9 +82,13 @@ def engine_mode(text: str, backend: str | None = None) -> EngineMode:
     config = DeviceGraphConfig.from_json(text)
     if backend is not None:
         config = config.for_backend(backend)
-    phases = {"decode": config.decode, "prefill": config.prefill}
-    for phase, value in phases.items():
-        _refuse_unmapped(phase, value)
+    for phase, value in (("decode", config.decode), ("prefill", config.prefill)):
+        if extra := sorted(value.explicit - {"policy"}):
+            raise ConfigError(
+                f"{MODE_VARIABLE}: devgraph gives vLLM the policy of {phase} and not "
+                f"{', '.join(extra)}. Use vLLM's own options for that, such as "
+                f"--cudagraph-capture-sizes, which decode and prefill share."
+            )
     wanted = (config.decode.policy, config.prefill.policy)
     if wanted not in _MODES:
         known = "; ".join(f"decode {decode}, prefill {prefill}" for decode, prefill in _MODES)
@@ -109,35 +97,4 @@ def engine_mode(text: str, backend: str | None = None) -> EngineMode:
             f"It can run: {known}."
         )
     name, breakable = _MODES[wanted]
-    return EngineMode(
-        name=name,
-        breakable=breakable,
-        sizes=_common(text, "buckets", phases),
-        max_size=_common(text, "max_bs", phases),
-        text=text,
-    )
-
-
-def _refuse_unmapped(phase: str, value: PhaseConfig) -> None:
-    extra = sorted(value.explicit - _MAPPED)
-    if extra == ["compiler"] and (value.policy, value.compiler) == ("piecewise", "inductor"):
-        return  # That is what vLLM compiles pieces with.
-    if extra:
-        raise ConfigError(
-            f"{MODE_VARIABLE}: vLLM has nothing like {', '.join(extra)} of {phase}; it can be "
-            f"given {', '.join(sorted(_MAPPED))}. Use vLLM's own options for the rest."
-        )
-
-
-def _common(text: str, key: str, phases: dict[str, PhaseConfig]) -> Any:
-    values = {
-        value
-        for phase in phases.values()
-        if phase.policy != "disabled" and (value := getattr(phase, key)) is not None
-    }
-    if len(values) > 1:
-        raise ConfigError(
-            f"{MODE_VARIABLE}={text}: vLLM captures decode and prefill at the same sizes, and "
-            f"{key} differs between them. Give it to one phase, or the same to both."
-        )
-    return values.pop() if values else None
+    return EngineMode(name=name, breakable=breakable, text=text)

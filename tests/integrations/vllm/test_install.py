@@ -226,7 +226,7 @@ def test_mode_configuration_becomes_the_mode_of_the_engine(
     decode: str, prefill: str, name: str, breakable: bool
 ) -> None:
     mode = engine_mode(f'{{"decode": "{decode}", "prefill": "{prefill}"}}')
-    assert (mode.name, mode.breakable, mode.sizes) == (name, breakable, None)
+    assert (mode.name, mode.breakable) == (name, breakable)
 
 
 @pytest.mark.parametrize(
@@ -234,21 +234,14 @@ def test_mode_configuration_becomes_the_mode_of_the_engine(
     [
         ('{"decode": "breakable", "prefill": "full"}', "decode breakable with prefill full.*can"),
         ('{"decode": "disabled", "prefill": "piecewise"}', "cannot run decode disabled"),
-        ('{"decode": {"warmup": 4}}', "nothing like warmup of decode"),
-        ('{"decode": {"buckets": [1]}, "prefill": {"buckets": [2]}}', "buckets differs"),
+        ('{"decode": {"warmup": 4}}', "decode and not warmup"),
+        ('{"prefill": {"buckets": [2]}}', "prefill and not buckets.*--cudagraph-capture-sizes"),
         ('{"prefil": "full"}', "prefill"),
     ],
 )
 def test_mode_that_the_engine_cannot_do_is_an_error(text: str, message: str) -> None:
     with pytest.raises(dg.ConfigError, match=message):
         engine_mode(text)
-
-
-def test_buckets_become_capture_sizes() -> None:
-    mode = engine_mode('{"decode": "full", "prefill": {"policy": "full", "buckets": [4, 8]}}')
-    assert mode.sizes == (4, 8)
-    mode = engine_mode('{"prefill": {"policy": "piecewise", "compiler": "inductor", "max_bs": 64}}')
-    assert mode.max_size == 64
 
 
 def test_mode_from_the_environment_is_put_into_the_configuration(
