@@ -19,9 +19,8 @@ import torch
 import devgraph as dg
 from devgraph.integrations import vllm
 from devgraph.integrations.engine.installation import MODE_VARIABLE
-from devgraph.integrations.vllm.install import SWITCH, here
+from devgraph.integrations.vllm.install import SWITCH, engine_mode, here
 from devgraph.integrations.vllm.manager import EngineGraph
-from devgraph.integrations.vllm.modes import engine_mode
 from devgraph.integrations.vllm.wrappers import BreakableStep
 from tests.support.vllm_engine import ENGINES, Engine, engine_of
 
