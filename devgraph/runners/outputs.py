@@ -363,7 +363,6 @@ class LeasedTensor(torch.Tensor):
 
     _clock: LeaseClock
     _until: int
-    _path: str
 
     @classmethod
     def __torch_function__(
@@ -379,14 +378,14 @@ class LeasedTensor(torch.Tensor):
         ]
         if getattr(func, "__name__", "") not in _ALWAYS:
             for tensor in leased:
-                _require_current(tensor, func)
+                _require_current(tensor)
         args, kwargs = pytree.tree_map(_plain, (args, kwargs))
         result = func(*args, **kwargs)
         return pytree.tree_map(lambda leaf: _inherit(leaf, leased), result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         if self._clock.now != self._until:
-            return f"<expired output {self._path} of {self._clock.name}>"
+            return f"<expired output of {self._clock.name}>"
         return f"leased {_plain(self)!r}"
 
 
@@ -396,14 +395,7 @@ _ALWAYS = frozenset({"size", "dim", "numel", "is_contiguous", "stride", "type", 
 
 def lease(tree: Any, clock: LeaseClock) -> Any:
     """Return ``tree`` with every tensor leased until ``clock`` ticks."""
-    leaves, spec = pytree.tree_flatten_with_path(tree)
-    leased = [
-        _wrap(leaf, clock, clock.now, pytree.keystr(path) or "(the tensor itself)")
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for path, leaf in leaves
-    ]
-    return pytree.tree_unflatten(leased, spec)
+    return pytree.tree_map_only(torch.Tensor, lambda leaf: _wrap(leaf, clock, clock.now), tree)
 
 
 def released(tensor: LeasedTensor) -> torch.Tensor:
@@ -412,15 +404,14 @@ def released(tensor: LeasedTensor) -> torch.Tensor:
     Raises:
         StaleOutputError: it has.
     """
-    _require_current(tensor, None)
+    _require_current(tensor)
     return _plain(tensor)  # type: ignore[no-any-return]
 
 
-def _wrap(tensor: torch.Tensor, clock: LeaseClock, until: int, path: str) -> LeasedTensor:
+def _wrap(tensor: torch.Tensor, clock: LeaseClock, until: int) -> LeasedTensor:
     wrapped = tensor.as_subclass(LeasedTensor)
     wrapped._clock = clock
     wrapped._until = until
-    wrapped._path = path
     return wrapped
 
 
@@ -438,16 +429,14 @@ def _inherit(leaf: Any, sources: list[LeasedTensor]) -> Any:
     address = leaf.untyped_storage().data_ptr()
     for source in sources:
         if _plain(source).untyped_storage().data_ptr() == address:
-            return _wrap(leaf, source._clock, source._until, source._path)
+            return _wrap(leaf, source._clock, source._until)
     return leaf
 
 
-def _require_current(tensor: LeasedTensor, func: Callable[..., Any] | None) -> None:
-    clock = tensor._clock
-    if clock.now != tensor._until:
-        by = f" by {getattr(func, '__name__', func)}()" if func is not None else ""
+def _require_current(tensor: LeasedTensor) -> None:
+    runs = tensor._clock.now - tensor._until
+    if runs:
         raise StaleOutputError(
-            f"output {tensor._path} of {clock.name} was read{by} after {clock.now - tensor._until} "
-            f"more run(s), which overwrote it. Use it before the next run, copy it, or call "
-            f"run(..., clone=True)."
+            f"an output of {tensor._clock.name} was read after {runs} more run(s), which overwrote "
+            f"it. Use it before the next run, copy it, or call run(..., clone=True)."
         )

@@ -213,13 +213,13 @@ def test_a_current_lease_may_be_fed_back_and_an_expired_one_may_not():
         runner.run({"x": first})
 
 
-def test_leases_name_the_output_in_a_tree_and_cover_eager_steps():
+def test_leases_cover_every_output_of_a_tree_and_eager_steps():
     runner = decode_of(lambda b: {"y": b.x + 1}, (X,), debug=True)
     for count in (2, 20):  # in a graph, and over the largest bucket
         out = runner.run({"x": rows_of_x(count)})
         assert torch.equal(out["y"].clone(), rows_of_x(count) + 1)
         runner.run({"x": rows_of_x(1)})
-        with pytest.raises(dg.StaleOutputError, match=r"\['y'\]"):
+        with pytest.raises(dg.StaleOutputError):
             out["y"].sum()
 
 
