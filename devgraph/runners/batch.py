@@ -176,12 +176,10 @@ class HostArgs:
         self.declared = declared_names(declared)
         self._partly = partly
         for name in self.declared:
-            if not name.isidentifier():
-                raise ConfigError(f"host argument {name!r} must be a Python identifier")
-            if name == "self" or hasattr(HostValues, name):
+            if not name.isidentifier() or name == "self" or hasattr(HostValues, name):
                 raise ConfigError(
-                    f"host argument {name!r} is not to be had as batch.host.{name}, which is "
-                    f"something else; choose another name"
+                    f"host argument {name!r} must be a Python identifier for which batch.host has "
+                    f"no use of its own; choose another name"
                 )
         self._slots = {n: v for n, v in self.declared.items() if isinstance(v, HostSlot)}
         self._plain = HostSpec({n: v for n, v in self.declared.items() if n not in self._slots})

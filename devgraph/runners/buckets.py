@@ -95,10 +95,9 @@ class Buckets(tuple[int, ...]):
             )
         chosen = {_bucket(size, phase, maximum, multiple_of, top) for size in sizes}
         if not chosen:
-            defaults = "leave the list out for the defaults, " if phase in _RANGES else ""
             raise ConfigError(
-                f"{phase} buckets are an empty list: name at least one size, {defaults}or switch "
-                f"graphs off with the policy 'disabled'"
+                f"{phase} buckets are an empty list: name at least one size, or switch graphs off "
+                f"with the policy 'disabled'"
             )
         return cls(tuple(sorted(chosen)))
 
@@ -141,11 +140,8 @@ def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int
             f"capacity"
         )
     if value % multiple_of:
-        low, high = value - value % multiple_of, _round_up(value, multiple_of)
-        near = f"{low} or {high}" if low else f"{high}"
         raise ConfigError(
-            f"{phase} bucket {value} is no multiple of {multiple_of}, which the alignment asks "
-            f"for: use {near}"
+            f"{phase} bucket {value} is no multiple of {multiple_of}, which the alignment asks for"
         )
     return value
 

@@ -1,10 +1,8 @@
 """DecodeRunner: steps in which every request has the same number of tokens.
 
-``Loop`` takes several of them in one launch: a step around the engine's own, repeated under a mask.
-The graph of a bucket repeats the step while a request runs, where the device can; elsewhere it
-holds the steps one after another. ``batch.running`` says on the device which
-requests take a step: those of the run, without those that are done. All others are padding: after
-every step their rows get their slots' pad values again, whatever ``advance`` wrote there.
+``Loop`` takes several of them in one launch. The graph of a bucket repeats the step while a request
+runs, where the device can; elsewhere it holds the steps one after another. ``batch.running`` says
+on the device which requests take a step; all others are padding.
 """
 
 from __future__ import annotations

@@ -104,9 +104,9 @@ def test_a_bucket_of_another_kind_is_refused(bad):
     assert isinstance(caught.value, TypeError)
 
 
-def test_a_misaligned_bucket_is_refused_with_its_neighbours():
+def test_a_misaligned_bucket_is_refused_with_its_value():
     """FAULTS 6."""
-    with pytest.raises(dg.ConfigError, match="6 is no multiple of 4.*use 4 or 8"):
+    with pytest.raises(dg.ConfigError, match="6 is no multiple of 4"):
         Buckets.of([4, 6], phase="decode", maximum=16, multiple_of=4)
 
 
