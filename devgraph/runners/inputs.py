@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.graph import DeviceGraph
 from devgraph.runners.outputs import LeasedTensor, released
-from devgraph.runners.slots import InputSlot, Pad, Padding, Size
+from devgraph.runners.slots import InputSlot, Pad, Size
 
 _ALIGNMENT = 16
 """Bytes between the starts of packed tensors."""
@@ -123,16 +123,10 @@ class InputArena:
                 if name in self.run_slots
             }
 
-    def filler(self, views: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Return what puts pad values into every row of ``views``, as ``views()`` returned them.
-
-        Captures call it several times per bucket.
-        """
-        padding = Padding()
+    def fill(self, views: Mapping[str, torch.Tensor]) -> None:
+        """Put pad values into every row of ``views``, as ``views()`` returned them."""
         for name, view in views.items():
-            slot = self.slots[name]
-            padding.add(view, slot.pad, template=self.template(slot, slot.pad))
-        return padding.write
+            view.fill_(self.slots[name].pad.value)
 
     def template(self, slot: InputSlot, pad: Pad) -> torch.Tensor | None:
         """Return a flat tensor of a constant pad for ``slot``, or None if it would be large."""
@@ -178,19 +172,13 @@ class InputArena:
             raise InputTypeError(f"input {slot.name!r} must be a tensor, got {brief(value)}")
         if isinstance(value, LeasedTensor):
             value = released(value)
-        problem = None
-        if value.layout is not torch.strided:
-            problem = f"layout {value.layout}"
-        elif value.dtype is not slot.dtype:
-            problem = f"dtype {value.dtype}"
-        elif tuple(value.shape) != slot.shape(real):
-            problem = f"shape {tuple(value.shape)}"
-        elif value.device != self.device and value.device.type != "cpu":
-            problem = f"device {value.device}"
-        if problem:
+        near = value.device == self.device or value.device.type == "cpu"
+        alike = value.layout is torch.strided and value.dtype is slot.dtype
+        if not (near and alike and tuple(value.shape) == slot.shape(real)):
             raise InputError(
-                f"input {slot.name!r} has {problem}; expected {slot.dtype} {slot.shape(real)} on "
-                f"{self.device} (dims {slot.dims}, {real.requests} requests, {real.tokens} tokens)"
+                f"input {slot.name!r} is {brief(value)} ({value.layout}); expected {slot.dtype} "
+                f"{slot.shape(real)} on {self.device} (dims {slot.dims}, {real.requests} requests, "
+                f"{real.tokens} tokens)"
             )
         if value.requires_grad:
             value = value.detach()

@@ -117,7 +117,7 @@ class Step:
     def run_pads(self, size: Size, options: Mapping[str, Any]) -> None:
         """Run the whole step eagerly on pad values."""
         tensors = self.inputs.views(size)
-        self.inputs.filler(tensors)()
+        self.inputs.fill(tensors)
         self.clock.now += 1
         self.call_eagerly(tensors, size, self.host.at_capture(size), options)
 
@@ -195,13 +195,12 @@ class StaticBatch:
         self._step = step
         self._run_size = run if inputs.run_slots else graph.size
         self._run_views = inputs.views(run, inputs.run_slots)
-        views = inputs.views(graph.size, inputs.graph_slots)
-        self._fill = inputs.filler({**views, **self._run_views})
+        self._views = {**inputs.views(graph.size, inputs.graph_slots), **self._run_views}
         self.refill()
 
     def refill(self) -> None:
         """Put pad values into every slot that the graph or its eager bodies can see."""
-        self._fill()
+        self._step.inputs.fill(self._views)
         self._step.live.size, self._step.live.tensors = self._run_size, self._run_views
 
     def prepared(self, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:

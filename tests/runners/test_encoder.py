@@ -249,10 +249,10 @@ def test_host_arguments_and_variants_hold_for_every_pack():
         ([{"x": torch.ones(2, 4)}], "missing input scale; the runner has the slots x, scale", 0),
         (
             [*encoder_items((3,)), {"x": torch.ones(2, 5), "scale": torch.ones(1)}],
-            r"input 'x' has shape \(2, 5\); expected",
+            r"input 'x' is <Tensor \(2, 5\) .*; expected",
             1,
         ),
-        ([{"x": torch.ones(2, 4), "scale": torch.ones(2)}], "input 'scale' has shape", 0),
+        ([{"x": torch.ones(2, 4), "scale": torch.ones(2)}], "input 'scale' is <", 0),
         ([{"x": torch.ones(0, 4), "scale": torch.ones(1)}], "'x' of an item has no rows", 0),
         ([3], "inputs must be a mapping of slot names", 0),
         ([{**encoder_items((3,))[0], "item_ids": torch.zeros(3)}], "unknown input item_ids", 0),
