@@ -425,15 +425,18 @@ class Engine:
     ) -> list[Completion]:
         """Run ``prompts`` to their ends and return their completions in order.
 
-        More prompts than slots wait for a place; requests that were queued before run along, and
-        the next ``step`` returns their events. An error, also of ``on_event``, cancels these
-        prompts and leaves the others.
+        More prompts than slots wait for a place. An error, also of ``on_event``, cancels them.
 
         Args:
             sampling: for all prompts, or one for each, as of ``add_request``.
-            on_event: called with every event of these prompts as it comes.
+            on_event: called with every event as it comes.
+
+        Raises:
+            StateError: requests were queued before; they are the matter of ``step``.
         """
         self._check_able()
+        if self.has_work:
+            raise StateError("requests wait or run: step() until has_work is false, then generate")
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InputTypeError(
                 f"prompts must be a list of prompts, got {brief(prompts)}; if that is one prompt, "
@@ -453,25 +456,19 @@ class Engine:
             for prompt, params in zip(prompts, sampling, strict=True)
         ]
         self.ready()
-        requests = {request.id: request for request in made}
         self._scheduler.waiting.extend(made)
-        others: list[TokenEvent] = []
         try:
-            while any(request.finish_reason is None for request in made):
-                events = self.step()
-                others += [event for event in events if event.request_id not in requests]
-                for event in events:
-                    if on_event is not None and event.request_id in requests:
+            while self._scheduler:
+                for event in self.step():
+                    if on_event is not None:
                         on_event(event)
         except BaseException:
             # Nobody has their ids.
             for request in made:
                 if request.finish_reason is None:
                     self._drop(request)
+            self._events = []
             raise
-        finally:
-            others += [event for event in self._events if event.request_id not in requests]
-            self._events = others
         return [_completion_of(request) for request in made]
 
     # -- graphs ----------------------------------------------------------------------------------
