@@ -98,30 +98,13 @@ class ModeCount:
         }
 
 
-class Ledger:
-    """What the graph layer of an engine did: its memory, and the counters of the engine's modes.
-
-    Args:
-        memory: the layer's graph memory.
-        modes: names of the modes that the engine has.
-    """
-
-    def __init__(self, memory: GraphMemory, *modes: str) -> None:
-        self._memory = memory
-        self._modes = {name: ModeCount() for name in modes}
-
-    def of(self, mode: str) -> ModeCount:
-        """Return the counters of ``mode``."""
-        return self._modes[mode]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return backend, counters by mode and the bytes of graph memory."""
-        backend = self._memory.made
-        return {
-            "backend": None if backend is None else backend.name,
-            "modes": {name: count.as_dict() for name, count in self._modes.items()},
-            "pool_bytes": self._memory.bytes,
-        }
+def totals(memory: GraphMemory, counts: Mapping[str, ModeCount]) -> dict[str, Any]:
+    """Return backend, counters by mode and the bytes of graph memory."""
+    return {
+        "backend": None if memory.made is None else memory.made.name,
+        "modes": {name: count.as_dict() for name, count in counts.items()},
+        "pool_bytes": memory.bytes,
+    }
 
 
 class Publisher:

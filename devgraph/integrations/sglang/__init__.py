@@ -32,7 +32,7 @@ def stats() -> dict[str, Any]:
     Keys: ``backend``, ``pool_bytes``, and ``modes``: for "full" and "breakable" the captures,
     replays, live graphs, segments, regions, bytes of the graphs, capture seconds, and ``eager``.
     """
-    return shared().ledger.as_dict()
+    return shared().stats()
 
 
 def __getattr__(name: str) -> Any:

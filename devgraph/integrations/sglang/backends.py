@@ -18,7 +18,7 @@ import torch
 from devgraph.api.errors import CapabilityError, StateError
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
-from devgraph.integrations.engine.ledger import Ledger, Publisher
+from devgraph.integrations.engine.ledger import ModeCount, Publisher, totals
 from devgraph.integrations.engine.memory import GraphMemory
 from devgraph.integrations.engine.steps import (
     CapturedStep,
@@ -42,8 +42,11 @@ class Shared:
 
     def __init__(self) -> None:
         self.memory = GraphMemory(lambda: "")
-        self.ledger = Ledger(self.memory, "full", "breakable")
-        self.publisher = Publisher("sglang", self.ledger.as_dict)
+        self.counts = {name: ModeCount() for name in ("full", "breakable")}
+        self.publisher = Publisher("sglang", self.stats)
+
+    def stats(self) -> dict[str, Any]:
+        return totals(self.memory, self.counts)
 
 
 @functools.cache
@@ -84,7 +87,7 @@ class _OnDevgraph:
         if enable_memory_saver:
             self._let_memory_go()
         self._runner = cuda_graph_runner
-        self._count = shared().ledger.of(self._devgraph_mode)
+        self._count = shared().counts[self._devgraph_mode]
         self._shared_outputs = SharedOutputs()
         self._capture_inputs: dict[Any, Any] = {}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from devgraph.integrations.engine.installation import InstallError
+from devgraph.integrations.engine.ledger import totals
 from devgraph.integrations.vllm.install import here, install, plugin, uninstall
 from devgraph.integrations.vllm.layer import current_layer
 
@@ -26,7 +27,8 @@ def stats() -> dict[str, Any]:
     a graph, by reason. In mode piecewise every piece of a model counts as a call.
     """
     places = [] if here.now is None else list(here.now.places)
-    return {"installed": places, **current_layer().ledger.as_dict()}
+    layer = current_layer()
+    return {"installed": places, **totals(layer.memory, layer.counts)}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from devgraph.api.marks.marks import is_capturing
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session, session
-from devgraph.integrations.engine.ledger import Ledger
+from devgraph.integrations.engine.ledger import ModeCount
 from devgraph.integrations.engine.memory import GraphMemory
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Layer:
     def __init__(self, *, backend: str | None = None, strict: bool = False) -> None:
         self.strict = strict
         self.memory = GraphMemory(_device_type, backend)
-        self.ledger = Ledger(self.memory, "piecewise", "full", "breakable")
+        self.counts = {name: ModeCount() for name in ("piecewise", "full", "breakable")}
         self._here = _Here()
 
     @property

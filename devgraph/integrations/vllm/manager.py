@@ -58,7 +58,7 @@ def _recording(
         pool: vLLM's handle of graph memory; graphs without one share a pool of their own.
     """
     layer = current_layer()
-    count = layer.ledger.of("full")
+    count = layer.counts["full"]
     memory = layer.memory.pool(_UNNAMED if pool is None else pool)
     layer.prepare(memory, settle=True)
     theirs = threads or not _is_current(stream)
@@ -175,7 +175,7 @@ def counting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``CudaGraphManager.dispatch`` which counts why a step has no graph."""
     from vllm.config import CUDAGraphMode
 
-    count = current_layer().ledger.of("full")
+    count = current_layer().counts["full"]
 
     @functools.wraps(dispatch)
     def dispatch_counted(self: Any, *args: Any, **kwargs: Any) -> Any:

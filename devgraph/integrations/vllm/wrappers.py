@@ -57,7 +57,7 @@ class _Graphs:
         self._validate, self._counter = validate_cudagraph_capturing_enabled, compilation_counter
         self._offloader, self._none = get_offloader, CUDAGraphMode.NONE
         self._layer: Layer = current_layer()
-        self._counts = {mode: self._layer.ledger.of(name) for mode, name in counts.items()}
+        self._counts = {mode: self._layer.counts[name] for mode, name in counts.items()}
         self.graph_pool = self._layer.default_handle()
         self.compilation_config = self.vllm_config.compilation_config
         self.is_debugging_mode = logging.getLogger("vllm").isEnabledFor(logging.DEBUG)
