@@ -26,7 +26,6 @@ from devgraph.integrations.transformers.requests import (
     SamplingParams,
     Scheduler,
     TextStream,
-    draw_rows,
     ids_of,
 )
 from devgraph.runners.decode import DecodeRunner
@@ -369,15 +368,17 @@ class Engine:
         self, chunks: Sequence[Chunk], out: Mapping[str, Tensor]
     ) -> list[tuple[Request, int]]:
         """Return the tokens of a step that ran."""
-        rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
-        logits, best = out["logits"], out["tokens"]
-        if len(rows) < len(chunks):
-            index = self.model.tensor(rows)
-            logits, best = logits.index_select(0, index), best.index_select(0, index)
-        tokens = draw_rows(logits, best, [chunks[i].request.sampler for i in rows]) if rows else []
+        best = out["tokens"]
+        samplers = [chunk.request.sampler if chunk.completes else None for chunk in chunks]
+        if any(samplers):
+            rows = zip(best, out["logits"], samplers, strict=True)
+            best = torch.stack([one if s is None else s.draw(row) for one, row, s in rows])
         for chunk in chunks:
             chunk.request.cached += chunk.count
-        return [(chunks[i].request, token) for i, token in zip(rows, tokens, strict=True)]
+        if not any(chunk.completes for chunk in chunks):
+            return []  # and nothing waits for the device
+        tokens = zip(chunks, best.tolist(), strict=True)
+        return [(chunk.request, token) for chunk, token in tokens if chunk.completes]
 
     def _accept(self, tokens: Sequence[tuple[Request, int]]) -> Exception | None:
         """Give each request its token, unless an earlier one of the launch has ended it; return

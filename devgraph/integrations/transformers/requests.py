@@ -13,7 +13,6 @@ import enum
 import math
 import numbers
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -99,24 +98,6 @@ class Sampler:
         """Return float32 ``logits`` over the temperature, -inf for tokens that may not be drawn."""
         scores: Tensor = self._filters(None, logits.float()[None])
         return scores[0]
-
-
-def draw_rows(logits: Tensor, best: Tensor, samplers: Sequence[Sampler | None]) -> list[int]:
-    """Return a token for every row, with one transfer to the host.
-
-    Args:
-        logits: ``[rows, vocabulary]``.
-        best: argmax of every row, which greedy requests take.
-        samplers: one per row; None for greedy.
-    """
-    if any(sampler is not None for sampler in samplers):
-        rows = [
-            best[i] if sampler is None else sampler.draw(logits[i])
-            for i, sampler in enumerate(samplers)
-        ]
-        best = torch.stack(rows)
-    tokens: list[int] = best.tolist()
-    return tokens
 
 
 def ids_of(what: str, given: Any) -> list[int]:

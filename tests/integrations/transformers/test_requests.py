@@ -19,7 +19,6 @@ from devgraph.integrations.transformers.requests import (
     SamplingParams,
     Scheduler,
     TextStream,
-    draw_rows,
 )
 
 CPU = torch.device("cpu")
@@ -81,13 +80,6 @@ def test_unseeded_samplers_differ() -> None:
     logits = torch.zeros(100_000)
     drawn = {int(Sampler(SamplingParams(temperature=1.0), CPU).draw(logits)) for _ in range(4)}
     assert len(drawn) > 1
-
-
-def test_rows_mix_greedy_and_sampled_requests() -> None:
-    logits = torch.full((3, 8), -math.inf)
-    logits[0, 2] = logits[1, 5] = logits[2, 7] = 0.0
-    sampler = Sampler(SamplingParams(temperature=1.0, seed=0), CPU)
-    assert draw_rows(logits, torch.tensor([2, 0, 1]), [None, sampler, None]) == [2, 5, 1]
 
 
 @pytest.mark.parametrize(
