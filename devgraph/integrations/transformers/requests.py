@@ -286,19 +286,15 @@ class Scheduler:
     def compact(self) -> list[tuple[int, int, int]]:
         """Return the moves after which the running requests have the first slots: of each, the slot
         that it is from, the slot that it is to, and how many rows."""
+        count = len(self.running)
+        holes = [slot for slot in range(count) if self._slots[slot] is None]
+        behind = [request for request in self._slots[count:] if request is not None]
         moves = []
-        last = len(self._slots)
-        for hole, holder in enumerate(self._slots):
-            if holder is not None:
-                continue
-            last = next((s for s in range(last - 1, hole, -1) if self._slots[s] is not None), -1)
-            if last < 0:
-                break
-            request = self._slots[last]
-            assert request is not None
-            self._slots[hole], self._slots[last] = request, None
+        for hole, request in zip(holes, reversed(behind), strict=True):
+            assert request.slot is not None
+            moves.append((request.slot, hole, request.cached))
+            self._slots[hole], self._slots[request.slot] = request, None
             request.slot = hole
-            moves.append((last, hole, request.cached))
         return moves
 
     def plan(self) -> list[Chunk]:
