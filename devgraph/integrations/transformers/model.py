@@ -81,22 +81,15 @@ class CausalModel:
     steps have the tokens of one request. It was seen to give the logits of the model alone.
 
     Args:
-        model: a causal language model in evaluation mode, on one device.
-        max_requests: slots.
-        max_len: positions of a request; None means what the model allows, at most 2048. A slot
-            has this many rows, rounded up to a multiple of 64.
+        model, max_requests, max_len, fuse: as of ``Engine``; a slot has the rows of ``max_len``,
+            rounded up to a multiple of 64.
         updatable: whether graphs of this backend take new host arguments
             (``capabilities.region_update``). If not, decode attends over whole slots.
-        fuse: compute norms, rotary embeddings and neighbouring projections with fewer kernels
-            (see ``fusion``); results then differ from the model's own by rounding.
         slot_attention: ``Backend.slot_attention``: the device's own attention is used where it
             has one for this model.
         pin: ``Backend.pin``: host memory from which copies are asynchronous; None copies as it is.
 
-    Raises:
-        UnsupportedModelError: the model cannot run correctly here.
-        InputError: a size that is not positive, or more positions than the model has or its cache
-            keeps.
+    Raises: as ``Engine``.
     """
 
     def __init__(

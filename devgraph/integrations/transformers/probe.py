@@ -87,12 +87,8 @@ class ModelShape:
 
 def configs_of(model: PreTrainedModel) -> list[Any]:
     """Return every distinct configuration object that a module of ``model`` holds."""
-    found = {id(model.config): model.config}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            found.setdefault(id(config), config)
-    return list(found.values())
+    held = [getattr(module, "config", None) for module in model.modules()]  # the model is the first
+    return list({id(c): c for c in held if hasattr(c, "_attn_implementation")}.values())
 
 
 def overriding(model: PreTrainedModel, **values: Any) -> list[tuple[Any, str, Any]]:
