@@ -9,8 +9,9 @@ from typing import Any
 from devgraph.api.device import Device
 from devgraph.api.errors import DeviceGraphError, NestedCaptureError, ResourceError
 from devgraph.api.graph import DeviceGraph
+from devgraph.api.marks.host_reads import host_read_error
 from devgraph.api.marks.host_values import HostSpec
-from devgraph.api.marks.marks import Scope, entered, host_read_error, is_capturing
+from devgraph.api.marks.marks import Scope, entered, is_capturing
 from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.source import raising_line
 from devgraph.api.pool import Pool

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import CaptureError
-from devgraph.api.marks.marks import host_read_cure, host_read_error
+from devgraph.api.marks.host_reads import host_read_cure, host_read_error
 from devgraph.api.marks.source import SourceLine, user_line
 from devgraph.cpu.metadata import Layout
 

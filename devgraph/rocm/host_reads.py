@@ -10,7 +10,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.buffers import tensors_in
-from devgraph.api.marks.marks import host_read_error
+from devgraph.api.marks.host_reads import host_read_error
 
 _READS = frozenset(
     """

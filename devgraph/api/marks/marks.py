@@ -17,14 +17,13 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from devgraph.api.errors import (
     HostArgumentError,
-    HostReadError,
     InputTypeError,
     NotCapturableError,
     brief,
     did_you_mean,
     note,
 )
-from devgraph.api.marks.source import SourceLine, user_line
+from devgraph.api.marks.source import user_line
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -232,34 +231,6 @@ def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> N
         f"{mark.name} is marked @dg.no_graph and was called{where} under policy {policy!r}, which "
         f"captures everything in one graph (at {user_line()}). Capture with policy='breakable' or "
         f"'piecewise', which run it eagerly between segments, or move the call out of the step."
-    )
-
-
-def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -> HostReadError:
-    """Return the error for a host read.
-
-    Args:
-        what: who reads what, as a clause.
-        at: the line that does it; None for the innermost of the calling stack.
-        vendor: the vendor's own text, in parentheses.
-    """
-    line = at or user_line()
-    text = f"{what}, at {line}. A replay would not do it again. {host_read_cure()} {vendor}"
-    return HostReadError(text.rstrip())
-
-
-def host_read_cure() -> str:
-    """Return what to do about a line that reads device data on the host inside this capture."""
-    scope = current_scope()
-    if isinstance(scope, Absorbed):
-        return (
-            f"Region {scope.outer.name} is part of the graph under policy {scope.policy!r}: keep "
-            f"the value in a device tensor, or capture with policy='breakable', which runs regions "
-            f"eagerly."
-        )
-    return (
-        "Read it after the replay, keep it in a device tensor, or move it into a function marked "
-        "@dg.region or @dg.no_graph and capture with policy='breakable'."
     )
 
 

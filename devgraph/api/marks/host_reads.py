@@ -1,0 +1,35 @@
+"""What the error says of device data that is read on the host inside a capture."""
+
+from __future__ import annotations
+
+from devgraph.api.errors import HostReadError
+from devgraph.api.marks.marks import Absorbed, current_scope
+from devgraph.api.marks.source import SourceLine, user_line
+
+
+def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -> HostReadError:
+    """Return the error for a host read.
+
+    Args:
+        what: who reads what, as a clause.
+        at: the line that does it; None for the innermost of the calling stack.
+        vendor: the vendor's own text, in parentheses.
+    """
+    line = at or user_line()
+    text = f"{what}, at {line}. A replay would not do it again. {host_read_cure()} {vendor}"
+    return HostReadError(text.rstrip())
+
+
+def host_read_cure() -> str:
+    """Return what to do about a line that reads device data on the host inside this capture."""
+    scope = current_scope()
+    if isinstance(scope, Absorbed):
+        where = f"Region {scope.outer.name} is" if scope.outer else "It is"
+        return (
+            f"{where} part of the graph under policy {scope.policy!r}: keep the value in a device "
+            f"tensor, or capture with policy='breakable', which runs regions eagerly."
+        )
+    return (
+        "Read it after the replay, keep it in a device tensor, or move it into a function marked "
+        "@dg.region or @dg.no_graph and capture with policy='breakable'."
+    )
