@@ -385,6 +385,29 @@ def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
     return first, first + (reach + 1) * tensor.element_size()
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors have a byte in common."""
+    (start, end), (first, last) = byte_range(one), byte_range(other)
+    if max(start, first) >= min(end, last):
+        return False
+    (starts, length), (others, size) = _runs(one), _runs(other)
+    before = torch.searchsorted(starts, others + size) - 1  # the last that begins before its end
+    return bool((starts[before.clamp(min=0)] + length > others)[before >= 0].any())
+
+
+def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return where the runs of bytes that ``tensor`` consists of begin, in their order, and the
+    length of each."""
+    starts, length = torch.tensor([tensor.data_ptr()], device="cpu"), tensor.itemsize
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if step * tensor.itemsize == length and len(starts) == 1:
+            length *= size
+        elif step:
+            moved = step * tensor.itemsize * torch.arange(size, device="cpu")
+            starts = (starts + moved[:, None]).flatten()
+    return starts.sort().values, length
+
+
 def _nbytes(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
     if not isinstance(dtype, torch.dtype):
         raise InputTypeError(f"buffer {name!r} needs a torch.dtype, got {brief(dtype)}")

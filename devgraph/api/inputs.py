@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import byte_range, fits, overwrite
+from devgraph.api.buffers import byte_range, effective_strides, fits, overwrite, share_memory
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.marks.host_values import same_value
 
@@ -28,6 +27,7 @@ class Inputs:
     def __init__(self, job: Job) -> None:
         self._fn, self._host = job.fn, job.spec.declared
         self._args, self._kwargs = job.args, job.kwargs
+        self._share_memory = functools.cache(share_memory)
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
@@ -46,31 +46,57 @@ class Inputs:
             )
         pairs: list[Pair] = []
         for index, value in enumerate(given):
-            pairs += _pairs(self._names[index], self._args[index], value)
+            pairs += _pairs(self._name(index), self._args[index], value)
         host = {}
         for name, value in named.items():
             if name in self._host:
                 host[name] = value
             else:
                 pairs += _pairs(name, self._named(name, len(given)), value)
-        # A tensor that is several arguments and gets the same data in all of them is one copy.
-        apart = {(id(target), id(source)): (target, source) for target, source in pairs}
-        new = [*apart.values()]
-        if any(source is not target for target, source in new):
-            _require_apart(new)
-        return new, host
+        new: dict[int, torch.Tensor] = {}
+        for target, source in pairs:
+            if new.setdefault(id(target), source) is not source:
+                raise InputError(
+                    f"one bound tensor ({brief(target)}) is several arguments of the step and was "
+                    f"given different data; capture with a tensor for each"
+                )
+        if len(new) > 1:
+            self._require_agreement([target for target, _ in pairs], new)
+        return pairs, host
+
+    def _require_agreement(
+        self, targets: Sequence[torch.Tensor], new: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Raise InputError where ``targets`` share memory and their ``new`` data, by the target's
+        id, does not share it in the same way: the last copy would be in all of them."""
+        ordered = sorted(targets, key=torch.Tensor.data_ptr)
+        for index, one in enumerate(ordered):
+            end = byte_range(one)[1]
+            for other in ordered[index + 1 :]:
+                if other.data_ptr() >= end:
+                    break
+                if _agree(one, new[id(one)], other, new[id(other)]):
+                    continue
+                if self._share_memory(one, other):
+                    raise InputError(
+                        f"bound tensors that share memory ({brief(one)} and {brief(other)}) were "
+                        f"given data that does not share it in the same way; capture with memory "
+                        f"for each"
+                    )
 
     @functools.cached_property
     def _names(self) -> list[str]:
         """The names of the bound positional arguments, as far as the callable tells."""
         fn = self._fn.forward if isinstance(self._fn, torch.nn.Module) else self._fn
-        names = [f"argument {index}" for index in range(len(self._args))]
-        with contextlib.suppress(TypeError, ValueError):
+        try:
             parameters = inspect.signature(fn).parameters.values()
-            kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            told = [p.name for p in parameters if p.kind in kinds][: len(names)]
-            names[: len(told)] = told
-        return names
+        except (TypeError, ValueError):
+            return []
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return [p.name for p in parameters if p.kind in kinds][: len(self._args)]
+
+    def _name(self, index: int) -> str:
+        return self._names[index] if index < len(self._names) else f"argument {index}"
 
     def _named(self, name: str, given: int) -> Any:
         if name in self._kwargs:
@@ -87,18 +113,16 @@ class Inputs:
         return self._args[index]
 
 
-def _require_apart(pairs: Sequence[Pair]) -> None:
-    """Raise InputError where bound tensors that get new data reach the same bytes: the last copy
-    would be in all of them."""
-    end = 0
-    for target in sorted((target for target, _ in pairs), key=torch.Tensor.data_ptr):
-        first, last = byte_range(target)
-        if first < min(end, last):
-            raise InputError(
-                f"bound tensors that were given new data overlap in memory ({brief(target)} is "
-                f"one); write into them with copy_(), or capture with memory for each"
-            )
-        end = max(end, last)
+def _agree(
+    target: torch.Tensor, source: torch.Tensor, other: torch.Tensor, its: torch.Tensor
+) -> bool:
+    """Whether new data lies to other new data as the bound tensors lie to each other."""
+    way = target.data_ptr() - source.data_ptr()
+    return way == other.data_ptr() - its.data_ptr() and all(
+        effective_strides(bound) == effective_strides(new)
+        and (bound.is_conj(), bound.is_neg()) == (new.is_conj(), new.is_neg())
+        for bound, new in ((target, source), (other, its))
+    )
 
 
 def write(pairs: Sequence[Pair]) -> None:
