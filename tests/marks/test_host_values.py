@@ -432,18 +432,18 @@ def test_rules_hold_outside_a_capture_too(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_host_argument_may_lie_between_tensors(kit: Kit, policy: str) -> None:
+def test_host_argument_may_be_positional_and_between_tensors(kit: Kit, policy: str) -> None:
     @dg.region(host_args=("length",))
     def body(x: torch.Tensor, length: int, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return x[:, :length].sum(1) + y[:, 0] * scale
 
-    def named(x: torch.Tensor, y: torch.Tensor, *, length: int) -> torch.Tensor:
-        return body(x * 2, length=length, y=y + 1, scale=0.5)
+    def positional(x: torch.Tensor, y: torch.Tensor, *, length: int) -> torch.Tensor:
+        return body(x * 2, length, y + 1, 0.5)
 
     x, y = kit.tensor(4, 8), kit.tensor(4, 8, seed=1)
-    captured = kit.capture(named, x, y, policy=policy, host_args={"length": 3})
+    captured = kit.capture(positional, x, y, policy=policy, host_args={"length": 3})
     for length in LENGTHS:
-        kit.check(captured, named, x, y, length=length)
+        kit.check(captured, positional, x, y, length=length)
 
 
 @dg.region(host_args=("kv_len",), derive={"window": lambda kv_len: min(kv_len, 4096)})

@@ -121,11 +121,11 @@ class Mark:
         self.fills = bool(derive or reduce or context)
         """Whether devgraph adds or changes arguments of every call."""
         self.signature = _signature(fn)
-        parameters = self.signature.parameters.values()
-        self._by_position = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        self._positional = [
+            p
+            for p in self.signature.parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._derive_inputs = {
             name: tuple(_signature(rule).parameters) for name, rule in self.derive.items()
         }
@@ -175,29 +175,40 @@ class Mark:
     def split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        """Return ``args``, ``kwargs`` without host arguments, and the host arguments by name.
-
-        Raises:
-            HostArgumentError: one is missing or was given by position, or a derived one was given.
-        """
+        """Return ``args``, ``kwargs`` without host arguments, and the host arguments by name."""
         if not self.host_args:
             return args, kwargs, {}
-        for name in self._by_position[: len(args)]:
-            if name in self.host_args or name in self.derive:
-                raise HostArgumentError(
-                    f"{self.name} was given {name!r} by position; pass a host argument by its name."
-                )
+        bound = self.signature.bind_partial(*args, **kwargs)
         for name in self.derive:
-            if name in kwargs:
+            if name in bound.kwargs or name in bound.arguments:
                 raise HostArgumentError(
                     f"{self.name} was given {name!r}, which its mark derives; do not pass it."
                 )
-        given = {**self._defaults, **kwargs}
-        missing = [n for n in self.host_args if n not in given]
+        bound.apply_defaults()
+        given = {**bound.arguments, **bound.kwargs}  # where the function takes **kwargs: there
+        host = {n: given[n] for n in self.host_args if n in given}
+        missing = [n for n in self.host_args if n not in host]
         if missing:
             raise HostArgumentError(f"{self.name} needs its host arguments {', '.join(missing)}.")
-        host = {n: given[n] for n in self.host_args}
-        return args, {n: value for n, value in kwargs.items() if n not in host}, host
+        return self._without_host(args, kwargs, host)
+
+    def _without_host(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+        # Arguments behind a positional host argument must become keywords, or they would shift.
+        rest = {k: v for k, v in kwargs.items() if k not in host}
+        named = self._positional[: len(args)]
+        cut = next((i for i, p in enumerate(named) if p.name in host), len(args))
+        behind = named[cut:]
+        if (len(args) > len(named) and behind) or any(p.kind is p.POSITIONAL_ONLY for p in behind):
+            raise HostArgumentError(
+                f"{self.name} was given its host argument {named[cut].name!r} by position, before "
+                f"arguments that have no name. Make it a keyword argument, behind them."
+            )
+        rest.update(
+            (p.name, a) for p, a in zip(behind, args[cut:], strict=True) if p.name not in host
+        )
+        return args[:cut], rest, host
 
     def call_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function now, with what the mark derives, reduces and reads filled in."""
@@ -338,7 +349,7 @@ def region(
 
     Args:
         host_args: names of parameters that are host values (ints, lists, ...). In a capture each
-            must be given the tracked value of the same name, as a keyword argument.
+            must be given the tracked value of the same name.
         mutates: names of tensor parameters that the function writes.
         derive: name to function of host arguments; devgraph passes the result under that name
             and the caller does not.
