@@ -17,6 +17,9 @@ from devgraph.cuda.pace import PaceKeeper
 from devgraph.cuda.pages import MappedPages, compiler
 from devgraph.cuda.runtime import Runtime
 
+_OF_NODES = ("region_update", "node_counts", "node_ranges", "remakes_executables", "loops")
+"""Capabilities that come from the driver's calls on nodes."""
+
 
 class CudaBackend(NodeBackend):
     """NVIDIA GPUs through torch.cuda."""
@@ -31,23 +34,26 @@ class CudaBackend(NodeBackend):
     sticky_errors = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 999})
     capabilities = attrs.evolve(FULL_BUILD, releasable_memory=True, loops=True)
     needs: Mapping[str, str] = {
-        "releasable_memory": "a C compiler, on Linux",
+        **dict.fromkeys(_OF_NODES, "a driver of CUDA 12.3 or newer"),
+        "releasable_memory": "a driver of CUDA 12.3 or newer and a C compiler, on Linux",
         "compilers": "Triton for inductor",
     }
 
     def __init__(self) -> None:
         super().__init__()
         self.use_runtime(Runtime.find(lambda: torch.cuda.mem_get_info(self._device)))
+        updates = self.runtime is not None
+        of_nodes: Any = dict.fromkeys(_OF_NODES, updates)
         self.capabilities = attrs.evolve(
             type(self).capabilities,
-            releasable_memory=compiler() is not None,
+            **of_nodes,
+            releasable_memory=updates and compiler() is not None,
             compilers=compilers(),
         )
 
-    def use_runtime(self, runtime: NodeRuntime) -> None:
+    def use_runtime(self, runtime: NodeRuntime | None) -> None:
         super().use_runtime(runtime)
-        assert isinstance(runtime, Runtime)
-        self._pace = PaceKeeper(runtime, self._device)
+        self._pace = PaceKeeper(runtime, self._device) if isinstance(runtime, Runtime) else None
 
     def check_available(self) -> None:
         if torch.version.hip:
@@ -88,14 +94,17 @@ class CudaBackend(NodeBackend):
     def recover_pace(self, stream: Any) -> None:
         """Let graphs go at full pace again after launches on ``stream``, a torch stream; for an
         engine that captures by itself, after its captures."""
-        self._pace.recover(stream.cuda_stream)
+        if self._pace is not None:
+            self._pace.recover(stream.cuda_stream)
 
     def details(self) -> dict[str, str]:
         pace = self.replay_pace()
         told = "unknown" if pace is None else f"{pace.microseconds:.2f} us from kernel to kernel"
         return {"pace of graphs": told}
 
-    def _measured_pace(self) -> float:
+    def _measured_pace(self) -> float | None:
+        if self._pace is None:
+            return None
         with self.exclusive(), self.on_device():
             return self._pace.measure(self.capture_stream)
 

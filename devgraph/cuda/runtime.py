@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from ctypes import addressof, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.torchlike.node_calls import (
     BRIEF,
     KERNEL,
@@ -22,6 +22,8 @@ from devgraph.api.torchlike.node_calls import (
     RuntimeCallError,
     structure,
 )
+
+logger = logging.getLogger(__name__)
 
 _LaunchAttribute = c_uint * 32
 """CUlaunchAttributeValue, a union of 64 bytes, with room for a larger one."""
@@ -179,12 +181,9 @@ class Runtime(NodeRuntime):
         self._set_going = 0
 
     @staticmethod
-    def find(enter: Callable[[], object]) -> Runtime:
-        """Return the calls of the driver that the process uses.
-
-        Raises:
-            BackendUnavailableError: it is older than CUDA 12.3.
-        """
+    def find(enter: Callable[[], object]) -> Runtime | None:
+        """Return the calls of the driver that the process uses; None if it is older than CUDA
+        12.3."""
         name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
         try:
             runtime = Runtime(ctypes.PyDLL(name), ctypes.CDLL(name), enter)
@@ -194,9 +193,8 @@ class Runtime(NodeRuntime):
             if not runtime.missing:
                 return runtime
             lacks = f"{name} lacks {', '.join(sorted(runtime.missing))}"
-        raise BackendUnavailableError(
-            f"graphs need a driver of CUDA 12.3 or newer: upgrade the driver ({lacks})."
-        )
+        logger.warning("no region update and no node counts: upgrade the driver (%s)", lacks)
+        return None
 
     def error_text(self, error: int) -> str:
         text = ctypes.c_char_p()

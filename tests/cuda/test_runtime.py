@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.torchlike.node_calls import RuntimeCallError, Update
 from devgraph.cuda import runtime as cuda_runtime
 from devgraph.cuda.runtime import CopyParams, FillParams, KernelParams, LaunchConfig, Runtime
@@ -125,17 +124,15 @@ def runtime(driver: Driver) -> Runtime:
     return Runtime(library, library, enter)
 
 
-def test_driver_without_the_calls_is_refused_with_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, driver: Driver
+def test_driver_without_the_calls_leaves_the_backend_without_updates(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, driver: Driver
 ) -> None:
-    """FAULTS 32."""
     library = driver.library(Runtime)
     del library.cuGraphGetEdges_v2
     for loader in ("PyDLL", "CDLL"):
         monkeypatch.setattr(cuda_runtime.ctypes, loader, lambda name: library)
-    lacking = r"upgrade the driver \(libcuda\.so\.1 lacks cuGraphGetEdges_v2\)"
-    with pytest.raises(BackendUnavailableError, match=lacking):
-        Runtime.find(lambda: None)
+    assert Runtime.find(lambda: None) is None
+    assert "upgrade the driver (libcuda.so.1 lacks cuGraphGetEdges_v2)" in caplog.text
 
 
 KERNEL = 2**47 + 9

@@ -80,7 +80,7 @@ class _Direct:
     def __init__(
         self, backend: NodeBackend, handle: int, prologue: Callable[[], None] | None
     ) -> None:
-        self._runtime = backend.runtime
+        self._runtime = backend.driver
         self._handle = handle
         self._prologue = prologue
         launch = self._runtime.launcher(handle, backend.current_stream_id)
@@ -115,7 +115,7 @@ class _Own:
         self._graph = weakref.ref(graph)
         self._backend = graph.backend
         self._executable = 0
-        self.raw: RawGraph | None = RawGraph(self._backend.runtime, raw)
+        self.raw: RawGraph | None = RawGraph(self._backend.driver, raw)
         """None once the graph is freed."""
         self.prologue: Callable[[], None] | None = None
         """Torch's part of a replay, where the graph draws random numbers."""
@@ -130,10 +130,10 @@ class _Own:
         if self.raw is None:
             raise StateError("cannot replay a graph that was closed or reset.")
         self.drop()  # what an interrupt left
-        self._executable = backend.runtime.instantiate(self.raw.graph)
+        self._executable = backend.driver.instantiate(self.raw.graph)
         recording = None if self.held is self.captured else self.held
         try:
-            backend.runtime.write(recording.updates if recording else (), self._executable)
+            backend.driver.write(recording.updates if recording else (), self._executable)
         except BaseException:
             self.drop()
             raise
@@ -149,13 +149,13 @@ class _Own:
         """Free the executable, if there is one; safe while it is in flight."""
         executable, self._executable = self._executable, 0
         if executable:
-            free_executable(self._backend.runtime, executable)
+            free_executable(self._backend.driver, executable)
 
     def write(self, recording: NodeRecording) -> None:
         """Launch ``recording`` from now on."""
         self.held = None
         if self._executable:
-            self._backend.runtime.write(recording.updates, self._executable)
+            self._backend.driver.write(recording.updates, self._executable)
         self.held = recording
 
 
@@ -225,7 +225,7 @@ class NodeGraph(TorchGraph):
 
     def __init__(self, backend: NodeBackend, pool: TorchPool) -> None:
         super().__init__(backend, pool)
-        self._runtime = backend.runtime
+        self._runtime = backend.driver
         self._made = 0
         self._forget()
 
@@ -509,24 +509,35 @@ class NodeBackend(TorchBackend):
     """What graphs with node parameters need besides a torch namespace.
 
     A vendor names what its stream objects call the driver's handle, or overrides the method that
-    asks them, and calls ``use_runtime`` once.
+    asks them, and calls ``use_runtime`` once; without a runtime graphs are plain ones of torch,
+    with neither updates nor counts, and their executables stay.
     """
 
-    graph_type = NodeGraph
+    graph_type: type[TorchGraph] = NodeGraph
     pool_type = NodePool
     applying_type: Callable[[], Applying] = Applying
     """Makes what a graph applies its recordings with."""
     stream_handle_name: str = ""
     """Name of the attribute that is the handle of a stream."""
-    runtime: NodeRuntime
+    runtime: NodeRuntime | None = None
 
-    def use_runtime(self, runtime: NodeRuntime) -> None:
+    def use_runtime(self, runtime: NodeRuntime | None) -> None:
         """Take the driver's graph calls from ``runtime``."""
         self.runtime = runtime
         self._lazy_generators: bool | None = None
         self._loop_stream: Any = None
-        make = functools.partial(self.namespace.Stream, self._device)
+        if runtime is None:
+            self.graph_type = TorchGraph
+            return
+        namespace = self.namespace
+        make = functools.partial(namespace.Stream, self._device)
         self.side_streams = SideStreams(runtime, make, self.stream_handle)
+
+    @property
+    def driver(self) -> NodeRuntime:
+        """The driver's graph calls, for the graphs that are made of nodes."""
+        assert self.runtime is not None
+        return self.runtime
 
     @property
     def loop_stream(self) -> Any:
@@ -551,6 +562,9 @@ class NodeBackend(TorchBackend):
     # What goes through the driver.
 
     def reopen_capture(self) -> None:
+        if self.runtime is None:
+            super().reopen_capture()
+            return
         self.runtime.begin_capture(self.current_stream_id())
 
     def guarded(self, launch: Callable[[], None]) -> Callable[[], None]:
