@@ -79,8 +79,8 @@ def test_alignment_of_the_expert_exchange_reaches_align_and_buckets() -> None:
     assert (held.align, held.buckets) == (24, (8, 16))
     for text, part in (
         ('{"prefill": {"align": 4}}', "prefill.align=4"),
-        ('{"prefill": {"buckets": [8, 12]}}', r"prefill.buckets=\[8, 12\].*would be \[8, 16\]"),
-        ('{"prefill": {"buckets": [12], "max_bs": 12}}', r"buckets=\[12\].*would be \[16\]"),
+        ('{"prefill": {"buckets": [8, 12]}}', r"prefill.buckets=\[8, 12\].*have to be \[8, 16\]"),
+        ('{"prefill": {"buckets": [12], "max_bs": 12}}', r"buckets=\[12\].*have to be \[16\]"),
     ):
         with pytest.raises(ConfigError, match=part):
             resolve(DeviceGraphConfig.from_json(text), facts)

@@ -16,7 +16,7 @@ import attrs
 
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PHASES, DeviceGraphWarning, PhaseConfig, path_of, plain
+from devgraph.api.config.phase import PHASES, DeviceGraphWarning, PhaseConfig, plain
 from devgraph.api.config.rules import RULES, WEAKER, Rule
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 from devgraph.api.policy import registration
@@ -87,7 +87,7 @@ def resolve(config: DeviceGraphConfig, facts: EngineFacts | None = None) -> Reso
     """Apply the rules to what ``config`` says for ``facts.backend``.
 
     Raises ``ConfigError`` that lists every explicit choice which a safety rule forbids, with the
-    reason and what would hold without the choice. Preference rules against explicit choices are
+    reason and what the rule allows. Preference rules against explicit choices are
     ``DeviceGraphWarning``; changes to defaults are logged and listed in the result.
     """
     facts = EngineFacts() if facts is None else facts
@@ -103,14 +103,9 @@ def resolve(config: DeviceGraphConfig, facts: EngineFacts | None = None) -> Reso
     fired: list[FiredRule] = []
     refused: list[str] = []
     for phase in PHASES:
-        asked = requested.phase(phase)
-        effective[phase], said, conflicts = _apply(phase, asked, asked.explicit, facts)
-        fired.extend(said)
-        if conflicts:
-            # Without the maximum too, which no rule sets: aligned buckets may be over it.
-            unbound = asked.with_checked({"max_bs": None}, frozenset())
-            free, _, _ = _apply(phase, unbound, frozenset(), facts)
-            refused.extend(_refusal(phase, rule, requested, free) for rule in conflicts)
+        effective[phase], said, conflicts = _apply(phase, requested.phase(phase), facts)
+        fired += said
+        refused += conflicts
     if refused:
         lines = "".join(f"\n- {line}" for line in refused)
         raise ConfigError(f"the engine cannot run what was chosen:{lines}")
@@ -132,12 +127,13 @@ def resolve(config: DeviceGraphConfig, facts: EngineFacts | None = None) -> Reso
 
 
 def _apply(
-    phase: str, asked: PhaseConfig, explicit: frozenset[str], facts: EngineFacts
-) -> tuple[PhaseConfig, list[FiredRule], list[Rule]]:
-    """Run the table over one phase until nothing fires any more; each rule fires once."""
+    phase: str, asked: PhaseConfig, facts: EngineFacts
+) -> tuple[PhaseConfig, list[FiredRule], list[str]]:
+    """Run the table over one phase until nothing fires any more; each rule fires once. Return what
+    holds then, the rules that fired, and what speaks against choices."""
     holds = asked
     fired: list[FiredRule] = []
-    conflicts: list[Rule] = []
+    conflicts: list[str] = []
     done: set[str] = set()
     changed = True
     while changed:
@@ -153,14 +149,17 @@ def _apply(
             if rule.key == "policy" and before in WEAKER[WEAKER.index(after) :]:
                 continue  # as weak already
             done.add(rule.name)
-            if rule.kind == "scope" or rule.key not in explicit:
+            if rule.kind == "scope" or rule.key not in asked.explicit:
                 outcome = "set aside" if rule.kind == "scope" else "changed"
                 fired.append(_fired(phase, rule, outcome, before, after))
                 holds = holds.with_checked({rule.key: after}, holds.explicit)
                 changed = True  # and so other rules may have become true, earlier ones too
                 break
             if rule.kind == "safety":
-                conflicts.append(rule)
+                conflicts.append(
+                    f"{phase}.{rule.key}={_shown(before)} does not work [{rule.name}]: "
+                    f"{rule.explanation} ({rule.source}). It would have to be {_shown(after)}"
+                )
             else:
                 fired.append(_fired(phase, rule, "kept", before, after))
     # Notes about a policy that a later rule replaced are no longer true.
@@ -191,15 +190,6 @@ def _fired(phase: str, rule: Rule, outcome: str, before: Any, after: Any) -> Fir
         after=after,
         explanation=rule.explanation,
         source=rule.source,
-    )
-
-
-def _refusal(phase: str, rule: Rule, requested: DeviceGraphConfig, free: PhaseConfig) -> str:
-    place = (None, phase, rule.key)
-    value = getattr(requested.phase(phase), rule.key)
-    return (
-        f"{path_of(place)}={_shown(value)} does not work [{rule.name}]: {rule.explanation} "
-        f"({rule.source}). Without the choice it would be {_shown(getattr(free, rule.key))}"
     )
 
 
