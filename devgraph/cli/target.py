@@ -6,7 +6,7 @@ import argparse
 import ast
 import importlib
 import importlib.util
-import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -60,16 +60,11 @@ def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
             f"{text!r} names no function: write MODULE:FUNCTION, for example engine.step:decode"
         )
     module = _load(module_name)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            known = [
-                key
-                for key, value in getattr(found, "__dict__", {}).items()
-                if not key.startswith("_") and not inspect.ismodule(value)
-            ]
-            raise CommandError(f"{module_name} has no {part!r}. {did_you_mean(part, known)}")
-        found = getattr(found, part)
+    try:
+        found = operator.attrgetter(name)(module)
+    except AttributeError as error:
+        known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        raise CommandError(f"{module_name} has no {name!r}. {did_you_mean(name, known)}") from error
     if not callable(found):
         raise CommandError(f"{text} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]

@@ -114,7 +114,7 @@ def test_module_in_the_current_folder_is_found(
         ("{path}:hosted", ["--host-arg", "factor=?"], "no Python literal"),
         ("{path}:hosted", ["--host-arg", "factor={[]: 1}"], "no Python literal"),
         ("{path}:hosted", ["--host-arg", "factor=" + "-" * 9999 + "1"], "no Python literal"),
-        ("{path}:__name__.nothing", [], "has no 'nothing'. Known: (none)."),
+        ("{path}:Holder.stepp", [], "has no 'Holder.stepp'"),
         ("{path}:hosted", ["--host-arg", "a=1", "--host-arg", "a=2"], "'a' is given twice"),
         ("{path}:raises", ["--inputs", "inputs"], "raises raised KeyError: 'nothing' at {path}:"),
     ],
