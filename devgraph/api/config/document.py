@@ -154,30 +154,21 @@ def _read_yaml(text: str, name: str) -> object:
         """PyYAML keeps the last of two equal keys; a configuration must not lose the first."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[str] = set()
-            for key_node, _ in node.value:
-                if key_node.tag == "tag:yaml.org,2002:merge":
-                    continue  # "<<" is meant to be repeated and overridden
-                key = self.construct_object(key_node, deep=True)
-                if isinstance(key, str) and key in seen:
-                    mark = key_node.start_mark
+            seen: list[Any] = []
+            for key, _ in node.value:
+                # "<<" is meant to be repeated and overridden.
+                if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
                     raise ConfigError(
-                        f"{name}: the key {key!r} appears twice (line {mark.line + 1}, column "
-                        f"{mark.column + 1}); keep one of them"
+                        f"{name}: the key {key.value!r} appears twice (line "
+                        f"{key.start_mark.line + 1}); keep one of them"
                     )
-                if isinstance(key, str):
-                    seen.add(key)
+                seen.append(key.value)
             return super().construct_mapping(node, deep=deep)
 
     try:
         return yaml.load(text, Loader=Loader)
     except ConfigError:
         raise
-    except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply to be read") from None
     except Exception as error:  # of a date or number that is none PyYAML lets Python's own out
-        mark = getattr(error, "problem_mark", None)
-        at = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        text = str(error).partition("\n")[0]
-        problem = getattr(error, "problem", None) or f"{type(error).__name__}: {text}"
-        raise ConfigError(f"{name}: broken YAML{at}: {problem}") from error
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"{name}: broken YAML: {problem}") from error
