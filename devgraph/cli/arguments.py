@@ -124,9 +124,6 @@ class Options:
         most = f"(default: what the prompts need, at most {MOST_STEP_TOKENS})"
         self.number("--max-step-tokens", f"tokens of a prefill step {most}")
         self("--temperature", "0 is greedy (default)", type=float, default=0.0, metavar="T")
-        self("--top-k", "draw from the K best tokens", type=int, default=0, metavar="K")
-        text = "draw from the best tokens that together have probability P"
-        self("--top-p", text, type=float, default=1.0, metavar="P")
         self("--seed", "of the draws (default: chosen and printed)", type=int, metavar="N")
         text = "also run the same engine eagerly and compare tokens and speed (default: on)"
         self("--compare", text, **_ON)

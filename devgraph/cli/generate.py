@@ -129,16 +129,13 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
-    drawn = {"--top-k": args.top_k, "--top-p": args.top_p != 1, "--seed": args.seed is not None}
-    if idle := [flag for flag, given in drawn.items() if given and not args.temperature]:
-        raise CommandError(f"{' and '.join(idle)}: greedy draws nothing; add --temperature T")
+    if args.seed is not None and not args.temperature:
+        raise CommandError("--seed: greedy draws nothing; add --temperature T")
     if args.temperature and args.seed is None:
         args.seed = secrets.randbelow(1 << 31)
     return [
         SamplingParams(
             temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
             seed=None if args.seed is None else args.seed + index,
         )
         for index in range(prompts)
