@@ -96,9 +96,10 @@ _HOST_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 _DIRECT = frozenset(
     """
     _log_softmax _softmax addbmm addmm addmv all amax amin any arange argmax argmin argsort baddbmm
-    bmm cat cumprod cumsum dot gather gelu index index_add index_copy index_reduce index_select
-    linalg_vector_norm logsumexp max mean min mm mv native_group_norm native_layer_norm prod
-    scatter scatter_add scatter_reduce sort stack std sum take topk tril triu var
+    bmm cat cumprod cumsum dot full gather gelu index index_add index_copy index_reduce
+    index_select linalg_vector_norm logsumexp max mean min mm mv native_group_norm
+    native_layer_norm ones prod scatter scatter_add scatter_reduce sort stack std sum take topk
+    tril triu var zeros
     """.split()
 )
 
@@ -210,20 +211,6 @@ def _out_variant(func: OpOverload) -> OutVariant | None:
 
 _COPIES = {"aten::clone", "aten::_to_copy"}
 
-# Each writes one value everywhere; all of them do it with fill_ themselves.
-_FILLS: dict[str, Callable[..., Any]] = {
-    "aten::zeros": lambda size, **_: 0,
-    "aten::ones": lambda size, **_: 1,
-    "aten::zeros_like": lambda like, **_: 0,
-    "aten::ones_like": lambda like, **_: 1,
-    "aten::new_zeros": lambda like, size, **_: 0,
-    "aten::new_ones": lambda like, size, **_: 1,
-    "aten::full": lambda size, value, **_: value,
-    "aten::full_like": lambda like, value, **_: value,
-    "aten::new_full": lambda like, size, value, **_: value,
-    "aten::scalar_tensor": lambda value, **_: value,
-}
-
 
 class Binder:
     """Makes the calls of a tape; remembers which typed function of torch serves which arguments.
@@ -242,18 +229,8 @@ class Binder:
         The kernel writes straight there if the operation has such an overload; else the results
         are copied. All tensors are bound as they are given.
         """
-        func = plan.func
         if plan.name in _COPIES:
             return functools.partial(torch.Tensor.copy_, outputs, args[0])
-        if plan.name in _FILLS:
-            value = _FILLS[plan.name](*args, **kwargs)
-            return functools.partial(torch.Tensor.fill_, outputs, value)
-        if func is torch.ops.aten.embedding.default and args[1].is_contiguous():
-            # What embedding itself does, without a temporary.
-            rows = outputs.view(-1, args[0].shape[1])
-            return self.bind(
-                torch.ops.aten.index_select.out, (args[0], 0, args[1].view(-1)), {"out": rows}
-            )
         single = isinstance(outputs, torch.Tensor)
         targets = (outputs,) if single or not isinstance(outputs, tuple) else outputs
         variant = plan.out
@@ -261,7 +238,7 @@ class Binder:
             kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
             named = dict(zip(variant.outputs, targets, strict=True))
             return self.bind(variant.func, args, {**kept, **named})
-        return _copying(plan.name, self.bind(func, args, kwargs), outputs)
+        return _copying(plan.name, self.bind(plan.func, args, kwargs), outputs)
 
     def bind(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
