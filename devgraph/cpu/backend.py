@@ -23,7 +23,7 @@ from devgraph.cpu.check import check
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.modes import Dispatching, Functions
 from devgraph.cpu.recorder import Knowledge, Recorder
-from devgraph.cpu.tape import Entry, Op, Span, Tape, check_topology
+from devgraph.cpu.tape import Entry, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
 
 ENTRY_BYTES = 2048
@@ -79,11 +79,6 @@ class CpuGraph(DeviceGraph):
         self._tape: Tape | None = None
         self._touched: Mapping[int, torch.UntypedStorage] = {}
 
-    @property
-    def ops(self) -> list[Op]:
-        """The recorded operations and the lines that called them, in order."""
-        return [] if self._tape is None else self._tape.ops
-
     def _begin(self, mode: str) -> None:
         recorder = Recorder(
             self.pool.blocks,
@@ -116,7 +111,7 @@ class CpuGraph(DeviceGraph):
     def _leave(self) -> Recorder | None:
         recorder = self._recorder
         if recorder is not None:
-            recorder.__exit__(None, None, None)
+            recorder.__exit__()
         self._recorder = None
         return recorder
 
@@ -160,8 +155,10 @@ class CpuGraph(DeviceGraph):
         changes: dict[Span, tuple[Entry, ...]] = {}
         with recorder:
             for hit in self.hits:
-                with entered(Absorbed(hit.mark, "full")), recorder.span(hit.note.label) as span:
+                span = recorder.begin_span(hit.note.label)
+                with entered(Absorbed(hit.mark, "full")):
                     hit.run(host[hit.mark])
+                recorder.end_span(span)
                 check_topology(hit.note, span.entries)
                 changes[hit.note] = span.entries
         return CpuRecording(changes=changes)
@@ -178,10 +175,6 @@ class CpuGraph(DeviceGraph):
         assert self._tape is not None
         assert isinstance(recording, CpuRecording)
         self._tape.replace(recording.changes)
-
-
-class _LastMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Does nothing."""
 
 
 class CpuBackend(Backend):
@@ -231,7 +224,7 @@ class CpuBackend(Backend):
             # An inference_mode block that begins in a recording and is left by an exception
             # between two puts back what the recording had switched on in torch's dispatcher. The
             # last mode to go switches it off.
-            with _LastMode():  # type: ignore[no-untyped-call]
+            with TorchDispatchMode():  # type: ignore[no-untyped-call]
                 pass
             raise
 

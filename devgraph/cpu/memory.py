@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import logging
 import mmap
 import threading
 import weakref
@@ -24,22 +23,16 @@ import torch
 
 from devgraph.api.buffers import seen_by
 
-logger = logging.getLogger(__name__)
-
 ALIGNMENT = 64
 """Bytes; torch's own CPU allocator guarantees it, and equal bits of matrix kernels depend on it."""
 
 SLAB_BYTES = 2 * 2**20
 """Smallest reservation; the size that device caching allocators use for small blocks."""
 
-_FNUZ = {
-    getattr(torch, name) for name in ("float8_e4m3fnuz", "float8_e5m2fnuz") if hasattr(torch, name)
-}
-
 
 def _poison_byte(dtype: torch.dtype) -> int:
     """Return the byte that, repeated, is NaN, a huge integer or True in ``dtype``."""
-    if dtype in _FNUZ:
+    if dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         return 0x80
     if dtype.is_floating_point or dtype.is_complex:
         return 0xFF
@@ -314,7 +307,6 @@ class BlockPool:
             slab = _Slab(-(-nbytes // SLAB_BYTES) * SLAB_BYTES)
             address = slab.base
             bisect.insort(self._slabs, slab, key=_base)
-            logger.debug("reserved %d bytes for captures", slab.end - slab.base)
         slab.free.remove(address, address + nbytes)
         return slab, address
 

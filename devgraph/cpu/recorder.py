@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Collection, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 
-from devgraph.api.errors import RegionError, StateError
+from devgraph.api.errors import RegionError
 from devgraph.api.marks.calls import describe
 from devgraph.api.marks.source import user_line
 from devgraph.api.torchlike.guards import draws
@@ -32,8 +30,6 @@ from devgraph.cpu.modes import Dispatching, Functions
 from devgraph.cpu.ops import Binder, Kind, OpPlan, plan_of
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
-
-logger = logging.getLogger(__name__)
 
 # What stands above Python in the dispatcher, apart from autograd. A handler runs with these
 # switched off, and an operation that is made of others must see them again.
@@ -127,23 +123,18 @@ class Recorder:
             self._functions.install()
             self._dispatching.install()
         except BaseException:
-            self.leave()
+            self._leave()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         try:
-            self.leave()
+            self._leave()
         except BaseException:  # An interrupt; the thread must not go on with half of it.
-            self.leave()
+            self._leave()
             raise
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Give the thread back what it was before. Idempotent."""
         for mode in (self._dispatching, self._functions):
             if mode is not None:
@@ -153,17 +144,8 @@ class Recorder:
         self._cached = self._dispatching = self._functions = None
 
     def tape(self) -> Tape:
-        """Return the recording, which has ended, as a tape.
-
-        Raises:
-            StateError: it was made with assumed values.
-        """
-        assert self._cached is None, "leave the recording before asking for its tape"
-        if self._refusal.collects:
-            raise StateError(
-                "a recording that collects violations has no tape: it went on with assumed "
-                "values. Record again without on_violation"
-            )
+        """Return the recording, which has ended and assumed no values, as a tape."""
+        assert self._cached is None and not self._refusal.collects
         return Tape(self.parts, self._holds)
 
     def append(self, run: Callable[[], object], op: Op) -> None:
@@ -182,15 +164,6 @@ class Recorder:
         span.entries = tuple(self._inside)
         self.parts.append(span)
         self.open_span = None
-
-    @contextlib.contextmanager
-    def span(self, label: str) -> Iterator[Span]:
-        """Record the block as one span."""
-        span = self.begin_span(label)
-        try:
-            yield span
-        finally:
-            self.end_span(span)
 
     def loop(self, body: Callable[[], None], going: torch.Tensor) -> int:
         """Record what ``body`` does as one step, which repeats it while ``going`` is true; return

@@ -179,17 +179,13 @@ def test_buckets_of_one_pool_stay_right_in_every_order(backend: CpuBackend, poli
                 assert same(caps[index].replay(kv_len=kv_len), expected)
 
 
-def test_graph_reports_nodes_bytes_and_operations(backend: CpuBackend) -> None:
+def test_graph_reports_nodes_and_bytes(backend: CpuBackend) -> None:
     x = torch.randn(4, 4)
     graph = backend.make_graph()
     with backend.capture_context(graph):
         F.relu(x @ x)
     info = graph.info()
     assert (info.nodes, info.bytes) == (2, 2 * ENTRY_BYTES)
-    assert [op.name for op in graph.ops] == ["aten::mm", "aten::relu"]
-    assert all(op.line.file == __file__ for op in graph.ops)
-    graph.close()
-    assert graph.ops == []
 
 
 def test_pool_counts_its_bytes_and_gives_them_back(backend: CpuBackend) -> None:

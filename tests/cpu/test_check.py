@@ -9,16 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from devgraph.api.errors import (
-    CaptureError,
-    FrozenValueError,
-    StateError,
-)
+from devgraph.api.errors import CaptureError, FrozenValueError
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.cpu.backend import CpuBackend
 from devgraph.cpu.check import check
-from devgraph.cpu.memory import BlockPool
-from devgraph.cpu.recorder import Recorder
 from devgraph.cpu.violations import Violation
 from tests.support.cpu_capture import KNOWLEDGE, same
 from tests.support.refusals import READS, SHAPES, UNSUPPORTED, X
@@ -131,13 +125,6 @@ def test_check_refuses_what_no_policy_can_run_again_inside_a_transform() -> None
 def test_check_raises_errors_that_no_violation_explains() -> None:
     with pytest.raises(ZeroDivisionError):
         violations_of(lambda x: 1 // 0, X)
-
-
-def test_recording_with_assumed_values_gives_no_tape() -> None:
-    with Recorder(BlockPool(), on_violation=lambda v: None) as recorder:
-        X.sum().item()
-    with pytest.raises(StateError, match="assumed"):
-        recorder.tape()
 
 
 def test_check_lists_violations_of_a_step() -> None:

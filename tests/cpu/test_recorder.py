@@ -15,7 +15,7 @@ from devgraph.api.errors import CaptureError, UpdateTopologyError
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Recorder
 from devgraph.cpu.tape import check_topology
-from tests.support.cpu_capture import KNOWLEDGE, check_replays, record, same, tensors
+from tests.support.cpu_capture import KNOWLEDGE, check_replays, record, same, span, tensors
 
 torch.set_num_threads(1)
 
@@ -360,20 +360,20 @@ def test_span_is_replaced_and_writes_the_same_output() -> None:
 
     with Recorder(pool, others=(regions,), knowledge=KNOWLEDGE) as recorder:
         before = x * 1
-        with recorder.span("attend") as span:
+        with span(recorder, "attend") as first:
             attend(2)
         after = out * 2 + before[0]
     tape = recorder.tape()
     tape.replay()
     assert same(after, x[:2].sum(0) * 2 + x[0])
-    own = span.entries
+    own = first.entries
     for length in (5, 8, 1):
         again = Recorder(regions, others=(pool,), knowledge=KNOWLEDGE)
-        with again, again.span("attend") as new:
+        with again, span(again, "attend") as new:
             attend(length)
         tape.replay()
-        check_topology(span, new.entries)
-        tape.replace({span: new.entries})
+        check_topology(first, new.entries)
+        tape.replace({first: new.entries})
         tape.replay()
         assert same(after, x[:length].sum(0) * 2 + x[0])
         assert [op.name for op in tape.ops] == [
@@ -383,7 +383,7 @@ def test_span_is_replaced_and_writes_the_same_output() -> None:
             "aten::mul.Tensor",
             "aten::add.Tensor",
         ]
-    tape.replace({span: own})
+    tape.replace({first: own})
     tape.replay()
     assert same(after, x[:2].sum(0) * 2 + x[0])
 
@@ -391,7 +391,7 @@ def test_span_is_replaced_and_writes_the_same_output() -> None:
 def test_recording_a_span_again_changes_nothing_before_it_is_applied() -> None:
     pool, regions = BlockPool(), BlockPool()
     x, out = torch.randn(8, 4), torch.zeros(4)
-    with Recorder(pool, knowledge=KNOWLEDGE) as recorder, recorder.span("r"):
+    with Recorder(pool, knowledge=KNOWLEDGE) as recorder, span(recorder, "r"):
         out.copy_((x[:2] * 3).sum(0))
     tape = recorder.tape()
     tape.replay()
@@ -407,7 +407,10 @@ def test_other_operations_in_a_span_are_a_topology_change() -> None:
     x = torch.randn(8)
 
     def spans_of(fn: Any) -> Any:
-        with Recorder(BlockPool(), knowledge=KNOWLEDGE) as recorder, recorder.span("region f") as s:
+        with (
+            Recorder(BlockPool(), knowledge=KNOWLEDGE) as recorder,
+            span(recorder, "region f") as s,
+        ):
             fn()
         return s
 
@@ -422,7 +425,7 @@ def test_other_operations_in_a_span_are_a_topology_change() -> None:
 def test_random_numbers_in_an_updatable_span_are_refused() -> None:
     x = torch.ones(3)
     recorder = Recorder(BlockPool(), knowledge=KNOWLEDGE)
-    with recorder, recorder.span("region f"):
+    with recorder, span(recorder, "region f"):
         F.scaled_dot_product_attention(
             *[torch.randn_like(x.view(1, 1, 1, 3)) for _ in ()] or [x.view(1, 1, 1, 3)] * 3
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Knowledge, Recorder
-from devgraph.cpu.tape import Tape
+from devgraph.cpu.tape import Span, Tape
 
 KNOWLEDGE = Knowledge()
 
@@ -20,6 +21,14 @@ def record(fn: Callable[..., Any], *args: Any, pool: BlockPool | None = None) ->
     with Recorder(pool or BlockPool(), knowledge=KNOWLEDGE) as recorder:
         outputs = fn(*args)
     return recorder.tape(), outputs
+
+
+@contextlib.contextmanager
+def span(recorder: Recorder, label: str) -> Iterator[Span]:
+    """Record the block as the part of one region."""
+    begun = recorder.begin_span(label)
+    yield begun
+    recorder.end_span(begun)
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
