@@ -22,7 +22,7 @@ from devgraph.api.pool import Pool
 from devgraph.cpu.check import check
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.modes import Dispatching, Functions
-from devgraph.cpu.recorder import Knowledge, Recorder
+from devgraph.cpu.recorder import CompiledPiece, Knowledge, Recorder
 from devgraph.cpu.tape import Entry, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
 
@@ -229,8 +229,6 @@ class CpuBackend(Backend):
             raise
 
     def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
-        from devgraph.cpu.compiled import CompiledPiece  # imports torch's compiler
-
         return CompiledPiece(run, source)
 
     def synchronize(self) -> None:
