@@ -173,7 +173,8 @@ class _Plugin:
             except BackendUnavailableError as error:
                 pytest.skip(f"backend {name!r}: {error}")
         asked = [name for mark in item.iter_markers(CAPABILITY_MARKER) for name in mark.args]
-        missing = self._undeclared(item, asked)
+        declared = self.backend(self.name_for(item)).capabilities if asked else None
+        missing = tuple(name for name in asked if not getattr(declared, name))
         item.stash[_missing_key] = missing
         if "devgraph_backend" in getattr(item, "fixturenames", ()) and (
             self.name_for(item) == self.name
@@ -181,12 +182,6 @@ class _Plugin:
             item.user_properties.extend((CAPABILITY_MARKER, name) for name in asked or [_CORE])
         if missing and self._skip_undeclared:
             pytest.skip(self._lacks(item, missing))
-
-    def _undeclared(self, item: pytest.Item, asked: Sequence[str]) -> tuple[str, ...]:
-        if not asked:
-            return ()
-        capabilities = self.backend(self.name_for(item)).capabilities
-        return tuple(name for name in asked if not getattr(capabilities, name))
 
     def _lacks(self, item: pytest.Item, missing: Sequence[str]) -> str:
         return f"backend {self.name_for(item)!r} does not declare {', '.join(missing)}"

@@ -370,7 +370,7 @@ MUTANTS = (
     Mutant(
         "inputs-copied",
         "replays repeat the result of the first one",
-        "test_replay_reads_the_data_of_now",
+        "test_replay_bound_or_not_reads_the_data_of_now",
         InputsAreCopiedAtCapture,
     ),
     Mutant(

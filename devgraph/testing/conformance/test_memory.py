@@ -12,6 +12,8 @@ import torch
 
 import devgraph as dg
 from devgraph.testing.conformance.support import POLICIES, Kit, declares
+from devgraph.testing.conformance.test_marks import doubled
+from devgraph.testing.conformance.test_update import layers
 
 FACTORS = (2, 3, 5, 3)
 
@@ -208,11 +210,6 @@ def require_flat(
     assert grown <= device_slack * 2**20, f"the device grew by {grown} bytes"
 
 
-@dg.region()
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
 def step(x: torch.Tensor) -> torch.Tensor:
     for _ in range(4):
         x = doubled(x + 1) * 0.25
@@ -275,27 +272,17 @@ def test_memory_is_given_back_with_the_pool(kit: Kit, devgraph_long: bool) -> No
 @declares("region_update")
 def test_memory_is_flat_over_many_updates(kit: Kit, devgraph_long: bool) -> None:
     """FAULTS 37."""
-
-    @dg.region(host_args=("n",))
-    def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        return x[:, :n].sum(1, keepdim=True) * 2
-
-    def updated(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        for _ in range(4):
-            x = head(x + 1, n=n) + x * 0.1
-        return x
-
     x = kit.tensor(4096, 16)
     pool = kit.backend.make_pool()
     pool.limit(1)
-    captured = kit.capture(updated, x, host_args={"n": 3}, pool=pool)
+    captured = kit.capture(layers, x, host_args={"n": 3}, pool=pool)
 
     def cycle() -> None:
         for n in range(1, 12):
             captured.replay(n=n)
 
     require_flat(kit, cycle, 200 if devgraph_long else 15, warm=1, device_slack=16)
-    kit.check(captured, updated, x, n=7)
+    kit.check(captured, layers, x, n=7)
 
 
 @pytest.mark.parametrize("failing", ["capture", "replay"])

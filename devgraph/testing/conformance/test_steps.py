@@ -268,17 +268,16 @@ class Counting:
         grown = (batch.x.repeat(1, 4).cumsum(1) * 2).view(-1, 4, WIDTH)[:, 0] - batch.x.cumsum(1)
         return {"grown": grown, "odd": batch.left % 2 == 1}
 
-    def loop(self, steps: int = 5) -> dg.Loop:
+    def runner(self, kit: Kit, **options: Any) -> Any:
+        """Return a runner of loops of five steps."""
+
         def advance(batch: Any, found: dict[str, torch.Tensor]) -> None:
             batch.x.add_(1)
             batch.left.sub_(1)
 
-        return dg.Loop(steps=steps, advance=advance, done=lambda batch, found: batch.left <= 0)
-
-    def runner(self, kit: Kit, **options: Any) -> Any:
-        """Return a runner of loops of five steps."""
+        loop = dg.Loop(steps=5, advance=advance, done=lambda batch, found: batch.left <= 0)
         outputs = {"grown": dg.OutputSlot(), "odd": dg.OutputSlot()}
-        return runner_of(kit, self.forward, [X, LEFT], outputs=outputs, loop=self.loop(), **options)
+        return runner_of(kit, self.forward, [X, LEFT], outputs=outputs, loop=loop, **options)
 
     def check(self, kit: Kit, runner: dg.DecodeRunner, left: list[int], seed: int) -> None:
         """Fail unless a run takes the steps that are left, and no more."""
