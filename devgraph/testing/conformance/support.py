@@ -24,9 +24,6 @@ BREAKING = ("breakable", pytest.param("piecewise", marks=declares("piecewise")))
 POLICIES = ("full", *BREAKING)
 """Every policy, for ``parametrize``."""
 
-INTEGERS = 97
-"""Integer tensors hold numbers below this, so that they may serve as indices."""
-
 
 def same(got: Any, want: Any, what: str = "the result") -> None:
     """Fail unless all tensors in ``got`` equal those in ``want`` bit for bit."""
@@ -48,11 +45,7 @@ def copied(tree: Any) -> Any:
 
 
 class Kit:
-    """Tensors on the device of one backend, captures there, and comparisons.
-
-    Args:
-        backend: the backend under test.
-    """
+    """Tensors on the device of the backend under test, captures there, and comparisons."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -74,7 +67,7 @@ class Kit:
         elif tensor.dtype is torch.bool:
             noise = torch.rand(tensor.shape, generator=generator) < 0.5
         else:
-            noise = torch.randint(INTEGERS, tensor.shape, generator=generator)
+            noise = torch.randint(97, tensor.shape, generator=generator)
         tensor.copy_(noise)
 
     # Captures.

@@ -43,21 +43,17 @@ def with_breaks(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("step", [chain, with_breaks])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_replay_equals_eager_under_every_policy(
+def test_replay_equals_eager_and_breaks_without_work_leave_no_segment(
     kit: Kit, policy: str, step: Callable[..., Any]
 ) -> None:
     x = kit.tensor(8)
     captured = kit.capture(step, x, policy=policy)
     for seed in (20, 21):
         kit.check(captured, step, x, seed=seed)
-
-
-@pytest.mark.parametrize("policy", BREAKING)
-def test_graph_break_splits_and_empty_segments_are_dropped(kit: Kit, policy: str) -> None:
-    captured = kit.capture(with_breaks, kit.tensor(8), policy=policy)
-    graphs = [s for s in captured.segments if s.info().nodes != 0]
-    # Who cannot count nodes cannot tell that the fourth is empty either.
-    assert len(graphs) == (3 if kit.backend.capabilities.node_counts else 4)
+    if step is with_breaks and policy != "full":
+        graphs = [s for s in captured.segments if s.info().nodes != 0]
+        # Who cannot count nodes cannot tell that the fourth is empty either.
+        assert len(graphs) == (3 if kit.backend.capabilities.node_counts else 4)
 
 
 class Layer(torch.nn.Module):

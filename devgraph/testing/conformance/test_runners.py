@@ -1,9 +1,13 @@
-"""Runners on the backend under test: buckets, padding and state."""
+"""Runners on the backend under test: buckets, padding and state, and what surrounds the graph of a
+step: the hook before it, the step in its place, buffers that are shared with another runner,
+several steps in one launch."""
 
 from __future__ import annotations
 
 import itertools
+import types
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -12,14 +16,19 @@ import devgraph as dg
 from devgraph.testing.conformance.support import (
     POLICIES,
     SCRATCH,
+    VOCAB,
     WIDTH,
     Kit,
     Model,
+    X,
     check_run,
+    declares,
     decoder,
+    mixed,
     prefiller,
     runner_of,
     same,
+    slot,
 )
 
 
@@ -122,3 +131,423 @@ def test_inputs_of_host_and_device_that_come_back_to_their_places_are_read_anew(
     for given in (there, there, there, inputs, there, inputs, there, there):
         given["ids"].add_(1)
         kit.same(runner.run(given), given["ids"].to(kit.device) * there["scale"])
+
+
+IDS = slot("ids", ("tokens",), torch.int64, dg.Pad.zero())
+LAST_ROW, MOST = 64, 8
+ROWS_OF_CACHE = slot("rows", ("tokens",), torch.int64, dg.Pad.fill(LAST_ROW))
+
+
+class Planned:
+    """A step that gathers rows by a plan, which ``prepare`` writes for the whole bucket."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.table: torch.Tensor = kit.tensor(VOCAB, WIDTH)
+        self.plan = torch.full((16,), -1, device=kit.device)
+        self.planned: list[tuple[int, int]] = []
+
+    def prepare(self, batch: Any) -> None:
+        self.planned.append((batch.tokens, batch.real.tokens))
+        rows = [3 * one % VOCAB for one in batch.ids.tolist()]  # on the host, as planners do
+        self.plan[: batch.tokens].copy_(torch.tensor(rows))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.table[self.plan[: batch.tokens]] + 1
+
+    def expected(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table[3 * ids % VOCAB] + 1
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "disabled"])
+def test_prepare_plans_every_step_over_its_padded_batch(kit: Kit, policy: str) -> None:
+    model = Planned(kit)
+    runner = runner_of(kit, model.forward, [IDS], prepare=model.prepare, config=policy)
+    before = len(model.planned)
+    assert before == 0 if policy == "disabled" else before > len(runner.graphs)
+    for count in (3, 1, 4, 9):
+        ids = torch.arange(count, device=kit.device) + count
+        same(runner.run({"ids": ids}), model.expected(ids))
+    padded = [3, 1, 4, 9] if policy == "disabled" else [4, 1, 4, 9]
+    assert model.planned[before:] == list(zip(padded, [3, 1, 4, 9], strict=True))
+    if policy != "disabled":
+        assert runner.prove().ok
+
+
+@dg.region(host_args=("length",), mutates=("out",))
+def summed(x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
+    out.copy_(x[:, :length].sum(1, keepdim=True) + x)
+
+
+def summing(batch: Any) -> torch.Tensor:
+    out = torch.empty_like(batch.x)
+    summed(batch.x, out, length=batch.host.length)
+    return out
+
+
+@declares("region_update")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prepare_returns_host_arguments(kit: Kit, policy: str) -> None:
+    planned = {"length": 1}
+    runner = runner_of(
+        kit, summing, config=policy, host_args={"length": 1}, prepare=lambda batch: planned
+    )
+    x = kit.tensor(3, WIDTH)
+    for length in (2, 5, 2):
+        planned = {"length": length}
+        same(runner.run({"x": x}), x[:, :length].sum(1, keepdim=True) + x)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_emulated_graphs_give_what_graphs_give(kit: Kit, policy: str) -> None:
+    model = Planned(kit)
+    config = {"policy": policy, "emulate": True}
+    runner = runner_of(kit, model.forward, [IDS], prepare=model.prepare, config=config)
+    for count in (3, 2, 4):
+        ids = torch.arange(count, device=kit.device)
+        same(runner.run({"ids": ids}), model.expected(ids))
+    assert [planned for planned, _ in model.planned[-3:]] == [4, 2, 4]
+    stats = runner.stats()
+    assert (stats.graph_steps, stats.effective) == (3, "emulated")
+    assert runner.prove().ok and "emulated" in runner.explain()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy: str) -> None:
+    """Poison stands for what the other left: a run may read only what it was given."""
+    y = slot("y", ("tokens",), torch.float32, dg.Pad.zero())
+    target = runner_of(
+        kit, lambda batch: batch.x * 2 + batch.y[:, None], [X, y], config=policy, max_requests=8
+    )
+    draft = runner_of(kit, lambda batch: batch.x * 3, config=policy, share=target)
+    assert draft.pool is target.pool
+    assert draft.buffers["x"].data_ptr() == target.buffers["x"].data_ptr()
+    outputs: dict[dg.DecodeRunner, int] = {}
+    for seed, (runner, count) in enumerate(
+        itertools.product((target, draft, draft, target), (3, 1, 4))
+    ):
+        kit.backend.poison(target.buffers["x"])
+        inputs = {"x": kit.tensor(count, WIDTH, seed=seed)}
+        want = inputs["x"] * 3
+        if runner is target:
+            inputs["y"] = kit.tensor(count, seed=seed + 99)
+            want = inputs["x"] * 2 + inputs["y"][:, None]
+        out = runner.run(inputs)
+        same(out, want, f"run {seed}")
+        outputs[runner] = out.data_ptr()
+    assert outputs[target] == outputs[draft]
+    assert target.prove().ok and draft.prove().ok
+    fed = draft.run({"x": target.run({"x": inputs["x"], "y": inputs["y"]})})
+    same(fed, want * 3, "an output of one that is an input of the other")
+
+
+class Generating:
+    """Steps that read and write a cache, choose the next token, and end at a token or a row."""
+
+    def __init__(self, kit: Kit, width: int = 1) -> None:
+        generator = torch.Generator().manual_seed(7)
+        weight = torch.randint(-2, 3, (WIDTH, VOCAB), generator=generator)
+        table = torch.randint(-2, 3, (VOCAB, WIDTH), generator=generator)
+        self.weight, self.table = weight.float().to(kit.device), table.float().to(kit.device)
+        self.cache = torch.zeros(LAST_ROW + 1, WIDTH, device=kit.device)
+        self.width = width
+
+    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
+        hidden = self.table[batch.ids] + self.cache[batch.rows - 1]
+        self.cache.index_copy_(0, batch.rows, hidden)
+        tokens = (mixed(hidden, self.weight) * 3).argmax(1)
+        return {"tokens": tokens, "sum": hidden.view(batch.requests, -1).sum(1)}
+
+    def advance(self, batch: Any, outputs: dict[str, torch.Tensor]) -> None:
+        batch.ids.copy_(outputs["tokens"])
+        batch.rows.add_(1)
+
+    def done(self, batch: Any, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        ends: torch.Tensor = (outputs["tokens"] == 3) | (batch.rows % MOST == MOST - 1)
+        return ends.view(batch.requests, -1).any(1)
+
+    def one_by_one(
+        self, inputs: dict[str, torch.Tensor], steps: int
+    ) -> tuple[dict[str, torch.Tensor], list[int]]:
+        """What single steps of each request alone return until it is done, zeros behind."""
+        ids, rows = (inputs[name].view(-1, self.width) for name in ("ids", "rows"))
+        tokens = ids.new_zeros(steps, *ids.shape)
+        sums, taken = self.cache.new_zeros(steps, len(ids)), [0] * len(ids)
+        for one in range(len(ids)):
+            batch = types.SimpleNamespace(ids=ids[one].clone(), rows=rows[one].clone(), requests=1)
+            ended = False
+            while not ended and taken[one] < steps:
+                out = self.forward(batch)
+                tokens[taken[one], one], sums[taken[one], one] = out["tokens"], out["sum"]
+                taken[one] += 1
+                self.advance(batch, out)
+                ended = bool(self.done(batch, out))
+        return {"tokens": tokens.flatten(1), "sum": sums}, taken
+
+
+def _of_generating(kit: Kit, requests: int, width: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, VOCAB, (requests, width), generator=generator)
+    first = torch.randint(1, MOST - 1, (requests,), generator=generator)
+    rows = torch.arange(requests * width).view(requests, width) * MOST + first[:, None]
+    return {"ids": ids.flatten().to(kit.device), "rows": rows.flatten().to(kit.device)}
+
+
+PIECEWISE = {"policy": "piecewise", "buckets": [4], "max_padding": 4}
+LOOPS = [
+    *itertools.product(("full", "breakable", "disabled"), (1, 2), (4,)),
+    pytest.param(PIECEWISE, 1, 2, marks=[pytest.mark.slow, declares("piecewise")]),
+]
+
+
+@pytest.mark.parametrize(("config", "width", "steps"), LOOPS)
+def test_a_loop_gives_what_single_steps_give(kit: Kit, config: Any, width: int, steps: int) -> None:
+    model = Generating(kit, width)
+    runner = runner_of(
+        kit,
+        model.forward,
+        [IDS, ROWS_OF_CACHE],
+        outputs={"tokens": dg.OutputSlot(rows="tokens"), "sum": dg.OutputSlot()},
+        variants=[{"width": width}],
+        loop=dg.Loop(steps=steps, advance=model.advance, done=model.done),
+        config=config,
+    )
+    for seed, requests in enumerate((3, 1, 4, 2)):
+        inputs = _of_generating(kit, requests, width, seed)
+        state = kit.tensor(LAST_ROW + 1, WIDTH, seed=seed).round()
+        model.cache.copy_(state)
+        want, taken = model.one_by_one(inputs, steps)
+        after = model.cache[:LAST_ROW].clone()
+        model.cache.copy_(state)
+        out = runner.run(inputs, variant={"width": width})
+        kit.same(out.outputs, want, f"the outputs of {requests} requests")
+        assert (out.steps.dtype, out.steps.device) == (torch.int64, model.cache.device)
+        assert (int(out.steps), out.taken.tolist()) == (max(taken), taken)
+        same(model.cache[:LAST_ROW], after, f"the state after {requests} requests")
+    if config != "disabled":
+        assert runner.stats().graph_steps == 4 and runner.prove().ok
+        same(model.cache[:LAST_ROW], after, "the state after a proof")
+
+
+@pytest.mark.parametrize(
+    "options", [{"config": {"policy": "full", "emulate": True}}, {"debug": True}, {"share": True}]
+)
+def test_a_loop_goes_with_what_else_a_runner_does(kit: Kit, options: dict[str, Any]) -> None:
+    single = runner_of(kit, lambda batch: batch.x * 2, max_requests=8, name="single")
+    if options.pop("share", None):
+        options = {"share": single}
+    planned: list[int] = []
+    factor = torch.ones(1, device=kit.device)
+
+    def plan(batch: Any) -> None:
+        planned.append(batch.real.requests)
+        factor.fill_(2)
+
+    runner = runner_of(
+        kit,
+        lambda batch: batch.x * factor,
+        prepare=plan,
+        loop=dg.Loop(steps=3, advance=lambda batch, out: batch.x.copy_(out)),
+        **options,
+    )
+    x = kit.tensor(3, WIDTH)
+    before = len(planned)
+    out = runner.run({"x": x})
+    kit.same(out.outputs, torch.stack([x * 2, x * 4, x * 8]), "all steps")
+    assert planned[before:] == [3] and out.taken.tolist() == [3, 3, 3]
+    assert runner.prove().ok
+
+
+LEFT = slot("left", ("requests",), torch.int64, dg.Pad.zero())
+
+
+class Counting:
+    """A step that counts how often it runs, until each request has none of its steps ``left``."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.turns = torch.zeros(1, dtype=torch.int64, device=kit.device)
+
+    def forward(self, batch: Any) -> dict[str, torch.Tensor]:
+        self.turns.add_(1)
+        # Temporary memory, of which rows that were written before must be no part.
+        grown = (batch.x.repeat(1, 4).cumsum(1) * 2).view(-1, 4, WIDTH)[:, 0] - batch.x.cumsum(1)
+        return {"grown": grown, "odd": batch.left % 2 == 1}
+
+    def runner(self, kit: Kit, **options: Any) -> Any:
+        """Return a runner of loops of five steps."""
+
+        def advance(batch: Any, found: dict[str, torch.Tensor]) -> None:
+            batch.x.add_(1)
+            batch.left.sub_(1)
+
+        loop = dg.Loop(steps=5, advance=advance, done=lambda batch, found: batch.left <= 0)
+        outputs = {"grown": dg.OutputSlot(), "odd": dg.OutputSlot()}
+        return runner_of(kit, self.forward, [X, LEFT], outputs=outputs, loop=loop, **options)
+
+    def check(self, kit: Kit, runner: dg.DecodeRunner, left: list[int], seed: int) -> None:
+        """Fail unless a run takes the steps that are left, and no more."""
+        x = kit.tensor(len(left), WIDTH, seed=seed).round()
+        given = torch.tensor(left, device=kit.device)
+        self.turns.zero_()
+        out = runner.run({"x": x, "left": given}, clone=True)
+        kit.backend.synchronize()
+        taken = [min(one, 5) for one in left]
+        assert (int(self.turns), int(out.steps)) == (max(taken), max(taken))
+        assert out.taken.tolist() == taken
+        for step in range(5):
+            went = (torch.tensor(taken) > step).to(kit.device)
+            want = (x + step).cumsum(1).masked_fill(~went[:, None], 0)
+            kit.same(out.outputs["grown"][step], want, f"step {step} of {left}")
+            odd = ((given - step) % 2 == 1) & went
+            kit.same(out.outputs["odd"][step], odd, f"the bools of {left}")
+
+
+@declares("loops")
+def test_a_loop_ends_when_every_request_is_done(kit: Kit) -> None:
+    model = Counting(kit)
+    runner = model.runner(kit)
+    assert runner.stats().updates == {"loops": 3, "loop_nodes": ANY}
+    batches = [[1], [2, 9, 4], [1, 1, 1, 1], [5, 2], [3], [7, 6, 5, 4], [9], [2, 3]]
+    for seed, left in enumerate([*batches, *reversed(batches)]):
+        model.check(kit, runner, left, seed)
+    assert runner.prove().ok
+
+
+@declares("loops", "node_ranges")
+def test_nodes_of_a_loop_have_names(kit: Kit) -> None:
+    model = torch.nn.Sequential(torch.nn.ReLU())
+    loop = dg.Loop(steps=3, advance=lambda batch, out: batch.x.copy_(out))
+    runner = runner_of(kit, lambda batch: model(batch.x - 1), loop=loop, name_nodes=model)
+    for graph in runner.graphs.captured:
+        assert isinstance(graph.captured, dg.Captured)
+        (segment,) = graph.captured.segments
+        (one,) = segment.ranges
+        assert one.name == "0" and 0 < one.first == one.stop - 1 < segment.info().nodes - 1
+
+
+@declares("loops", "streams")
+def test_a_loop_may_fork_to_other_streams(kit: Kit) -> None:
+    side = kit.side_stream()
+
+    def forward(batch: Any) -> torch.Tensor:
+        current = kit.streams.current_stream()
+        side.wait_stream(current)
+        with kit.streams.stream(side):
+            doubled: torch.Tensor = batch.x * 2
+        other: torch.Tensor = batch.x + 1
+        current.wait_stream(side)
+        return doubled + other
+
+    loop = dg.Loop(steps=3, advance=lambda batch, out: batch.x.copy_(out))
+    runner = runner_of(kit, forward, loop=loop)
+    assert runner.stats().updates == {"loops": 3, "loop_nodes": ANY}
+    for count in (3, 1, 4):
+        x = kit.tensor(count, WIDTH, seed=count).round()
+        want = torch.stack([3 * x + 1, 9 * x + 4, 27 * x + 13])
+        kit.same(runner.run({"x": x}).outputs, want, f"{count} requests")
+
+
+@declares("loops", "remakes_executables")
+def test_a_loop_whose_executable_was_dropped_is_made_again(kit: Kit) -> None:
+    model = Counting(kit)
+    runner = model.runner(kit, config={"policy": "full", "memory": 0})
+    for seed, left in enumerate([[3], [2, 9, 4], [1, 1, 1, 1], [5, 2], [3]]):
+        model.check(kit, runner, left, seed)
+    kept = runner.stats().executables
+    assert kept is not None and kept.made >= 5 and kept.evicted >= 4
+
+
+@declares("rng")
+def test_a_loop_draws_as_single_steps_do(kit: Kit) -> None:
+    def forward(batch: Any) -> Any:
+        return batch.x + torch.rand_like(batch.x)
+
+    loop = dg.Loop(steps=3, advance=lambda batch, out: batch.x.copy_(out))
+    single, looped = runner_of(kit, forward), runner_of(kit, forward, loop=loop)
+    x = kit.tensor(2, WIDTH)
+    rng = kit.backend.get_rng_state()
+    drawn = [single.run({"x": x}, clone=True)]
+    for _ in range(2):
+        drawn.append(single.run({"x": drawn[-1]}, clone=True))
+    kit.backend.set_rng_state(rng)
+    kit.same(looped.run({"x": x}).outputs, torch.stack(drawn), "what was drawn")
+
+
+@declares("region_update")
+def test_a_host_argument_holds_for_every_step_of_a_loop(kit: Kit) -> None:
+    def grow(batch: Any, out: torch.Tensor) -> None:
+        batch.host.length = 2
+
+    def copy(batch: Any, out: torch.Tensor) -> None:
+        batch.x.copy_(out)
+
+    runner = runner_of(kit, summing, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=copy))
+    x = kit.tensor(3, WIDTH)
+    for length in (2, 5, 2):
+        first = x[:, :length].sum(1, keepdim=True) + x
+        second = first[:, :length].sum(1, keepdim=True) + first
+        out = runner.run({"x": x}, host_args={"length": length})
+        kit.same(out.outputs, torch.stack([first, second]), f"the steps with {length}")
+    with pytest.raises(dg.HostArgumentError, match="lengths"):
+        runner_of(kit, summing, host_args={"length": 1}, loop=dg.Loop(steps=2, advance=grow))
+
+
+def test_replays_are_timed_from_when_somebody_asks(kit: Kit) -> None:
+    runner = runner_of(kit, lambda batch: batch.x * 2)
+    x = kit.tensor(3, WIDTH)
+    runner.run({"x": x})
+    assert all(bucket.times is None for bucket in runner.stats().buckets)
+    runner.stats(timing=True)
+    for _ in range(3):
+        same(runner.run({"x": x}, clone=True), x * 2)
+    kit.backend.synchronize()
+    stats = runner.stats(timing=True)
+    times = next(bucket.times for bucket in stats.buckets if bucket.key == "4")
+    assert times is not None and times.seconds >= 0
+    assert times.count == sum(times.bins) == 3
+    assert 'replay_seconds_count{runner="decode",' in stats.to_prometheus()
+
+
+def encode(batch: Any) -> torch.Tensor:
+    """Sum the rows of each item; whole numbers, so that neighbours and padding change no bit."""
+    x = torch.where(batch.item_ids[:, None] >= 0, batch.x, 0)
+    same_item: torch.Tensor = batch.item_ids[:, None] == batch.item_ids[None]
+    return same_item.to(x.dtype) @ x
+
+
+def check_items(kit: Kit, runner: dg.EncoderRunner, lengths: tuple[int, ...]) -> None:
+    """Run items of these lengths and fail unless each gets what it gets alone."""
+    items = [kit.tensor(n, WIDTH, seed=i).round() for i, n in enumerate(lengths)]
+    outputs = runner.run([{"x": item} for item in items])
+    for item, output in zip(items, outputs, strict=True):
+        same(output, item.sum(0).expand_as(item), f"an item of {len(item)} rows")
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "disabled"])
+def test_items_of_an_encoder_get_what_each_gets_alone(kit: Kit, policy: str) -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+    runner = runner_of(
+        kit,
+        encode,
+        kind=dg.EncoderRunner,
+        budgets=[4, 8],
+        max_items=3,
+        config=policy,
+        prepare=lambda batch: seen.append((batch.item_ids.tolist(), batch.offsets.tolist())),
+    )
+    for lengths in ((3, 2, 1), (1, 5, 2, 4, 3), (9, 8)):
+        check_items(kit, runner, lengths)
+    ids, starts = ([0, 0, 0, 1, 1, 2, -1, -1], [0, 3, 5, 6])
+    assert ((ids, starts) in seen) == (policy != "disabled")
+    if policy != "disabled":
+        assert runner.stats().eager == {"over_largest_bucket": 1}
+        assert runner.prove().ok
+
+
+def test_graph_that_ran_longest_ago_makes_room_for_one_that_is_wanted(kit: Kit) -> None:
+    options: dict[str, Any] = {"budgets": [2, 4, 8], "max_graphs": 2, "max_items": 3}
+    config = {"capture": "lazy", "lazy_hits": 1}
+    runner = runner_of(kit, encode, kind=dg.EncoderRunner, config=config, **options)
+    for length in (2, 4, 2, 8, 8, 2, 4):  # 8 takes the place of 4, and 4 then that of 8
+        check_items(kit, runner, (length,))
+    assert [graph.key.bucket for graph in runner.graphs.captured] == [4, 2]
+    assert runner.stats().eager == {"not_captured": 3, "evicted": 1}

@@ -366,13 +366,10 @@ def test_random_numbers_in_an_updatable_region_are_refused(kit: Kit, pool: dg.Po
     def noisy(x: torch.Tensor, *, n: int) -> torch.Tensor:
         return x[:, :n].sum(1) + torch.rand(4, device=x.device)
 
-    def step(x: torch.Tensor, *, n: int) -> torch.Tensor:
-        return noisy(x * 2, n=n)
-
     x = kit.tensor(4, WIDTH)
     state = kit.backend.get_rng_state()
     with pytest.raises(dg.CaptureError, match="noisy"):
-        kit.capture(step, x, host_args={"n": 3}, pool=pool)
+        kit.capture(lambda x, *, n: noisy(x * 2, n=n), x, host_args={"n": 3}, pool=pool)
     same(kit.backend.get_rng_state(), state, "the random state after the refusal")
     captured = kit.capture(layers, x, host_args={"n": 3}, pool=pool)
     kit.check(captured, layers, x, n=4)
