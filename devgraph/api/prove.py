@@ -200,15 +200,6 @@ def _named_tensors(tree: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _require_sets(host_args: object) -> None:
-    listed = isinstance(host_args, Sequence) and all(isinstance(one, Mapping) for one in host_args)
-    if host_args is not None and not listed:
-        raise InputTypeError(
-            f"host_args of prove is a list with one mapping per set of values to try, such as "
-            f"[{{'kv_len': 777}}], got {brief(host_args)}"
-        )
-
-
 def prove(
     captured: Provable,
     job: Job,
@@ -220,8 +211,12 @@ def prove(
 ) -> Report:
     """Implement ``Captured.prove``."""
     whole("cases", cases)
-    _require_sets(host_args)
-    sets = host_args if host_args is not None else [job.spec.declared]
+    sets: Any = [job.spec.declared] if host_args is None else host_args
+    if not (isinstance(sets, Sequence) and all(isinstance(one, Mapping) for one in sets)):
+        raise InputTypeError(
+            f"host_args of prove is a list with one mapping per set of values to try, such as "
+            f"[{{'kv_len': 777}}], got {brief(host_args)}"
+        )
     for host in sets:
         job.spec.fill(host)  # Refuses what is missing or unknown before anything runs.
     prover = _Prover(captured, job, rtol, atol)

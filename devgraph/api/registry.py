@@ -221,23 +221,21 @@ def register(name: str, factory: Callable[[], Backend]) -> None:
 
 def backends() -> list[BackendInfo]:
     """Return every registered backend, usable or not, in the order in which "auto" tries them."""
-    return [_info(name) for name in _registry.names()]
-
-
-def _info(name: str) -> BackendInfo:
-    try:
-        backend = _registry.make(name)
-        return BackendInfo(
-            name=name,
-            available=True,
-            reason="",
-            device=backend.device_name,
-            version=backend.version,
+    found = []
+    for name in _registry.names():
+        reason = device = version = ""
+        try:
+            backend = _registry.make(name)
+            device, version = backend.device_name, backend.version
+        except Exception as error:
+            logger.debug("backend %s is not available", name, exc_info=True)
+            reason = str(error) or type(error).__name__
+        found.append(
+            BackendInfo(
+                name=name, available=not reason, reason=reason, device=device, version=version
+            )
         )
-    except Exception as error:
-        logger.debug("backend %s is not available", name, exc_info=True)
-        reason = str(error) or type(error).__name__
-        return BackendInfo(name=name, available=False, reason=reason, device="", version="")
+    return found
 
 
 def get_backend(name: str = "auto") -> Backend:

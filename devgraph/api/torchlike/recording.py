@@ -236,7 +236,8 @@ class NodeRecording(Recording):
     ) -> None:
         self.number = number
         self._runtime = runtime
-        self._nodes = nodes
+        self.executable_bytes = executable_bytes(nodes)
+        """What an executable of its own would take."""
         self.updates = updates
         self._scratch: RawGraph | None = scratch
         self.exact = all(update.exact for update in updates)
@@ -251,11 +252,6 @@ class NodeRecording(Recording):
     def bytes(self) -> int:
         own = self.executable_bytes if self.executable else 0
         return own + _HOST_BYTES_PER_NODE * len(self.updates)
-
-    @property
-    def executable_bytes(self) -> int:
-        """What an executable of its own would take."""
-        return executable_bytes(self._nodes)
 
     def build(self, graph: int) -> None:
         """Make an executable of its own from the captured graph."""
