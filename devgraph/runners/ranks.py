@@ -14,7 +14,6 @@ import datetime
 import functools
 import itertools
 import json
-import logging
 import math
 import time
 import zlib
@@ -30,8 +29,6 @@ from devgraph.runners.decisions import Decision, GraphKey, Reason, Variant
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
-
-logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 """Seconds after which a waiting rank looks for failures of the others, again and again."""
