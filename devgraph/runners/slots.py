@@ -72,7 +72,10 @@ class Size:
 
     def rows(self, dim: str) -> int:
         """Return the extent of a dimension named ``"tokens"``, ``"requests"``, ``"requests+1"``."""
-        return self.tokens if dim == "tokens" else self.requests + (dim == "requests+1")
+        if dim == "tokens":
+            return self.tokens
+        # Not requests + (a bool): torch 2.11 cannot trace that, and steps are traced through here.
+        return self.requests + 1 if dim == "requests+1" else self.requests
 
 
 def _dims(dims: Iterable[Dim] | Dim) -> tuple[Dim, ...]:
