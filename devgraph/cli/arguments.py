@@ -163,7 +163,7 @@ def _generate(add: Options) -> None:
     source = add.parser.add_mutually_exclusive_group()
     text = "a prompt; several run side by side"
     source.add_argument("--prompt", action="append", metavar="TEXT", help=text)
-    text = "a prompt a line ('-': standard input)"
+    text = "a prompt a line (default: standard input)"
     source.add_argument("--prompts-file", metavar="FILE", help=text)
     add.engine()
 

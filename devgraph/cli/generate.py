@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import attrs
 import torch
@@ -73,7 +73,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
         sampling=sampling,
     )
     text = OrderedText([f"[{index + 1}] {prompt}" for index, prompt in enumerate(prompts)])
-    runs = run_all(task, None if args.json else text.show)
+    runs = run_all(task, None if args.json else text.add)
     difference = _difference(*runs) if args.compare else None
     report = {
         "mode": resolution.to_dict(),
@@ -114,12 +114,11 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt:
         return list(args.prompt)
     file = args.prompts_file
-    piped = file in (None, "-")
-    if piped and (sys.stdin is None or (file is None and sys.stdin.isatty())):
+    if file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise CommandError("no prompt: give --prompt TEXT, --prompts-file FILE, or pipe one a line")
-    name = "standard input" if piped else file
+    name = "standard input" if file is None else file
     try:
-        text = sys.stdin.read() if piped else Path(file).read_text(encoding="utf-8-sig")
+        text = sys.stdin.read() if file is None else Path(file).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # of text that is no UTF-8, and of a name with a zero
         raise CommandError(f"cannot read {name}: {error}") from error
     prompts = [line for line in text.split("\n") if line.strip()]
@@ -150,30 +149,25 @@ class OrderedText:
 
     Args:
         headings: printed before each text, without a line break in between.
-        out: where to; standard output if None.
     """
 
-    def __init__(self, headings: Sequence[str], out: TextIO | None = None) -> None:
-        self._out = sys.stdout if out is None else out
+    def __init__(self, headings: Sequence[str]) -> None:
         self._waiting = list(headings)
         self._finished = [False] * len(headings)
         self._current = 0
 
-    def show(self, event: TokenEvent) -> None:
+    def add(self, event: TokenEvent) -> None:
         """Add what an engine generated that numbers its requests from 0, as a new one does."""
-        self.add(event.request_id, event.text, last=event.finish_reason is not None)
-
-    def add(self, index: int, piece: str, *, last: bool = False) -> None:
-        """Add a piece to text ``index``; ``last`` says that nothing more will come."""
-        self._waiting[index] += f"{piece}\n\n" if last else piece
-        self._finished[index] = last
+        last = event.finish_reason is not None
+        self._waiting[event.request_id] += f"{event.text}\n\n" if last else event.text
+        self._finished[event.request_id] = last
         while self._current < len(self._waiting):
-            self._out.write(self._waiting[self._current])
+            sys.stdout.write(self._waiting[self._current])
             self._waiting[self._current] = ""
             if not self._finished[self._current]:
                 break
             self._current += 1
-        self._out.flush()
+        sys.stdout.flush()
 
 
 @attrs.frozen(kw_only=True)

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -185,7 +186,7 @@ def test_different_tokens_exit_with_1_and_name_the_place(
     assert "graphs and eager DIFFER, first in prompt 2 at its token 3" in result.out
 
 
-@pytest.mark.parametrize("source", ["file", "dash", "pipe"])
+@pytest.mark.parametrize("source", ["file", "pipe"])
 def test_prompts_come_one_a_line(
     source: str,
     folder: Path,
@@ -197,7 +198,7 @@ def test_prompts_come_one_a_line(
     path = tmp_path / "prompts.txt"
     path.write_text(text.replace("\n", "\r\n"), encoding="utf-8-sig", newline="")
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    given = {"file": ["--prompts-file", str(path)], "dash": ["--prompts-file", "-"], "pipe": []}
+    given = {"file": ["--prompts-file", str(path)], "pipe": []}
     data = run_json(capsys, *_argv(folder, "--max-new-tokens", "2", *given[source], prompts=()))
     assert data["prompts"] == ["abc", "x\u2028z"]
 
@@ -260,19 +261,18 @@ def test_graph_buckets_larger_than_the_prompts_are_accepted(
     assert phases["decode"]["eager"] == {"padding": 2}
 
 
-def test_texts_are_printed_in_order_as_they_come():
-    out = io.StringIO()
-    text = OrderedText(["[1] a", "[2] b", "[3] c"], out)
-    assert out.getvalue() == ""
-    text.add(1, " later")
-    assert out.getvalue() == "[1] a"
-    text.add(0, " now")
-    assert out.getvalue() == "[1] a now"
-    text.add(2, " done", last=True)
-    text.add(0, "!", last=True)
-    assert out.getvalue() == "[1] a now!\n\n[2] b later"
-    text.add(1, ".", last=True)
-    assert out.getvalue() == "[1] a now!\n\n[2] b later.\n\n[3] c done\n\n"
+def test_texts_are_printed_in_order_as_they_come(capsys: pytest.CaptureFixture[str]):
+    text = OrderedText(["[1] a", "[2] b", "[3] c"])
+    for request, piece, last, printed in (
+        (1, " later", False, "[1] a"),
+        (0, " now", False, " now"),
+        (2, " done", True, ""),
+        (0, "!", True, "!\n\n[2] b later"),
+        (1, ".", True, ".\n\n[3] c done\n\n"),
+    ):
+        end = "eos" if last else None
+        text.add(SimpleNamespace(request_id=request, text=piece, finish_reason=end))
+        assert capsys.readouterr().out == printed
 
 
 def test_piecewise_is_refused_because_the_model_cannot_be_traced(
