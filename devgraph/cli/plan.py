@@ -34,7 +34,12 @@ def run(args: argparse.Namespace) -> int:
     if args.cluster is not None:
         rows, data = _cluster_plan(args, config, sizes)
     else:
-        backend = _known(args.backend) or get_backend(args.backend)
+        try:
+            backend: Any = get_backend(args.backend)
+        except BackendUnavailableError:
+            backend = declaration(args.backend)
+            if backend is None:
+                raise
         resolution = resolve(config, facts.on_backend(backend.name, backend.capabilities))
         rows = [_row("", backend, resolution, args, sizes)]
         data = {
@@ -53,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
     _print_rules(rows)
     for row in rows:
         _print_shortages(row)
-    for backend in {row.backend.name: row.backend for row in rows}.values():
-        if isinstance(backend, type):
-            needs = [f", {what} where a node has {need}" for what, need in backend.needs.items()]
-            name = backend.name or "a backend that is registered as a function"
+    for kind in {row.backend.name: row.backend for row in rows}.values():
+        if isinstance(kind, type):
+            needs = [f", {what} where a node has {need}" for what, need in kind.needs.items()]
+            name = kind.name or "a backend that is registered as a function"
             say(f"{name} is planned with what it declares{''.join(needs)}")
     return 0
 
@@ -83,23 +88,14 @@ def _cluster_plan(
         raise CommandError(
             f"--fact does not go with --cluster: state facts per group in {args.cluster}"
         )
-    plan = plan_cluster(config, Cluster.from_file(args.cluster))
-    data = plan.to_dict()
-    rows = []
-    for one, entry in zip(plan.groups, data["groups"], strict=True):
+    rows, groups = [], []
+    for one in plan_cluster(config, Cluster.from_file(args.cluster)):
         backend = declaration(one.group.backend) or Backend
         title = f"{one.group.name}: {one.group.count} x {one.group.backend}"
         rows.append(_row(title, backend, one.resolution, args, sizes))
-        entry["estimates"] = [attrs.asdict(one) for one in rows[-1].estimates]
-    return rows, data
-
-
-def _known(name: str) -> Backend | type[Backend] | None:
-    """Return a backend of this machine, or else the class that declares what it is elsewhere."""
-    try:
-        return get_backend(name)
-    except BackendUnavailableError:
-        return declaration(name)
+        estimates = [attrs.asdict(one) for one in rows[-1].estimates]
+        groups.append({**one.to_dict(), "estimates": estimates})
+    return rows, {"mode": config.to_dict(), "groups": groups}
 
 
 def _facts(given: list[str]) -> EngineFacts:

@@ -67,33 +67,19 @@ class GroupPlan:
     group: Group
     resolution: Resolution
 
-
-@attrs.frozen(kw_only=True)
-class ClusterPlan:
-    """What one mode string comes to everywhere in a cluster."""
-
-    config: DeviceGraphConfig
-    groups: tuple[GroupPlan, ...]
-
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON has it."""
         return {
-            "mode": self.config.to_dict(),
-            "groups": [
-                {
-                    "group": one.group.name,
-                    "role": one.group.role,
-                    "count": one.group.count,
-                    "tensor_parallel": one.group.tensor_parallel,
-                    "collectives": one.group.facts.collectives,
-                    **one.resolution.to_dict(),
-                }
-                for one in self.groups
-            ],
+            "group": self.group.name,
+            "role": self.group.role,
+            "count": self.group.count,
+            "tensor_parallel": self.group.tensor_parallel,
+            "collectives": self.group.facts.collectives,
+            **self.resolution.to_dict(),
         }
 
 
-def plan_cluster(config: DeviceGraphConfig, cluster: Cluster) -> ClusterPlan:
+def plan_cluster(config: DeviceGraphConfig, cluster: Cluster) -> tuple[GroupPlan, ...]:
     """Resolve one configuration for every group of a cluster.
 
     Of each backend holds what it declares, which is known where its devices are not. Where one is
@@ -114,7 +100,7 @@ def plan_cluster(config: DeviceGraphConfig, cluster: Cluster) -> ClusterPlan:
             problems.append(f"group {group.name!r} on {group.backend}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return ClusterPlan(config=config, groups=tuple(plans))
+    return tuple(plans)
 
 
 def _group(entry: object, path: str) -> Group:
