@@ -112,13 +112,15 @@ class FullPlan:
             self.notes["repeats"] += 1
             self._misses.earn()
             return
-        home = self._home_of(key)
-        if home is not None:
-            home.select(host, key)
-            self._use(home)
-            self.notes["hits"] += 1
-            self._misses.earn()
-        elif self._free_misses or self._misses.allows(key) or not self._can_break():
+        recordings = self._job.pool.recordings
+        for graph in self._graphs:
+            if graph.key == key or recordings.holds(graph, key):
+                graph.select(host, key)
+                self._use(graph)
+                self.notes["hits"] += 1
+                self._misses.earn()
+                return
+        if self._free_misses or self._misses.allows(key) or not self._can_break():
             self.notes["misses"] += 1
             self._record(key, host)
         else:
@@ -135,13 +137,6 @@ class FullPlan:
         del self._job  # last: a close that failed is called again
 
     # Graphs.
-
-    def _home_of(self, key: Hashable) -> DeviceGraph | None:
-        recordings = self._job.pool.recordings
-        for graph in self._graphs:
-            if graph.key == key or recordings.holds(graph, key):
-                return graph
-        return None
 
     def _use(self, graph: DeviceGraph) -> None:
         self._current, self.run = graph, graph.launch
