@@ -19,6 +19,7 @@ from devgraph.api.errors import (
     NestedCaptureError,
     StateError,
     brief,
+    did_you_mean,
     note,
     whole,
 )
@@ -29,7 +30,7 @@ from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.names import Names, nodes_text
-from devgraph.api.policy import check_compiler, compiles, get_policy
+from devgraph.api.policy import COMPILERS, compiles, get_policy
 from devgraph.api.policy.job import Job, Outputs, Plan, UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.prove import Report, prove
@@ -294,6 +295,7 @@ def capture(
     _require("kwargs", kwargs, kwargs is None or isinstance(kwargs, Mapping), "a mapping")
     for what, called in (("before_break", before_break), ("after_warmup", after_warmup)):
         _require(what, called, called is None or callable(called), "a function")
+    _require("budget", budget, isinstance(budget, UpdateBudget | None), "an UpdateBudget")
     spec = HostSpec(host_args, fn)
     twice = sorted(set(kwargs or ()) & set(spec.declared))
     if twice:
@@ -310,8 +312,8 @@ def capture(
                 f"replay needs tensors at fixed addresses. Bind its parts, and put it together in "
                 f"a function marked @dg.no_graph."
             )
-    if not isinstance(budget, UpdateBudget | None):
-        raise InputTypeError(f"budget must be an UpdateBudget or None, not {brief(budget)}")
+    if compiler is not None and compiler not in COMPILERS:
+        raise InputError(f"no compiler {compiler!r}. {did_you_mean(str(compiler), COMPILERS)}")
     names = None if name_nodes is False else Names(name_nodes)
     job = Job(
         fn=fn,
@@ -322,7 +324,7 @@ def capture(
         pool=memory,
         outputs=Outputs(memory, bound),
         capture_error_mode=device.check_capture_error_mode(capture_error_mode),
-        compiler=check_compiler(compiler),
+        compiler=compiler,
         before_break=before_break,
         budget=budget,
         check=check,

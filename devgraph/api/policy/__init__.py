@@ -97,17 +97,6 @@ def _loaded(module: str) -> Policy:
     return policy
 
 
-def check_compiler(name: str | None) -> str | None:
-    """Return ``name`` if it is a compiler of pieces, or None for the default.
-
-    Raises:
-        InputError: there is no such compiler, whatever the policy is (a ValueError).
-    """
-    if name is not None and name not in COMPILERS:
-        raise InputError(f"no compiler {name!r}. {did_you_mean(str(name), COMPILERS)}")
-    return name
-
-
 register_policy("full", f"{__name__}.full", WHOLE, UNTRACED)
 register_policy("breakable", f"{__name__}.breakable", BREAKS, UNTRACED)
 register_policy("piecewise", f"{__name__}.piecewise", BREAKS)
