@@ -50,25 +50,6 @@ def captured_call(
     """
     _refuse_transformed(mark, args, kwargs)
     args, kwargs, host = mark.split(args, kwargs)
-    plain = _plain_host_values(mark, host, spec, accept_equal)
-    if mark not in known:
-        known[mark] = mark.host_kwargs(plain)
-    return args, kwargs, known[mark]
-
-
-def swallowed(mark: Mark, error: BaseException) -> CaptureError:
-    """Return the error for a step that goes on after ``error`` of a marked function."""
-    return CaptureError(
-        f"{mark.name} raised {type(error).__name__} ({error}), and the step caught that and went "
-        f"on, which a graph cannot. Decide before the call which function runs, or catch it inside "
-        f"of the marked function."
-    )
-
-
-def _plain_host_values(
-    mark: Mark, host: dict[str, Any], spec: HostSpec, accept_equal: bool
-) -> dict[str, Any]:
-    """Return the values of capture for a mark's host arguments, all of them checked as tracked."""
     plain = {}
     for name, value in host.items():
         tracked = is_tracked(value)
@@ -87,7 +68,18 @@ def _plain_host_values(
                 f"follow replays, {cure}pass the tracked host argument on unchanged, or compute "
                 f"from it with derive={{...}} on the mark."
             )
-    return plain
+    if mark not in known:
+        known[mark] = mark.host_kwargs(plain)
+    return args, kwargs, known[mark]
+
+
+def swallowed(mark: Mark, error: BaseException) -> CaptureError:
+    """Return the error for a step that goes on after ``error`` of a marked function."""
+    return CaptureError(
+        f"{mark.name} raised {type(error).__name__} ({error}), and the step caught that and went "
+        f"on, which a graph cannot. Decide before the call which function runs, or catch it inside "
+        f"of the marked function."
+    )
 
 
 def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
