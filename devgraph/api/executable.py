@@ -48,17 +48,12 @@ class Executable(Protocol):
 
 
 class Call:
-    """An executable that is one call.
-
-    Args:
-        launch: launches once on the current stream.
-    """
+    """An executable that is one call, which launches once on the current stream."""
 
     def __init__(self, launch: Callable[[], None]) -> None:
         self.launch = launch
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return the call."""
         return self.launch
 
 
@@ -388,8 +383,6 @@ class Remade:
     made directly too.
 
     Args:
-        graph: launches it.
-        recordings: the budget.
         make: makes what is launched.
         drop: frees that; safe while a launch of it is in flight.
         nbytes: what it takes.

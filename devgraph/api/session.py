@@ -18,10 +18,7 @@ from devgraph.api.pool import Pool
 
 
 class Session:
-    """A device held for recording: graphs of one pool, recorded one after the other.
-
-    Made by ``session``.
-    """
+    """A device held for recording: graphs of one pool, recorded one after the other."""
 
     def __init__(self, pool: Pool, mode: str) -> None:
         self.pool = pool

@@ -70,12 +70,8 @@ class _Call:
 
 
 class _Direct:
-    """An executable of the driver.
-
-    Args:
-        handle: the driver's handle.
-        prologue: torch's part of a replay, where the graph draws random numbers.
-    """
+    """An executable of the driver; ``prologue`` is torch's part of a replay, where the graph draws
+    random numbers."""
 
     def __init__(
         self, backend: NodeBackend, handle: int, prologue: Callable[[], None] | None

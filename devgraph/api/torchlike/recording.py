@@ -1,8 +1,4 @@
-"""Recordings: the parameters of a graph's region nodes for one key, paired with the graph's own.
-
-The same for every driver whose captures become graphs of nodes with parameters. What differs is
-behind ``NodeRuntime``.
-"""
+"""Recordings: the parameters of a graph's region nodes for one key, paired with the graph's own."""
 
 from __future__ import annotations
 
@@ -55,11 +51,7 @@ def free_executable(runtime: NodeRuntime, executable: int) -> None:
 
 class RawGraph:
     """A graph of the driver that lives as long as this object: what was captured, or regions that
-    were captured again, of which recordings read their parameters.
-
-    Args:
-        graph: the driver's handle.
-    """
+    were captured again, of which recordings read their parameters."""
 
     def __init__(self, runtime: NodeRuntime, graph: int) -> None:
         self._runtime = runtime
@@ -221,8 +213,7 @@ class NodeRecording(Recording):
 
     Args:
         nodes: number of nodes in the whole graph.
-        updates: the parameters.
-        scratch: owns the memory that they point to.
+        scratch: owns the memory that ``updates`` point to.
         number: which recording of the graph this is.
     """
 
