@@ -220,6 +220,8 @@ class RunnerStats:
     def __str__(self) -> str:
         """Return a few lines; the fields and ``to_dict`` hold everything."""
         captured = [bucket for bucket in self.buckets if bucket.state == "captured"]
+        pool = self.executables
+        budget = "" if pool.budget_bytes is None else f" of {format_bytes(pool.budget_bytes)}"
         eager = ", ".join(f"{reason} {count}" for reason, count in sorted(self.eager.items()))
         return "\n".join(
             [
@@ -232,19 +234,10 @@ class RunnerStats:
                 f"  memory: graphs {format_bytes(self.graph_bytes)}"
                 f"{' (estimated)' * self.estimated}, inputs "
                 f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}, "
-                f"{_residency_text(self.executables)}",
+                f"executables {format_bytes(pool.bytes)}{budget} (made {pool.made} in "
+                f"{pool.seconds:.2f} s, evicted {pool.evicted})",
             ]
         )
-
-
-def _residency_text(found: Residency) -> str:
-    text = f"executables {format_bytes(found.bytes)}"
-    if found.budget_bytes is None:
-        return text
-    return (
-        f"{text} of {format_bytes(found.budget_bytes)} (made {found.made} in {found.seconds:.2f} s,"
-        f" evicted {found.evicted})"
-    )
 
 
 def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
