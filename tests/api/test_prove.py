@@ -26,11 +26,13 @@ def test_proof_without_bound_tensors_says_that_the_data_was_the_same():
 
 
 def test_proof_of_integers_draws_on_the_host_whatever_the_default_device_is():
-    table, rows = torch.randn(8), torch.arange(8)
+    table, rows, memory = torch.randn(8), torch.arange(8), torch.zeros(12)
+    one, other = memory[0:6:2], memory[1:6:2]
     with torch.device("meta"):
-        captured = dg.capture(lambda table, rows: table[rows], table, rows, backend="cpu")
-        assert captured.prove().ok
-        captured.close()
+        with dg.capture(lambda table, rows: table[rows], table, rows, backend="cpu") as captured:
+            assert captured.prove().ok
+        with dg.capture(lambda one, other: one + other, one, other, backend="cpu") as captured:
+            assert captured(one, one.clone()).equal(one * 2)
 
 
 def test_prove_finds_a_branch_on_data_that_was_frozen(kit: Kit) -> None:
