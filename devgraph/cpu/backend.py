@@ -1,10 +1,11 @@
-"""The CPU reference as a backend: pool, graph and identity over the recording engine."""
+"""The CPU reference as a backend: pool, graph, identity, and the check of a step."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,18 +14,24 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.backend import Backend
+from devgraph.api.buffers import tensors_in
 from devgraph.api.capabilities import Capabilities
+from devgraph.api.errors import FrozenValueError
 from devgraph.api.executable import Call, Executable, Recording, Remade
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
-from devgraph.api.marks.marks import Absorbed, Mark, entered
+from devgraph.api.marks.host_values import HostSpec
+from devgraph.api.marks.marks import Absorbed, Mark, Scope, entered
+from devgraph.api.marks.scopes import captured_call
+from devgraph.api.marks.source import raising_line, user_line
 from devgraph.api.pool import Pool
-from devgraph.cpu.check import check
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.modes import Dispatching, Functions
 from devgraph.cpu.recorder import CompiledPiece, Knowledge, Recorder
 from devgraph.cpu.tape import Entry, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
+
+logger = logging.getLogger(__name__)
 
 ENTRY_BYTES = 2048
 """What one entry of a tape takes: a bound call and about three tensor objects. Measured: 1932 bytes
@@ -177,6 +184,25 @@ class CpuGraph(DeviceGraph):
         self._tape.replace(recording.changes)
 
 
+class _Checking(Scope):
+    """What marks mean during a check: regions are part of the step, ``no_graph`` is let be."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self._spec = spec
+        self._host: dict[Mark, dict[str, Any]] = {}
+        self.muted = False
+
+    def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        host: dict[str, Any] = {}
+        if mark.dynamic:  # Others may lie anywhere in one graph.
+            args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
+        outer, self.muted = self.muted, self.muted or mark.kind == "no_graph"
+        try:
+            return mark.fn(*args, **kwargs, **host)
+        finally:
+            self.muted = outer
+
+
 class CpuBackend(Backend):
     """Device graphs on the CPU, for development, tests and machines without a device."""
 
@@ -242,7 +268,48 @@ class CpuBackend(Backend):
         free, total = (os.sysconf(name) * page for name in names)
         return free, total
 
-    def check(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Violation]:
-        """Return everything in a step that a device capture refuses or freezes; takes what
-        ``devgraph.cpu.check.check`` does."""
-        return check(fn, *args, knowledge=self.knowledge, **options)
+    def check(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        host_args: Mapping[str, Any] | None = None,
+    ) -> list[Violation]:
+        """Run ``fn(*args, **kwargs)`` without executing an operation and return everything in it
+        that a device capture refuses or freezes, in the order in which the code runs into it, each
+        line and kind once.
+
+        The run goes on after a violation with an assumed value (a host read gives 1, every element
+        of a mask counts), so that one run finds as much as possible; where no value can be
+        assumed, it ends there. What a ``no_graph`` function does is not reported, since it is
+        never captured.
+
+        Args:
+            host_args: declared host arguments; ``fn`` receives them as tracked values.
+        """
+        found: dict[tuple[object, ...], Violation] = {}
+
+        def note(violation: Violation) -> None:
+            if not scope.muted:
+                place = (violation.kind, violation.op, violation.file, violation.line)
+                found.setdefault(place, violation)
+
+        spec = HostSpec(host_args, fn)
+        scope = _Checking(spec)
+        recorder = Recorder(BlockPool(), knowledge=self.knowledge, on_violation=note)
+        try:
+            with recorder, entered(scope):
+                outputs = fn(*args, **(kwargs or {}), **spec.tracked())
+        except FrozenValueError as error:
+            line = raising_line(error) or user_line()
+            note(Violation.at(line, kind="host_value", op="host argument", text=str(error)))
+        except Exception:
+            # Reported before it was raised, or a consequence of an assumed value.
+            if not found:
+                raise
+            logger.info("the check ended early", exc_info=True)
+        else:
+            for violation in recorder.escaping(tensors_in(outputs)):
+                note(violation)
+        return list(found.values())

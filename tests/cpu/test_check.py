@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from devgraph.api.errors import CaptureError, FrozenValueError
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.cpu.backend import CpuBackend
-from devgraph.cpu.check import check
 from devgraph.cpu.violations import Violation
-from tests.support.cpu_capture import KNOWLEDGE, same
+from tests.support.cpu_capture import same
 from tests.support.refusals import READS, SHAPES, UNSUPPORTED, X
+
+BACKEND = CpuBackend()
 
 
 def violations_of(fn: Callable[..., Any], *args: Any, **named: Any) -> list[Violation]:
-    return check(fn, args, knowledge=KNOWLEDGE, **named)
+    return BACKEND.check(fn, args, **named)
 
 
 @pytest.mark.parametrize("name", READS)
@@ -127,11 +128,9 @@ def test_check_raises_errors_that_no_violation_explains() -> None:
         violations_of(lambda x: 1 // 0, X)
 
 
-def test_check_lists_violations_of_a_step() -> None:
-    backend = CpuBackend()
-
+def test_check_takes_keyword_arguments_of_the_step() -> None:
     def step(x: torch.Tensor, scale: float) -> torch.Tensor:
         return x[x > scale] * x.max().item()
 
-    found = backend.check(step, (torch.randn(4),), kwargs={"scale": 0.5})
+    found = BACKEND.check(step, (torch.randn(4),), kwargs={"scale": 0.5})
     assert {v.kind for v in found} == {"data_dependent_shape", "host_sync"}
