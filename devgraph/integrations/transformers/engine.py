@@ -457,17 +457,16 @@ class Engine:
             for prompt, params in zip(prompts, sampling, strict=True)
         ]
         self.ready()
-        self._scheduler.waiting.extend(made)
         try:
+            self._scheduler.waiting.extend(made)
             while self._scheduler:
                 for event in self.step():
                     if on_event is not None:
                         on_event(event)
         except BaseException:
             # Nobody has their ids.
-            for request in made:
-                if request.finish_reason is None:
-                    self._drop(request)
+            for request in (*self._scheduler.running, *self._scheduler.waiting):
+                self._drop(request)
             self._events = []
             raise
         return [_completion_of(request) for request in made]
