@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import collections
 import enum
-import math
-import numbers
 import operator
 from typing import Any
 
@@ -54,12 +52,10 @@ class SamplingParams:
     None takes a seed that nobody chose."""
 
     def __attrs_post_init__(self) -> None:
-        number = self.temperature
-        if isinstance(number, numbers.Real) and number and not _COLDEST <= number < math.inf:
+        if finite("temperature", self.temperature) and self.temperature < _COLDEST:
             raise InputError(
-                f"temperature must be 0 (greedy) or positive, at least {_COLDEST}, got {number}"
+                f"temperature must be 0 (greedy) or at least {_COLDEST}, got {self.temperature}"
             )
-        finite("temperature", number)
         whole("top_k", self.top_k)
         if not 0 < finite("top_p", self.top_p) <= 1:
             raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
