@@ -123,6 +123,12 @@ def test_number_of_thousands_of_digits_is_refused() -> None:
         DeviceGraphConfig.from_json('{"decode": {"max_bs": ' + "9" * 5000 + "}}")
 
 
+@pytest.mark.parametrize("text", ["full", "{'decode': 'full'}"])
+def test_text_that_is_no_json_is_told_how_a_mode_is_written(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"column \d.*such as '{\"decode\": \"full\"}'; a policy"):
+        DeviceGraphConfig.from_json(text)
+
+
 def test_older_policy_names_are_read_with_a_warning_that_names_the_new_one() -> None:
     for name in ("tc_piecewise", "tcpcg"):
         with pytest.warns(DeviceGraphWarning, match=f"'{name}' is the older name.*'piecewise'"):

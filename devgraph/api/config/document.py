@@ -70,6 +70,19 @@ def read_json(text: str, source: str) -> object:
         raise ConfigError(f"{source}: {error}") from error
 
 
+def read_mode(text: str, source: str) -> object:
+    """Parse a mode as ``read_json`` does; what is no JSON is told how a mode is written."""
+    try:
+        return read_json(text, source)
+    except ConfigError as error:
+        if not isinstance(error.__cause__, json.JSONDecodeError):
+            raise
+        raise ConfigError(
+            f'{error}. A mode is JSON, such as \'{{"decode": "full"}}\'; a policy alone is what '
+            f"--decode-device-graph-mode and --prefill-device-graph-mode take"
+        ) from error
+
+
 def read_file(path: str | os.PathLike[str]) -> object:
     """Read a file: JSON where its name ends in ``.json``, else YAML, which needs PyYAML.
 

@@ -14,7 +14,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from devgraph.api.config.document import parse_mode, read_json, read_section
+from devgraph.api.config.document import parse_mode, read_mode, read_section
 from devgraph.api.config.merge import Level, Source
 from devgraph.api.config.older_flags import DISABLE, MODE, OLDER_FLAGS, SHORTHANDS, Flag
 from devgraph.api.config.phase import FLAG, KEYS, PHASES, DeviceGraphWarning
@@ -53,7 +53,7 @@ FLAGS: tuple[Flag, ...] = (
         metavar="JSON",
         help='policy per phase, for example \'{"decode": "full", "prefill": "breakable"}\'',
         read=lambda value, name: parse_mode(
-            read_json(value, name) if isinstance(value, str) else value, name
+            read_mode(value, name) if isinstance(value, str) else value, name
         ),
     ),
     Flag(

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.config.document import parse_mode, read_json
+from devgraph.api.config.document import parse_mode, read_mode
 from devgraph.api.config.flags import sources_of
 from devgraph.api.config.merge import Source, merge
 from devgraph.api.config.phase import (
@@ -96,7 +96,7 @@ class DeviceGraphConfig:
         the text in messages. Raises ``ConfigError`` with the position in broken text or the JSON
         path of what does not exist, and the nearest name.
         """
-        return cls._from_sources([parse_mode(read_json(text, source), source)])
+        return cls._from_sources([parse_mode(read_mode(text, source), source)])
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> DeviceGraphConfig:
