@@ -207,7 +207,7 @@ def test_prompts_come_one_a_line(
     ("more", "said"),
     [
         (["--max-new-tokens", "0"], "--max-new-tokens: must be from 1 to"),
-        (["--temperature", "-1"], "temperature must be 0 (greedy) or positive"),
+        (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1"),
         (["--temperature", "1", "--seed", "9" * 20], "a seed has 64 bits"),
         (["--seed", "1"], "--seed: greedy draws nothing"),
         (["--backend", "cpuu"], "Did you mean 'cpu'?"),
