@@ -72,10 +72,10 @@ class Size:
 
     def rows(self, dim: str) -> int:
         """Return the extent of a dimension named ``"tokens"``, ``"requests"``, ``"requests+1"``."""
-        if dim == "tokens":
-            return self.tokens
-        # Not requests + (a bool): torch 2.11 cannot trace that, and steps are traced through here.
-        return self.requests + 1 if dim == "requests+1" else self.requests
+        # Steps are traced through here: Inductor of torch 2.11 defines a sum of ints, but not an int
+        # that is read and used as it is, and cannot add a bool.
+        extra = 1 if dim == "requests+1" else 0
+        return (self.tokens if dim == "tokens" else self.requests) + extra
 
 
 def _dims(dims: Iterable[Dim] | Dim) -> tuple[Dim, ...]:
