@@ -72,8 +72,8 @@ class Size:
 
     def rows(self, dim: str) -> int:
         """Return the extent of a dimension named ``"tokens"``, ``"requests"``, ``"requests+1"``."""
-        # Steps are traced through here: Inductor of torch 2.11 defines a sum of ints, but not an int
-        # that is read and used as it is, and cannot add a bool.
+        # Steps are traced through here. Inductor of torch 2.11 defines a sum of ints, but not one
+        # int that is used as it is read; nor can it add a bool.
         extra = 1 if dim == "requests+1" else 0
         return (self.tokens if dim == "tokens" else self.requests) + extra
 
