@@ -98,7 +98,7 @@ fuzz: $(STAMP)
 test-newest test-oldest: test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pytest --pyargs devgraph.testing.conformance -n $(JOBS) -m "not slow" \
 		--devgraph-backend cpu $(PYTEST_ARGS)
-	.venv-$*/bin/python -m pytest tests/policy/test_piecewise.py -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+	.venv-$*/bin/python -m pytest tests/policy/test_piecewise.py -n $(JOBS) $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
