@@ -60,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
         _print_shortages(row)
     for kind in {row.backend.name: row.backend for row in rows}.values():
         if isinstance(kind, type):
-            needs = [f", {what} where a node has {need}" for what, need in kind.needs.items()]
+            by_need: dict[str, list[str]] = {}
+            for what, need in kind.needs.items():
+                by_need.setdefault(need, []).append(what)
+            needs = [f"; {', '.join(all_)} where a node has {n}" for n, all_ in by_need.items()]
             name = kind.name or "a backend that is registered as a function"
             say(f"{name} is planned with what it declares{''.join(needs)}")
     return 0
