@@ -207,7 +207,8 @@ def _run(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise DataDependentError(str(error)) from error
-    except (UnsupportedOperatorException, NotImplementedError) as error:
+    # Its tables of dtypes have holes.
+    except (UnsupportedOperatorException, NotImplementedError, KeyError) as error:
         raise UnrecordableError(
             f"torch cannot tell what {func} returns without running it; register its shapes with "
             f"torch.library.register_fake, or call it in a function marked @dg.no_graph"
