@@ -325,7 +325,7 @@ def _print_phases(report: dict[str, Any]) -> None:
 
 def _captured(phase: dict[str, Any]) -> list[int]:
     """Return the captured buckets of a phase, the smallest first."""
-    return [int(one["key"]) for one in reversed(phase["buckets"]) if one["state"] == "captured"]
+    return [one["bucket"] for one in reversed(phase["buckets"]) if one["state"] == "captured"]
 
 
 def _buckets(phase: dict[str, Any]) -> str:

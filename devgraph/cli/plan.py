@@ -58,15 +58,21 @@ def run(args: argparse.Namespace) -> int:
     _print_rules(rows)
     for row in rows:
         _print_shortages(row)
-    for kind in {row.backend.name: row.backend for row in rows}.values():
-        if isinstance(kind, type):
-            by_need: dict[str, list[str]] = {}
-            for what, need in kind.needs.items():
-                by_need.setdefault(need, []).append(what)
-            needs = [f"; {', '.join(all_)} where a node has {n}" for n, all_ in by_need.items()]
-            name = kind.name or "a backend that is registered as a function"
-            say(f"{name} is planned with what it declares{''.join(needs)}")
+    _print_declared(rows)
     return 0
+
+
+def _print_declared(rows: list[_Row]) -> None:
+    """Say which backends are planned with what they declare, and what that needs of a node."""
+    for kind in {row.backend.name: row.backend for row in rows}.values():
+        if not isinstance(kind, type):
+            continue
+        by_need: dict[str, list[str]] = {}
+        for capability, need in kind.needs.items():
+            by_need.setdefault(need, []).append(capability)
+        needs = [f"; {', '.join(names)} where a node has {n}" for n, names in by_need.items()]
+        name = kind.name or "a backend that is registered as a function"
+        say(f"{name} is planned with what it declares{''.join(needs)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -96,7 +102,7 @@ def _cluster_plan(
         backend = declaration(one.group.backend) or Backend
         title = f"{one.group.name}: {one.group.count} x {one.group.backend}"
         rows.append(_row(title, backend, one.resolution, args, sizes))
-        estimates = [attrs.asdict(one) for one in rows[-1].estimates]
+        estimates = [attrs.asdict(each) for each in rows[-1].estimates]
         groups.append({**one.to_dict(), "estimates": estimates})
     return rows, {"mode": config.to_dict(), "groups": groups}
 
