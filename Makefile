@@ -28,7 +28,7 @@ help:
 	@echo "make test-newest  the conformance suite of the CPU and the tests of piecewise, on the newest torch"
 	@echo "make test-oldest  the same on the oldest torch that devgraph takes"
 	@echo "make fuzz      random work against eager for MINUTES (10), with new seeds"
-	@echo "make lint      ruff, mypy --strict, import rules"
+	@echo "make lint      ruff, mypy --strict, import rules, spelling"
 	@echo "make docs      the documentation as a site, with search and the API reference"
 	@echo "make bench     the benchmarks of this machine's backends"
 
@@ -105,6 +105,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict

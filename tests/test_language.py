@@ -1,0 +1,72 @@
+"""The forms of the project's prose that no linter knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import language
+
+ROOT = Path(__file__).parents[1]
+CODE = language.files_of([ROOT / "devgraph"])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PENDING = (
+    "devgraph/*.py",
+    "devgraph/api/*.py",
+    "devgraph/api/config/*.py",
+    "devgraph/api/marks/*.py",
+    "devgraph/api/policy/*.py",
+    "devgraph/api/torchlike/*.py",
+    "devgraph/cli/*.py",
+    "devgraph/cpu/*.py",
+    "devgraph/cuda/*.py",
+    "devgraph/integrations/*.py",
+    "devgraph/integrations/engine/*.py",
+    "devgraph/integrations/sglang/*.py",
+    "devgraph/integrations/transformers/*.py",
+    "devgraph/integrations/vllm/*.py",
+    "devgraph/npu/*.py",
+    "devgraph/rocm/*.py",
+    "devgraph/runners/*.py",
+    "devgraph/testing/*.py",
+    "devgraph/testing/conformance/*.py",
+    "docs/*.md",
+    "*.md",
+)
+"""Patterns of files whose prose has not been rewritten yet."""
+
+
+def _is_pending(path: Path) -> bool:
+    name = path.relative_to(ROOT)
+    return any(
+        name.match(pattern) and len(name.parts) == pattern.count("/") + 1 for pattern in PENDING
+    )
+
+
+FINISHED = [path for path in [*CODE, *DOCUMENTS] if not _is_pending(path)]
+
+
+@pytest.mark.parametrize("path", FINISHED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_has_none_of_the_forbidden_forms(path: Path):
+    assert language.faults(path) == []
+
+
+@pytest.mark.parametrize(("paths", "most"), [(CODE, 1.0), (DOCUMENTS, 2.0)], ids=["code", "docs"])
+def test_vague_words_are_rare_in_all_files_together(paths: list[Path], most: float):
+    texts = [text for path in paths if not _is_pending(path) for text in language.texts_of(path)]
+    vague, words = language.count(texts, {"docstring", "attribute", "comment", "document"})
+    assert vague * 1000 <= most * words
+
+
+def test_forbidden_forms_are_found(tmp_path: Path):
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        '"""What holds, meanwhile, and what does not."""\n\nlimit = 1\n"""What counts."""\n\n\n'
+        'def read():\n    """Return what was read."""\n'
+    )
+    assert [fault.rpartition(":")[0] for fault in language.faults(planted)] == [
+        f"{planted}:4",
+        f"{planted}:8",
+        f"{planted}: 5 vague words in 13, at most 2",
+    ]
