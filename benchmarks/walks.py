@@ -67,7 +67,7 @@ def mode() -> Walk:
 
     def walk() -> None:
         config = dg.DeviceGraphConfig.from_args(parser.parse_args(["--device-graph-mode", MODE]))
-        facts = EngineFacts().on_backend("cpu", dg.get_backend("cpu").capabilities)
+        facts = EngineFacts().on_backend(dg.get_backend("cpu"))
         effective = resolve(config, facts).effective
         for phase in (effective.decode, effective.prefill):
             get_policy(phase.policy)

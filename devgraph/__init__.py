@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from devgraph.api.capabilities import Capabilities as Capabilities
     from devgraph.api.capture import Captured as Captured
     from devgraph.api.capture import capture as capture
+    from devgraph.api.config.cluster import plan_cluster as plan_cluster
+    from devgraph.api.config.facts import EngineFacts as EngineFacts
     from devgraph.api.config.flags import add_cli_args as add_cli_args
     from devgraph.api.config.model import DeviceGraphConfig as DeviceGraphConfig
     from devgraph.api.config.phase import DeviceGraphWarning as DeviceGraphWarning
     from devgraph.api.config.phase import PhaseConfig as PhaseConfig
+    from devgraph.api.config.resolve import resolve as resolve
     from devgraph.api.errors import *  # noqa: F403
     from devgraph.api.graph import DeviceGraph as DeviceGraph
     from devgraph.api.graph import GraphInfo as GraphInfo

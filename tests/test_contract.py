@@ -167,6 +167,16 @@ def test_mode_configuration_goes_through_flags_and_json():
     assert cfg.for_backend("cpu").decode.policy == "breakable"
 
 
+def test_configuration_is_resolved_for_an_engine_and_for_a_cluster():
+    cfg = dg.DeviceGraphConfig()
+    facts = dg.EngineFacts(weight_offload=True).on_backend(dg.get_backend("cpu"))
+    assert dg.resolve(cfg, facts).effective.decode.policy == "disabled"
+    with pytest.raises(dg.ConfigError, match="weights that move"):
+        dg.resolve(dg.DeviceGraphConfig.from_json('{"decode": "full"}'), facts)
+    (group,) = dg.plan_cluster(cfg, {"groups": [{"name": "all", "backend": "npu"}]})
+    assert group.resolution.effective.prefill.policy == "full"
+
+
 # Words.
 
 

@@ -56,7 +56,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     """Run ``prompts`` as ``args`` say; return the exit code."""
     backend = get_backend(args.backend)
     # The integration swaps parts of the model in and out around each step.
-    facts = EngineFacts(traceable=False).on_backend(backend.name, backend.capabilities)
+    facts = EngineFacts(traceable=False).on_backend(backend)
     resolution = resolve(mode_of(args), facts)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     sampling = _sampling(args, len(prompts))  # may refuse; the model takes its time

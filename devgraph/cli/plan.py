@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             backend = declaration(args.backend)
             if backend is None:
                 raise
-        resolution = resolve(config, facts.on_backend(backend.name, backend.capabilities))
+        resolution = resolve(config, facts.on_backend(backend))
         rows = [_row("", backend, resolution, args, sizes)]
         data = {
             **resolution.to_dict(),

@@ -73,6 +73,10 @@ def test_cluster_is_read_from_json_and_yaml(tmp_path: Path, suffix: str) -> None
     )
     path.write_text(json.dumps(DISAGGREGATED) if suffix == ".json" else text)
     assert Cluster.from_file(path) == Cluster.from_dict(DISAGGREGATED)
+    config = DeviceGraphConfig.from_json(MODE)
+    planned = plan_cluster(config, Cluster.from_file(path))
+    assert plan_cluster(config, path) == plan_cluster(config, str(path)) == planned
+    assert plan_cluster(config, DISAGGREGATED) == planned
 
 
 def test_group_has_devices_of_one_vendor_whose_collectives_they_share() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,19 @@ from devgraph.api.config.facts import EngineFacts
 from devgraph.api.errors import ConfigError, ConfigTypeError
 
 
-def test_facts_take_over_what_a_backend_declares() -> None:
-    facts = EngineFacts(lora=True).on_backend("other", Capabilities(region_update=True))
+def backend_with(**capabilities: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="other",
+        capabilities=Capabilities(**capabilities),
+        recommended_mode={"prefill": "full"},
+    )
+
+
+def test_facts_include_the_declarations_of_a_backend() -> None:
+    facts = EngineFacts(lora=True).on_backend(backend_with(region_update=True))
     assert facts == EngineFacts(
         backend="other",
+        recommended={"prefill": "full"},
         lora=True,
         region_update=True,
         piecewise=False,
@@ -22,8 +32,8 @@ def test_facts_take_over_what_a_backend_declares() -> None:
         collectives_capturable=False,
     )
     stated = {"region_update": False, "piecewise": False, "compilers": ("inductor",)}
-    able = Capabilities(region_update=True, piecewise=True, compilers=("eager", "inductor"))
-    narrowed = EngineFacts(**stated, collectives_capturable=False).on_backend("other", able)
+    able = backend_with(region_update=True, piecewise=True, compilers=("eager", "inductor"))
+    narrowed = EngineFacts(**stated, collectives_capturable=False).on_backend(able)
     assert {name: getattr(narrowed, name) for name in stated} == stated
 
 
@@ -41,6 +51,8 @@ def test_facts_take_over_what_a_backend_declares() -> None:
         ({"attention": "alway"}, ConfigError, "facts.attention.*Did you mean 'always'"),
         ({"role": None}, ConfigTypeError, "facts.role"),
         ({"backend": 5}, ConfigTypeError, "facts.backend: expected the name of a backend, got 5"),
+        ({"recommended": {"decod": "full"}}, ConfigError, "Did you mean 'decode'"),
+        ({"recommended": {"decode": "ful"}}, ConfigError, r"recommended.decode.*mean 'full'"),
         ([], ConfigTypeError, "facts: expected an object"),
         ({"compilers": 5}, ConfigTypeError, "facts.compilers: expected a list of compilers"),
         ({"compilers": "eager"}, ConfigTypeError, "facts.compilers: expected a list of compilers"),

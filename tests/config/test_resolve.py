@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from devgraph.api.config.facts import ATTENTION, EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PHASES, choices
+from devgraph.api.config.phase import PHASES, DeviceGraphWarning, choices
 from devgraph.api.config.resolve import resolve
 from devgraph.api.config.rules import RULES
 from devgraph.api.errors import ConfigError, ConfigTypeError
@@ -129,6 +129,42 @@ def test_backend_part_is_applied_before_the_rules() -> None:
     assert general.effective.backends == ()
 
 
+def test_phase_nobody_chose_takes_the_policy_that_the_backend_recommends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    facts = EngineFacts(backend="npu", recommended={"prefill": "full"})
+    resolution = resolve(DeviceGraphConfig(), facts)
+    assert resolution.effective.prefill.policy == "full"
+    assert resolution.requested.prefill.policy == "breakable"
+    changed = [one for one in resolution.fired if one.outcome == "changed"]
+    assert [(one.phase, one.rule) for one in changed] == [("prefill", "recommended")]
+    assert "'breakable' becomes 'full' [recommended]" in caplog.text
+    weak = resolve_quietly(DeviceGraphConfig(), attrs.evolve(facts, attention="uniform_batch"))
+    assert weak.effective.prefill.policy == "breakable"
+
+
+def test_choice_that_the_backend_advises_against_is_kept_with_a_warning() -> None:
+    facts = EngineFacts(backend="npu", recommended={"prefill": "full"})
+    chosen = DeviceGraphConfig.from_json('{"prefill": "breakable"}')
+    with pytest.warns(DeviceGraphWarning, match=r"'breakable' kept, 'full' is preferable \[reco"):
+        assert resolve(chosen, facts).effective.prefill.policy == "breakable"
+    off = DeviceGraphConfig.from_json('{"prefill": "disabled"}')
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve(off, facts).effective.prefill.policy == "disabled"
+
+
+def test_only_the_named_phases_are_resolved() -> None:
+    facts = EngineFacts(weight_offload=True)
+    chosen = DeviceGraphConfig.from_json('{"prefill": "full"}')
+    resolution = resolve(chosen, facts, phases=["decode"])
+    assert resolution.effective.decode.policy == "disabled"
+    assert resolution.effective.prefill.policy == "full"
+    assert {one.phase for one in resolution.fired} == {"decode"}
+    with pytest.raises(ConfigError, match="no phase 'decod'.*Did you mean 'decode'"):
+        resolve(chosen, facts, phases=["decod"])
+
+
 def test_a_phase_that_does_not_occur_is_set_aside_even_when_it_was_chosen() -> None:
     config = DeviceGraphConfig.from_json('{"decode": "full", "prefill": "full"}')
     with warnings.catch_warnings():
@@ -188,6 +224,7 @@ FACTS = st.builds(
     role=st.sampled_from(["both", "prefill", "decode"]),
     multimodal=st.sampled_from(["none", "slot", "outside"]),
     moe_all_to_all=st.sampled_from(["none", "device", "host", "unproven"]),
+    recommended=st.dictionaries(st.sampled_from(PHASES), st.sampled_from(choices())),
     compilers=st.sampled_from([("eager",), ("eager", "inductor"), ("inductor",), ()]),
 )
 MODES = st.fixed_dictionaries(
@@ -208,7 +245,7 @@ MODES = st.fixed_dictionaries(
 
 def test_the_random_facts_vary_every_field() -> None:
     kinds = {field.type for field in attrs.fields(EngineFacts)}
-    assert kinds == {"bool", "int", "str", "str | None", "tuple[str, ...]"}
+    assert kinds == {"bool", "int", "str", "str | None", "tuple[str, ...]", "Mapping[str, str]"}
 
 
 @settings(max_examples=300, deadline=None)
@@ -236,7 +273,10 @@ def test_choices_are_never_changed_and_what_holds_is_allowed(
         aside = any(one.phase == phase and one.outcome == "set aside" for one in found.fired)
         for key in asked.explicit - ({"policy"} if aside else set()):
             assert getattr(holds, key) == getattr(asked, key)
-        assert holds.policy == asked.policy or strength[holds.policy] < strength[asked.policy]
+        first = asked.policy
+        if "policy" not in asked.explicit:
+            first = facts.recommended.get(phase, first)
+        assert holds.policy == first or strength[holds.policy] < strength[first]
         changed = {one.key for one in found.fired if one.phase == phase and one.after is not None}
         for key, value in holds.to_dict(everything=True).items():
             assert value == asked.to_dict(everything=True)[key] or key in changed

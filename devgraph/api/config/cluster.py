@@ -79,21 +79,31 @@ class GroupPlan:
         }
 
 
-def plan_cluster(config: DeviceGraphConfig, cluster: Cluster) -> tuple[GroupPlan, ...]:
+def plan_cluster(
+    config: DeviceGraphConfig, cluster: Cluster | str | os.PathLike[str] | Mapping[str, Any]
+) -> tuple[GroupPlan, ...]:
     """Resolve one configuration for every group of a cluster.
 
-    Of each backend holds what it declares, which is known where its devices are not. Where one is
-    registered as a function, and so declares nothing, a group's own facts say it.
+    The capabilities are those that each backend declares, so no device is needed. A backend that
+    is registered as a function declares none; there the facts of the group state them.
 
-    Raises ``ConfigError`` that lists, group by group, what a safety rule forbids.
+    Args:
+        config: the configuration of the deployment.
+        cluster: the groups, or the path or the content of a cluster file.
+
+    Raises:
+        ConfigError: safety rules forbid explicit choices. The message lists them for each group.
     """
+    if isinstance(cluster, (str, os.PathLike)):
+        cluster = Cluster.from_file(cluster)
+    elif not isinstance(cluster, Cluster):
+        cluster = Cluster.from_dict(cluster)
     plans: list[GroupPlan] = []
     problems: list[str] = []
     for group in cluster.groups:
-        facts = attrs.evolve(group.facts, backend=group.backend, role=group.role)
         declared = declaration(group.backend)
-        if declared is not None:
-            facts = facts.on_backend(group.backend, declared.capabilities)
+        facts = group.facts if declared is None else group.facts.on_backend(declared)
+        facts = attrs.evolve(facts, backend=group.backend, role=group.role)
         try:
             plans.append(GroupPlan(group=group, resolution=resolve(config, facts)))
         except ConfigError as error:

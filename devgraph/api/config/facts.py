@@ -9,6 +9,7 @@ import attrs
 
 from devgraph.api.config.phase import (
     FLAG,
+    KEYS,
     PHASES,
     as_object,
     check_names,
@@ -40,6 +41,12 @@ def _compilers(value: object, path: str) -> tuple[str, ...]:
     raise ConfigTypeError(f"{path}: expected a list of compilers, got {shown(value)}")
 
 
+def _policies(value: object, path: str) -> Mapping[str, str]:
+    policies = as_object(value, path)
+    check_names(path, policies, PHASES, what="phase")
+    return {phase: KEYS["policy"].read(name, f"{path}.{phase}") for phase, name in policies.items()}
+
+
 _COMPILER = choice("compiler", lambda: COMPILERS)["read"]
 
 
@@ -64,6 +71,11 @@ class EngineFacts:
     token a request, ``never``."""
     host_lengths: bool = _flag()
     """Attention takes lengths or plans from the host: regions with host arguments."""
+    recommended: Mapping[str, str] = attrs.field(
+        factory=dict, metadata={"read": _policies}, hash=False
+    )
+    """Policies by phase that the backend recommends; a phase whose policy nobody chose takes
+    them."""
     region_update: bool = _flag(True)
     """The backend can update regions inside a graph."""
     piecewise: bool = _flag(True)
@@ -146,11 +158,16 @@ class EngineFacts:
         except ConfigError as error:
             raise type(error)(f"{path}.{error}") from error
 
-    def on_backend(self, name: str, capabilities: Any) -> EngineFacts:
-        """Return these facts for a backend: it can do what they and its ``Capabilities`` say."""
+    def on_backend(self, backend: Any) -> EngineFacts:
+        """Return these facts for a backend, or for its class.
+
+        A capability holds if the facts and the backend's ``Capabilities`` both state it.
+        """
+        capabilities = backend.capabilities
         return attrs.evolve(
             self,
-            backend=name,
+            backend=backend.name,
+            recommended={**backend.recommended_mode, **self.recommended},
             region_update=self.region_update and capabilities.region_update,
             piecewise=self.piecewise and capabilities.piecewise,
             compilers=tuple(one for one in capabilities.compilers if one in self.compilers),

@@ -1,8 +1,9 @@
-"""What a configuration comes to for one engine on one backend, and why.
+"""Resolve a configuration for one engine and backend, and explain each decision.
 
-``resolve`` lays the part for the backend over the general part and applies the compatibility
-rules. A rule may change what nobody chose; what somebody chose is refused (safety) or kept with a
-warning (preference). Only a phase that does not occur on the node is set aside (scope).
+``resolve`` merges the part for the backend into the general part, gives phases whose policy nobody
+chose the policy that the backend recommends, and applies the compatibility rules. A rule may change
+a default. It refuses an explicit choice (safety) or keeps it with a warning (preference). A phase
+that does not occur on the node is set aside (scope).
 """
 
 from __future__ import annotations
@@ -10,30 +11,40 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
-from devgraph.api.config.phase import PHASES, DeviceGraphWarning, PhaseConfig, plain
+from devgraph.api.config.phase import (
+    PHASES,
+    DeviceGraphWarning,
+    PhaseConfig,
+    check_names,
+    plain,
+)
 from devgraph.api.config.rules import RULES, WEAKER, Rule
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 from devgraph.api.policy import registration
 
 logger = logging.getLogger(__name__)
 
+_RECOMMENDED = "recommended"
+"""Name of the preference for the policy that the backend recommends."""
+
 
 @attrs.frozen(kw_only=True)
 class FiredRule:
-    """One rule that applied to one phase, and what came of it."""
+    """A rule that applied to a phase, and its outcome."""
 
     phase: str
     rule: str
     kind: str
     outcome: str
-    """``changed`` a default, ``kept`` an explicit choice, ``set aside`` a phase that does not
-    occur, or ``noted``."""
+    """``changed`` for a default, ``kept`` for an explicit choice, ``set aside`` for a phase that
+    does not occur, otherwise ``noted``."""
     key: str | None
     before: Any
     after: Any
@@ -42,53 +53,67 @@ class FiredRule:
 
     def __str__(self) -> str:
         if self.outcome in ("changed", "set aside"):
-            what = f"{self.phase}.{self.key}: {self.before!r} becomes {self.after!r}"
+            change = f"{self.phase}.{self.key}: {self.before!r} becomes {self.after!r}"
         elif self.outcome == "kept":
-            what = f"{self.phase}.{self.key}: {self.before!r} kept, {self.after!r} is preferable"
+            change = f"{self.phase}.{self.key}: {self.before!r} kept, {self.after!r} is preferable"
         else:
-            what = f"{self.phase}"
-        return f"{what} [{self.rule}]: {self.explanation} ({self.source})"
+            change = self.phase
+        return f"{change} [{self.rule}]: {self.explanation} ({self.source})"
 
 
 @attrs.frozen(kw_only=True)
 class Resolution:
-    """What was asked for, what holds, and every rule that had a say."""
+    """The requested and the effective configuration, and every rule that applied."""
 
     backend: str | None
     requested: DeviceGraphConfig
-    """What was asked for on this backend (without one: in general), before any rule."""
+    """The configuration for this backend (the general part without one) before any rule."""
     effective: DeviceGraphConfig
-    """What holds. What the rules decided counts as chosen in it, so that it can be sent on."""
+    """The configuration after all rules. Decisions of rules are recorded as explicit choices, so
+    that other nodes can reuse it."""
     fired: tuple[FiredRule, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON has it, all keys spelled out."""
+        """Return all fields as JSON values, with every key of both configurations."""
         return {
             "backend": self.backend,
             "requested": self.requested.to_dict(everything=True),
             "effective": self.effective.to_dict(everything=True),
-            "rules": [attrs.asdict(one) for one in self.fired],
+            "rules": [attrs.asdict(fired) for fired in self.fired],
         }
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Return (phase, key, requested, effective) for the policy and all that differs from the
-        defaults, as a table has it."""
-        found: list[tuple[str, str, str, str]] = []
+        """Return rows (phase, key, requested, effective) of policies and explicit keys."""
+        rows: list[tuple[str, str, str, str]] = []
         for phase in PHASES:
-            asked = self.requested.phase(phase).to_dict(everything=True)
-            holds = self.effective.phase(phase)
-            for key, value in holds.to_dict(everything=True).items():
-                if key == "policy" or key in holds.explicit:
-                    found.append((phase, key, _shown(asked[key]), _shown(value)))
-        return found
+            requested = self.requested.phase(phase).to_dict(everything=True)
+            effective = self.effective.phase(phase)
+            for key, value in effective.to_dict(everything=True).items():
+                if key == "policy" or key in effective.explicit:
+                    rows.append((phase, key, _json(requested[key]), _json(value)))
+        return rows
 
 
-def resolve(config: DeviceGraphConfig, facts: EngineFacts | None = None) -> Resolution:
-    """Apply the rules to what ``config`` says for ``facts.backend``.
+def resolve(
+    config: DeviceGraphConfig,
+    facts: EngineFacts | None = None,
+    *,
+    phases: Iterable[str] = PHASES,
+) -> Resolution:
+    """Apply the compatibility rules to the configuration for ``facts.backend``.
 
-    Raises ``ConfigError`` that lists every explicit choice which a safety rule forbids, with the
-    reason and what the rule allows. Preference rules against explicit choices are
-    ``DeviceGraphWarning``; changes to defaults are logged and listed in the result.
+    A preference against an explicit choice is a ``DeviceGraphWarning``. Changes to defaults are
+    logged and listed in the result.
+
+    Args:
+        config: the configuration of the deployment.
+        facts: the properties of the engine; ``EngineFacts.on_backend`` adds those of the backend.
+        phases: the phases to resolve; the others keep their requested configuration.
+
+    Raises:
+        ConfigError: safety rules forbid explicit choices. The message lists every such choice
+            with the reason and the allowed value.
+        ConfigTypeError: an argument has the wrong type.
     """
     facts = EngineFacts() if facts is None else facts
     if not isinstance(config, DeviceGraphConfig):
@@ -98,39 +123,64 @@ def resolve(config: DeviceGraphConfig, facts: EngineFacts | None = None) -> Reso
         )
     if not isinstance(facts, EngineFacts):
         raise ConfigTypeError(f"expected EngineFacts(...), got {brief(facts)}")
+    phases = tuple(phases)
+    check_names("phases", phases, PHASES, what="phase")
     requested = config.for_backend(facts.backend) if facts.backend else config
-    effective: dict[str, PhaseConfig] = {}
+    effective: dict[str, PhaseConfig] = {phase: requested.phase(phase) for phase in PHASES}
     fired: list[FiredRule] = []
     refused: list[str] = []
-    for phase in PHASES:
-        effective[phase], said, conflicts = _apply(phase, requested.phase(phase), facts)
-        fired += said
+    for phase in phases:
+        recommended, first = _recommended(phase, requested.phase(phase), facts)
+        effective[phase], applied, conflicts = _apply(phase, recommended, facts)
+        fired += first + applied
         refused += conflicts
     if refused:
         lines = "".join(f"\n- {line}" for line in refused)
-        raise ConfigError(f"the engine cannot run what was chosen:{lines}")
-    for one in fired:
-        if one.outcome == "kept":
-            warnings.warn(str(one), DeviceGraphWarning, stacklevel=2)
-        elif one.outcome == "changed":
-            logger.warning("%s", one)
+        raise ConfigError(f"the engine cannot run the chosen mode:{lines}")
+    for rule in fired:
+        if rule.outcome == "kept":
+            warnings.warn(str(rule), DeviceGraphWarning, stacklevel=2)
         else:
-            logger.info("%s", one)
+            level = logging.WARNING if rule.outcome == "changed" else logging.INFO
+            logger.log(level, "%s", rule)
     return Resolution(
         backend=facts.backend,
         requested=requested,
-        effective=attrs.evolve(
-            requested, decode=effective["decode"], prefill=effective["prefill"], overlays={}
-        ),
+        effective=attrs.evolve(requested, **effective, overlays={}),
         fired=tuple(fired),
     )
+
+
+def _recommended(
+    phase: str, config: PhaseConfig, facts: EngineFacts
+) -> tuple[PhaseConfig, list[FiredRule]]:
+    """Apply the policy that the backend recommends for a phase, if it recommends one."""
+    policy = facts.recommended.get(phase, config.policy)
+    if config.policy in (policy, "disabled"):
+        return config, []
+    chosen = "policy" in config.explicit
+    fired = FiredRule(
+        phase=phase,
+        rule=_RECOMMENDED,
+        kind="preference",
+        outcome="kept" if chosen else "changed",
+        key="policy",
+        before=config.policy,
+        after=policy,
+        explanation="the backend recommends this policy for the phase",
+        source="devgraph: Backend.recommended_mode",
+    )
+    return config if chosen else config.with_checked({"policy": policy}, config.explicit), [fired]
 
 
 def _apply(
     phase: str, asked: PhaseConfig, facts: EngineFacts
 ) -> tuple[PhaseConfig, list[FiredRule], list[str]]:
-    """Run the table over one phase until nothing fires any more; each rule fires once. Return what
-    holds then, the rules that fired, and what speaks against choices."""
+    """Apply the table to a phase until no rule fires; each rule fires once.
+
+    Returns:
+        The effective configuration, the rules that fired, and the refused choices.
+    """
     holds = asked
     fired: list[FiredRule] = []
     conflicts: list[str] = []
@@ -147,28 +197,28 @@ def _apply(
                 continue
             before, after = getattr(holds, rule.key), rule.result(facts, holds)
             if rule.key == "policy" and before in WEAKER[WEAKER.index(after) :]:
-                continue  # as weak already
+                continue  # the policy is already as weak
             done.add(rule.name)
             if rule.kind == "scope" or rule.key not in asked.explicit:
                 outcome = "set aside" if rule.kind == "scope" else "changed"
                 fired.append(_fired(phase, rule, outcome, before, after))
                 holds = holds.with_checked({rule.key: after}, holds.explicit)
-                changed = True  # and so other rules may have become true, earlier ones too
+                changed = True  # earlier rules may apply to the new value
                 break
             if rule.kind == "safety":
                 conflicts.append(
-                    f"{phase}.{rule.key}={_shown(before)} does not work [{rule.name}]: "
-                    f"{rule.explanation} ({rule.source}). It would have to be {_shown(after)}"
+                    f"{phase}.{rule.key}={_json(before)} does not work [{rule.name}]: "
+                    f"{rule.explanation} ({rule.source}). It would have to be {_json(after)}"
                 )
             else:
                 fired.append(_fired(phase, rule, "kept", before, after))
-    # Notes about a policy that a later rule replaced are no longer true.
+    # A note about a policy that a later rule replaced is no longer true.
     true = {rule.name for rule in _rules_for(holds.policy, phase)}
-    return holds, [one for one in fired if one.kind != "note" or one.rule in true], conflicts
+    return holds, [rule for rule in fired if rule.kind != "note" or rule.rule in true], conflicts
 
 
 def _rules_for(policy: str, phase: str) -> list[Rule]:
-    """Return the rules that hold for a policy in a phase, by what it promises."""
+    """Return the rules that apply to a policy in a phase, according to the policy's promises."""
     if policy == "disabled":
         return []
     promises = registration(policy).promises
@@ -193,5 +243,5 @@ def _fired(phase: str, rule: Rule, outcome: str, before: Any, after: Any) -> Fir
     )
 
 
-def _shown(value: Any) -> str:
+def _json(value: Any) -> str:
     return json.dumps(plain(value))
