@@ -347,8 +347,8 @@ class World:
             return cls(rank, size, backend, None, lambda part: None)
         device = backend.device
         limit = datetime.timedelta(seconds=timeout_s)
-        bound = {} if device.type == "cpu" else {"device_id": device}
-        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit, **bound)
+        # Without device_id: with one, new_group(backend="gloo") raises where the device is an NPU.
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=limit)
         control = dist.new_group(backend="gloo", timeout=limit)
         # The first collective makes the communicator: that allocates and synchronises, which no
         # capture may do, so it comes first.

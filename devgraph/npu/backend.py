@@ -36,7 +36,7 @@ class NpuBackend(NpuDevice):
     capabilities = attrs.evolve(
         FULL_BUILD,
         async_update=True,
-        collectives=False,
+        collectives=True,  # by simulation: no HCCL of a real device has been captured
         compilers=("eager",),
         node_ranges=False,  # the driver tells of nodes behind a capture, and not whose they are
         remakes_executables=False,

@@ -16,7 +16,14 @@ from .driver import Driver
 __all__ = ["Driver", "activate", "build", "cache_root", "is_active", "unavailable_reason"]
 
 # In the order of their dependencies.
-_LIBRARIES = ("libhccl", "libacl_op_compiler", "libge_runner", "libgraph", "libacl_tdt_channel")
+_LIBRARIES = (
+    "libhccl",
+    "libhcomm",
+    "libacl_op_compiler",
+    "libge_runner",
+    "libgraph",
+    "libacl_tdt_channel",
+)
 _LIBRARIES += ("libopapi", "libnnopbase")
 
 _active: Driver | None = None

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).with_name("src")
 
 # Libraries that torch_npu links and that need no content of their own here.
-EMPTY = ("libhccl", "libacl_op_compiler", "libgraph", "libacl_tdt_channel")
+EMPTY = ("libacl_op_compiler", "libgraph", "libacl_tdt_channel")
 
 # The variant without value waits behaves like an older driver: external events are flags with a
 # reset of their own (see src/value_wait.cpp).
@@ -121,6 +121,10 @@ class _Builder:
         logger.info("building the simulated driver in %s", self.out)
         self._runtime()
         self._kernels()
+        include = [f"-I{self.npu}/include/third_party/hccl/inc", f"-I{self.torch}/include"]
+        hccl = self._compile(SOURCES / "hccl" / "hccl.cpp", ["-O1", *include])
+        self._shared("libhccl.so", [hccl], ["-lascendcl", "-lrt"])
+        self._shared("libhcomm.so", [self._empty()], ["-lhccl"])
         for name in EMPTY:
             self._shared(f"{name}.so", [self._empty()], ["-lascendcl"])
         self._shared("libnnopbase.so", [self._empty()], ["-lopapi", "-lascendcl"])
