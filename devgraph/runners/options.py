@@ -12,7 +12,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.config.phase import DeviceGraphWarning, PhaseConfig, count, phase_config
-from devgraph.api.config.rules import unused
+from devgraph.api.config.unused import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch
@@ -173,10 +173,11 @@ def settings_of(
     settings = phase_config(config, phase)
     if settings.policy == "disabled":  # graphs may be switched off with all else left as it is
         return settings
-    # Of a configuration that was read before, what does not depend on the capacity was told then.
-    told = {} if isinstance(config, Mapping) else unused(phase, settings)
-    for key, because in unused(phase, settings, capacity).items():
-        if key not in told:
-            text = f"{phase}.{key}={getattr(settings, key)!r} has no effect: {because}"
-            warnings.warn(text, DeviceGraphWarning, stacklevel=4)
+    # Configurations that were read from text or flags have reported their unused keys already.
+    reasons = unused(phase, settings) if isinstance(config, Mapping) else {}
+    if settings.buckets is None and settings.max_bs is not None and settings.max_bs > capacity:
+        reasons.setdefault("max_bs", f"the capacity of the runner is {capacity}")
+    for key, because in reasons.items():
+        text = f"{phase}.{key}={getattr(settings, key)!r} has no effect: {because}"
+        warnings.warn(text, DeviceGraphWarning, stacklevel=4)
     return settings

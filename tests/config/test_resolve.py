@@ -43,20 +43,13 @@ def test_attention_capability_decides_what_full_may_hold(
         assert resolve_quietly(config, facts).effective.phase(phase).policy == holds
 
 
-def test_kv_offload_keeps_graphs_and_weight_offload_switches_them_off() -> None:
+def test_weight_offload_switches_graphs_off_and_a_note_changes_nothing() -> None:
     default = DeviceGraphConfig()
-    kept = resolve_quietly(default, EngineFacts(kv_offload=True))
-    assert kept.effective == default
-    assert {one.outcome for one in kept.fired} == {"noted"}
     off = resolve_quietly(default, EngineFacts(weight_offload=True))
     assert (off.effective.decode.policy, off.effective.prefill.policy) == ("disabled",) * 2
-
-
-def test_speculation_leaves_full_decode_on() -> None:
-    found = resolve_quietly(
-        DeviceGraphConfig(), EngineFacts(speculative_tokens=4, dynamic_speculation=True)
-    )
-    assert found.effective.decode.policy == "full"
+    kept = resolve_quietly(default, EngineFacts(lora=True))
+    assert kept.effective == default
+    assert {fired.outcome for fired in kept.fired} == {"noted"}
 
 
 def test_captures_while_serving_are_noted_where_there_are_several_ranks() -> None:
@@ -65,25 +58,6 @@ def test_captures_while_serving_are_noted_where_there_are_several_ranks() -> Non
         found = resolve_quietly(config, EngineFacts(**facts))
         assert [one.phase for one in found.fired if one.rule == "voted-captures"] == phases
         assert found.effective == config
-
-
-def test_alignment_of_the_expert_exchange_reaches_align_and_buckets() -> None:
-    facts = EngineFacts(moe_all_to_all="device", moe_all_to_all_align=8)
-    found = resolve_quietly(DeviceGraphConfig(), facts)
-    assert found.effective.prefill.align == 8
-    assert found.effective.decode.align == 1
-    already = DeviceGraphConfig.from_json('{"prefill": {"align": 16, "buckets": [16, 64]}}')
-    assert resolve_quietly(already, facts).effective.prefill == already.prefill
-    default = config_with("prefill", explicit=False, policy="breakable", align=12, buckets=(4, 12))
-    held = resolve_quietly(default, facts).effective.prefill
-    assert (held.align, held.buckets) == (24, (8, 16))
-    for text, part in (
-        ('{"prefill": {"align": 4}}', "prefill.align=4"),
-        ('{"prefill": {"buckets": [8, 12]}}', r"prefill.buckets=\[8, 12\].*have to be \[8, 16\]"),
-        ('{"prefill": {"buckets": [12], "max_bs": 12}}', r"buckets=\[12\].*have to be \[16\]"),
-    ):
-        with pytest.raises(ConfigError, match=part):
-            resolve(DeviceGraphConfig.from_json(text), facts)
 
 
 def test_compiler_that_the_backend_lacks_becomes_eager_or_is_refused() -> None:
@@ -175,12 +149,14 @@ def test_a_phase_that_does_not_occur_is_set_aside_even_when_it_was_chosen() -> N
 
 
 def test_a_later_rule_removes_notes_about_a_policy_that_no_longer_holds() -> None:
-    found = resolve_quietly(DeviceGraphConfig(), EngineFacts(kv_offload=True, pipeline_parallel=2))
+    found = resolve_quietly(
+        DeviceGraphConfig(), EngineFacts(data_parallel_attention=True, encoder_decoder=True)
+    )
     names = [rule.name for rule in RULES]
-    assert names.index("kv-offload") < names.index("pipeline-parallel")
+    assert names.index("dp-attention") < names.index("encoder-decoder")
     assert [(one.phase, one.rule) for one in found.fired] == [
-        ("decode", "kv-offload"),
-        ("prefill", "pipeline-parallel"),
+        ("decode", "dp-attention"),
+        ("prefill", "encoder-decoder"),
     ]
 
 
@@ -223,7 +199,6 @@ FACTS = st.builds(
     attention=st.sampled_from(ATTENTION),
     role=st.sampled_from(["both", "prefill", "decode"]),
     multimodal=st.sampled_from(["none", "slot", "outside"]),
-    moe_all_to_all=st.sampled_from(["none", "device", "host", "unproven"]),
     recommended=st.dictionaries(st.sampled_from(PHASES), st.sampled_from(choices())),
     compilers=st.sampled_from([("eager",), ("eager", "inductor"), ("inductor",), ()]),
 )

@@ -32,14 +32,10 @@ from tests.support.config_cases import config_with
 CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("role-prefill", {"role": "prefill"}, "decode", "full", "disabled"),
     ("role-decode", {"role": "decode"}, "prefill", "breakable", "disabled"),
-    ("pooling-decode", {"pooling": True}, "decode", "full", "disabled"),
     ("weight-offload", {"weight_offload": True}, "decode", "breakable", "disabled"),
     ("debug-hooks", {"debug_hooks": True}, "decode", "full", "disabled"),
-    ("kv-sharding", {"kv_sharding": True}, "prefill", "breakable", "disabled"),
     ("kv-layerwise", {"kv_layerwise": True}, "decode", "full", "breakable"),
-    ("kv-offload", {"kv_offload": True}, "decode", "full", "noted"),
     ("memory-saver", {"memory_saver": True}, "prefill", "breakable", "disabled"),
-    ("memory-saver-full", {"memory_saver": True}, "decode", "full", "noted"),
     ("attention-prefill", {"attention": "uniform_batch"}, "prefill", "full", "breakable"),
     ("attention-decode", {"attention": "never"}, "decode", "full", "breakable"),
     (
@@ -56,10 +52,7 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
         "full",
         "breakable",
     ),
-    ("slower-prefill", {"slower_prefill": True}, "prefill", "breakable", "disabled"),
     ("full-prefill", {}, "prefill", "full", "noted"),
-    ("speculation", {"speculative_tokens": 3}, "decode", "full", "noted"),
-    ("dynamic-speculation", {"dynamic_speculation": True}, "decode", "full", "noted"),
     (
         "collectives",
         {"collectives": True, "collectives_capturable": False},
@@ -69,40 +62,17 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
     ),
     ("pipeline-parallel", {"pipeline_parallel": 2}, "prefill", "breakable", "disabled"),
     ("context-parallel", {"context_parallel": 2}, "prefill", "breakable", "disabled"),
-    (
-        "decode-context-parallel",
-        {"decode_context_parallel": 2},
-        "prefill",
-        "breakable",
-        "disabled",
-    ),
     ("two-batch-overlap", {"two_batch_overlap": True}, "prefill", "breakable", "disabled"),
     ("dp-attention", {"data_parallel_attention": True}, "decode", "full", "noted"),
-    ("moe-host-counts", {"moe_all_to_all": "host"}, "decode", "full", "breakable"),
-    ("moe-unproven", {"moe_all_to_all": "unproven"}, "prefill", "breakable", "disabled"),
+    ("moe-host-counts", {"moe_host_counts": True}, "decode", "full", "breakable"),
     ("multimodal", {"multimodal": "outside"}, "prefill", "breakable", "disabled"),
-    ("encoder", {"multimodal": "slot"}, "prefill", "breakable", "noted"),
     ("encoder-decoder", {"encoder_decoder": True}, "prefill", "breakable", "disabled"),
-    ("pooling-prefill", {"pooling": True}, "prefill", "full", "breakable"),
     ("lora", {"lora": True}, "decode", "full", "noted"),
-    ("host-recorder", {"host_recorder": True}, "decode", "full", "breakable"),
     ("piecewise-backend", {"piecewise": False}, "prefill", "piecewise", "breakable"),
-    ("piecewise-torch-compile", {"torch_compile": True}, "prefill", "piecewise", "breakable"),
     ("piecewise-traceable", {"traceable": False}, "prefill", "piecewise", "breakable"),
     ("piecewise-lora", {"lora": True}, "prefill", "piecewise", "breakable"),
-    (
-        "piecewise-dp-attention",
-        {"data_parallel_attention": True},
-        "prefill",
-        "piecewise",
-        "breakable",
-    ),
-    ("piecewise-moe", {"moe_all_to_all": "device"}, "prefill", "piecewise", "breakable"),
-    ("piecewise-role", {"role": "prefill"}, "prefill", "piecewise", "breakable"),
-    ("piecewise-deterministic", {"deterministic": True}, "prefill", "piecewise", "breakable"),
-    ("piecewise-symmetric-memory", {"symmetric_memory": True}, "prefill", "piecewise", "breakable"),
 ]
-OTHER_KEYS = {"moe-align", "moe-align-buckets", "piecewise-compiler", "voted-captures"}
+OTHER_KEYS = {"piecewise-compiler", "voted-captures"}
 """Tested on their own."""
 KINDS = {rule.name: rule.kind for rule in RULES}
 
@@ -138,8 +108,6 @@ def shadow(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 WAKING = {
-    "moe-align": ({"moe_all_to_all_align": 8}, {"align": 4}),
-    "moe-align-buckets": ({"moe_all_to_all_align": 8}, {"buckets": [4]}),
     "piecewise-compiler": ({"compilers": ("eager",)}, {"compiler": "inductor"}),
 }
 SAFETY = [

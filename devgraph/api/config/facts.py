@@ -1,4 +1,4 @@
-"""What an engine says about itself, for the compatibility rules to read."""
+"""The properties of an engine that the compatibility rules read."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ from devgraph.api.policy import COMPILERS
 
 ROLES = ("both", *reversed(PHASES))
 ATTENTION = ("never", "single_token_decode", "uniform_batch", "always")
-"""What an attention implementation can have captured, from the least to the most."""
+"""The batches whose attention can be captured, from none to any."""
 
 
-def _one_of(*known: str) -> Any:
-    return attrs.field(default=known[0], metadata=choice("value", lambda: known))
+def _one_of(*values: str) -> Any:
+    return attrs.field(default=values[0], metadata=choice("value", lambda: values))
 
 
 def _flag(default: bool = False) -> Any:
     return attrs.field(default=default, metadata=FLAG)
+
+
+def _count(default: int = 1) -> Any:
+    """Declare an integer of at least its default."""
+    return attrs.field(default=default, metadata=number(int, default))
 
 
 def _compilers(value: object, path: str) -> tuple[str, ...]:
@@ -50,25 +55,20 @@ def _policies(value: object, path: str) -> Mapping[str, str]:
 _COMPILER = choice("compiler", lambda: COMPILERS)["read"]
 
 
-def _count(default: int = 1) -> Any:
-    """A number of at least its default."""
-    return attrs.field(default=default, metadata=number(int, default))
-
-
 @attrs.frozen(kw_only=True)
 class EngineFacts:
-    """What an engine says about itself; every default is the plain engine without the feature."""
+    """The properties of an engine. The defaults describe an engine without the feature."""
 
     backend: str | None = attrs.field(
         default=None, metadata=optional(text("the name of a backend"))
     )
-    """The backend this is resolved for; its part of the configuration is applied first."""
+    """Name of the backend; its part of the configuration is applied first."""
     role: str = _one_of(*ROLES)
     """``prefill`` or ``decode`` on a node that runs only that phase (disaggregated serving)."""
     attention: str = _one_of(*reversed(ATTENTION))
-    """What the weakest attention implementation can have captured:
-    ``always`` any batch, ``uniform_batch`` requests of one width, ``single_token_decode`` one
-    token a request, ``never``."""
+    """Batches whose attention can be captured by the weakest implementation in use: ``always`` any
+    batch, ``uniform_batch`` requests of one width, ``single_token_decode`` one token per request,
+    ``never``."""
     host_lengths: bool = _flag()
     """Attention takes lengths or plans from the host: regions with host arguments."""
     recommended: Mapping[str, str] = attrs.field(
@@ -81,78 +81,58 @@ class EngineFacts:
     piecewise: bool = _flag(True)
     """The backend can capture ``torch.compile`` pieces."""
     compilers: tuple[str, ...] = attrs.field(default=COMPILERS, metadata={"read": _compilers})
-    """The compilers that piecewise may use on the backend."""
+    """Compilers that piecewise may use on the backend."""
     collectives: bool = _flag()
     """The body holds device collectives (tensor or expert parallelism)."""
     collectives_capturable: bool = _flag(True)
     """The backend can capture collectives."""
     pipeline_parallel: int = _count()
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     context_parallel: int = _count()
-    """Ranks that share one prefill."""
-    context_parallel_static: bool = _flag()
-    """Those ranks exchange sizes that depend on the bucket only."""
-    decode_context_parallel: int = _count()
-    """Ranks that share the KV cache of one request."""
+    """Number of ranks that share one prefill and exchange sizes that depend on the batch."""
     data_parallel_attention: bool = _flag()
     """Attention is replicated per rank while the other layers are shared."""
     speculative_tokens: int = _count(0)
-    """Draft tokens that one verify step checks per request; 0 without speculation."""
-    dynamic_speculation: bool = _flag()
-    """The number of draft tokens changes while serving."""
+    """Draft tokens per request in a verify step; 0 without speculation."""
     lora: bool = _flag()
     """Adapters may be active."""
     multimodal: str = _one_of("none", "slot", "outside")
     """Where image or audio embeddings join: ``slot`` through an input slot of the captured body,
-    ``outside`` in code that the captured body skips."""
+    ``outside`` in code outside the captured body."""
     encoder_decoder: bool = _flag()
     """The first decoder step reads encoder outputs, later ones do not."""
-    pooling: bool = _flag()
-    """The model returns embeddings or scores and never decodes."""
     two_batch_overlap: bool = _flag()
-    """A batch is split in two halves that run interleaved."""
-    moe_all_to_all: str = _one_of("none", "device", "host", "unproven")
-    """How experts exchange tokens: ``device`` with counts on the device, ``host`` with counts
-    read on the host, ``unproven`` where nobody has tried it under capture."""
-    moe_all_to_all_align: int = _count()
-    """Prefill sizes must be a multiple of this for that exchange."""
-    host_recorder: bool = _flag()
-    """A recorder of expert loads reads device data on the host while the model runs."""
-    torch_compile: bool = _flag()
-    """The engine compiles the whole model with ``torch.compile`` itself."""
+    """A batch is split into two halves that run interleaved."""
+    moe_host_counts: bool = _flag()
+    """Experts exchange tokens with counts that are read on the host."""
     traceable: bool = _flag(True)
-    """``torch.compile`` can trace the model (weights dequantised by opaque loaders cannot)."""
-    deterministic: bool = _flag()
-    """Results must not depend on the batch size."""
-    symmetric_memory: bool = _flag()
-    """Collectives use symmetric memory."""
+    """``torch.compile`` can trace the model. False for weights that opaque loaders dequantise and
+    for models that the engine compiles as a whole."""
     debug_hooks: bool = _flag()
     """Python hooks run inside the model (tensor dumps, tracing)."""
-    kv_offload: bool = _flag()
-    """KV pages move to host memory and back between steps."""
     kv_layerwise: bool = _flag()
     """The host waits for KV pages before each layer."""
-    kv_sharding: bool = _flag()
-    """The KV cache of one request is sharded by a plan made per request."""
     weight_offload: bool = _flag()
     """Weights move between host and device memory during a step."""
     memory_saver: bool = _flag()
     """Device memory is released and mapped again between steps."""
     suspend_on_release: bool = _flag()
     """The engine calls ``suspend`` and ``resume`` of its runners around such a release."""
-    slower_prefill: bool = _flag()
-    """A captured prefill has to use a slower attention kernel."""
 
     def __attrs_post_init__(self) -> None:
         for field in _FIELDS:
             value = getattr(self, field.name)
-            if field.metadata and value is not field.default:
+            if value is not field.default:
                 object.__setattr__(self, field.name, field.metadata["read"](value, field.name))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, path: str = "facts") -> EngineFacts:
-        """Build facts from JSON or YAML; ``ConfigError`` names the path of what is wrong."""
-        check_names(path, as_object(values, path), [one.name for one in _FIELDS], what="fact")
+        """Create facts from parsed JSON or YAML.
+
+        Raises:
+            ConfigError: a value is wrong; the message names its path.
+        """
+        check_names(path, as_object(values, path), [field.name for field in _FIELDS], what="fact")
         try:
             return cls(**values)
         except ConfigError as error:
@@ -170,7 +150,7 @@ class EngineFacts:
             recommended={**backend.recommended_mode, **self.recommended},
             region_update=self.region_update and capabilities.region_update,
             piecewise=self.piecewise and capabilities.piecewise,
-            compilers=tuple(one for one in capabilities.compilers if one in self.compilers),
+            compilers=tuple(name for name in capabilities.compilers if name in self.compilers),
             collectives_capturable=self.collectives_capturable and capabilities.collectives,
         )
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from devgraph.api.config.phase import KEYS, PHASES, Setting, path_of, phase_config, plain
-from devgraph.api.config.rules import unused
+from devgraph.api.config.unused import unused
 
 
 class Level(enum.IntEnum):

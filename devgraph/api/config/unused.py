@@ -1,0 +1,69 @@
+"""Keys of a phase that have no effect: a table of conditions and reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+
+from devgraph.api.config.phase import KEYS, RUNNER_POLICY, PhaseConfig
+from devgraph.api.policy import breaks, compiles, policies
+
+
+@attrs.frozen
+class Unused:
+    """One row: a key, the condition under which nothing reads it, and the reason."""
+
+    key: str
+    when: Callable[[PhaseConfig], bool]
+    because: str
+    phases: tuple[str, ...] = tuple(RUNNER_POLICY)
+
+
+UNUSED: tuple[Unused, ...] = (
+    *(
+        Unused(key, lambda phase: phase.policy == "disabled", "the policy is 'disabled'")
+        for key in KEYS
+        if key != "policy"
+    ),
+    Unused(
+        "max_requests",
+        lambda _: True,
+        "decode is sized by its buckets; request slots belong to a full prefill graph",
+        ("decode",),
+    ),
+    Unused(
+        "max_requests",
+        lambda phase: breaks(phase.policy),
+        "with breaks, a prefill graph takes any number of requests",
+        ("prefill",),
+    ),
+    Unused("lazy_hits", lambda phase: phase.capture != "lazy", "only capture='lazy' counts hits"),
+    Unused("min_speedup", lambda phase: phase.emulate, "an emulated graph is the step itself"),
+    Unused("learned", lambda phase: phase.capture == "eager", "all buckets come at start"),
+    Unused(
+        "miss_budget",
+        lambda phase: breaks(phase.policy),
+        "with breaks, marked code runs eagerly and no key can be missed",
+    ),
+    Unused(
+        "compiler",
+        lambda phase: not compiles(phase.policy),
+        f"only {' and '.join(name for name in policies() if compiles(name))} compiles",
+    ),
+    Unused(
+        "max_bs",
+        lambda phase: phase.buckets is not None and phase.max_bs != phase.buckets[-1],
+        "the buckets are listed, and a list is kept exactly",
+    ),
+)
+"""The table. If several rows apply to a key, the first one gives the reason."""
+
+
+def unused(phase: str, config: PhaseConfig) -> dict[str, str]:
+    """Return the explicit keys of a phase that have no effect, each with the reason."""
+    reasons: dict[str, str] = {}
+    for row in UNUSED:
+        if row.key in config.explicit and phase in row.phases and row.when(config):
+            reasons.setdefault(row.key, row.because)
+    return reasons

@@ -1,0 +1,41 @@
+"""Keys of a phase that have no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from devgraph.api.config.phase import KEYS, PHASES, PhaseConfig, phase_config
+from devgraph.api.config.unused import UNUSED, unused
+
+CASES: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+    ("decode", {"policy": "disabled", "max_bs": 8}, {"max_bs": "the policy is 'disabled'"}),
+    ("decode", {"max_requests": 8}, {"max_requests": "decode is sized by its buckets"}),
+    ("prefill", {"max_requests": 8}, {"max_requests": "any number of requests"}),
+    ("prefill", {"policy": "full", "max_requests": 8}, {}),
+    ("decode", {"lazy_hits": 3}, {"lazy_hits": "only capture='lazy'"}),
+    ("decode", {"lazy_hits": 3, "capture": "lazy"}, {}),
+    ("prefill", {"miss_budget": 3}, {"miss_budget": "no key can be missed"}),
+    ("decode", {"miss_budget": 3}, {}),
+    ("decode", {"compiler": "inductor"}, {"compiler": "only piecewise compiles"}),
+    ("prefill", {"policy": "piecewise", "compiler": "inductor"}, {}),
+    ("decode", {"buckets": [4], "max_bs": 8}, {"max_bs": "the buckets are listed"}),
+    ("decode", {"buckets": [4, 8], "max_bs": 8}, {}),
+]
+
+
+@pytest.mark.parametrize(("phase", "keys", "reasons"), CASES)
+def test_explicit_keys_that_nothing_reads_have_a_reason(
+    phase: str, keys: dict[str, Any], reasons: dict[str, str]
+) -> None:
+    told = unused(phase, phase_config(keys, phase))
+    assert told.keys() == reasons.keys()
+    for key, part in reasons.items():
+        assert part in told[key]
+
+
+def test_defaults_need_no_reason() -> None:
+    for phase in PHASES:
+        assert unused(phase, PhaseConfig(policy="disabled")) == {}
+    assert {row.key for row in UNUSED} == set(KEYS) - {"policy"}
