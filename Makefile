@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # As in pyproject.toml.
 OLDEST_TORCH := 2.11
+OLDEST_TRANSFORMERS := 5.10
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
 # Where torch comes from first: without an NVIDIA GPU the CPU build, 200 MB instead of gigabytes of
@@ -18,7 +19,8 @@ export TOKENIZERS_PARALLELISM = false
 # torch, and each would compile it for seven seconds.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test fuzz test-all test-npu test-newest test-oldest lint docs bench format clean
+OTHER_VERSIONS := newest oldest transformers-newest transformers-oldest
+.PHONY: help demo test fuzz test-all test-npu $(OTHER_VERSIONS:%=test-%) $(OTHER_VERSIONS:%=install-%) lint docs bench format clean
 
 help:
 	@echo "make demo      generate text with a real model on the CPU reference"
@@ -27,6 +29,8 @@ help:
 	@echo "make test-npu  the Ascend part of it, on torch-npu over a simulated driver (needs g++)"
 	@echo "make test-newest  the conformance suite of the CPU and the tests of piecewise, on the newest torch"
 	@echo "make test-oldest  the same on the oldest torch that devgraph takes"
+	@echo "make test-transformers-newest  the tests of its integration on the newest transformers"
+	@echo "make test-transformers-oldest  the same on the oldest that devgraph takes"
 	@echo "make fuzz      random work against eager for MINUTES (10), with new seeds"
 	@echo "make lint      ruff, mypy --strict, import rules, spelling"
 	@echo "make docs      the documentation as a site, with search and the API reference"
@@ -60,7 +64,7 @@ demo: $(DEMO_STAMP)
 	$(BIN)/python -m devgraph demo
 
 # Each worker has a core: threads of their own would take turns on it.
-test test-all test-npu test-newest test-oldest: export OMP_NUM_THREADS = 1
+test test-all test-npu $(OTHER_VERSIONS:%=test-%): export OMP_NUM_THREADS = 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not npu" $(PYTEST_ARGS)
 	$(MAKE) --no-print-directory test-npu
@@ -94,6 +98,22 @@ fuzz: $(STAMP)
 	$(call torch,.venv-$*/bin/python,--upgrade "$(TORCH)")
 	.venv-$*/bin/python $(COMPILED) "$(TORCH)" -e ".[test]"
 	touch $@
+
+# Another transformers lies in a folder before the packages of the environment, beside its torch. The
+# newest ignores the bound of pyproject.toml, so that a release that breaks something is seen.
+.cache/transformers-newest/.installed: TRANSFORMERS := transformers
+.cache/transformers-oldest/.installed: TRANSFORMERS := transformers==$(OLDEST_TRANSFORMERS).*
+.cache/transformers-newest/.installed .cache/transformers-oldest/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/python $(COMPILED) --target $(@D) "$(TRANSFORMERS)"
+	touch $@
+
+install-newest install-oldest: install-%: .venv-%/.installed
+install-transformers-newest install-transformers-oldest: install-%: .cache/%/.installed
+
+test-transformers-newest test-transformers-oldest: test-%: .cache/%/.installed
+	PYTHONPATH=$(CURDIR)/.cache/$* $(BIN)/python -m pytest tests/integrations/transformers tests/zoo \
+		-n $(JOBS) -m "not slow" $(PYTEST_ARGS)
 
 test-newest test-oldest: test-%: .venv-%/.installed
 	.venv-$*/bin/python -m pytest --pyargs devgraph.testing.conformance -n $(JOBS) -m "not slow" \

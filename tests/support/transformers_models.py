@@ -1,5 +1,7 @@
 """Small models with random weights, one per family, and what transformers generates with them."""
 
+# ruff: noqa: E402  (imports follow the skip where transformers is missing)
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -10,7 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="the transformers integration")
 
+from devgraph.integrations.transformers.names import NAMES
+
 VOCABULARY = 211
+CACHE = NAMES.cache
+"""Argument of a forward, and key of its output, that holds the cache."""
 
 # Tensors here are so small that threads cost more than they bring, most of all when tests run in
 # several processes.

@@ -40,6 +40,7 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.errors import InputError, StateError
 from devgraph.integrations.engine.installation import Changes
 from devgraph.integrations.transformers.engine import Engine, config_of
+from devgraph.integrations.transformers.names import NAMES
 from devgraph.integrations.transformers.probe import UnsupportedModelError, eos_of
 from devgraph.integrations.transformers.requests import SamplingParams
 from devgraph.integrations.transformers.seat import Seat, seat_of
@@ -212,7 +213,7 @@ class _Acceleration:
         if reason is None:
             self.requests += 1
         else:
-            self._fall_back(reason, inputs.get("past_key_values"))
+            self._fall_back(reason, NAMES.cache_in(inputs))
         return result
 
     def _take(
@@ -236,7 +237,7 @@ class _Acceleration:
             return Fallback.MASK
         if any(pads) and self.engine.model.own is not None:
             return Fallback.PADDING
-        cache: Any = inputs.get("past_key_values")
+        cache: Any = NAMES.cache_in(inputs)
         self._vacate()
         if not Seat.fits(self.engine, cache, batch):
             return Fallback.CACHE
@@ -279,12 +280,12 @@ class _Acceleration:
     # -- forwards --------------------------------------------------------------------------------
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
+        cache = NAMES.cache_in(kwargs)
         seat = seat_of(cache)
         if seat is not None:
             reason, logits = self._run(seat, kwargs)
             if reason is None:
-                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+                return CausalLMOutputWithPast(logits=logits, **{NAMES.cache: cache})
             self._fall_back(reason, cache)
         with self._lock:  # A step of another thread has the model's modules changed.
             return self._hooks["forward"].own(*args, **kwargs)
@@ -390,7 +391,14 @@ class _Acceleration:
 
 
 _INPUTS = frozenset(
-    {"attention_mask", "input_ids", "logits_to_keep", "past_key_values", "position_ids"}
+    {
+        "attention_mask",
+        "input_ids",
+        "logits_to_keep",
+        "position_ids",
+        NAMES.cache,
+        *NAMES.old_caches,
+    }
 )
 _ALWAYS = frozenset({"output_attentions", "output_hidden_states", "return_dict", "use_cache"})
 """What the loop says to every forward besides."""

@@ -35,6 +35,7 @@ from devgraph.integrations.transformers.attention import (
     varlen_packed,
 )
 from devgraph.integrations.transformers.fusion import Fusion, standing_in
+from devgraph.integrations.transformers.names import NAMES
 from devgraph.integrations.transformers.probe import (
     ModelShape,
     attends_itself,
@@ -140,7 +141,7 @@ class CausalModel:
             register(self._name, attends_itself(model), mask)
         self._finalizer = weakref.finalize(self, unregister, self._name)
         self._takes_positions = "position_ids" in parameters_of(self.shape.body)
-        both = {"position_ids", "past_key_values_length"}
+        both = {"position_ids", NAMES.length}
         self._placed = [
             module
             for module in self.shape.body.modules()
@@ -377,7 +378,7 @@ class CausalModel:
         shape = (1, -1) if self.own is None else (-1, step.width)
         inputs = {
             "input_ids": step.batch.input_ids.view(shape),
-            "past_key_values": self.cache,
+            NAMES.cache: self.cache,
             "use_cache": True,
         }
         if self._takes_positions:

@@ -32,6 +32,7 @@ from transformers.modeling_utils import AttentionInterface
 from devgraph.api.errors import DeviceGraphError
 from devgraph.integrations.transformers.attention import LayerShape
 from devgraph.integrations.transformers.fusion import Seen, standing_in
+from devgraph.integrations.transformers.names import NAMES
 
 _TOKENS = 3
 _OTHER_LENGTH = 5
@@ -205,7 +206,7 @@ def _body_of(model: PreTrainedModel) -> torch.nn.Module:
     finally:
         for hook in hooks:
             hook.remove()
-    if not called or not {"input_ids", "past_key_values"} <= parameters_of(called[0]):
+    if not called or not {"input_ids", NAMES.cache} <= parameters_of(called[0]):
         raise _Refused("its forward does not begin with a base model that has a cache")
     return called[0]
 
@@ -242,7 +243,7 @@ class _Probe(Cache):  # type: ignore[misc]
         model, own = self.model, self.own is not None
         self.length = length
         ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=model.device)
-        inputs = {"input_ids": ids, "past_key_values": self, "use_cache": True}
+        inputs = {"input_ids": ids, NAMES.cache: self, "use_cache": True}
         if "position_ids" in parameters_of(body):
             inputs["position_ids"] = torch.arange(_TOKENS, device=model.device)[None]
         name = f"devgraph_probe_{id(self)}"

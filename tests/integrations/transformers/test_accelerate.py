@@ -37,8 +37,9 @@ from devgraph.integrations.transformers import (
     generate_stats,
     unaccelerate,
 )
+from devgraph.integrations.transformers.names import NAMES
 from devgraph.integrations.transformers.seat import Seat, seat_of
-from tests.support.transformers_models import FAMILIES, make_model, prompts
+from tests.support.transformers_models import CACHE, FAMILIES, make_model, prompts
 
 # The package's name for it is the function.
 module = importlib.import_module("devgraph.integrations.transformers.accelerate")
@@ -203,15 +204,15 @@ def test_second_turn_runs_its_new_tokens_only_whoever_had_the_slots_since(family
             generated(model, {"input_ids": torch.tensor([prompts(3)[1]])})
         ids = torch.cat([first.sequences, torch.full((3, 2), 7)], dim=1)
         mask = torch.cat([rows["attention_mask"], torch.ones(3, 10, dtype=torch.int64)], dim=1)
-        cache = first.past_key_values
+        cache = first[CACHE]
         before = steps(model) if "generate" in vars(model) else 0
         second = generated(
             model,
             {"input_ids": ids, "attention_mask": mask},
-            past_key_values=cache,
+            **{CACHE: cache},
             return_dict_in_generate=True,
         )
-        assert second.past_key_values is cache
+        assert second[CACHE] is cache
         assert cache.get_seq_length() == second.sequences.shape[1] - 1
         return second.sequences, before
 
@@ -229,10 +230,10 @@ def test_second_turn_runs_its_new_tokens_only_whoever_had_the_slots_since(family
 def test_cache_of_the_caller_is_filled_and_stays_the_callers(model: Any) -> None:
     inputs = {"input_ids": torch.tensor([prompts(3)[2]])}
     plain = DynamicCache()
-    want = generated(model, inputs, past_key_values=plain)
+    want = generated(model, inputs, **{CACHE: plain})
     accelerate(model, **OPTIONS)
     cache = DynamicCache()
-    assert torch.equal(generated(model, inputs, past_key_values=cache), want)
+    assert torch.equal(generated(model, inputs, **{CACHE: cache}), want)
     kept = copy.deepcopy(cache)
     assert [type(layer) for layer in cache.layers] == [type(layer) for layer in plain.layers]
     generated(model)  # whose rows go to the same slots
@@ -241,7 +242,7 @@ def test_cache_of_the_caller_is_filled_and_stays_the_callers(model: Any) -> None
         for layer, expected in zip(one.layers, plain.layers, strict=True):
             close(layer.keys, expected.keys)
             close(layer.values, expected.values)
-    assert torch.equal(generated(model, {"input_ids": want}, past_key_values=cache)[:, :-8], want)
+    assert torch.equal(generated(model, {"input_ids": want}, **{CACHE: cache})[:, :-8], want)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -319,12 +320,12 @@ def test_forward_outside_generate_is_the_models_own(model: Any) -> None:
     out = generated(
         model, {"input_ids": ids[:, :-1]}, max_new_tokens=1, return_dict_in_generate=True
     )
-    cache = out.past_key_values
-    got = model(input_ids=ids[:, -1:], past_key_values=cache).logits
+    cache = out[CACHE]
+    got = model(input_ids=ids[:, -1:], **{CACHE: cache}).logits
     close(got, want[:, -1:])
     # The slots do not hold its last row.
     more = torch.cat([ids, ids[:, :1]], dim=1)
-    again = generated(model, {"input_ids": more}, past_key_values=cache)
+    again = generated(model, {"input_ids": more}, **{CACHE: cache})
     assert torch.equal(again, generated(model, {"input_ids": more}))
     assert generate_stats(model).fallbacks == {}
 
@@ -469,11 +470,11 @@ def test_cache_that_slots_cannot_continue_falls_back(model: Any) -> None:
     def run() -> list[Any]:
         cache = DynamicCache()
         with torch.no_grad():
-            model(input_ids=ids[:, :-2], past_key_values=cache)
+            model(input_ids=ids[:, :-2], **{CACHE: cache})
         first = generated(model, {"input_ids": ids[:, :9]}, max_new_tokens=1, **RETURNED)
-        again = {"input_ids": ids[:, 20:29], "past_key_values": first.past_key_values}
+        again = {"input_ids": ids[:, 20:29], CACHE: first[CACHE]}
         return [
-            generated(model, {"input_ids": ids}, past_key_values=cache),
+            generated(model, {"input_ids": ids}, **{CACHE: cache}),
             generated(model, again),
         ]
 
@@ -499,7 +500,7 @@ def test_returned_cache_has_the_layers_that_it_came_with() -> None:
 
     def run() -> tuple[Any, ...]:
         cache = DynamicCache()  # which keeps all rows of sliding windows too
-        out = generated(model, inputs, past_key_values=cache)
+        out = generated(model, inputs, **{CACHE: cache})
         cache.crop(-5)
         kinds = [type(layer) for layer in cache.layers]
         return out.tolist(), kinds, cache.layers[0].keys.shape, cache.layer_class_to_replicate
@@ -514,13 +515,13 @@ def test_returned_cache_has_the_layers_that_it_came_with() -> None:
 def test_cache_written_between_two_turns_is_copied_to_the_slots(model: Any, written: str) -> None:
     def talk() -> Any:
         first = generated(model, {"input_ids": torch.tensor([prompts(3)[2]])}, **RETURNED)
-        layer = first.past_key_values.layers[1]
+        layer = first[CACHE].layers[1]
         if written == "keys":
             layer.keys.mul_(-1)
         else:
             layer.values = -layer.values
         ids = torch.cat([first.sequences, torch.full((1, 2), 7)], dim=1)
-        return generated(model, {"input_ids": ids}, past_key_values=first.past_key_values)
+        return generated(model, {"input_ids": ids}, **{CACHE: first[CACHE]})
 
     want = talk()
     accelerate(model, **OPTIONS)
@@ -538,7 +539,7 @@ def test_copy_of_a_cache_during_a_generation_has_its_rows(model: Any) -> None:
 
     ids = torch.tensor([prompts(3)[2]])
     accelerate(model, **OPTIONS)
-    out = generated(model, {"input_ids": ids}, past_key_values=cache, streamer=Copies())
+    out = generated(model, {"input_ids": ids}, **{CACHE: cache}, streamer=Copies())
     assert generate_stats(model).fallbacks == {}
     for one in copies:
         assert [type(layer) for layer in one.layers] == [type(layer) for layer in cache.layers]
@@ -627,12 +628,12 @@ def test_model_accelerated_in_inference_mode_generates_outside_of_it(model: Any)
 
 def test_loops_of_callers_over_a_seated_cache_get_what_the_model_gives(model: Any) -> None:
     def loop(model: Any, input_ids: Any, **kwargs: Any) -> Any:
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         embedded = model.get_input_embeddings()(input_ids)
         return (
-            model(input_ids=input_ids[:, :3], past_key_values=cache, logits_to_keep=1).logits,
-            model(inputs_embeds=embedded[:, 3:5], past_key_values=cache).logits,
-            model(input_ids=input_ids[:, 5:], past_key_values=cache, return_dict=False)[0],
+            model(input_ids=input_ids[:, :3], **{CACHE: cache}, logits_to_keep=1).logits,
+            model(inputs_embeds=embedded[:, 3:5], **{CACHE: cache}).logits,
+            model(input_ids=input_ids[:, 5:], **{CACHE: cache}, return_dict=False)[0],
         )
 
     ids = {"input_ids": torch.tensor([prompts(3)[2]])}
@@ -642,14 +643,26 @@ def test_loops_of_callers_over_a_seated_cache_get_what_the_model_gives(model: An
     assert generate_stats(model).fallbacks == {"inputs": 1}
 
 
+@pytest.mark.parametrize("name", [CACHE, *NAMES.old_caches])
+def test_forward_over_a_seated_cache_takes_its_deprecated_names(model: Any, name: str) -> None:
+    def loop(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+        return model(input_ids=input_ids, **{name: kwargs[CACHE]}, logits_to_keep=1).logits
+
+    ids = {"input_ids": torch.tensor([prompts(3)[2]])}
+    accelerate(model, **OPTIONS)
+    got = generated(model, ids, custom_generate=loop)
+    close(got, model(input_ids=ids["input_ids"], logits_to_keep=1).logits)
+    assert generate_stats(model).fallbacks == {}
+
+
 def test_tokens_added_to_a_step_have_positions_that_the_model_has() -> None:
     """A table of learned positions may end before the rows of a slot do."""
     model = make_model("gpt2", max_position_embeddings=13)
 
     def loop(model: Any, input_ids: Any, **kwargs: Any) -> Any:
-        cache = kwargs["past_key_values"]
-        model(input_ids=input_ids[:, :10], past_key_values=cache, logits_to_keep=1)
-        return model(input_ids=input_ids[:, 10:], past_key_values=cache).logits
+        cache = kwargs[CACHE]
+        model(input_ids=input_ids[:, :10], **{CACHE: cache}, logits_to_keep=1)
+        return model(input_ids=input_ids[:, 10:], **{CACHE: cache}).logits
 
     ids = {"input_ids": torch.arange(1, 14)[None]}
     want = generated(model, ids, custom_generate=loop)
@@ -660,13 +673,13 @@ def test_tokens_added_to_a_step_have_positions_that_the_model_has() -> None:
 
 def test_loops_of_callers_that_drop_the_mask_or_ask_for_padding_run_the_model(model: Any) -> None:
     def without(model: Any, input_ids: Any, **kwargs: Any) -> Any:
-        cache = kwargs["past_key_values"]
-        model(input_ids=input_ids[:, :7], past_key_values=cache, logits_to_keep=1)
-        return model(input_ids=input_ids[:, 7:], past_key_values=cache).logits
+        cache = kwargs[CACHE]
+        model(input_ids=input_ids[:, :7], **{CACHE: cache}, logits_to_keep=1)
+        return model(input_ids=input_ids[:, 7:], **{CACHE: cache}).logits
 
     def whole(model: Any, input_ids: Any, **kwargs: Any) -> Any:
-        cache, mask = kwargs["past_key_values"], kwargs["attention_mask"]
-        out = model(input_ids=input_ids, attention_mask=mask, past_key_values=cache)
+        cache, mask = kwargs[CACHE], kwargs["attention_mask"]
+        out = model(input_ids=input_ids, attention_mask=mask, **{CACHE: cache})
         return out.logits[:, 3:]
 
     ids = {"input_ids": torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9]])}
@@ -714,7 +727,7 @@ def test_step_too_many_of_a_deferred_check_is_taken_back(
     graphs = generated(model, **ends | {"return_dict_in_generate": returned})
     assert torch.equal(getattr(graphs, "sequences", graphs), plain.sequences)
     if returned:
-        assert graphs.past_key_values.get_seq_length() == plain.sequences.shape[1] - 1
+        assert graphs[CACHE].get_seq_length() == plain.sequences.shape[1] - 1
     generated(model, do_sample=True)
     assert deferred == [True, False]
     assert utils.DeferredStopCheck is module._deferral._own

@@ -24,7 +24,7 @@ from devgraph.integrations.transformers.probe import (
     _Probe,
     probe,
 )
-from tests.support.transformers_models import FAMILIES, make_model
+from tests.support.transformers_models import CACHE, FAMILIES, make_model
 from tests.zoo.families import build
 
 
@@ -156,7 +156,13 @@ ATTENDS_ITSELF = {
         "passes s_aux to attention",
     ),
     "outside the registry": (
-        small(transformers.GPTJConfig, vocab_size=50, n_embd=32, n_layer=2, n_head=2, rotary_dim=8),
+        small(
+            transformers.FalconConfig,
+            vocab_size=50,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        ),
         "registry",
     ),
 }
@@ -200,8 +206,8 @@ def test_layer_that_attends_to_another_layers_cache_is_refused() -> None:
     second = model.model.layers[1].self_attn
     forward = second.forward
 
-    def shares(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        return forward(*args, past_key_values=None, **kwargs)
+    def shares(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs | {CACHE: None})
 
     second.forward = shares
     with pytest.raises(UnsupportedModelError, match="something else than what it just wrote"):
