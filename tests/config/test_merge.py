@@ -22,7 +22,6 @@ from tests.support.config_cases import (
     PHASE,
     SIZES,
     VALUES,
-    both,
     from_argv,
 )
 
@@ -31,7 +30,7 @@ def test_each_level_beats_the_weaker_ones_per_key_with_both_names(tmp_path: Path
     path = tmp_path / "mode.json"
     path.write_text('{"device_graph": {"decode": {"policy": "piecewise", "warmup": 7}}}')
     config, said = from_argv(
-        *("--device-graph-config", str(path), "--enforce-eager", "--cuda-graph-bs", "1", "2"),
+        *("--device-graph-config", str(path), "--disable-cuda-graph", "--cuda-graph-bs", "1", "2"),
         *("--decode-device-graph-mode", "breakable"),
         *("--device-graph-mode", '{"decode": "full"}'),
     )
@@ -43,7 +42,8 @@ def test_each_level_beats_the_weaker_ones_per_key_with_both_names(tmp_path: Path
     assert overrides == [
         "decode.policy: 'full' from --device-graph-mode overrides 'piecewise' from "
         f"--device-graph-config {path}",
-        "decode.policy: 'full' from --device-graph-mode overrides 'disabled' from --enforce-eager",
+        "decode.policy: 'full' from --device-graph-mode overrides 'disabled' from "
+        "--disable-cuda-graph",
         "decode.policy: 'full' from --device-graph-mode overrides 'breakable' from "
         "--decode-device-graph-mode",
     ]
@@ -134,18 +134,14 @@ PICKED_OLDER = st.lists(
     st.sampled_from(
         [
             (["--disable-cuda-graph"], BOTH_DISABLED),
-            (["--enforce-eager"], BOTH_DISABLED),
             (["--disable-piecewise-cuda-graph"], {"prefill": "disabled"}),
             (["--enable-breakable-cuda-graph"], {"prefill": "breakable"}),
-            (["--cuda-graph-backend-decode", "breakable"], {"decode": "breakable"}),
+            (["--decode-cuda-graph-backend", "breakable"], {"decode": "breakable"}),
+            (["--prefill-disable-cuda-graph"], {"prefill": "disabled"}),
             (["--cuda-graph-bs", "3", "5"], {"decode": {"buckets": [3, 5]}}),
             (["--cuda-graph-max-bs", "160"], {"decode": {"max_bs": 160}}),
-            (["--piecewise-cuda-graph-tokens", "7"], {"prefill": {"buckets": [7]}}),
-            (["--cudagraph-capture-sizes", "9"], both("buckets", [9])),
-            (["--disable-cuda-graph-padding"], {"decode": {"max_padding": 1.0}}),
+            (["--prefill-cuda-graph-bs", "7"], {"prefill": {"buckets": [7]}}),
             (["--cuda-graph-mode", '{"decode": "full"}'], {"decode": "full"}),
-            (["--cudagraph-mode", "PIECEWISE"], dict.fromkeys(PHASES, "piecewise")),
-            (["--optimization-level", "3"], {"decode": "full", "prefill": "piecewise"}),
         ]
     ),
     unique_by=lambda one: one[0][0],

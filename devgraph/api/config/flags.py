@@ -1,22 +1,29 @@
 """The command line of the mode configuration, for any argparse parser.
 
-Nothing here has a default: an option that was not given leaves no attribute behind, which is how a
-choice is told from its absence. Options that the parser already has are left alone and read
-through the attribute that they set, so an engine can keep its own definitions of the older flags.
+No option has a default: an option that was not given sets no attribute, so that a choice can be
+told from its absence. Options that the parser already defines are left alone and read through the
+attribute that they set, so an engine can keep its own definitions of older flags.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from devgraph.api.config.document import parse_mode, read_mode, read_section
 from devgraph.api.config.merge import Level, Source
-from devgraph.api.config.older_flags import DISABLE, MODE, OLDER_FLAGS, SHORTHANDS, Flag
+from devgraph.api.config.older_flags import (
+    DISABLE,
+    MODE,
+    OLDER_FLAGS,
+    REMOVED_FLAGS,
+    SHORTHANDS,
+    Flag,
+)
 from devgraph.api.config.phase import FLAG, KEYS, PHASES, DeviceGraphWarning
 from devgraph.api.errors import ConfigTypeError
 
@@ -28,11 +35,11 @@ def _key(phase: str, key: str, value: Any, name: str) -> Source:
 
 
 def _phase(phase: str) -> Iterator[Flag]:
-    """The flags of one phase: the one that switches it off, and one for each key that has one."""
+    """Yield the flags of one phase: the switch that disables it, and one for each short key."""
     yield Flag(
         name=DISABLE[phase],
         shape="switch",
-        help=f"run {phase} eagerly; gives way to {SHORTHANDS[phase, 'policy']}",
+        help=f"run {phase} eagerly; {SHORTHANDS[phase, 'policy']} overrides it",
         read=lambda _, name: _key(phase, "policy", "disabled", name),
     )
     for key in KEYS.values():
@@ -60,50 +67,49 @@ FLAGS: tuple[Flag, ...] = (
         name=_FILE,
         shape="text",
         metavar="FILE",
-        help="JSON or YAML file with a device_graph section; weaker than every flag",
+        help="JSON or YAML file with a device_graph section; every flag overrides it",
         read=lambda path, name: parse_mode(read_section(path), f"{name} {path}", Level.FILE),
     ),
     *(flag for phase in PHASES for flag in _phase(phase)),
     *OLDER_FLAGS,
 )
-"""Every flag, in the order of the help; of those of one level a later one is stronger."""
+"""All flags in the order of the help. Among flags of one level, a later one wins."""
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add ``--device-graph-mode``, its shorthands and the accepted older flags to ``parser``.
 
-    Options that the parser has already are skipped, so calling this twice, or for an engine with
-    flags of its own, is safe. ``DeviceGraphConfig.from_args`` reads their values.
+    Options that the parser already defines are skipped, so a second call, or a call for an engine
+    with flags of its own, is safe. ``DeviceGraphConfig.from_args`` reads their values.
     """
     if not isinstance(parser, argparse._ActionsContainer):
         raise ConfigTypeError(f"expected an argparse parser, got {parser!r}")
     taken = parser._option_string_actions
-    free = [
-        (names, flag)
-        for flag in FLAGS
-        if (names := [one for one in (flag.name, flag.short) if one and not _taken(one, taken)])
-    ]
+    free = [flag for flag in FLAGS if flag.name not in taken]
     if not free:
         return
     group: argparse._ActionsContainer = parser
-    if not isinstance(parser, argparse._ArgumentGroup):  # which holds no other
+    if not isinstance(parser, argparse._ArgumentGroup):  # argparse does not nest groups
         group = parser.add_argument_group(
             "device graphs",
-            f"{MODE} beats the flags per phase, which beat the graph flags of older engines "
-            f"(accepted and not listed here), which beat {_FILE}; merged per key.",
+            f"{MODE} overrides the flags per phase. They override the graph flags of older engines "
+            f"(accepted, not listed here), which override {_FILE}. All are merged per key.",
         )
-    for names, flag in free:
+    hidden = argparse.SUPPRESS
+    for flag in free:
         options: dict[str, Any] = {"action": _Once, "metavar": flag.metavar}
         if flag.shape == "switch":
             options = {"action": "store_true"}
         elif flag.shape != "text":
             options |= {"type": int, "nargs": "+" if flag.shape == "integers" else None}
-        default = argparse.SUPPRESS
-        group.add_argument(*names, dest=flag.dest, help=flag.help, default=default, **options)
+        group.add_argument(flag.name, dest=flag.dest, help=flag.help, default=hidden, **options)
+    for name in REMOVED_FLAGS:
+        if name not in taken:
+            group.add_argument(name, action=_Removed, nargs="*", help=hidden, default=hidden)
 
 
 class _Once(argparse.Action):
-    """Stores a value as argparse does, and tells of one that was there."""
+    """Store a value, and warn if it overrides an earlier one."""
 
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
@@ -115,18 +121,27 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _taken(name: str, taken: Mapping[str, argparse.Action]) -> bool:
-    """Whether the parser has it, or an option whose meaning it would change: ``-cc`` does that to
-    a ``-c`` with the value ``c``."""
-    return name in taken or (not name.startswith("--") and name[:2] in taken)
+class _Removed(argparse.Action):
+    """Refuse a flag of earlier versions and name its replacement."""
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        name = self.option_strings[0]
+        parser.error(f"{name} was removed: {REMOVED_FLAGS[name]}")
 
 
 def sources_of(
     namespace: argparse.Namespace, parser: argparse.ArgumentParser | None = None
 ) -> list[Source]:
-    """Return what the arguments say, weakest first, with a note for each older flag.
+    """Return the settings in the arguments in ascending precedence, with a note per older flag.
 
-    With ``parser``, values that equal its defaults count as not given. Raises ``ConfigError``.
+    Args:
+        namespace: the parsed arguments.
+        parser: if given, values that equal its defaults count as not given.
+
+    Raises:
+        ConfigError: a value cannot be read.
     """
     if not hasattr(namespace, "__dict__") and not hasattr(namespace, "__slots__"):
         raise ConfigTypeError(
@@ -138,7 +153,7 @@ def sources_of(
         if value is None or value is False or (isinstance(value, (list, tuple)) and not value):
             continue
         if flag.shape == "switch":
-            FLAG["read"](value, flag.name)  # an engine's own option may hold something else
+            FLAG["read"](value, flag.name)  # an engine's own option may hold another type
         if parser is None or value != parser.get_default(flag.dest):
             sources.append(flag.read(value, flag.name))
     return sorted(sources, key=attrgetter("level"))

@@ -1,7 +1,6 @@
-"""Putting together what several sources say about the same settings.
+"""Merge the settings of several sources per key, from the weakest source to the strongest.
 
-Sources are applied from the weakest to the strongest and merged per key. Whatever loses is named
-in a note together with what beat it, so that nothing which somebody wrote disappears in silence.
+A note names every overridden value together with its winner, so that no choice is lost silently.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from devgraph.api.config.unused import unused
 
 
 class Level(enum.IntEnum):
-    """How strong a source is; between equals the later one wins."""
+    """The strength of a source. Between equals, the later source wins."""
 
     FILE = 0
     OLDER = 1
@@ -27,7 +26,7 @@ class Level(enum.IntEnum):
 
 @attrs.frozen(kw_only=True)
 class Source:
-    """What one place (one flag, one file) says, checked, and what there is to say about it."""
+    """The checked settings of one flag or file, and notes about them."""
 
     level: Level
     name: str
@@ -48,21 +47,21 @@ _State = dict[Setting, _Entry]
 
 
 def merge(sources: Iterable[Source]) -> Source:
-    """Merge sources, which must come in ascending order of strength, into one.
+    """Merge sources, which come in ascending order of strength, into one.
 
-    A part for one backend beats the general part of the same source and of weaker ones; a general
-    part beats the parts for single backends of weaker sources. ``buckets`` and ``max_bs`` that
-    contradict each other across sources are reconciled in favour of the stronger source.
+    A part for one backend overrides the general part of the same source and of weaker sources. A
+    general part overrides the parts for backends of weaker sources. If ``buckets`` and ``max_bs``
+    of different sources contradict each other, the stronger source decides.
     """
     state: _State = {}
-    said: list[tuple[Setting, _Entry]] = []
+    entries: list[tuple[Setting, _Entry]] = []
     notes: list[str] = []
     backends: dict[str, None] = {}
     for source in sources:
         notes += source.notes
         for setting, value in source.settings.items():
             entry = _Entry(value, source.level, source.name)
-            said.append((setting, entry))
+            entries.append((setting, entry))
             state[setting] = entry
             backend, phase, key = setting
             if backend is not None:
@@ -72,11 +71,11 @@ def merge(sources: Iterable[Source]) -> Source:
                 refining = state.get((name, phase, key))
                 if refining is not None and refining.level < entry.level:
                     del state[name, phase, key]
-    notes += _overrides(said, state)
+    notes += _overrides(entries, state)
     scopes = (None, *sorted(backends))
-    spent = {_reconcile(scope, phase, state, notes) for scope in scopes for phase in PHASES}
+    used = {_reconcile(scope, phase, state, notes) for scope in scopes for phase in PHASES}
     for phase in PHASES:
-        _report_unused(phase, state, spent, notes)
+        _report_unused(phase, state, used, notes)
     return Source(
         level=Level.JSON,
         name="",
@@ -85,24 +84,29 @@ def merge(sources: Iterable[Source]) -> Source:
     )
 
 
-def _overrides(said: Iterable[tuple[Setting, _Entry]], state: _State) -> list[str]:
-    """Name every value that does not hold where it was written for, with what holds instead."""
+def _overrides(entries: Iterable[tuple[Setting, _Entry]], state: _State) -> list[str]:
+    """Return a note for every overridden value, with the value that holds instead."""
     notes: list[str] = []
-    for setting, entry in said:
+    for setting, entry in entries:
         winner = state.get(setting) or state.get((None, *setting[1:]))
         if winner and winner.value != entry.value:
             notes.append(f"{path_of(setting)}: {winner} overrides {entry}")
     for setting, entry in state.items():
         general = state.get((None, *setting[1:]))
-        # Within one source, the part for a backend is meant to refine the rest.
+        # Within one source, the part for a backend refines the general part on purpose.
         if general and general.name != entry.name and general.value != entry.value:
             notes.append(f"{path_of(setting)}: on this backend {entry} overrides {general}")
     return notes
 
 
 def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str]) -> Setting | None:
-    """Let ``buckets`` and ``max_bs`` of different places agree: the stronger source is right, and
-    in one source the part for the backend. Return the maximum that left buckets out."""
+    """Adapt ``buckets`` or ``max_bs`` if they contradict each other.
+
+    The stronger source decides; within one source, the part for the backend decides.
+
+    Returns:
+        The place of the maximum that removed buckets, or None.
+    """
     own_sizes, own_largest = (backend, phase, "buckets"), (backend, phase, "max_bs")
     sizes = state.get(own_sizes) or state.get((None, phase, "buckets"))
     largest = state.get(own_largest) or state.get((None, phase, "max_bs"))
@@ -131,28 +135,24 @@ def _reconcile(backend: str | None, phase: str, state: _State, notes: list[str])
 
 
 def _report_unused(
-    phase: str, state: _State, spent: Container[Setting | None], notes: list[str]
+    phase: str, state: _State, used: Container[Setting | None], notes: list[str]
 ) -> None:
-    """Say so when a value has no effect on any backend that it holds for; ``spent`` had one."""
-    backends = [None, *sorted({one for one, where, _ in state if one and where == phase})]
+    """Note the settings that no backend reads, except those in ``used``."""
+    backends = {backend for backend, place, _ in state if place == phase}
     idle: dict[Setting, str] = {}
     read: set[Setting] = set()
-    for backend in backends:
+    for backend in (None, *sorted(backends - {None}, key=str)):
         places: dict[str, Setting] = {
-            key: (one, phase, key)
-            for one in (None, backend)
+            key: (scope, phase, key)
+            for scope in (None, backend)
             for key in KEYS
-            if (one, phase, key) in state
+            if (scope, phase, key) in state
         }
         values = {key: state[place].value for key, place in places.items()}
-        told = unused(phase, phase_config(None, phase).with_checked(values, frozenset(values)))
-        for key, place in places.items():
-            if key in told:
-                idle.setdefault(place, told[key])
-            else:
-                read.add(place)
+        config = phase_config(None, phase).with_checked(values, frozenset(values))
+        reasons = unused(phase, config)
+        idle |= {places[key]: because for key, because in reasons.items()}
+        read |= {place for key, place in places.items() if key not in reasons}
     for place, because in idle.items():
-        # Older flags set one compiler for both phases, whatever their policy.
-        both = (place[2], state[place].level) == ("compiler", Level.OLDER)
-        if place not in read and place not in spent and not both:
+        if place not in read and place not in used:
             notes.append(f"{path_of(place)}: {state[place]} has no effect: {because}")
