@@ -86,8 +86,6 @@ class Backend(Device):
     ``capabilities`` of an instance are those of its node."""
     recommended_mode: Mapping[str, str] = {}
     """Policies by phase that are better here than those of the default mode."""
-    launches_quickly = False
-    """Whether to launch a graph of one operation takes the host less time than the operation."""
     _fastest = math.inf
 
     @abc.abstractmethod

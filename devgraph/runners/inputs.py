@@ -4,7 +4,6 @@ host inputs to the device."""
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, did_you_mean
-from devgraph.api.graph import DeviceGraph
 from devgraph.runners.outputs import LeasedTensor, released
-from devgraph.runners.slots import InputSlot, Pad, Size
+from devgraph.runners.slots import InputSlot, Pad, Size, raw, raw_dtype, raw_value
 
 _ALIGNMENT = 16
 """Bytes between the starts of packed tensors."""
@@ -61,8 +59,6 @@ class InputArena:
         )
         self.device = self.buffers.device
         self.staging = StagingMemory(backend, self.device)
-        self.copies: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
-        """The captured copies of inputs."""
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
     def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
@@ -124,22 +120,26 @@ class InputArena:
             }
 
     def fill(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Put pad values into every row of ``views``, as ``views()`` returned them."""
+        """Write pad values into every row of ``views``, as ``views()`` returned them."""
         for name, view in views.items():
-            view.fill_(self.slots[name].pad.value)
+            raw(view).fill_(raw_value(self.slots[name].pad.value, view.dtype))
 
     def template(self, slot: InputSlot, pad: Pad) -> torch.Tensor | None:
-        """Return a flat tensor of a constant pad for ``slot``, or None if it would be large."""
+        """Return a flat tensor of a constant pad for ``slot``, or None if it would be large.
+
+        The tensor has the slot's ``raw_dtype``.
+        """
         needed = math.prod(slot.shape(self.largest))
         if pad.kind != "fill" or needed * slot.dtype.itemsize > TEMPLATE_BYTES:
             return None
         key = (slot.dtype, repr(pad.value))
-        found = self._templates.get(key)
-        if found is None or found.numel() < needed:
+        template = self._templates.get(key)
+        if template is None or template.numel() < needed:
+            value, dtype = raw_value(pad.value, slot.dtype), raw_dtype(slot.dtype)
             with torch.inference_mode(False):
-                found = torch.full((needed,), pad.value, dtype=slot.dtype, device=self.device)
-            self._templates[key] = found
-        return found
+                template = torch.full((needed,), value, dtype=dtype, device=self.device)
+            self._templates[key] = template
+        return template
 
     def admit(self, inputs: Mapping[str, Any], real: Size) -> list[torch.Tensor]:
         """Return the inputs by slot as plain tensors on the device or the host, checked.
@@ -183,14 +183,19 @@ class InputArena:
         if value.requires_grad:
             value = value.detach()
         plain = value if type(value) is torch.Tensor else value.as_subclass(torch.Tensor)
-        return plain.clone() if self.buffers.overlaps(plain) else plain
+        return _copy(plain) if self.buffers.overlaps(plain) else plain
 
     def eager_views(self, inputs: Mapping[str, Any], real: Size) -> dict[str, torch.Tensor]:
         """Return contiguous copies of the inputs, independent of every static buffer."""
         with torch.no_grad():
             admitted = zip(self.given, self.admit(inputs, real), strict=True)
             marks = {
-                name: torch.full(slot.shape(real), slot.real, dtype=slot.dtype, device=self.device)
+                name: torch.full(
+                    slot.shape(real),
+                    raw_value(slot.real, slot.dtype),
+                    dtype=raw_dtype(slot.dtype),
+                    device=self.device,
+                ).view(slot.dtype)
                 for name, slot in self.slots.items()
                 if slot.real is not None
             }
@@ -198,8 +203,12 @@ class InputArena:
 
     def _own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == self.device:
-            return tensor.clone(memory_format=torch.contiguous_format)
+            return _copy(tensor)
         return self.backend.pin(tensor.contiguous()).to(self.device, non_blocking=True)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return raw(tensor).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
 
 
 def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[str]) -> str:

@@ -89,6 +89,8 @@ class OutputStore:
         self._share = share
         self.shares = False
         self._layouts: dict[Variant, Layout] = {}
+        self._shown: dict[Variant, Layout] = {}
+        """Structures of results of other sizes, for ``empty``."""
         self.buffers: StaticBuffers | None = None
         """The buffers, named by position in the output tree; None before ``allocate``."""
 
@@ -115,6 +117,27 @@ class OutputStore:
         if not any(leaves):
             raise ConfigError(f"the step returned {brief(result)}; return at least one tensor")
         return Layout(spec, tuple(leaves), size)
+
+    def empty(
+        self, variant: Variant, run: Callable[[], Any], size: Size, device: torch.device
+    ) -> Any:
+        """Return a result without rows, in new tensors; outputs of fixed shape hold zeros.
+
+        Args:
+            variant: The variant of the batch.
+            run: Returns a result of ``size``; called once for a variant that was not learnt.
+            size: Size of that result.
+            device: Device of the tensors.
+        """
+        layout = self._layouts.get(variant) or self._shown.get(variant)
+        if layout is None:
+            layout = self._shown[variant] = self.layout_of(run(), size)
+        none = Size(0, 0)
+        tensors = [
+            leaf and torch.zeros(leaf.shape_for(none), dtype=leaf.dtype, device=device)
+            for leaf in layout.leaves
+        ]
+        return pytree.tree_unflatten(tensors, layout.spec)
 
     def by_item(self, result: Any, lengths: Sequence[int]) -> list[Any]:
         """Return what belongs to each item in a result of items with so many tokens, as views.

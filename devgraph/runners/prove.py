@@ -125,7 +125,7 @@ class Proof:
         begin()
         views = step.inputs.eager_views(inputs, real)
         mark(views)
-        eager = step.call_eagerly(views, real, real_host, graph.options)
+        eager = step.call_eagerly(step.whole, views, real, real_host, graph.options)
         self._same(f"{where}: replay against eager", eager, replayed, self._near)
 
     def _data(self, slot: InputSlot, real: Size) -> torch.Tensor:

@@ -45,7 +45,6 @@ from devgraph.runners.decisions import (
 )
 from devgraph.runners.graphs import BucketGraph, Graphs, Timing
 from devgraph.runners.inputs import InputArena
-from devgraph.runners.load import Values
 from devgraph.runners.options import Options, check_functions
 from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
 from devgraph.runners.prove import Proof, RunnerReport
@@ -246,7 +245,7 @@ class Runner:
             clone: return copies that stay.
 
         Returns:
-            what the step returns; None for an empty batch.
+            what the step returns; of an empty batch tensors without rows.
 
         Raises:
             InputError, InputTypeError, HostArgumentError: bad data; nothing was changed.
@@ -268,11 +267,11 @@ class Runner:
                 if not clone and self._step.clock.caller != get_ident():
                     self._step.clock.called_by(get_ident())
                 if decision is None and not self._decide_always and inputs is not None:
-                    known = self._steps.known(inputs, variant)
-                    if known is not None:
+                    step = self._steps.find(inputs, variant)
+                    if step is not None:
                         if self._options.bound:
                             self.buffers.check()
-                        return self._replay(known[0], inputs, host_args, clone, known[1])
+                        return self._replay(step, inputs, host_args, clone)
                 return self._run_decided(inputs, host_args, variant, decision, longest, clone)
             except Exception as error:
                 self.backend.raise_if_lost(error)
@@ -312,7 +311,8 @@ class Runner:
                 )
             return self._run_empty(self.graphs.of_pads(options))
         if self._options.idle_dummy and not decision.ok and not (size.requests and size.tokens):
-            return self._run_without_requests(decision, self.graphs.of_pads(options))
+            self._run_without_requests(decision, self.graphs.of_pads(options))
+            return self._empty(self.graphs.of_pads(options))
         if decision.ok:
             assert decision.key is not None
             step = self._steps.get(shown, options, agreed, decision.key, size)
@@ -329,10 +329,9 @@ class Runner:
         inputs: Mapping[str, Any],
         host_args: Mapping[str, Any] | None,
         clone: bool,
-        values: Values | None = None,
     ) -> Any:
         try:
-            step.run(inputs, host_args, values)
+            step.run(inputs, host_args)
         except UNLAUNCHED as error:
             decision = self._instead(step.graph, error)
             inputs, options = step.loaded(inputs), step.graph.options
@@ -394,17 +393,21 @@ class Runner:
                 f"the variant {dict(options)}"
             )
 
-    def _run_empty(self, options: Mapping[str, Any]) -> None:
-        """An empty batch: nothing, or the declared idle dummy."""
+    def _empty(self, options: Mapping[str, Any]) -> Any:
+        return self._step.empty_result(options, self.graphs.counting.some(1, options))
+
+    def _run_empty(self, options: Mapping[str, Any]) -> Any:
+        """Run nothing for an empty batch, or the declared idle dummy; return an empty result."""
         if not self._options.idle_dummy:
             self._counters.reasons[Reason.EMPTY_BATCH] += 1
-            return
+            return self._empty(options)
         usable = [g for g in self.graphs.captured if g.key.variant == canonical_variant(options)]
         if usable and not self.graphs.suspended:
             decision = self.graphs.launchable(Decision.graph(usable[-1].key))
         else:
             decision = Decision.eager(Reason.EMPTY_BATCH)
         self._run_pads(decision, options)
+        return self._empty(options)
 
     def _run_without_requests(self, decision: Decision | None, options: Mapping[str, Any]) -> None:
         if decision is None:

@@ -1,8 +1,8 @@
-"""What a runner is told about its data: input slots, host slots, output slots, sizes, padding.
+"""Declarations of a runner's data: input slots, host slots, output slots, sizes and pad rules.
 
-Rows that no real request owns hold pad values: in a capture all of them, in a run those behind the
-real ones (``Padding``; constants travel with the inputs of a ``CopyPlan``), between the steps of a
-loop those of requests that are done (``pad_rows``).
+Rows without a real request hold pad values. In a capture that is every row. In a run it is the rows
+after the real ones: constants are copied with the inputs of a ``CopyPlan``, and ``Padding`` writes
+the rest. Between the steps of a loop it is the rows of finished requests (``pad_rows``).
 """
 
 from __future__ import annotations
@@ -19,17 +19,47 @@ from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mea
 Dim = int | str
 Scalar = int | float | bool
 _ROW_DIMS = ("tokens", "requests", "requests+1")
-# Attributes of Batch that a slot of the same name would hide.
 _RESERVED = frozenset({"host", "real", "requests", "tokens", "variant", "width"})
+"""Attributes of ``Batch`` that a slot of the same name would hide."""
+
+_COPIED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_LEAST = -(2**63)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def raw_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype as which data of ``dtype`` is copied and filled.
+
+    It is an integer of the same size where torch has no grouped copy for ``dtype`` on every device:
+    unsigned integers, and floats of eight or fewer bits.
+    """
+    wide = dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+    return dtype if wide or dtype in _COPIED else _INTEGERS.get(dtype.itemsize, dtype)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` reinterpreted as its ``raw_dtype``."""
+    dtype = raw_dtype(tensor.dtype)
+    return tensor if dtype is tensor.dtype else tensor.view(dtype)
+
+
+def raw_value(value: Scalar, dtype: torch.dtype) -> Scalar:
+    """Return the number whose ``raw_dtype`` has the bits of ``value`` as ``dtype``."""
+    bits = raw_dtype(dtype)
+    if bits is dtype or value == 0:
+        return value if bits is dtype else 0
+    single = torch.tensor([value], dtype=dtype, device="cpu")
+    return single.view(bits).item()
 
 
 @attrs.frozen
 class Pad:
-    """What the rows of a slot hold that no real request owns.
+    """A rule for the rows of a slot that belong to no real request.
 
-    A padded row must never write real state: give index-like slots a value that points nowhere
-    (``Pad.fill(-1)``, or a reserved row), lengths a sentinel, and cumulative offsets
-    ``Pad.last()``. Make one with the class methods.
+    Captures, warm-up runs and idle ranks run the step on pad values alone, so they must be legal
+    for every operation of the step. A padded row must never write real state: give index slots a
+    value that points nowhere (``Pad.fill(-1)``, or a reserved row), lengths a sentinel, and
+    cumulative offsets ``Pad.last()``. Use the class methods to make one.
     """
 
     kind: Literal["fill", "last"]
@@ -47,23 +77,23 @@ class Pad:
 
     @classmethod
     def last(cls, start: Scalar = 0) -> Pad:
-        """Repeat the last real row: in cumulative offsets, unused requests get the length 0.
+        """Repeat the last real row. In cumulative offsets, padded requests then have the length 0.
 
-        Where there is no real row (capture, an idle rank) every row holds ``start``.
+        Without a real row (in a capture, on an idle rank) every row holds ``start``.
         """
         return cls("last", start)
 
     def continued(self, values: Sequence[Any], count: int) -> tuple[Any, ...]:
-        """Return host values, continued to ``count`` of them."""
+        """Return the host values padded to ``count`` entries."""
         repeated = values[-1] if self.kind == "last" and values else self.value
         return (*values, *[repeated] * (count - len(values)))
 
 
 @attrs.frozen
 class Size:
-    """How large a batch is: ``requests``, ``tokens``, and ``width`` = tokens per request.
+    """The size of a batch: requests, tokens, and ``width``, the tokens per request.
 
-    ``width`` is None where requests differ in length (prefill).
+    ``width`` is None if requests differ in length (prefill).
     """
 
     requests: int
@@ -72,8 +102,8 @@ class Size:
 
     def rows(self, dim: str) -> int:
         """Return the extent of a dimension named ``"tokens"``, ``"requests"``, ``"requests+1"``."""
-        # Steps are traced through here. Inductor of torch 2.11 defines a sum of ints, but not one
-        # int that is used as it is read; nor can it add a bool.
+        # torch.compile traces this method. Inductor of torch 2.11 defines a sum of ints, but not an
+        # int that is used unchanged, and it cannot add a bool.
         extra = 1 if dim == "requests+1" else 0
         return (self.tokens if dim == "tokens" else self.requests) + extra
 
@@ -92,20 +122,23 @@ class InputSlot:
     """One input of a step: a static tensor that ``run`` copies the caller's data into.
 
     Args:
-        name: key of the input in ``run`` and attribute of the batch.
-        dims: shape; each entry is an int, ``"tokens"``, ``"requests"`` or ``"requests+1"``. At
-            most one entry may be named; without one the slot has a fixed shape and no padding.
-        dtype: exact dtype of the data; nothing is converted.
-        pad: what padded rows hold, and every row during capture.
-        real: what every real row holds, so that the step can tell rows from padding: the runner
-            writes it, and callers leave the slot out. It needs a named dim and a constant pad.
-        sample: for ``prove``: called with the shape and a ``torch.Generator``, returns fresh legal
-            data on the host. Without it floating slots get normal random numbers and all others
-            keep their pad value, because a random index may point anywhere. With ``real``, what
-            rows hold in a proof instead.
+        name: Key of the input in ``run`` and attribute of the batch.
+        dims: Shape. Each entry is an int, ``"tokens"``, ``"requests"`` or ``"requests+1"``. At most
+            one entry may be a name. Without one the slot has a fixed shape and no padding.
+        dtype: Exact dtype of the data. Nothing is converted.
+        pad: Rule for padded rows, and for every row during capture.
+        real: Value of every real row, so that the step can distinguish rows from padding. The
+            runner writes it, and callers leave the slot out. It needs a named dim and a constant
+            pad.
+        sample: For proofs: called with the shape and a ``torch.Generator``, returns new legal data
+            on the host. Without it, floating-point slots get normal random numbers, slots with a
+            range get numbers of that range, and all others keep their pad value. With ``real``,
+            the values of real rows in a proof.
+        low: Smallest legal integer of real rows, by default 0 if ``high`` is given.
+        high: First integer that is too large, as in ``torch.randint``.
 
     Raises:
-        ConfigError: a name, dimension, dtype or pad rule that cannot work. It is a ValueError.
+        ConfigError: A name, dimension, dtype, range or pad rule cannot work. It is a ValueError.
     """
 
     name: str
@@ -116,6 +149,8 @@ class InputSlot:
     sample: Callable[[tuple[int, ...], torch.Generator], torch.Tensor] | None = attrs.field(
         default=None, kw_only=True, eq=False
     )
+    low: int | None = attrs.field(default=None, kw_only=True)
+    high: int | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         name = self.name
@@ -150,6 +185,31 @@ class InputSlot:
                 f"input slot {self.name!r} marks real rows with {brief(self.real)}, for which it "
                 f"needs a named dim, Pad.fill(value) or Pad.zero(), and a dtype that holds it"
             )
+        if self.low is not None or self.high is not None:
+            self._check_range()
+            object.__setattr__(self, "sample", self._drawn)
+
+    def _check_range(self) -> None:
+        name, low = self.name, 0 if self.low is None else self.low
+        whole(f"high of input slot {name!r}", self.high, _LEAST, ConfigError)
+        whole(f"low of input slot {name!r}", low, _LEAST, ConfigError)
+        assert self.high is not None
+        if self.dtype.is_floating_point or self.dtype.is_complex or self.row_dim == "requests+1":
+            raise ConfigError(
+                f"input slot {name!r} has a range, which is for integers that are independent of "
+                f"each other; declare sample= for floating-point data and for offsets"
+            )
+        if self.sample is not None:
+            raise ConfigError(f"input slot {name!r} has both a range and sample=; declare one")
+        if low >= self.high or not (_fits(low, self.dtype) and _fits(self.high - 1, self.dtype)):
+            raise ConfigError(
+                f"input slot {name!r} has the range {low} to {self.high}, of which {self.dtype} "
+                f"must hold at least one number and all numbers"
+            )
+
+    def _drawn(self, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        assert self.high is not None
+        return torch.randint(self.low or 0, self.high, shape, generator=generator).to(self.dtype)
 
     def _check_pad(self) -> None:
         if not isinstance(self.pad, Pad):
@@ -164,28 +224,28 @@ class InputSlot:
         if not _fits(self.pad.value, self.dtype):
             raise ConfigError(
                 f"input slot {self.name!r} is {self.dtype} and cannot hold its pad value "
-                f"{self.pad.value!r}"
+                f"{self.pad.value!r}{_only_zero(self.dtype)}"
             )
 
     @property
     def axis(self) -> int | None:
-        """Index of the named dimension, or None when the shape is fixed."""
+        """Index of the named dimension, or None if the shape is fixed."""
         return next((i for i, dim in enumerate(self.dims) if isinstance(dim, str)), None)
 
     @property
     def fixed_in_proofs(self) -> bool:
-        """Whether ``prove`` leaves it at its pad value, because it cannot draw valid data."""
+        """Whether proofs leave the slot at its pad value, because they cannot draw legal data."""
         drawn = self.dtype.is_floating_point or self.dtype.is_complex
         return self.sample is None and self.real is None and not drawn
 
     @property
     def row_shape(self) -> tuple[int | None, ...]:
-        """The dims, with None for the named one, whatever it counts."""
+        """The dims, with None in the place of the named one."""
         return tuple(None if isinstance(dim, str) else dim for dim in self.dims)
 
     @property
     def row_dim(self) -> str | None:
-        """The named dimension, or None when the shape is fixed."""
+        """The named dimension, or None if the shape is fixed."""
         return next((dim for dim in self.dims if isinstance(dim, str)), None)
 
     @property
@@ -202,9 +262,9 @@ class InputSlot:
 class HostSlot:
     """A host argument that is a sequence with one entry per request or token.
 
-    Declared as a value of ``host_args``. The caller passes a sequence of the real length; the step
-    receives a tuple (which is hashable, so it can be a key), in graphs continued to the bucket's
-    length by the pad rule.
+    Declare it as a value of ``host_args``. The caller passes a sequence of the real length. The
+    step receives a tuple, which can be a key because it is hashable. In a graph the pad rule
+    extends it to the length of the bucket.
 
     Args:
         dim: ``"tokens"``, ``"requests"`` or ``"requests+1"``.
@@ -223,7 +283,7 @@ class HostSlot:
             )
 
     def padded(self, values: Sequence[Any], size: Size) -> tuple[Any, ...]:
-        """Return ``values`` continued by the pad rule to the length that ``size`` asks for."""
+        """Return ``values`` padded to the length of a batch of ``size``."""
         return self.pad.continued(values, size.rows(self.dim))
 
 
@@ -232,9 +292,9 @@ class OutputSlot:
     """How a tensor that the step returns grows with the batch.
 
     Args:
-        rows: ``"requests"``, ``"tokens"``, or None for a tensor whose shape never depends on the
-            batch; only real rows are handed out.
-        dim: the dimension that has one entry per row.
+        rows: ``"requests"``, ``"tokens"``, or None for a tensor whose shape does not depend on the
+            batch. Callers get real rows only.
+        dim: The dimension that has one entry per row.
     """
 
     rows: str | None = attrs.field(default="requests", kw_only=True)
@@ -251,8 +311,12 @@ ROW_PER_TOKEN = OutputSlot(rows="tokens")
 
 
 def check_slots(slots: Sequence[InputSlot], own: Sequence[InputSlot] = ()) -> dict[str, InputSlot]:
-    """Return the slots by name, and then the runner's ``own``; duplicates, non-slots and an empty
-    list raise ``ConfigError``."""
+    """Return the slots by name, followed by the runner's ``own``.
+
+    Raises:
+        ConfigError: A name is declared twice, or no slot shows the size of a batch.
+            ``ConfigTypeError``: Something is not an input slot.
+    """
     by_name: dict[str, InputSlot] = {}
     if isinstance(slots, InputSlot) or not isinstance(slots, Iterable):
         raise ConfigTypeError(f"inputs must be a list of InputSlot objects, got {brief(slots)}")
@@ -263,28 +327,38 @@ def check_slots(slots: Sequence[InputSlot], own: Sequence[InputSlot] = ()) -> di
         if slot.name in by_name:
             raise ConfigError(f"input slot {slot.name!r} is declared twice")
         by_name[slot.name] = slot
-    if not any(slot.row_dim for slot in slots):
+    if not any(slot.row_dim and slot.real is None for slot in slots):
         raise ConfigError(
-            "a runner needs at least one input slot with a dim 'tokens' or 'requests', or it "
-            "cannot see the size of a batch"
+            "a runner needs at least one input slot with a dim 'tokens' or 'requests', from which "
+            "it takes the size of a batch"
         )
     return by_name
 
 
 def _fits(value: Scalar, dtype: torch.dtype) -> bool:
-    if dtype is torch.bool:
-        return value in (0, 1)
-    # Compared as they are: an int may be too large to become a float.
+    if dtype is torch.bool or _only_zero(dtype):
+        return value == 0 or (dtype is torch.bool and value == 1)
+    # The value is not converted first, because an int may be too large for a float.
     if dtype.is_floating_point or dtype.is_complex:
         return value != value or abs(value) == math.inf or abs(value) <= torch.finfo(dtype).max
-    info = torch.iinfo(dtype)
-    return value % 1 == 0 and info.min <= value <= info.max
+    limits = torch.iinfo(dtype)
+    return value % 1 == 0 and limits.min <= value <= limits.max
+
+
+def _only_zero(dtype: torch.dtype) -> str:
+    """Return the reason why 0 is the only constant of ``dtype``, or "" if there are others."""
+    try:
+        torch.ones(1, dtype=dtype, device="cpu")
+    except (NotImplementedError, RuntimeError):
+        return ": torch converts no numbers to it, so that only 0 works, which clears all bits"
+    return ""
 
 
 class Padding:
-    """What writes pad values into parts of buffers: built once, written in every run.
+    """The pad values of parts of buffers: collected once, written in every run.
 
-    A launch costs more than all else here, so that all that can be copied is one grouped copy.
+    A launch costs more than everything else here, so all parts with a source tensor share one
+    grouped copy.
     """
 
     def __init__(self) -> None:
@@ -300,28 +374,30 @@ class Padding:
         template: torch.Tensor | None = None,
         last: torch.Tensor | None = None,
     ) -> None:
-        """Let ``part`` hold padding.
+        """Register ``part`` as padding.
 
         Args:
-            template: a flat tensor of the constant that ``pad`` is, where there is one.
-            last: the real row before the part, read at every write; None where there is none.
+            part: The rows to pad.
+            pad: Their rule.
+            template: A flat tensor of the constant of ``pad``, if there is one.
+            last: The real row before the part, read at every write, or None if there is none.
         """
         source = None
         if pad.kind == "last" and last is not None:
-            source = last.expand(part.shape)
+            source = raw(last).expand(part.shape)
         elif template is not None and template.numel() >= part.numel():
             source = cut(template, part)
         if source is None:
-            self._fills.append((part, pad.value))
+            self._fills.append((raw(part), raw_value(pad.value, part.dtype)))
         else:
-            self._targets.append(part)
+            self._targets.append(raw(part))
             self._sources.append(source)
 
     def __bool__(self) -> bool:
         return bool(self._targets or self._fills)
 
     def write(self) -> None:
-        """Write all of it, on the current stream."""
+        """Write all registered parts, on the current stream."""
         for part, value in self._fills:
             part.fill_(value)
         if self._targets:
@@ -329,24 +405,21 @@ class Padding:
 
 
 def cut(template: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return as much of a flat ``template`` of one pad value as fills ``part``, in its shape."""
+    """Return the beginning of a flat ``template`` in the shape of ``part``."""
     return template[: part.numel()].view(part.shape)
 
 
 def pad_rows(tensor: torch.Tensor, pad: Pad, axis: int, real: torch.Tensor) -> None:
     """Write the pad value into every row of ``tensor`` along ``axis`` that is not in ``real``.
 
-    Everything happens on the device, as part of a graph. ``real`` is a bool a row.
+    All of it happens on the device, as part of a graph. ``real`` is a bool per row.
     """
-    alone = real.logical_not()
+    padded = real.logical_not()
+    tensor, value = raw(tensor), raw_value(pad.value, tensor.dtype)
     if pad.kind == "last":
-        at = torch.arange(len(real), device=tensor.device)
-        last = torch.where(real, at, -1).cummax(0).values  # the row to repeat, of a real one itself
+        index = torch.arange(len(real), device=tensor.device)
+        last = torch.where(real, index, -1).cummax(0).values  # -1 before the first real row
         tensor.copy_(tensor.index_select(axis, last.clamp(min=0)))
-        alone = last < 0
-    tensor.masked_fill_(_along(alone, axis, tensor), pad.value)
-
-
-def _along(values: torch.Tensor, axis: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` so that they broadcast along ``axis`` of ``tensor``."""
-    return values.view([-1 if dim == axis else 1 for dim in range(tensor.dim())])
+        padded = last < 0
+    shape = [-1 if dim == axis else 1 for dim in range(tensor.dim())]
+    tensor.masked_fill_(padded.view(shape), value)

@@ -638,7 +638,7 @@ def test_a_dummy_step_without_memory_for_its_graph_runs_eagerly():
     runner = double_runner(config={"releasable": True})
     other = double_runner(pool=runner.pool, idle_dummy=True)
     runner.suspend(release="memory")
-    assert other.run({"x": rows_of_x(0)}) is None
+    assert other.run({"x": rows_of_x(0)}).shape == (0, 3)
     assert other.run(None, decision=other.can_run(2)) is None
     assert other.stats().eager == {"executable_memory": 2} and other.stats().idle_steps == 0
 

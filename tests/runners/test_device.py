@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.runners import InputSlot, Pad, Size, load
+from devgraph.runners import InputSlot, Pad, Size
 from devgraph.runners.inputs import InputArena, Staging, StagingMemory
 from devgraph.runners.load import CopyPlan
 
@@ -243,16 +243,12 @@ def test_a_joined_copy_writes_what_separate_copies_write(devgraph_backend, join)
 
 
 @pytest.mark.parametrize("away", [(), ("ids", "bias"), tuple(slot.name for slot in SLOTS)])
-def test_copies_from_the_host_and_the_device_are_right_as_a_graph(
-    devgraph_backend, monkeypatch, away
-):
-    monkeypatch.setattr(load, "USES_TO_CAPTURE", 2)
-    monkeypatch.setattr(devgraph_backend, "launches_quickly", True)
+def test_copies_from_the_host_and_the_device_are_right(devgraph_backend, away):
     device = devgraph_backend.device
     arena = InputArena({slot.name: slot for slot in SLOTS}, Size(8, 8, 1), devgraph_backend)
-    plan = CopyPlan(arena, Size(5, 5, 1), Size(8, 8, 1), {}, pool=devgraph_backend.make_pool())
+    plan = CopyPlan(arena, Size(5, 5, 1), Size(8, 8, 1), {})
     inputs = {n: t.cpu() if n in away else t for n, t in batch_of(5, device).items()}
-    for seed in range(8):
+    for seed in range(3):
         for name, data in batch_of(5, device, seed).items():
             inputs[name].copy_(data)
         for buffer in arena.buffers.values():
@@ -263,8 +259,6 @@ def test_copies_from_the_host_and_the_device_are_right_as_a_graph(
             assert torch.equal(view[: len(real)], real), name
             last = real[-1] if name == "offsets" else arena.slots[name].pad.value
             assert view[len(real) :].eq(last).all(), name
-    # The reference has no tensors without memory, by which copies are known again.
-    assert len(arena.copies) == (devgraph_backend.name != "cpu")
 
 
 @pytest.mark.cuda

@@ -100,7 +100,7 @@ def test_duplicate_slots_are_refused():
 
 
 def test_inputs_without_a_batch_dimension_are_refused():
-    with pytest.raises(dg.ConfigError, match="cannot see the size"):
+    with pytest.raises(dg.ConfigError, match="takes the size of a batch"):
         check_slots([slot((4,))])
     with pytest.raises(dg.ConfigTypeError, match="InputSlot objects"):
         check_slots(["ids"])
@@ -289,3 +289,35 @@ def test_offsets_stay_up_to_the_last_request_that_goes_on() -> None:
 def test_a_slot_without_rows_is_left_alone() -> None:
     slot = dg.InputSlot("scale", (2,), torch.float32, pad=Pad.zero())
     assert _padded_behind(slot, [1.0, 1.0], [True, False]) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"low": 0}, "high of input slot 'n' must be an int, got None"),
+        ({"high": 2.5}, "high of input slot 'n' must be an int, got 2.5"),
+        ({"low": 3, "high": 3}, "the range 3 to 3"),
+        ({"high": 2**40, "dtype": torch.int32}, "the range 0 to 1099511627776"),
+        ({"high": 5, "dtype": torch.float32}, "for integers"),
+        ({"high": 5, "dims": ("requests+1",)}, "sample= for floating-point data and for offsets"),
+        ({"high": 5, "sample": lambda shape, generator: None}, "both a range and sample="),
+    ],
+)
+def test_range_that_cannot_work_is_refused(options, text):
+    given = {"dims": ("tokens",), "dtype": torch.int64, "pad": Pad.fill(-1), **options}
+    with pytest.raises(dg.ConfigError, match=text):
+        InputSlot("n", **given)
+
+
+def test_range_gives_the_data_of_proofs():
+    slot = InputSlot("n", ("tokens",), torch.int16, pad=Pad.fill(-1), low=3, high=6)
+    assert not slot.fixed_in_proofs
+    drawn = slot.sample((200,), torch.Generator().manual_seed(0))
+    assert drawn.dtype is torch.int16
+    assert set(drawn.tolist()) == {3, 4, 5}
+
+
+def test_pad_of_a_dtype_without_numbers_is_zero():
+    assert InputSlot("x", ("tokens",), torch.float4_e2m1fn_x2, pad=Pad.zero()).pad.value == 0
+    with pytest.raises(dg.ConfigError, match="converts no numbers to it, so that only 0 works"):
+        InputSlot("x", ("tokens",), torch.float4_e2m1fn_x2, pad=Pad.fill(1))

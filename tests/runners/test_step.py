@@ -145,3 +145,44 @@ def test_tail_runs_under_the_autocast_of_capture():
             assert runner.stats().graph_steps == 2
             runner.suspend()
             assert torch.equal(runner.run(inputs, clone=True), plain)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("dummy", [False, True])
+@pytest.mark.parametrize("policy", ["full", "breakable", "disabled"])
+def test_empty_batch_has_an_empty_result(policy, dummy, captured):
+    """FAULTS 5."""
+    calls = []
+
+    def step(batch):
+        calls.append(batch.requests)
+        return {"y": batch.x[:, :2] * 2, "total": batch.x.sum()}
+
+    outputs = {"y": dg.OutputSlot(), "total": dg.OutputSlot(rows=None)}
+    options = {"config": policy, "idle_dummy": dummy, "outputs": outputs, "captured": captured}
+    with decode_of(step, (X,), **options) as runner:
+        before = len(calls)
+        for _ in range(2):
+            result = runner.run({"x": torch.ones(0, 3)})
+            assert [tuple(result[n].shape) for n in ("y", "total")] == [(0, 2), ()]
+            assert result["y"].dtype is torch.float32
+        if captured and not dummy and policy != "disabled":
+            assert len(calls) == before
+        assert runner.run({"x": torch.ones(2, 3)})["y"].tolist() == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_empty_result_goes_through_the_tail(policy):
+    with dg.PrefillRunner(
+        lambda batch: batch.x * 2,
+        [X, OFFSETS],
+        tail=lambda hidden, batch: hidden[batch.offsets[1:] - 1, :2],
+        config={"buckets": [4], "policy": policy},
+        backend="cpu",
+        max_tokens=4,
+        max_requests=2,
+    ) as runner:
+        for _ in range(2):  # before and after the capture
+            empty = runner.run({"x": torch.ones(0, 3), "offsets": torch.tensor([0])})
+            assert empty.shape == (0, 2)
+            runner.capture()

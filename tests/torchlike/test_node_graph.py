@@ -21,7 +21,6 @@ from devgraph.api.torchlike.base import TorchPool
 from devgraph.api.torchlike.node_graph import NodeBackend
 from devgraph.api.torchlike.recording import executable_bytes
 from devgraph.rocm.runtime import Runtime
-from devgraph.runners import load
 from tests.sim.hip import Fake
 from tests.sim.hip.device import Device, Recorder
 from tests.support.fake_hip import KEEP_ALL, check, scaled, step
@@ -343,37 +342,6 @@ def test_error_of_a_region_that_draws_nothing_is_its_own(be: AcmeBackend) -> Non
     with pytest.raises(RuntimeError, match="electricity"):
         graph.update(n=7)
     assert graph.state == "ready"
-
-
-@pytest.mark.parametrize("budget", [None, 10**6])
-def test_copies_of_inputs_that_are_a_graph_go_with_their_runner(
-    be: AcmeBackend, budget: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load, "USES_TO_CAPTURE", 2)
-    be.launches_quickly = True
-    pool = be.make_pool()
-    if budget is not None:
-        pool.limit(budget)
-    slots = [
-        dg.InputSlot("x", ("tokens", 4), torch.float32, pad=dg.Pad.zero()),
-        dg.InputSlot("ids", ("tokens",), torch.int64, pad=dg.Pad.fill(7)),
-    ]
-    options: dict[str, Any] = {"config": {"buckets": [2, 4]}, "max_requests": 4}
-    with dg.DecodeRunner(
-        lambda batch: batch.x * 2 + batch.ids[:, None], slots, backend=be, pool=pool, **options
-    ) as runner:
-        runner.capture()
-        batches = [{"x": torch.randn(n, 4), "ids": torch.arange(n)} for n in (1, 3)]
-        for _ in range(7):
-            for batch in batches:
-                batch["x"].add_(1)
-                same = batch["x"] * 2 + batch["ids"][:, None]
-                assert torch.equal(runner.run(batch), same)
-        copies = runner._step.inputs.copies
-        # Under a budget they stay out of graphs, which need it more.
-        assert len(copies) == (2 if budget is None else 0)
-        assert pool.recordings.residency().made == 2 + len(copies)
-    assert not copies
 
 
 def summed(x: torch.Tensor, times: torch.Tensor, turn: Callable[..., torch.Tensor]) -> torch.Tensor:
