@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from devgraph.api.config.model import DeviceGraphConfig, DeviceGraphWarning
-from devgraph.api.config.phase import KEYS, PHASES, PhaseConfig
+from devgraph.api.config.phase import KEYS, PHASES, PhaseConfig, Verify
 from devgraph.api.errors import ConfigError, ConfigTypeError
 from tests.support.config_cases import MAXIMA, PHASE, SIZES, VALUES, from_argv
 
@@ -125,6 +125,8 @@ def phase_configs() -> st.SearchStrategy[PhaseConfig]:
         "learned": st.none() | st.text(min_size=1),
         "warmup": st.integers(0, 9),
         "strict": st.booleans(),
+        "verify": st.sampled_from([None, "start"])
+        | st.builds(Verify, start=st.booleans(), every=st.integers(1, 10**6)),
         "emulate": st.booleans(),
         "releasable": st.booleans(),
         "min_speedup": st.none() | st.floats(0.001, 1e6),

@@ -7,7 +7,9 @@ phase, the table in docs/modes.md and the texts of errors are made from these de
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -35,6 +37,20 @@ OLDER_POLICIES: Mapping[str, str] = {
     "tcpcg": "piecewise",
 }
 """Names that engines gave to a policy before; accepted with a warning."""
+
+VERIFY_VARIABLE = "DEVGRAPH_VERIFY"
+"""Environment variable with a value of the key ``verify`` for phases where nobody chose one."""
+
+
+@attrs.frozen(kw_only=True)
+class Verify:
+    """The times at which a runner replays its graphs against eager."""
+
+    start: bool = True
+    """After the first capture."""
+    every: int | None = None
+    """Number of steps of the phase between two checks; None checks at start only."""
+
 
 Setting = tuple[str | None, str, str]
 """Where one value lives: backend (None for the part that holds on every backend), phase, key."""
@@ -90,7 +106,9 @@ def as_object(value: object, where: str, what: str = "an object") -> Mapping[Any
 
 
 def plain(value: Any) -> Any:
-    """Return the value of a key as JSON has it."""
+    """Return the value of a key as a JSON value."""
+    if isinstance(value, Verify):
+        return "start" if value.every is None else {"start": value.start, "every": value.every}
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -219,6 +237,41 @@ def _buckets(value: object, path: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+def read_verify(value: object, path: str) -> Verify | None:
+    """Return the value of the key ``verify``; ``path`` begins the message of a ``ConfigError``."""
+    if value is None or isinstance(value, Verify):
+        return value
+    if value == "start":
+        return Verify()
+    if not isinstance(value, Mapping):
+        raise ConfigTypeError(
+            f'{path}: expected null, "start" or an object such as {{"start": true, "every": '
+            f"1000}}, got {shown(value)}"
+        )
+    check_names(path, value, ("start", "every"), what="entry")
+    start = _flag(value.get("start", True), f"{path}.start")
+    every = value.get("every")
+    if every is None:
+        return Verify() if start else None
+    return Verify(start=start, every=count(every, f"{path}.every"))
+
+
+def verify_from_environment() -> Verify | None:
+    """Return the value of DEVGRAPH_VERIFY: ``start``, or the JSON text of an object.
+
+    Raises:
+        ConfigError: the text is not a value of the key ``verify``.
+    """
+    text = os.environ.get(VERIFY_VARIABLE, "")
+    if text.lower() in ("", "0", "false", "no", "null"):
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    return read_verify(value, VERIFY_VARIABLE)
+
+
 _COUNT = number(int, 1)
 count: Callable[[object, str], int] = _COUNT["read"]
 """Reads an integer of at least 1."""
@@ -310,6 +363,12 @@ class PhaseConfig:
         "Run the steps of graphs eagerly, with everything else as it is: padded static buffers, "
         "`prepare`, tail and outputs. What still differs is not the graph's fault.",
         default=False,
+    )
+    verify: Verify | None = _key(  # noqa: RUF009 - it declares a field
+        optional({"kind": '`"start"` or `{"start": true, "every": 1000}`', "read": read_verify}),
+        "When graphs are replayed against eager: after capture, and again after every so many "
+        "steps of the phase. None: never.",
+        default=None,
     )
     min_speedup: float | None = _key(
         optional(number(float, 0, above=True)),
