@@ -211,7 +211,7 @@ class Worker:
         """Say how fast graphs go now; needs devgraph's probe, in whichever layer."""
         import devgraph
 
-        return str(devgraph.get_backend("auto").replay_pace())
+        return str(devgraph.get_backend("auto").after_captures())
 
 
 def work(model: str, job: str, dry: bool, engine: bool) -> None:

@@ -50,12 +50,15 @@ def _left_behind() -> list[str]:
         import torch
 
         import devgraph as dg
-        from devgraph.api.device import identity
+        from devgraph.api.process import identity
 
         devices = list(identity.devices)
         found |= {
             "this thread inside a capture": dg.is_capturing(),
-            "a session open": any(one.recording or one.held_here for one in devices),
+            "a session open": any(
+                one.capture_lock.is_recording_here or one.capture_lock.is_held_here
+                for one in devices
+            ),
             "modes of torch": bool(
                 torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
             ),

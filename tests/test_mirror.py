@@ -21,7 +21,6 @@ PACKAGE = TESTS.parent / "devgraph"
 
 WHOLE = {
     "api/test_interrupts.py": "an interrupt at any instruction of any module",
-    "api/test_process.py": "forked children, of graphs, pools, captures, runners and backends",
     "cpu/test_check.py": "all that a device refuses or freezes of a step, found in one run",
     "cpu/test_model.py": "a whole model through the recorder and the tape",
     "cuda/test_bench.py": "``devgraph bench`` beside the public package for breakable graphs",

@@ -1,17 +1,14 @@
-"""Backend: how one capture is made, replayed and updated on one vendor's device."""
+"""Backend: how a capture is made, replayed and updated on a vendor's device."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
 import functools
-import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import attrs
 import torch
 
 from devgraph.api.device import Device
@@ -22,88 +19,44 @@ from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.pool import Pool
 from devgraph.api.session import session
 
-logger = logging.getLogger(__name__)
-
-_SLOW = 1.08
-"""Two measurements of the same pace differed by less than 0.02, the two paces by 0.17."""
-
-
-@attrs.frozen(kw_only=True)
-class ReplayPace:
-    """How fast graphs go from kernel to kernel; some devices have a slower pace that lasts."""
-
-    microseconds: float
-    """From one kernel to the next in a graph of tiny ones."""
-    fastest: float
-    """The least that was measured in this process."""
-
-    @property
-    def slow(self) -> bool:
-        """Whether graphs went faster in this process before."""
-        return self.microseconds > _SLOW * self.fastest
-
-
-class SlotAttention(Protocol):
-    """A backend's own attention over slots, as an updatable region.
-
-    The graph holds it under the policy ``full``, whatever the number of requests: only the
-    lengths in it change. It is an eager segment under ``breakable``.
-    """
-
-    row_multiple: int
-    """What the rows of a slot must be a multiple of."""
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        spans: tuple[int, ...],
-    ) -> None:
-        """Attend the packed tokens of requests causally to the rows that each of them owns.
-
-        Args:
-            query: ``[tokens, heads, dim]``, requests one after another, padding behind them.
-            keys, values: ``[slots * rows, kv_heads, dim]``, contiguous.
-            out: written, ``[tokens, heads, dim]``; zero for padding.
-            spans: three numbers a request: its slot, the tokens it has cached, its new tokens;
-                slots ascend. A host argument: hand it over as it was received.
-        """
-        ...
-
 
 class Backend(Device):
-    """One vendor's device. Subclasses give identity, capabilities and a graph class.
+    """A vendor's device. Subclasses give identity, capabilities and a graph class.
 
     ``make_graph`` and ``capture_context`` have the signatures of PyTorch's device-graph proposal.
     """
 
+    graph_type: type[DeviceGraph] = DeviceGraph  # type: ignore[type-abstract]
+    """Class of the graphs that ``make_graph`` returns."""
+
     needs: Mapping[str, str] = {}
-    """What a node must have for some of the capabilities that the class declares, by their name;
-    ``capabilities`` of an instance are those of its node."""
+    """Requirements of declared capabilities, by capability.
+
+    The class declares the capabilities of the vendor, the instance those of its node.
+    """
+
     recommended_mode: Mapping[str, str] = {}
-    """Policies by phase that are better here than those of the default mode."""
-    _fastest = math.inf
+    """Policies by phase that are better here than the default mode's."""
+
+    extensions: Mapping[str, Callable[..., Any]] = {}
+    """Functions that only some vendors have, by name; a higher room asks for the names it knows."""
 
     @abc.abstractmethod
     def make_graph(self, pool: Pool | None = None) -> DeviceGraph:
-        """Return an empty graph in ``pool`` (in a pool of its own if None)."""
+        """Return an empty graph in ``pool``, or in a pool of its own if that is None."""
 
     def fence(self) -> Callable[[], bool]:
-        """Return what tells, without waiting, whether the current stream's work so far is done.
+        """Return a callable that reports, without blocking, whether the work so far has finished.
 
-        The base class has no streams: what was called has been done.
+        It covers the current stream. The base class has no streams: its work finishes in the call.
         """
         return lambda: True
 
     def stopwatch(self) -> Callable[[], Callable[[], float | None]]:
-        """Begin to time the current stream's work and return what ends that.
+        """Start timing the current stream and return a callable that stops it.
 
-        The end returns what tells the seconds between, without waiting: None while the device has
-        not come there. The base class has no streams: it takes the host's time.
+        That callable returns another, which reports the seconds without blocking, or None until
+        the device has finished. The base class has no streams and measures host time.
         """
         begin = time.perf_counter()
 
@@ -120,78 +73,44 @@ class Backend(Device):
 
     @property
     def device_name(self) -> str:
-        """The product name of the device."""
+        """Product name of the device."""
         return str(self.device)
 
     def details(self) -> dict[str, str]:
-        """Return what else a report should tell of this backend's runtime, by topic."""
+        """Return further facts about the runtime for reports, by topic."""
         return {}
 
     def make_pool(self, *, releasable: bool = False) -> Pool:
         """Return a new pool.
 
         Args:
-            releasable: make one whose memory ``Pool.release`` can give back to the device.
+            releasable: make a pool whose memory ``Pool.release`` can give back to the device.
 
         Raises:
-            CapabilityError: there are no releasable ones here.
+            CapabilityError: this backend has no releasable pools.
         """
         return Pool(self, releasable=releasable)
-
-    def poison(self, tensor: torch.Tensor) -> None:
-        """Fill ``tensor`` with values that no correct result contains."""
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.fill_(float("nan"))
-        elif tensor.dtype is torch.bool:
-            tensor.fill_(True)
-        else:
-            tensor.fill_(torch.iinfo(tensor.dtype).max // 3)
 
     def get_rng_state(self) -> torch.Tensor:
         """Return the state of the device's default random generator."""
         return torch.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore what ``get_rng_state`` returned."""
+        """Restore a state that ``get_rng_state`` returned."""
         torch.set_rng_state(state)
 
-    def replay_pace(self) -> ReplayPace | None:
-        """Measure how fast graphs go now, or return None where that never changes.
+    def after_captures(self) -> float | None:
+        """Return the pace of replays after the captures so far, or None if it never changes.
 
-        Takes some milliseconds and waits for the device.
+        The pace is the microseconds from one kernel to the next in a graph of tiny kernels.
+        Runners call this before their first and after every round of captures. The measurement
+        takes some milliseconds and waits for the device.
         """
-        measured = self._measured_pace()
-        if measured is None:
-            return None
-        self._fastest = min(self._fastest, measured)
-        return ReplayPace(microseconds=measured, fastest=self._fastest)
-
-    def note_pace(self) -> None:
-        """Measure the pace that captures must leave, unless it was measured before."""
-        if self._fastest == math.inf:
-            self.replay_pace()
-
-    def _measured_pace(self) -> float | None:
-        """Return the microseconds from kernel to kernel of a graph."""
         return None
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``'s data in host memory from which copies to the device are async."""
+        """Return a copy of ``tensor`` in host memory that allows asynchronous copies."""
         return tensor
-
-    def slot_attention(
-        self, *, slots: int, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> SlotAttention | None:
-        """Return the device's own attention over a cache of slots, or None where it has none.
-
-        Args:
-            slots: requests that the cache holds.
-            rows: positions of a slot; the cache rounds them up to the result's ``row_multiple``.
-            heads, kv_heads: of queries, and of keys and values.
-            head_dim: elements of a head, the same for keys and values.
-            dtype: of queries, keys and values.
-        """
-        return None
 
     def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
         """Return ``run``, a compiled piece of a step, in a form that a capture can record.
@@ -201,20 +120,6 @@ class Backend(Device):
             source: the ``torch.fx.GraphModule`` that it was compiled from.
         """
         return run
-
-    def own_pool(self, pool: Pool | None, *, releasable: bool = False) -> Pool:
-        """Return ``pool``, or a new one for None.
-
-        Raises:
-            InputTypeError: it is no pool. StateError: it belongs to another backend.
-            CapabilityError: as ``make_pool``.
-        """
-        if pool is None:
-            return self.make_pool(releasable=True) if releasable else self.make_pool()
-        if not isinstance(pool, Pool):
-            raise InputTypeError(f"pool must come from backend.make_pool(), got {brief(pool)}")
-        pool.check(self)
-        return pool
 
     @contextlib.contextmanager
     def capture_context(
@@ -228,20 +133,20 @@ class Backend(Device):
     ) -> Iterator[dict[str, Tracked]]:
         """Capture the device work of the block into ``graph`` without running it.
 
-        A tensor that the block leaves lies in the pool's memory: replays of graphs of the pool
-        that were captured earlier may overwrite it. ``dg.capture`` gives its outputs their own.
+        A tensor that outlives the block lies in the pool's memory: replays of earlier graphs of
+        the pool may overwrite it. ``dg.capture`` gives its outputs memory of their own.
 
         Args:
             graph: an empty graph of this backend.
-            stream: the stream to capture on; None, or the default stream, means the pool's own.
+            stream: the stream to capture on; None and the default stream mean the pool's own.
             pool: the pool to allocate from, if it is not the graph's.
             capture_error_mode: which threads' unsafe calls make the capture fail: "global",
                 "thread_local" or "relaxed".
             host_args: host arguments of regions in the block and their values at capture.
 
         Yields:
-            the tracked host arguments by name, to hand to regions. A plain value equal to the
-            declared one is taken as well.
+            the tracked host arguments by name, to hand to regions. A plain value that equals the
+            declared one is accepted as well.
 
         Raises:
             StateError: the graph is not empty.
@@ -251,14 +156,40 @@ class Backend(Device):
             raise InputTypeError(f"graph must come from backend.make_graph(), got {brief(graph)}")
         if not (stream is None or hasattr(stream, "wait_stream")):
             raise InputTypeError(f"stream must be a stream of the device, got {brief(stream)}")
-        own = graph.pool
-        pool = self.own_pool(own if pool is None else pool)
+        graph_pool = graph.pool
+        pool = own_pool(self, graph_pool if pool is None else pool)
         spec = HostSpec(host_args)
         scope = GraphScope(graph, accept_equal=True)
         with session(pool, scope, stream=stream, mode=capture_error_mode) as recording:
-            if pool is not own:
+            if pool is not graph_pool:
                 graph.use_pool(pool)
-                recording.on_failure(functools.partial(graph.use_pool, own))
+                recording.on_failure(functools.partial(graph.use_pool, graph_pool))
             recording.begin(graph, spec=spec)
             yield spec.tracked()
             recording.end()
+
+
+def own_pool(backend: Backend, pool: Pool | None, *, releasable: bool = False) -> Pool:
+    """Return ``pool``, or a new pool of ``backend`` if it is None.
+
+    Raises:
+        InputTypeError: the argument is not a pool.
+        StateError: the pool belongs to another backend.
+        CapabilityError: as ``Backend.make_pool``.
+    """
+    if pool is None:
+        return backend.make_pool(releasable=True) if releasable else backend.make_pool()
+    if not isinstance(pool, Pool):
+        raise InputTypeError(f"pool must come from backend.make_pool(), got {brief(pool)}")
+    pool.check(backend)
+    return pool
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill ``tensor`` with values that no correct result contains."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max // 3)

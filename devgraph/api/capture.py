@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, own_pool
 from devgraph.api.buffers import Bound, Place, has_place, place_of, tensors_in, unexpanded
-from devgraph.api.device import identity
+from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
     CaptureError,
     InputError,
@@ -33,9 +33,10 @@ from devgraph.api.marks.names import Names, nodes_text
 from devgraph.api.policy import COMPILERS, compiles, get_policy
 from devgraph.api.policy.job import Job, Outputs, Plan, UpdateBudget
 from devgraph.api.pool import Pool
+from devgraph.api.process import identity
 from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
-from devgraph.api.session import session
+from devgraph.api.session import session, supported_error_mode
 
 
 class Captured:
@@ -116,7 +117,7 @@ class Captured:
                     write(pairs)
                 self.run(values)
             except Exception as error:
-                self.backend.raise_if_lost(error)
+                raise_if_lost(self.backend, error)
                 raise
         return self._plan.outputs
 
@@ -127,7 +128,7 @@ class Captured:
 
         The caller is in the process of the capture and outside of captures, has not closed it,
         holds the pool's lock, has called ``pool.order()``, gives a value of the declared type for
-        every host argument, and asks the backend's ``raise_if_lost`` about errors.
+        every host argument, and asks ``raise_if_lost`` about errors.
         """
         plan = self._plan
         try:
@@ -303,7 +304,7 @@ def capture(
     whole("warmup", warmup)
     device = backend if isinstance(backend, Backend) else get_backend(backend)
     chosen = get_policy(policy)
-    memory = device.own_pool(pool)
+    memory = own_pool(device, pool)
     bound = tensors_in((args, kwargs or {}))
     for tensor in bound:
         if not has_place(tensor):
@@ -323,7 +324,7 @@ def capture(
         backend=device,
         pool=memory,
         outputs=Outputs(memory, bound),
-        capture_error_mode=device.check_capture_error_mode(capture_error_mode),
+        capture_error_mode=supported_error_mode(device, capture_error_mode),
         compiler=compiler,
         before_break=before_break,
         budget=budget,

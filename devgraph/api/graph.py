@@ -18,7 +18,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
-import functools
 import logging
 import threading
 import time
@@ -29,10 +28,8 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-from devgraph.api.capabilities import hooks
-from devgraph.api.device import Device, identity
+from devgraph.api.device import Device, raise_if_lost, require_alive
 from devgraph.api.errors import (
-    CapabilityError,
     CaptureError,
     EmptyCaptureError,
     ExecutableError,
@@ -47,6 +44,7 @@ from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec, exact
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
 from devgraph.api.marks.names import Names, NodeRange
 from devgraph.api.pool import Pool
+from devgraph.api.process import identity
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +105,6 @@ def summed(segments: Sequence[Any], *, state: str, capture_seconds: float) -> Gr
     )
 
 
-@functools.cache
-def _update_hooks_lacking(kind: type[DeviceGraph]) -> list[str]:
-    names = (hook.rpartition(".")[2] for hook in hooks("region_update"))
-    return [name for name in names if getattr(kind, name) is getattr(DeviceGraph, name)]
-
-
 class DeviceGraph(abc.ABC):
     """A graph of device work: captured once, replayed many times, updated in its regions.
 
@@ -139,29 +131,20 @@ class DeviceGraph(abc.ABC):
     """Whether an update that an error or an interrupt stops has changed nothing."""
 
     def __init__(self, backend: Device, pool: Pool) -> None:
-        if backend.capabilities.region_update and (lacking := _update_hooks_lacking(type(self))):
-            raise CapabilityError(
-                f"backend {backend.name!r} declares region_update, and its {type(self).__name__} "
-                f"implements no {' and no '.join(lacking)}: implement them as docs/backends.md "
-                f"says, or declare it when they are there"
-            )
         self.backend = backend
         self.pool = pool
         self.hits: list[MarkedCall] = []
         """The updatable regions in capture order."""
-        self.touchable: tuple[torch.Tensor, ...] = ()
-        """Tensors of the caller, besides those that the capture touched, that regions may touch."""
+        self.arguments: tuple[torch.Tensor, ...] = ()
+        """Tensors of the caller that regions may touch, whether the capture touched them or not."""
         self.names: Names | None = None
-        """What names the nodes of the next capture, where that was asked for."""
+        """Assigns the nodes of the capture under way to named calls, if that was requested."""
         self.ranges: list[NodeRange] = []
         """The nodes of named calls, in the order of their begin."""
         self.spoiled: CaptureError | None = None
         """Why the capture under way cannot become a graph, though its body goes on."""
         self.pinned = False
         """Whether the executable stays, whatever the budget of the pool is."""
-        self.names_side_streams = True
-        """Whether the error for side streams that a capture left unjoined names them: the driver
-        must be asked of every stream before it ends the capture (30 us on one H200)."""
         self._process = identity.token
         self._state = GraphState.EMPTY
         self._unready = Call(weakly(self._refuse_replay))
@@ -367,8 +350,19 @@ class DeviceGraph(abc.ABC):
         """Raise StateError if nothing may be captured into the graph now."""
         self._require("capture", GraphState.EMPTY)
 
-    def begin(self, mode: str, *, spec: HostSpec | None = None) -> None:
-        """Start recording into an empty graph; pair with ``end`` or ``cancel``, also on failure."""
+    def begin(
+        self,
+        mode: str,
+        *,
+        spec: HostSpec | None,
+        arguments: tuple[torch.Tensor, ...],
+        names: Names | None,
+    ) -> None:
+        """Start recording into an empty graph; see ``Session.begin`` for the arguments.
+
+        Pair it with ``end`` or ``cancel``, also on failure.
+        """
+        self.arguments, self.names = arguments, names
         self.spec = spec or NO_HOST_ARGS
         self._values = dict(self.spec.declared)
         self._host = {}
@@ -518,7 +512,7 @@ class DeviceGraph(abc.ABC):
                 except Exception as error:
                     graph = graph_of()
                     if graph is not None:
-                        graph.backend.raise_if_lost(error)
+                        raise_if_lost(graph.backend, error)
                     raise
 
         return replay
@@ -537,7 +531,8 @@ class DeviceGraph(abc.ABC):
         """Free what was captured; called under the pool's lock."""
         self._leave_for(GraphState.DIRTY)  # an interrupt leaves the rest to the next call
         self.pool.recordings.drop(self)
-        self.hits, self.touchable, self.ranges = [], (), []
+        self.hits, self.arguments, self.ranges = [], (), []
+        self.names = None
         self._host = {}
         self.key = None
         free()
@@ -545,7 +540,7 @@ class DeviceGraph(abc.ABC):
 
     def _require(self, call: str, *allowed: GraphState) -> None:
         if call != "reset":
-            self.backend.require_alive()
+            require_alive(self.backend)
         if self._state not in allowed:
             self._refuse_state(call)
         identity.require(self._process, f"{call} a graph")

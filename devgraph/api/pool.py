@@ -13,12 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devgraph.api.device import Device, identity
+from devgraph.api.device import Device
 from devgraph.api.errors import CapabilityError, ConfigError, StateError, finite
 from devgraph.api.executable import Recordings
+from devgraph.api.process import identity
 
 if TYPE_CHECKING:
     from devgraph.api.buffers import StaticBuffers
+
+
+def _replay_lock(backend: Device) -> threading.RLock:
+    """Return the lock that a new pool holds while it replays.
+
+    It is the capture lock where other threads must not use the device during a capture: replays
+    then wait until the capture has ended.
+    """
+    concurrent = backend.capabilities.concurrent_threads
+    return threading.RLock() if concurrent else backend.capture_lock.lock
 
 
 class Pool:
@@ -42,7 +53,7 @@ class Pool:
         self.backend = backend
         self.recordings = Recordings()
         self.releasable = releasable
-        self._lock = backend.new_replay_lock()
+        self._lock = _replay_lock(backend)
         self._process = identity.token
         self.occupied = False
         """Whether the thread that holds ``lock`` runs an eager body between segments of the pool,
@@ -89,7 +100,7 @@ class Pool:
         """
         with self.lock:
             self.require_free("release the memory of a pool")
-            if self.backend.recording_here:
+            if self.backend.capture_lock.is_recording_here:
                 raise StateError("cannot release the memory of a pool inside a capture.")
             if not self.releasable:
                 raise CapabilityError(

@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from devgraph.api.backend import poison
 from devgraph.api.buffers import unexpanded
 from devgraph.api.errors import InputTypeError, brief, whole
 from devgraph.api.marks.modes import Modes
@@ -188,7 +189,7 @@ class _Prover:
         for _, output in _named_tensors(self._captured.outputs, ""):
             if output.untyped_storage().data_ptr() not in owned:
                 with torch.inference_mode():
-                    self._job.backend.poison(unexpanded(output))
+                    poison(unexpanded(output))
 
 
 def _named_tensors(tree: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:

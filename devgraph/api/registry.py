@@ -16,6 +16,7 @@ import attrs
 
 from devgraph.api.errors import (
     BackendUnavailableError,
+    CapabilityError,
     DeviceGraphError,
     InputError,
     InputTypeError,
@@ -174,7 +175,23 @@ def _made(name: str, factory: Callable[[], Backend]) -> Backend:
             f"what is registered as backend {name!r} returned {brief(backend)}, which is no "
             f"devgraph.api.backend.Backend"
         )
+    _require_update_hooks(backend)
     return backend
+
+
+def _require_update_hooks(backend: Backend) -> None:
+    from devgraph.api.capabilities import hooks
+    from devgraph.api.graph import DeviceGraph
+
+    graph_type = backend.graph_type
+    names = [hook.rpartition(".")[2] for hook in hooks("region_update")]
+    missing = [name for name in names if getattr(graph_type, name) is getattr(DeviceGraph, name)]
+    if backend.capabilities.region_update and missing:
+        raise CapabilityError(
+            f"backend {backend.name!r} declares region_update, and its {graph_type.__name__} "
+            f"implements no {' and no '.join(missing)}: implement them as docs/backends.md says, "
+            f"or declare it when they are there"
+        )
 
 
 _registry = _Registry()

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from devgraph.api.device import Device
-from devgraph.api.errors import DeviceGraphError, NestedCaptureError, ResourceError
+import torch
+
+from devgraph.api.device import Device, locked, raise_if_lost, require_alive
+from devgraph.api.errors import DeviceGraphError, InputError, NestedCaptureError, ResourceError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_reads import host_read_error
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Scope, entered, is_capturing
 from devgraph.api.marks.modes import autocast_uncached
+from devgraph.api.marks.names import Names
 from devgraph.api.marks.source import raising_line
 from devgraph.api.pool import Pool
+from devgraph.api.process import collector
+
+logger = logging.getLogger(__name__)
+
+CAPTURE_ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
 class Session:
-    """A device held for recording: graphs of one pool, recorded one after the other."""
+    """A device held for recording: graphs of one pool, recorded one after another."""
 
     def __init__(self, pool: Pool, mode: str) -> None:
         self.pool = pool
@@ -28,10 +37,10 @@ class Session:
 
     @contextlib.contextmanager
     def recording(self, scope: Scope | None) -> Iterator[Session]:
-        """Let marks in the block mean what ``scope`` says; all or nothing.
+        """Let ``scope`` decide the meaning of marks in the block; all or nothing.
 
-        On an exception every graph that was begun in the block is empty again, whether it had ended
-        or not, and the exception goes on unchanged.
+        On an exception every graph that was begun in the block becomes empty again, ended or not,
+        and the exception propagates unchanged.
         """
         outer, graph = self._undo, self._graph
         with contextlib.ExitStack() as self._undo:
@@ -42,16 +51,30 @@ class Session:
             finally:
                 self._undo, self._graph = outer, graph
 
-    def begin(self, graph: DeviceGraph, *, spec: HostSpec | None = None) -> None:
-        """Record what follows into ``graph``, an empty one of the pool."""
+    def begin(
+        self,
+        graph: DeviceGraph,
+        *,
+        spec: HostSpec | None = None,
+        arguments: tuple[torch.Tensor, ...] = (),
+        names: Names | None = None,
+    ) -> None:
+        """Start recording into ``graph``, an empty graph of the pool.
+
+        Args:
+            graph: the graph.
+            spec: the host arguments of its regions.
+            arguments: tensors of the caller that regions may touch, whether captured or not.
+            names: assigns the captured nodes to named calls, if that was requested.
+        """
         graph.require_empty()
         self.on_failure(graph.cancel)
         self.pool.used = True
-        graph.begin(self._mode, spec=spec)
+        graph.begin(self._mode, spec=spec, arguments=arguments, names=names)
         self._graph = graph
 
     def end(self, *, allow_empty: bool = False) -> DeviceGraph:
-        """Finish the graph that was begun last, and return it; see ``DeviceGraph.end``."""
+        """Finish the graph that was begun last and return it; see ``DeviceGraph.end``."""
         graph, self._graph = self._graph, None
         assert graph is not None, "no graph is being recorded"
         graph.end(allow_empty=allow_empty)
@@ -66,55 +89,75 @@ class Session:
 def session(
     pool: Pool, scope: Scope | None = None, *, stream: Any = None, mode: str = "thread_local"
 ) -> Iterator[Session]:
-    """Record device work of this thread: no other thread captures on the device meanwhile, no
-    graph of the pool is replayed, and no garbage is collected.
+    """Record device work of this thread.
+
+    During the block no other thread captures on the device, no graph of the pool is replayed, and
+    no garbage is collected. A collection could free graphs and pools or unload kernels: drivers
+    and allocators refuse that inside a capture, or record it.
 
     Args:
-        pool: where the graphs take memory from.
-        scope: what marks in the block mean; see ``Session.recording``.
-        stream: the stream to record on; None, or the default stream, means the pool's own.
+        pool: memory for the graphs.
+        scope: decides the meaning of marks in the block; see ``Session.recording``.
+        stream: the stream to record on; None and the default stream mean the pool's own.
         mode: see ``Backend.capture_context``.
 
     Raises:
         NestedCaptureError: this thread is already inside a session.
         CaptureBusyError: another thread captures on this device for too long.
-        ResourceError: the device lacks what a capture needs, such as streams.
+        ResourceError: the device lacks a resource that a capture needs, such as streams.
     """
     backend = pool.backend
-    made = Session(pool, backend.check_capture_error_mode(mode))
-    if is_capturing() or backend.recording_here:
+    capture = Session(pool, supported_error_mode(backend, mode))
+    if is_capturing() or backend.capture_lock.is_recording_here:
         raise NestedCaptureError(
             "a capture was started in a step that is being captured itself (or in its warm-up, or "
             "in the eager body of a break). Capture the inner callable before or after this one."
         )
-    backend.require_alive()
-    # The pool's lock comes first, as it does in a replay that has to record a region: no graph of
-    # the pool may replay while its memory and its capture stream are in use here.
-    with backend.locked(pool.lock), backend.quiet():
+    require_alive(backend)
+    # The pool's lock comes first, as in a replay that has to record a region: no graph of the pool
+    # may replay while the session uses its memory and its capture stream.
+    with locked(backend, pool.lock), backend.exclusive(), collector.paused():
         pool.require_free("capture")
         pool.recordings.require_memory()
         try:
-            backend.recording = True
-            with autocast_uncached(), backend.side_stream(pool, stream), made.recording(scope):
-                yield made
+            backend.capture_lock.recording = True
+            with autocast_uncached(), backend.side_stream(pool, stream), capture.recording(scope):
+                yield capture
         except Exception as error:
-            backend.raise_if_lost(error)
-            explained = _explained(backend, error)
-            if explained is not None:
-                raise explained from error
+            raise_if_lost(backend, error)
+            explanation = _explanation(backend, error)
+            if explanation is not None:
+                raise explanation from error
             raise
         finally:
-            backend.recording = False
+            backend.capture_lock.recording = False
 
 
-def _explained(backend: Device, error: Exception) -> DeviceGraphError | None:
-    """Return the typed error for a vendor's own, or None if ``error`` says it all."""
+def supported_error_mode(backend: Device, mode: str) -> str:
+    """Return the capture error mode that the backend uses for ``mode``.
+
+    That is the strictest mode of the backend if it does not support ``mode``.
+
+    Raises:
+        InputError: there is no such mode.
+    """
+    if mode not in CAPTURE_ERROR_MODES:
+        raise InputError(f"capture_error_mode {mode!r} is none of {', '.join(CAPTURE_ERROR_MODES)}")
+    supported = backend.capabilities.capture_error_modes
+    if mode in supported:
+        return mode
+    logger.info("%s has no capture error mode %s; using %s", backend.name, mode, supported[0])
+    return supported[0]
+
+
+def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
+    """Return a typed error for a vendor's own error, or None if ``error`` needs none."""
     if backend.is_host_read(error):
-        what = str(error).partition("\n")[0]
+        text = str(error).partition("\n")[0]
         return host_read_error(
             "device data was read on the host, or the device waited for, inside a capture",
             raising_line(error),
-            f"({what})",
+            f"({text})",
         )
     lacking = None if isinstance(error, ResourceError) else backend.shortage(error)
     return None if lacking is None else ResourceError(lacking)

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, own_pool
 from devgraph.api.buffers import tensors_in
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import FrozenValueError
@@ -91,7 +91,7 @@ class CpuGraph(DeviceGraph):
             self.pool.blocks,
             others=(self.pool.regions,),
             knowledge=self._knowledge,
-            arguments=self.touchable,
+            arguments=self.arguments,
         )
         self._recorder = recorder
         recorder.__enter__()
@@ -172,7 +172,7 @@ class CpuGraph(DeviceGraph):
 
     def _bound_addresses(self, host: Mapping[Mark, dict[str, Any]]) -> set[int]:
         """Return where memory begins that a recording for these host values may touch."""
-        tensors = [*self.touchable, *self.pool.registered]
+        tensors = [*self.arguments, *self.pool.registered]
         for hit in self.hits:
             tensors.extend(hit.tensors)
         keyed = {value for value in pytree.tree_leaves(list(host.values())) if type(value) is int}
@@ -207,6 +207,7 @@ class CpuBackend(Backend):
     """Device graphs on the CPU, for development, tests and machines without a device."""
 
     name = "cpu"
+    graph_type = CpuGraph
     capabilities = Capabilities(
         region_update=True,
         shared_pool=True,
@@ -236,9 +237,9 @@ class CpuBackend(Backend):
         return CpuPool(self, releasable=releasable)
 
     def make_graph(self, pool: Pool | None = None) -> CpuGraph:
-        pool = self.own_pool(pool)
+        pool = own_pool(self, pool)
         assert isinstance(pool, CpuPool)
-        return CpuGraph(self, pool)
+        return self.graph_type(self, pool)
 
     @contextlib.contextmanager
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:

@@ -97,11 +97,11 @@ class CudaBackend(NodeBackend):
             self._pace.recover(stream.cuda_stream)
 
     def details(self) -> dict[str, str]:
-        pace = self.replay_pace()
-        told = "unknown" if pace is None else f"{pace.microseconds:.2f} us from kernel to kernel"
+        pace = self.after_captures()
+        told = "unknown" if pace is None else f"{pace:.2f} us from kernel to kernel"
         return {"pace of graphs": told}
 
-    def _measured_pace(self) -> float | None:
+    def after_captures(self) -> float | None:
         if self._pace is None:
             return None
         with self.exclusive(), self.on_device():

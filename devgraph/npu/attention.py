@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from devgraph.api.errors import RegionError
-from devgraph.api.marks.marks import Mark, region
+from devgraph.api.marks.marks import region
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def fused_slot_attention(
     *,
     spans: tuple[int, ...],
 ) -> None:
-    """``SlotAttention.attend`` through the operator of ``fixed.version``."""
+    """Run ``FusedSlotAttention.attend`` through the operator of ``fixed.version``."""
     npu = sys.modules["torch_npu"]
     suffix = "_v2" if fixed.version == 2 else ""
     operator = getattr(npu, f"npu_fused_infer_attention_score{suffix}")
@@ -78,13 +78,14 @@ def fused_slot_attention(
     operator.out(query, *pages, **arguments, workspace=workspace, out=[out, fixed.no_sums])
 
 
-trusted: frozenset[Mark] = frozenset({fused_slot_attention.__devgraph_mark__})  # type: ignore[attr-defined]
-"""Regions whose new values need no trial: they raise before they launch anything, or not at all."""
+fused_slot_attention.__devgraph_mark__.raises_before_launch = True  # type: ignore[attr-defined]
 
 
 class FusedSlotAttention:
-    """``devgraph.api.backend.SlotAttention`` on Ascend, by ``version`` 1 or 2 of the operator, and
-    what its calls share: the block table and the mask. Compared by identity."""
+    """Attention over slots, by ``version`` 1 or 2 of the operator; compared by identity.
+
+    Its calls share the block table and the mask.
+    """
 
     row_multiple = BLOCK
 
@@ -123,5 +124,15 @@ class FusedSlotAttention:
         scale: float,
         spans: tuple[int, ...],
     ) -> None:
-        """Attend; see ``devgraph.api.backend.SlotAttention.attend``."""
+        """Attend the packed tokens of requests causally to the rows that each request owns.
+
+        Args:
+            query: ``[tokens, heads, dim]``, requests one after another, followed by padding.
+            keys: ``[slots * rows, kv_heads, dim]``, contiguous.
+            values: like ``keys``.
+            out: receives ``[tokens, heads, dim]``; zero for padding.
+            scale: factor of the scores.
+            spans: three numbers per request: its slot, its cached tokens, its new tokens. Slots
+                ascend. A host argument: pass it on as it was received.
+        """
         fused_slot_attention(query, keys, values, out, scale, self, spans=spans)

@@ -48,6 +48,10 @@ class NpuBackend(NpuDevice):
     attention_version: int = 2
     """The version of torch_npu's fused attention that engines get: 1 or 2."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.extensions = {"slot_attention": self.slot_attention}
+
     def check_available(self) -> None:
         if self.namespace is None or "torch_npu" not in sys.modules:
             _import_torch_npu()
@@ -81,6 +85,16 @@ class NpuBackend(NpuDevice):
     def slot_attention(
         self, *, slots: int, rows: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> FusedSlotAttention | None:
+        """Return fused attention over a cache of slots, or None for an unsupported shape.
+
+        Args:
+            slots: number of requests that the cache holds.
+            rows: positions in a slot; the cache rounds them up to ``row_multiple`` of the result.
+            heads: heads of queries.
+            kv_heads: heads of keys and values.
+            head_dim: elements in a head, equal for keys and values.
+            dtype: of queries, keys and values.
+        """
         if dtype not in DTYPES or head_dim not in HEAD_DIMS or heads % kv_heads:
             return None
         rows = -(-rows // BLOCK) * BLOCK

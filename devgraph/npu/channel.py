@@ -23,8 +23,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from devgraph.api.device import identity
 from devgraph.api.errors import UpdateError
+from devgraph.api.process import identity
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,8 @@ capture forbids that, and a replay that waits for its update would never end.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
-import operator
 import sys
 import tempfile
 import warnings
@@ -23,8 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from devgraph.api.device import keep_for_ever
+from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import DeviceLost, ResourceError
+from devgraph.api.process import keep_forever
 from devgraph.api.torchlike.base import TorchBackend, TorchPool
 from devgraph.npu.channel import UpdateChannel
 from devgraph.npu.errors import NO_RESOURCE, means
@@ -183,26 +182,25 @@ class NpuDevice(TorchBackend):
 
     def keep_memory(self) -> None:
         super().keep_memory()
-        keep_for_ever(*self._memories)
+        keep_forever(*self._memories)
 
     def free_buried(self) -> None:
         """Free what was retired or buried and may go now; nothing while a capture is under way."""
         waiting = self._retired or self._memories
-        if not waiting or self.held_here or self.channel.on_thread():
+        if not waiting or self.capture_lock.is_held_here or self.channel.on_thread():
             return
-        locks, held = (self._capture_lock, self.channel.order), list[Any]()
+        lock = self.capture_lock.lock
+        if not lock.acquire(blocking=False):
+            return
         try:
-            # One call, so that no interrupt comes between taking a lock and knowing that.
-            held.extend(itertools.takewhile(operator.methodcaller("acquire", False), locks))
-            if held == [*locks]:
-                self._free(may_wait=self.channel.quiet)
+            order = self.channel.order
+            if order.acquire(blocking=False):
+                try:
+                    self._free(may_wait=self.channel.quiet)
+                finally:
+                    order.release()
         finally:
-            try:
-                if held[1:]:
-                    self.channel.order.release()
-            finally:
-                if held:
-                    self._capture_lock.release()
+            lock.release()
 
     def _free(self, *, may_wait: bool) -> None:
         """Free graphs whose last replay is over; memory as well if no replay waits for the host
@@ -225,7 +223,7 @@ class NpuDevice(TorchBackend):
             while may_wait and self._memories:
                 owners = self._memories.pop()
                 if self.keeps_memory:
-                    keep_for_ever(owners)
+                    keep_forever(owners)
                     continue
                 try:
                     self.namespace.synchronize(self._device)
@@ -246,9 +244,9 @@ class NpuDevice(TorchBackend):
 
     def _give_up(self, things: object, error: Exception) -> None:
         """Keep what cannot be freed: its destructor would fail in the same way."""
-        keep_for_ever(things)
+        keep_forever(things)
         with contextlib.suppress(DeviceLost):
-            self.raise_if_lost(error)
+            raise_if_lost(self, error)
         what = str(error).partition("\n")[0]
         logger.warning("what graphs held on the device is kept, because freeing fails (%s)", what)
 

@@ -18,7 +18,6 @@ from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark
 from devgraph.api.torchlike.base import TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard
-from devgraph.npu.attention import trusted
 from devgraph.npu.channel import Job
 from devgraph.npu.device import NpuDevice
 from devgraph.npu.task_groups import Group, Host, TaskGroups
@@ -170,7 +169,7 @@ class NpuGraph(TorchGraph):
         and so are those of the backend's own attention.
         """
         regions = self._settled()
-        if self.backend.try_new_values and not trusted.issuperset(host):
+        if self.backend.try_new_values and not all(mark.raises_before_launch for mark in host):
             self.pool.order()
             self.backend.drain()
             regions.try_values(host, f"the update of {self!r}")

@@ -15,6 +15,7 @@ import torch
 
 from devgraph.api.errors import UpdateError
 from devgraph.api.executable import Executable, held
+from devgraph.api.marks.marks import marked_functions
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.node_calls import RuntimeCallError
 from devgraph.api.torchlike.node_graph import Applying, NodeGraph
@@ -114,6 +115,9 @@ class Verifying(Applying):
         """Recordings that an own executable was seen to run."""
 
     def prepare(self, graph: NodeGraph) -> None:
+        marks = (fn.__devgraph_mark__ for fn in marked_functions())  # type: ignore[attr-defined]
+        if not graph.spec.declared and all(mark.context is None for mark in marks):
+            return  # no region of the capture can be updated
         self._verification.find_out(graph.backend.device)
         self._verification.word_of(graph.pool)
 

@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from devgraph.api.backend import poison
 from devgraph.api.prove import compare, randomize
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.outputs import copied
@@ -109,7 +110,7 @@ class Proof:
         padded = copied(bound.result(given))
 
         begin()
-        step.outputs.poison(backend.poison)
+        step.outputs.poison(poison)
         bound.replay(padded_host)
         replayed = copied(bound.result(given))
         assert graph.captured is not None

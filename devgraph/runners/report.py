@@ -9,10 +9,28 @@ from typing import Any
 
 import attrs
 
-from devgraph.api.backend import ReplayPace
 from devgraph.api.executable import Residency
 from devgraph.runners.decisions import Reason
 from devgraph.runners.graphs import BOUNDS, Graphs, ReplayTimes
+
+_SLOW = 1.08
+"""Ratio above which a pace is slow: two measurements of one pace differed by less than 2%, the two
+paces of Hopper by 18%."""
+
+
+@attrs.frozen(kw_only=True)
+class ReplayPace:
+    """Pace of replays on a device with a slow pace that lasts."""
+
+    microseconds: float
+    """Time from one kernel to the next in a graph of tiny kernels."""
+    fastest: float
+    """Shortest time measured in this process."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether graphs went faster in this process before."""
+        return self.microseconds > _SLOW * self.fastest
 
 
 class Counters:

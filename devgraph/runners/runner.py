@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from devgraph.api import __version__
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, own_pool
 from devgraph.api.buffers import StaticBuffers
-from devgraph.api.device import identity
+from devgraph.api.device import raise_if_lost, require_alive
 from devgraph.api.errors import (
     ConfigError,
     ConfigTypeError,
@@ -30,6 +30,7 @@ from devgraph.api.errors import (
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
+from devgraph.api.process import identity
 from devgraph.api.prove import compare_near
 from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
@@ -100,7 +101,7 @@ class Runner:
             pool = _pool_with(share, pool)
         lender = share if share is not None and share.graphs else None  # of outputs of graphs
         backend = backend if isinstance(backend, Backend) else get_backend(backend)
-        pool = backend.own_pool(pool, releasable=config.releasable)
+        pool = own_pool(backend, pool, releasable=config.releasable)
         arena = InputArena(
             slots,
             Size(max(size.requests for size in largest), max(size.tokens for size in largest)),
@@ -274,7 +275,7 @@ class Runner:
                         return self._replay(step, inputs, host_args, clone)
                 return self._run_decided(inputs, host_args, variant, decision, longest, clone)
             except Exception as error:
-                self.backend.raise_if_lost(error)
+                raise_if_lost(self.backend, error)
                 raise
             finally:
                 self._busy.clear()
@@ -467,7 +468,7 @@ class Runner:
     def _require_open(self, call: str) -> None:
         if self._closed:
             raise StateError(f"cannot {call}: {self._name} is closed; make a new one")
-        self.backend.require_alive()
+        require_alive(self.backend)
 
     # Capture.
 

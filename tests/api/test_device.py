@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import itertools
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,12 +11,11 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.device import collector
-from devgraph.api.session import session
+from devgraph.api.device import require_alive
+from devgraph.api.process import collector
 from devgraph.cpu.backend import CpuBackend
 from devgraph.testing.conformance.support import Kit
 from devgraph.testing.conformance.test_concurrency import PATIENCE
-from tests.support.interrupts import interrupted
 
 
 class Alone(CpuBackend):
@@ -105,48 +100,14 @@ def test_other_errors_of_a_driver_stay_what_they_are():
     assert caught.value is failure
 
 
-class Owner:
-    """Something that gives back device memory when it goes."""
-
-
 @pytest.fixture
 def backend():
     return dg.get_backend("cpu")
 
 
-def test_garbage_waits_until_the_outermost_hold_ends(backend):
-    thing = Owner()
-    gone = weakref.ref(thing)
-    with backend.quiet():
-        assert not gc.isenabled()
-        with backend.quiet():
-            backend.bury(thing)
-            del thing
-        assert not gc.isenabled()
-        assert gone() is not None
-    assert gc.isenabled()
-    assert gone() is None
-
-
-def test_garbage_of_another_thread_waits_as_well(backend):
-    thing = Owner()
-    gone = weakref.ref(thing)
-
-    def drop(owner):
-        backend.bury(owner)
-
-    with backend.quiet():
-        thread = threading.Thread(target=drop, args=(thing,))
-        thread.start()
-        thread.join(60)
-        del thread, thing
-        assert gone() is not None
-    assert gone() is None
-
-
 def test_capture_may_begin_while_this_thread_holds_the_device(backend):
     x = torch.ones(4)
-    with backend.quiet():
+    with backend.exclusive(), collector.paused():
         cap = dg.capture(lambda x: x * 2, x, backend=backend)
     assert torch.equal(cap.replay(), x * 2)
 
@@ -168,43 +129,6 @@ def test_hold_of_another_thread_is_waited_for_and_named(backend, monkeypatch):
         thread.join(60)
     assert len(refused) == 1
     assert threading.current_thread().name in refused[0]
-
-
-@pytest.mark.parametrize("first_ends_first", [True, False])
-def test_collector_rests_until_the_last_of_several_devices_is_done(backend, first_ends_first):
-    other = type(backend)()
-    began, end, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def capture_elsewhere():
-        with other.quiet():
-            began.set()
-            end.wait(10)
-        ended.set()
-
-    thread = threading.Thread(target=capture_elsewhere)
-    with contextlib.ExitStack() as here:
-        here.enter_context(backend.quiet())
-        thread.start()
-        assert began.wait(10)
-        if first_ends_first:
-            here.close()
-        else:
-            end.set()
-            assert ended.wait(10)
-        assert not gc.isenabled()
-    end.set()
-    thread.join(10)
-    assert gc.isenabled()
-
-
-def test_switched_off_collector_stays_off(backend):
-    gc.disable()
-    try:
-        with backend.quiet():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 class Fragile(CpuBackend):
@@ -309,29 +233,7 @@ def test_other_errors_lose_nothing():
         dg.capture(_breaks(failing), x, policy="breakable", backend=backend)
     with dg.capture(step, x, policy="breakable", backend=backend) as captured:
         assert captured.prove().ok
-    backend.require_alive()
-
-
-@pytest.mark.parametrize("lost", [True, False])
-def test_what_is_buried_on_a_lost_device_or_in_a_capture_without_end_is_never_freed(lost):
-    """FAULTS 34: its destructor would fail, which ends the process."""
-
-    backend = Fragile()
-
-    class Memory:
-        pass
-
-    kept = [Memory() for _ in range(2)]
-    alive = [weakref.ref(memory) for memory in kept]
-    expected = pytest.raises(dg.DeviceLost) if lost else contextlib.nullcontext()
-    with expected, session(backend.make_pool()):
-        backend.bury(kept.pop())
-        if lost:
-            raise RuntimeError("a sticky error")
-        backend.keep_memory()
-    backend.bury(kept.pop())
-    gc.collect()
-    assert all(memory() is not None for memory in alive)
+    require_alive(backend)
 
 
 def test_capture_that_waits_too_long_names_the_capturing_thread(
@@ -415,27 +317,3 @@ def test_replay_of_another_thread_waits_unless_it_may_run_beside_a_capture(kit: 
     assert replayed == [waits]
     graph.replay()
     kit.same((y, captured.outputs), (x + 1, other * 3))
-
-
-def test_collector_is_on_in_a_child_that_was_forked_while_another_thread_woke_it() -> None:
-    """FAULTS 40."""
-    child = type(collector)()
-    with child.at_rest():
-        child._resting.clear()  # the other thread's, and now comes the fork
-        child.after_fork()
-        assert gc.isenabled()
-
-
-def test_interrupt_at_any_place_leaves_the_collector_on() -> None:
-    """FAULTS 40."""
-
-    def rest() -> None:
-        with collector.at_rest():
-            pass
-
-    for place in itertools.count(1):
-        if not interrupted(rest, place):
-            break
-        gc.collect()  # what an interrupt kept from being left
-        assert gc.isenabled(), place
-    assert place > 5

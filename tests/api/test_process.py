@@ -1,7 +1,9 @@
-"""Forked children: refused everywhere, and waiting for nothing of their parent."""
+"""Forked children, and the garbage collector during captures."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import threading
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.process import collector
 from devgraph.testing.conformance.support import WIDTH, Kit, runner_of
 
 
@@ -111,3 +114,48 @@ def test_forked_child_waits_for_no_lock_of_another_thread(
         thread.join(60)
     held[0] = False
     kit.check(captured, step, x)
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_collector_is_paused_until_the_last_thread_resumes_it(first_ends_first: bool) -> None:
+    began, end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def capture_elsewhere() -> None:
+        with collector.paused():
+            began.set()
+            end.wait(10)
+        ended.set()
+
+    thread = threading.Thread(target=capture_elsewhere)
+    with contextlib.ExitStack() as here:
+        here.enter_context(collector.paused())
+        thread.start()
+        assert began.wait(10)
+        if first_ends_first:
+            here.close()
+        else:
+            end.set()
+            assert ended.wait(10)
+        assert not gc.isenabled()
+    end.set()
+    thread.join(10)
+    assert gc.isenabled()
+
+
+def test_switched_off_collector_stays_off() -> None:
+    gc.disable()
+    try:
+        with collector.paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_collector_is_on_in_a_child_that_was_forked_while_another_thread_resumed_it() -> None:
+    """FAULTS 40."""
+    child = type(collector)()
+    with child.paused():
+        child._threads.clear()  # the other thread's, and now comes the fork
+        child.after_fork()
+        assert gc.isenabled()

@@ -23,7 +23,12 @@ def backend() -> CpuBackend:
 
 def _free(backend: CpuBackend) -> bool:
     """Whether nothing of a session is left: locks, the thread's scope, the collector."""
-    return not (dg.is_capturing() or backend.recording or backend.held_here) and gc.isenabled()
+    return (
+        not (
+            dg.is_capturing() or backend.capture_lock.recording or backend.capture_lock.is_held_here
+        )
+        and gc.isenabled()
+    )
 
 
 def test_session_records_graphs_one_after_the_other(backend: CpuBackend) -> None:

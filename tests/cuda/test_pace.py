@@ -93,7 +93,7 @@ def test_processor_without_programmatic_launches_is_left_alone(monkeypatch):
 def test_captures_leave_the_pace_of_every_graph_as_it_was():
     """Without the launches the third capture costs each kernel of each graph 0.17 us."""
     backend = dg.get_backend("cuda")
-    before = backend.replay_pace()
+    before = backend.after_captures()
     x = torch.ones(64, device=backend.device)
     pool = backend.make_pool()
     graphs = []
@@ -103,8 +103,8 @@ def test_captures_leave_the_pace_of_every_graph_as_it_was():
             x.add_(0)
         graph.replay()
         graphs.append(graph)
-    after = backend.replay_pace()
-    assert not after.slow, (before, after)
+    after = backend.after_captures()
+    assert after < 1.08 * before, (before, after)
     for graph in graphs:
         graph.close()
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.process import collector
 from tests.sim.ascend import Driver
 from tests.support.npu_steps import picky_step, step, wanted
 
@@ -64,10 +65,10 @@ def test_memory_is_kept_where_a_capture_that_nothing_could_end_counts_as_under_w
 ) -> None:
     pools = [backend.make_pool() for _ in range(2)]
     alive = [weakref.ref(pool._memory) for pool in pools]
-    with backend.quiet():
+    with backend.exclusive(), collector.paused():
         pools.pop()  # waits until the capture is over
     assert alive.pop()() is None
-    with backend.quiet():
+    with backend.exclusive(), collector.paused():
         pools.pop()
         backend.keep_memory()
     backend.synchronize()
@@ -82,7 +83,7 @@ def test_memory_that_goes_in_a_capture_waits_for_the_update_of_a_replay(
     memory = weakref.ref(pool._memory)
     with driver.setting(hold_updates=1):
         captured.replay(factor=3.0)
-        with backend.quiet():
+        with backend.exclusive(), collector.paused():
             del pool
         assert memory() is not None
     backend.synchronize()

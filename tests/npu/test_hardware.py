@@ -40,7 +40,7 @@ def cache(backend: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _step(backend: Any, version: int, cache: tuple[torch.Tensor, torch.Tensor]) -> Any:
     backend.attention_version = version
-    attention = backend.slot_attention(
+    attention = backend.extensions["slot_attention"](
         slots=SLOTS, rows=ROWS, heads=HEADS, kv_heads=KV_HEADS, head_dim=SIZE, dtype=torch.float16
     )
 

@@ -27,6 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import devgraph as dg
+from devgraph.api.backend import poison
 from devgraph.runners import RankGroup
 from tests.support.suite import printed_by
 
@@ -431,7 +432,7 @@ def test_tensor_that_only_the_capture_reads_lives_as_long_as_it(bench):
     holder[0] = torch.zeros(1, 1, device=bench.device)
     gc.collect()
     for _ in range(8):
-        bench.backend.poison(bench.randn(4, WIDTH))
+        poison(bench.randn(4, WIDTH))
     assert torch.equal(capture.replay(), (x + kept) * 2 + kept)
     assert alive() is not None
     capture.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.backend import poison
 from devgraph.runners import InputSlot, Pad, Size
 from devgraph.runners.inputs import InputArena, Staging, StagingMemory
 from devgraph.runners.load import CopyPlan
@@ -233,7 +234,7 @@ def test_a_joined_copy_writes_what_separate_copies_write(devgraph_backend, join)
     plan = CopyPlan(arena, Size(5, 5, 1), Size(8, 8, 1), {}, join=join)
     inputs = batch_of(5, devgraph_backend.device)
     for buffer in arena.buffers.values():
-        devgraph_backend.poison(buffer)
+        poison(buffer)
     plan.load(inputs)
     for name, view in arena.views(Size(8, 8, 1)).items():
         real = inputs[name]
@@ -252,7 +253,7 @@ def test_copies_from_the_host_and_the_device_are_right(devgraph_backend, away):
         for name, data in batch_of(5, device, seed).items():
             inputs[name].copy_(data)
         for buffer in arena.buffers.values():
-            devgraph_backend.poison(buffer)
+            poison(buffer)
         plan.load(inputs)
         for name, view in arena.views(Size(8, 8, 1)).items():
             real = inputs[name].to(device)

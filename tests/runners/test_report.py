@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import devgraph as dg
-from devgraph.api.backend import ReplayPace
 from devgraph.cpu.backend import CpuBackend
 from devgraph.runners import InputSlot, Pad
-from devgraph.runners.report import format_bytes
+from devgraph.runners.report import ReplayPace, format_bytes
 from tests.support.runner_steps import (
     IDS,
     ROWS,
@@ -280,7 +279,7 @@ class TwoPaces(CpuBackend):
         super().__init__()
         self._paces = iter((0.93, 1.1, 0.94))
 
-    def _measured_pace(self) -> float:
+    def after_captures(self) -> float:
         return next(self._paces)
 
 

@@ -75,7 +75,7 @@ class Bench:
         assert torch.is_grad_enabled()
         assert torch.is_autocast_cache_enabled()
         assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
-        free, locks = [], [self.pool.lock, self.backend._capture_lock]
+        free, locks = [], [self.pool.lock, self.backend.capture_lock.lock]
         if hasattr(self.backend, "channel"):
             locks.append(self.backend.channel.order)
 

@@ -220,9 +220,7 @@ class Graph(CpuGraph):
 
 class Fake(CpuBackend):
     name = "fake"
-
-    def make_graph(self, pool=None):
-        return Graph(self, self.own_pool(pool))
+    graph_type = Graph
 
 dg.register("fake", Fake)
 """

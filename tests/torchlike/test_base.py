@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.session import session
+from devgraph.api.process import collector
+from devgraph.api.session import session, supported_error_mode
 from devgraph.api.torchlike.base import TorchBackend
 from tests.support.torch_namespace import FakeBackend
 
@@ -209,7 +211,7 @@ def test_error_mode_that_the_vendor_lacks_becomes_the_one_it_has_and_says_so(
 ):
     """FAULTS 16."""
     with caplog.at_level(logging.INFO, logger="devgraph"):
-        assert backend.check_capture_error_mode("global") == "thread_local"
+        assert supported_error_mode(backend, "global") == "thread_local"
     assert "no capture error mode global; using thread_local" in caplog.text
 
 
@@ -333,3 +335,64 @@ def test_alias_of_graph_memory_is_conjugated_and_negated_as_the_tensor(backend: 
     pool, x = backend.make_pool(), torch.randn(3, dtype=torch.complex64)
     for seen in (x, x.conj(), x.conj().imag):
         assert torch.equal(pool.bare(seen), seen)
+
+
+class Owner:
+    """Something that gives back device memory when it goes."""
+
+
+def test_garbage_waits_until_the_outermost_hold_ends(backend: FakeBackend):
+    thing = Owner()
+    gone = weakref.ref(thing)
+    with backend.exclusive(), collector.paused():
+        assert not gc.isenabled()
+        with backend.exclusive(), collector.paused():
+            backend.bury(thing)
+            del thing
+        assert not gc.isenabled()
+        assert gone() is not None
+    assert gc.isenabled()
+    assert gone() is None
+
+
+def test_garbage_of_another_thread_waits_as_well(backend: FakeBackend):
+    thing = Owner()
+    gone = weakref.ref(thing)
+
+    def drop(owner: Owner):
+        backend.bury(owner)
+
+    with backend.exclusive(), collector.paused():
+        thread = threading.Thread(target=drop, args=(thing,))
+        thread.start()
+        thread.join(60)
+        del thread, thing
+        assert gone() is not None
+    assert gone() is None
+
+
+class StickyError(RuntimeError):
+    error_code = 700
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_what_is_buried_on_a_lost_device_or_in_a_capture_without_end_is_never_freed(lost: bool):
+    """FAULTS 34: its destructor would fail, which would abort the process."""
+
+    backend = FakeBackend()
+    backend.sticky_errors = frozenset({700})
+
+    class Memory:
+        pass
+
+    kept = [Memory() for _ in range(2)]
+    alive = [weakref.ref(memory) for memory in kept]
+    expected = pytest.raises(dg.DeviceLost) if lost else contextlib.nullcontext()
+    with expected, session(backend.make_pool()):
+        backend.bury(kept.pop())
+        if lost:
+            raise StickyError
+        backend.keep_memory()
+    backend.bury(kept.pop())
+    gc.collect()
+    assert all(memory() is not None for memory in alive)

@@ -107,6 +107,11 @@ class Mark:
         _require_rules(derive=derive, reduce=reduce)
         _require_functions(context=context, fake=fake, capture_stub=capture_stub)
         self.fn = fn
+        self.raises_before_launch = False
+        """Whether the function raises, if at all, before it launches device work.
+
+        New host values of such a function need no trial run.
+        """
         self.name = getattr(fn, "__qualname__", repr(fn))
         self.kind = kind
         self.host_args = _names("host_args", host_args)

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError, StateError, note
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
@@ -111,7 +112,7 @@ class BreakablePlan:
             if isinstance(error, ExecutableError):
                 error.partly = index > 0
             note(error, f"in segment {index} of {count}, {self.segments[index]!r}")
-            self._backend.raise_if_lost(error)
+            raise_if_lost(self._backend, error)
             raise
         finally:
             pool.occupied = False
@@ -159,9 +160,9 @@ class _BreakableScope(Scope):
         self._spoiled: CaptureError | None = None
 
     def open(self) -> None:
-        graph = self._job.backend.make_graph(self._job.pool)
-        graph.touchable, graph.names = self._job.tensors, self._job.names
-        self._session.begin(graph)
+        job = self._job
+        graph = job.backend.make_graph(job.pool)
+        self._session.begin(graph, arguments=job.tensors, names=job.names)
 
     def finish_segment(self) -> None:
         """End the current graph; keep it unless it is empty."""

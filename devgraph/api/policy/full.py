@@ -168,14 +168,13 @@ class FullPlan:
         """Capture the whole callable for a key whose nodes differ, or return None if it fails."""
         job, started = self._job, time.perf_counter()
         graph = job.backend.make_graph(job.pool)
-        graph.touchable = job.tensors
         scope = GraphScope(graph, host=host)
         try:
             with (
                 self._modes.restored(),
                 session(job.pool, scope, mode=job.capture_error_mode) as recording,
             ):
-                recording.begin(graph, spec=job.spec)
+                recording.begin(graph, spec=job.spec, arguments=job.tensors)
                 outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
                 self._deliver(outputs)
                 recording.end()
@@ -276,10 +275,9 @@ class _Full(Policy):
 
     def _captured(self, job: Job, session: Session, *, unrolls: str = "") -> FullPlan:
         graph = job.backend.make_graph(job.pool)
-        graph.touchable, graph.names = job.tensors, job.names
         scope = GraphScope(graph, unrolls=unrolls)
         with session.recording(scope):
-            session.begin(graph, spec=job.spec)
+            session.begin(graph, spec=job.spec, arguments=job.tensors, names=job.names)
             outputs = job.outputs.filled(job.fn(*job.args, **job.kwargs, **job.spec.tracked()))
             session.end()
         plan = FullPlan(job, graph, outputs)

@@ -17,13 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, own_pool
 from devgraph.api.buffers import seen_by
 from devgraph.api.capabilities import Capabilities
+from devgraph.api.device import raise_if_lost, require_alive
 from devgraph.api.errors import BackendUnavailableError, ResourceError, UnjoinedStreamError
 from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
+from devgraph.api.process import keep_forever
 from devgraph.api.torchlike.guards import RandomGuard
 
 logger = logging.getLogger(__name__)
@@ -463,7 +465,7 @@ class TorchBackend(Backend):
         raise NotImplementedError(f"backend {self.name!r} declares releasable_memory and has none")
 
     def make_graph(self, pool: Pool | None = None) -> TorchGraph:
-        pool = self.own_pool(pool)
+        pool = own_pool(self, pool)
         assert isinstance(pool, TorchPool)
         return self.graph_type(self, pool)
 
@@ -490,13 +492,27 @@ class TorchBackend(Backend):
         return getattr(self.namespace, self.graph_class_name)()
 
     def synchronize(self) -> None:
-        self.require_alive()
+        require_alive(self)
         with self.exclusive():
             try:
                 self.namespace.synchronize(self._device)
             except Exception as error:
-                self.raise_if_lost(error)
+                raise_if_lost(self, error)
                 raise
+
+    def keep_memory(self) -> None:
+        super().keep_memory()
+        keep_forever(*self.capture_lock.buried)
+
+    def bury(self, *objects: Any) -> None:
+        """Keep ``objects`` alive until no capture is under way, or forever after ``keep_memory``.
+
+        Freeing device memory during a capture would abort the process.
+        """
+        if self.keeps_memory:
+            keep_forever(*objects)
+        elif self.capture_lock.owner is not None:
+            self.capture_lock.buried.append(objects)
 
     def fence(self) -> Callable[[], bool]:
         return self.fence_of(self.namespace.current_stream(self._device))

@@ -30,7 +30,7 @@ from devgraph.api.errors import (
 from devgraph.api.executable import Call, Executable, Remade, held, weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
-from devgraph.api.marks.marks import Absorbed, Mark, entered, marked_functions
+from devgraph.api.marks.marks import Absorbed, Mark, entered
 from devgraph.api.marks.scopes import LoopError
 from devgraph.api.session import session
 from devgraph.api.torchlike.base import TorchBackend, TorchGraph, TorchPool
@@ -162,7 +162,7 @@ class Applying:
     """
 
     def prepare(self, graph: NodeGraph) -> None:
-        """Get ready for a capture that may hold updatable regions."""
+        """Prepare for a capture, which may hold updatable regions."""
 
     def close_regions(self, graph: NodeGraph, number: int) -> None:
         """Do device work that is recorded behind the regions, for each recording anew.
@@ -240,8 +240,7 @@ class NodeGraph(TorchGraph):
 
     def _begin(self, mode: str) -> None:
         self._stream = self.backend.namespace.current_stream(self.backend.device)
-        if self.spec.declared or _some_context():
-            self.applying.prepare(self)
+        self.applying.prepare(self)
         super()._begin(mode)
 
     def _end(self) -> Executable:
@@ -249,7 +248,7 @@ class NodeGraph(TorchGraph):
         if self.hits:
             self._find_region_nodes()
         unjoined = []
-        if self.names_side_streams and (capture := runtime.capture_of(stream)) is not None:
+        if (capture := runtime.capture_of(stream)) is not None:
             unjoined = self.backend.side_streams.unjoined(stream, capture)
         try:
             super()._end()
@@ -626,11 +625,3 @@ def compilers() -> tuple[str, ...]:
 
 
 _mark_of = operator.attrgetter("mark")
-
-
-def _some_context() -> bool:
-    """Whether any mark depends on ambient context: its regions are updated without arguments."""
-    return any(
-        fn.__devgraph_mark__.context is not None  # type: ignore[attr-defined]
-        for fn in marked_functions()
-    )

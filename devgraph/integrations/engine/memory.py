@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, own_pool
 from devgraph.api.errors import BackendUnavailableError
 from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
@@ -76,7 +76,7 @@ class GraphMemory:
                 "keep it",
                 self.backend.name,
             )
-        pool = self.backend.own_pool(None, releasable=self.releasable and able)
+        pool = own_pool(self.backend, None, releasable=self.releasable and able)
         for limit in self.limits:
             pool.limit(limit)
         return pool

@@ -83,7 +83,6 @@ def recorded(
     """
     started = time.perf_counter()
     graph = backend.make_graph(pool)
-    graph.names_side_streams = False  # an engine captures a thousand graphs, of code that it knows
     scope = GraphScope(graph)
     with within or session(pool) as held, held.recording(scope):
         held.begin(graph)

@@ -137,7 +137,6 @@ def segment_classes() -> tuple[Any, Any]:
 
         def _begin_new_segment(self) -> None:
             graph = self._backend.make_graph(self._session.pool)
-            graph.names_side_streams = False  # SGLang joins those that a segment forked
             self._session.begin(graph)
             # SGLang ends what it records by this name.
             end = functools.partial(self._session.end, allow_empty=True)

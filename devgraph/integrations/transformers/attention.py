@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -37,6 +37,40 @@ from transformers.cache_utils import Cache
 from devgraph.api.errors import StateError
 from devgraph.api.marks.marks import region
 from devgraph.runners.batch import Batch
+
+
+class SlotAttention(Protocol):
+    """A backend's own attention over slots: an updatable region, and an extension by that name.
+
+    Under ``full`` it is part of the graph for any number of requests, since only lengths change.
+    Under ``breakable`` it is an eager segment.
+    """
+
+    row_multiple: int
+    """The number of rows in a slot is a multiple of this."""
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        spans: tuple[int, ...],
+    ) -> None:
+        """Attend the packed tokens of requests causally to the rows that each request owns.
+
+        Args:
+            query: ``[tokens, heads, dim]``, requests one after another, followed by padding.
+            keys: ``[slots * rows, kv_heads, dim]``, contiguous.
+            values: like ``keys``.
+            out: receives ``[tokens, heads, dim]``; zero for padding.
+            scale: factor of the scores.
+            spans: three numbers per request: its slot, its cached tokens, its new tokens. Slots
+                ascend. A host argument: pass it on as it was received.
+        """
+
 
 BLOCK_ROWS = 256
 """Query rows that ``packed_exact`` masks at once; bounds the size of a mask."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, own_pool
 from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.errors import InputError, InputTypeError, StateError, brief, note, whole
@@ -139,7 +139,7 @@ class Engine:
             max_requests=max_requests,
             max_len=max_len,
             updatable=self.backend.capabilities.region_update,
-            slot_attention=self.backend.slot_attention if single else None,
+            slot_attention=self.backend.extensions.get("slot_attention") if single else None,
             fuse=fuse,
             pin=self.backend.pin,
         )
@@ -163,7 +163,7 @@ class Engine:
         self._captured = False
         self._named = model if switched_on(DEBUG_VARIABLE) else False
         asked = self.config.prefill.releasable or self.config.decode.releasable
-        self.pool = self.backend.own_pool(None, releasable=asked)
+        self.pool = own_pool(self.backend, None, releasable=asked)
         self._make_runners(max_requests, max_step_tokens)
 
     def _make_runners(self, max_requests: int, max_step_tokens: int) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from devgraph.api.backend import SlotAttention
 from devgraph.api.errors import InputError, StateError, whole
 from devgraph.integrations.transformers.attention import (
     CacheLayer,
     KVCache,
+    SlotAttention,
     decode_bounded,
     decode_mask,
     decode_whole,
@@ -86,8 +86,8 @@ class CausalModel:
             rounded up to a multiple of 64.
         updatable: whether graphs of this backend take new host arguments
             (``capabilities.region_update``). If not, decode attends over whole slots.
-        slot_attention: ``Backend.slot_attention``: the device's own attention is used where it
-            has one for this model.
+        slot_attention: the backend's extension of that name. The device's own attention is used
+            if it has one for this model.
         pin: ``Backend.pin``: host memory from which copies are asynchronous; None copies as it is.
 
     Raises: as ``Engine``.

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import devgraph as dg
-from devgraph.api.backend import Backend
+from devgraph.api.backend import Backend, poison
 from devgraph.api.prove import compare
 
 declares = pytest.mark.devgraph_capability
@@ -151,7 +151,7 @@ class Kit:
         for size in (64, 256, 1024, 4096, 16384, 65536):
             for _ in range(8):
                 tensor = torch.empty(size, device=self.device)
-                self.backend.poison(tensor)
+                poison(tensor)
                 held.append(tensor)
         self.backend.synchronize()
 

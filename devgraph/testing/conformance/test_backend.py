@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.backend import poison
 from devgraph.testing.conformance.support import Kit, same
 
 MODES = ("global", "thread_local", "relaxed")
@@ -58,7 +59,7 @@ def test_capture_works_in_every_error_mode(kit: Kit, mode: str) -> None:
 @pytest.mark.parametrize("name", "float32 float16 bfloat16 int64 int32 uint8 bool".split())
 def test_poison_overwrites_every_element(kit: Kit, name: str) -> None:
     tensor = torch.zeros(8, dtype=getattr(torch, name), device=kit.device)
-    kit.backend.poison(tensor)
+    poison(tensor)
     poisoned = tensor.cpu()
     assert (poisoned.isnan() if tensor.is_floating_point() else poisoned != 0).all()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.backend import poison
 from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
 
 PATIENCE = 60.0
@@ -84,7 +85,7 @@ def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
             captured: dg.Captured = captured, out: torch.Tensor = out, want: torch.Tensor = want
         ) -> None:
             for _ in range(25):
-                kit.backend.poison(out)
+                poison(out)
                 captured.replay()
                 kit.same(out, want)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import devgraph as dg
+from devgraph.api.backend import poison
 from devgraph.testing.conformance.support import (
     POLICIES,
     SCRATCH,
@@ -91,7 +92,7 @@ def test_padded_rows_change_neither_outputs_nor_state(kit: Kit, policy: str) -> 
     model = Model(kit)
     runner = decoder(kit, model, config=policy)
     for seed, count in enumerate((3, 5, 7, 6, 8, 5, 3)):
-        kit.backend.poison(model.cache[SCRATCH])  # what padded rows read reaches no real row
+        poison(model.cache[SCRATCH])  # what padded rows read reaches no real row
         check_run(kit, runner, model, count, seed)
     assert runner.stats().padded_rows > 0
     assert runner.stats().eager == {}
@@ -104,7 +105,7 @@ def test_prefill_equals_eager_for_any_requests(kit: Kit, policy: str) -> None:
     runner = prefiller(kit, model, policy)
     cases = [(3,), (1, 2), (5, 2, 1), (4, 4, 4, 4), (16,), (1, 1, 1, 1), (7, 6)]
     for seed, lengths in enumerate([*cases, *reversed(cases)]):
-        kit.backend.poison(model.cache[SCRATCH])
+        poison(model.cache[SCRATCH])
         check_run(kit, runner, model, lengths, seed)
     assert runner.stats().eager == {}
 
@@ -225,7 +226,7 @@ def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy:
     for seed, (runner, count) in enumerate(
         itertools.product((target, draft, draft, target), (3, 1, 4))
     ):
-        kit.backend.poison(target.buffers["x"])
+        poison(target.buffers["x"])
         inputs = {"x": kit.tensor(count, WIDTH, seed=seed)}
         want = inputs["x"] * 3
         if runner is target:

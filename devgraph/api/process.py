@@ -1,0 +1,105 @@
+"""The process: its identity across forks, its garbage collector, and objects that outlive it.
+
+Handles of a device do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+from devgraph.api.errors import StateError
+
+
+class _ForkAware(Protocol):
+    def after_fork(self) -> None:
+        """Reset the state that belongs to threads of the parent process."""
+
+
+class _Identity:
+    """A token of the process, replaced in every forked child.
+
+    Comparing tokens with ``is`` costs no system call.
+    """
+
+    def __init__(self) -> None:
+        self.token = object()
+        self.devices: weakref.WeakSet[_ForkAware] = weakref.WeakSet()
+        """Devices to reset in a forked child, which has one thread."""
+
+    def renew(self) -> None:
+        self.token = object()
+        for device in list(self.devices):
+            device.after_fork()
+
+    def require(self, token: object, call: str) -> None:
+        """Raise StateError unless ``token`` belongs to this process."""
+        if token is not self.token:
+            raise StateError(
+                f"cannot {call} in a forked process: graphs, captures, pools and runners belong "
+                f"to the process that made them. Start workers with 'spawn' and capture there."
+            )
+
+
+identity = _Identity()
+os.register_at_fork(after_in_child=identity.renew)
+
+
+class _Collector:
+    """The garbage collector, paused while at least one thread needs that.
+
+    Captures of several devices overlap, so the first to end must not resume it.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[int] = []
+        """Identifiers of the threads that paused it, once for each pause."""
+        self._was_enabled = False
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """Forget the pauses of threads that the child process does not have."""
+        self._lock = threading.RLock()
+        self._threads = [thread for thread in self._threads if thread == threading.get_ident()]
+        self._resume_if_unused()
+
+    def _resume_if_unused(self) -> None:
+        if self._was_enabled and not self._threads:
+            self._was_enabled = False
+            gc.enable()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Prevent collections in all threads during the block."""
+        thread = threading.get_ident()
+        outer_pauses = self._threads.count(thread)
+        try:
+            with self._lock:
+                self._was_enabled |= gc.isenabled()
+                self._threads.append(thread)
+                gc.disable()
+            yield
+        finally:
+            with self._lock:
+                if self._threads.count(thread) > outer_pauses:
+                    self._threads.remove(thread)
+                self._resume_if_unused()
+
+
+collector = _Collector()
+os.register_at_fork(after_in_child=collector.after_fork)
+
+
+def keep_forever(*objects: object) -> None:
+    """Prevent the destruction of ``objects``, also at interpreter shutdown.
+
+    The destructor of an object on a lost device would fail, and that would abort the process.
+    """
+    for kept in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
