@@ -24,7 +24,7 @@ from devgraph.runners.slots import HostSlot, Size
 
 
 class HostValues(Mapping[str, Any]):
-    """Host arguments by attribute or key; tracked values while a capture records."""
+    """Host arguments by attribute or key. In a capture they are tracked values."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -41,9 +41,9 @@ class HostValues(Mapping[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             raise HostArgumentError(
-                f"batch.host.{name} cannot be set: a replay runs no Python of the step, so it "
-                f"would keep this value for ever. Keep what a step changes (lengths) in a device "
-                f"tensor, and pass a host argument that holds for every step of a launch"
+                f"batch.host.{name} cannot be set: a replay does not run the step's Python code, "
+                f"so it would always use this value. Keep values that a step changes (lengths) in "
+                f"a device tensor, and pass a host argument that holds for every step of a launch"
             )
         super().__setattr__(name, value)
 
@@ -58,10 +58,10 @@ class HostValues(Mapping[str, Any]):
 
 
 class Live:
-    """The part of a batch that changes from run to run although graphs stay the same.
+    """The part of a batch that changes between runs of the same graph.
 
-    One object is shared by every batch that a runner's graphs were captured with; the runner
-    stores the size and the tensors of a run here just before it replays.
+    All batches with which a runner's graphs were captured share one object. The runner stores the
+    size and the tensors of a run in it before it replays.
     """
 
     __slots__ = ("size", "tensors")
@@ -72,21 +72,21 @@ class Live:
 
 
 class Batch:
-    """One step's data: ``batch.<slot>`` tensors, ``batch.host``, and the sizes.
+    """The data of one step: ``batch.<slot>`` tensors, ``batch.host``, and the sizes.
 
-    In a graph the tensors are static views of the bucket's size; run eagerly they have the real
-    size. Where a graph's body depends on tokens only (breakable prefill), slots that count
+    In a graph the tensors are static views of the bucket's size. In an eager step they have the
+    real size. If a graph's body depends on tokens only (breakable prefill), slots that count
     requests belong to the run and not to the graph: read them in a region, in a ``no_graph``
     function or in the tail, through the batch itself.
 
-    Attributes:
-        host: the host arguments.
-        tokens: rows of the ``"tokens"`` slots, padding included.
-        width: tokens per request, or None.
-        variant: the variant that this step belongs to.
+    The batch of an eager step ends with the step. Reading a batch that was kept
+    (``self.batch = batch``) in a later step raises StateError.
 
-    A batch that ran eagerly is over with its step: whoever kept it (``self.batch = batch``) and
-    reads it in a later step gets a StateError.
+    Attributes:
+        host: The host arguments.
+        tokens: Rows of the ``"tokens"`` slots, padding included.
+        width: Tokens per request, or None.
+        variant: The variant of this step.
     """
 
     host: HostValues
@@ -101,7 +101,7 @@ class Batch:
         live: Live | None = None,
         live_names: frozenset[str] = frozenset(),
     ) -> None:
-        for name, tensor in tensors.items():  # one by one, as tracers of code understand it
+        for name, tensor in tensors.items():  # a loop, which tracers of code understand
             setattr(self, name, tensor)
         self.host = HostValues(host)
         self.tokens = size.tokens
@@ -114,35 +114,34 @@ class Batch:
 
     @property
     def requests(self) -> int:
-        """Requests of this batch, padding included; of the current run where they are its own."""
+        """Requests of this batch, padding included; those of the run if slots belong to it."""
         if self._live_names:
             return self._of_run("requests").size.requests
         return self._size.requests
 
     @property
     def real(self) -> Size:
-        """Sizes without padding. They change from run to run, so a graph cannot read them."""
+        """Size without padding. It changes between runs, so a graph cannot read it."""
         return self._size if self._live is None else self._of_run("real").size
 
     def _of_run(self, name: str) -> Live:
         if is_capturing():
             raise CaptureError(
-                f"batch.{name} changes from run to run and was read inside a graph, at "
-                f"{user_line()}. Hand the batch to a function marked @dg.region() or "
-                f"@dg.no_graph and read it there, or move the line into the runner's tail."
+                f"batch.{name} changes between runs and was read inside a graph, at {user_line()}. "
+                f"Pass the batch to a function marked @dg.region() or @dg.no_graph and read it "
+                f"there, or move the line into the runner's tail."
             )
         assert self._live is not None
         return self._live
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        # Reached for names that are no static tensor: slots of the run, or mistakes.
-        known = self.__dict__.get("_live_names", frozenset())
-        if name in known:
+        # Only names of slots of the run and wrong names arrive here.
+        if name in self.__dict__.get("_live_names", frozenset()):
             return self._of_run(name).tensors[name]
         if self.__dict__.get("_over") and not name.startswith("_"):
             raise StateError(
-                f"batch.{name} was read in a batch whose step ran eagerly and is over. A replay "
-                f"runs no Python of the step, so it stores no newer batch: hand the batch, or the "
+                f"batch.{name} was read after the eager step of the batch. A replay does not run "
+                f"the step's Python code, so it stores no newer batch: pass the batch, or the "
                 f"tensor, to the marked function as an argument"
             )
         raise AttributeError(f"the batch has no slot {name!r}. {did_you_mean(name, self._names())}")
@@ -156,7 +155,7 @@ class Batch:
 
 
 def end_batch(batch: Batch) -> None:
-    """Make ``batch`` forget the data of its step, which ran eagerly and is over."""
+    """Remove the data of ``batch`` after its eager step."""
     for name in [name for name, held in vars(batch).items() if isinstance(held, torch.Tensor)]:
         delattr(batch, name)
     del batch.host
@@ -167,9 +166,9 @@ class HostArgs:
     """The declared host arguments.
 
     Args:
-        declared: name to the value used at capture, or to a ``HostSlot`` for a sequence with one
+        declared: Maps a name to its value at capture, or to a ``HostSlot`` for a sequence with one
             entry per request or token.
-        partly: runs may leave names out, for the engine to plan.
+        partly: Whether runs may omit names, because the engine plans them.
     """
 
     def __init__(self, declared: Mapping[str, Any] | None, *, partly: bool = False) -> None:
@@ -178,15 +177,15 @@ class HostArgs:
         for name in self.declared:
             if not name.isidentifier() or name == "self" or hasattr(HostValues, name):
                 raise ConfigError(
-                    f"host argument {name!r} must be a Python identifier for which batch.host has "
-                    f"no use of its own; choose another name"
+                    f"host argument {name!r} must be a Python identifier that is not an attribute "
+                    f"of batch.host; choose another name"
                 )
         self._slots = {n: v for n, v in self.declared.items() if isinstance(v, HostSlot)}
         self._plain = HostSpec({n: v for n, v in self.declared.items() if n not in self._slots})
         self._kinds = {n: None if n in self._slots else type(v) for n, v in self.declared.items()}
 
     def at_capture(self, size: Size) -> dict[str, Any]:
-        """Return the values that a graph of ``size`` is captured with."""
+        """Return the values for the capture of a graph of ``size``."""
         return {
             name: value.padded((), size) if isinstance(value, HostSlot) else value
             for name, value in self.declared.items()
@@ -195,19 +194,21 @@ class HostArgs:
     def resolve(
         self, given: Mapping[str, Any] | None, real: Size, padded: Size
     ) -> Mapping[str, Any]:
-        """Return a value for every declared argument, sequences continued to ``padded``; where
-        runs may leave names out, for those that are given.
+        """Return a value for every declared argument, with sequences padded to ``padded``.
+
+        If runs may omit names, the result has the given ones only.
 
         Args:
-            given: values by name.
-            real: the size that sequences have.
+            given: Values by name.
+            real: The size for which sequences have one entry per row.
+            padded: The size of the graph.
 
         Raises:
-            HostArgumentError: a name is missing or unknown, or a value of another type than
-                declared (a TypeError).
-            InputError: a sequence has not one entry per row of ``real``.
+            HostArgumentError: A name is missing or unknown, or a value does not have the declared
+                type (a TypeError).
+            InputError: A sequence does not have one entry per row of ``real``.
         """
-        # This runs in every step: values of exactly the declared types need no closer look.
+        # This runs in every step. Values of exactly the declared types need no closer check.
         if type(given) is dict:
             kinds = zip(given, map(type, given.values()), strict=True)
             if dict(kinds) == self._kinds:
@@ -233,11 +234,13 @@ class HostArgs:
         return resolved
 
     def completed(
-        self, host: Mapping[str, Any], found: Mapping[str, Any] | None, size: Size
+        self, host: Mapping[str, Any], planned: Mapping[str, Any] | None, size: Size
     ) -> Mapping[str, Any]:
-        """Return ``host`` with what the engine planned for a batch of ``size``; raises as
-        ``resolve``, also for a name that neither has."""
-        values = {**host, **self.resolve(found, size, size)}
+        """Return ``host`` with the host arguments that were planned for a batch of ``size``.
+
+        Raises as ``resolve``, also for a name that is in neither.
+        """
+        values = {**host, **self.resolve(planned, size, size)}
         self._require_all(values)
         return values
 
@@ -246,8 +249,8 @@ class HostArgs:
         missing = sorted(self.declared.keys() - given.keys())
         if missing:
             raise HostArgumentError(
-                f"missing host arguments: {', '.join(missing)}. Each run needs all that the "
-                f"runner declares: {', '.join(sorted(self.declared))}."
+                f"missing host arguments: {', '.join(missing)}. Each run needs all declared ones: "
+                f"{', '.join(sorted(self.declared))}."
             )
 
 

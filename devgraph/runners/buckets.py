@@ -1,8 +1,8 @@
-"""Bucket sizes: the padded batch sizes that a runner captures a graph for, and what they count.
+"""Bucket sizes: the padded batch sizes for which a runner captures graphs.
 
 Decode buckets count requests (``ByRequests``), all others count tokens (``ByTokens``). A list is
-always ascending and free of duplicates. The defaults end with the maximum, so that no batch within
-the capacity is left without one; sizes that somebody named are kept exactly.
+ascending and has no duplicates. The defaults end with the maximum, so that every batch within the
+capacity has a bucket. Sizes from the user are kept exactly.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from devgraph.runners.decisions import Reason, Variant, canonical_variant
 from devgraph.runners.slots import Size
 
 Phase = Literal["decode", "prefill", "encoder"]
-"""What a runner runs. The mode configuration has the first two; an encoder lists its budgets."""
+"""The work of a runner. The mode configuration has the first two; an encoder lists its budgets."""
 
-# (first, last, step), last inclusive; None = without end. The steps are those that the serving
-# engines of this field converged on: dense where a step is cheap, sparse where padding is.
+# (first, last, step) with an inclusive last; None is unbounded. Serving engines converged on these
+# steps: buckets are dense where a step is cheap, and sparse where padding is cheap.
 _RANGES: dict[Phase, tuple[tuple[int, int | None, int], ...]] = {
     "decode": ((1, 1, 1), (2, 2, 1), (4, 12, 4), (16, 256, 8), (272, 511, 16), (512, None, 32)),
     "prefill": (
@@ -36,18 +36,17 @@ _RANGES: dict[Phase, tuple[tuple[int, int | None, int], ...]] = {
 }
 
 MOST_DEFAULTS = 8192
-"""Default buckets of a phase at most: those of 262,144 requests, or of 4,194,304 tokens."""
+"""Maximum number of default buckets of a phase: 262,144 requests, or 4,194,304 tokens."""
 
 
 def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buckets:
     """Return the default buckets of a phase up to ``maximum``, which is always the last one.
 
-    With ``multiple_of`` every size is rounded up to a multiple of it (tensor parallelism that
-    scatters tokens needs this); the last bucket is then the smallest multiple that holds
-    ``maximum``.
+    With ``multiple_of`` every size is rounded up to a multiple of it, as tensor parallelism that
+    scatters tokens needs. The last bucket is then the smallest multiple that holds ``maximum``.
 
     Raises:
-        ConfigError: they would be more graphs than anybody captures, of a size mistyped.
+        ConfigError: There would be too many buckets, which points to a mistyped capacity.
     """
     if phase not in _RANGES:
         raise ConfigError(f"{phase} buckets have no defaults: list them, such as [2048, 4096]")
@@ -70,7 +69,7 @@ def default_buckets(phase: Phase, maximum: int, *, multiple_of: int = 1) -> Buck
 
 
 class Buckets(tuple[int, ...]):
-    """An ascending, non-empty sequence of bucket sizes that answers "which one holds n rows?"."""
+    """An ascending, non-empty sequence of bucket sizes."""
 
     __slots__ = ()
 
@@ -78,11 +77,11 @@ class Buckets(tuple[int, ...]):
     def of(
         cls, sizes: Iterable[int] | None, *, phase: Phase, maximum: int, multiple_of: int = 1
     ) -> Buckets:
-        """Normalise what a user asked for: None means the defaults of the phase.
+        """Return the given sizes, sorted and without duplicates; None means the defaults.
 
-        Order and duplicates are put right, and nothing is added. A size that is not a positive
-        integer, is over ``maximum`` or is no multiple of ``multiple_of`` raises ``ConfigError``
-        (``ConfigTypeError`` for the wrong kind) that names the value.
+        Raises:
+            ConfigError: A size is not positive, is over ``maximum``, or is not a multiple of
+                ``multiple_of``; the message names it. ``ConfigTypeError``: It is not an integer.
         """
         if sizes is None:
             return default_buckets(phase, maximum, multiple_of=multiple_of)
@@ -111,24 +110,23 @@ class Buckets(tuple[int, ...]):
         yield from self[bisect.bisect_left(self, rows) :]
 
     def fitting(self, rows: int) -> int | None:
-        """Return the smallest bucket that holds ``rows``, or None when all are too small."""
-        at = bisect.bisect_left(self, rows)
-        return self[at] if at < len(self) else None
+        """Return the smallest bucket that holds ``rows``, or None if all are too small."""
+        return next(self.at_least(rows), None)
 
     def uncovered(self, capacity: int, max_padding: float) -> list[range]:
-        """Return the sizes up to ``capacity`` that no bucket holds with so little padding."""
-        found = []
+        """Return the sizes up to ``capacity`` without a bucket within the padding factor."""
+        gaps = []
         below = 0
         for size in self:
-            found.append(range(below + 1, min(math.ceil(size / max_padding), capacity + 1)))
+            gaps.append(range(below + 1, min(math.ceil(size / max_padding), capacity + 1)))
             below = size
-        found.append(range(below + 1, capacity + 1))
-        return [sizes for sizes in found if sizes]
+        gaps.append(range(below + 1, capacity + 1))
+        return [sizes for sizes in gaps if sizes]
 
 
 def spans(sizes: Iterable[range]) -> str:
-    """Return ranges of sizes for people: ``1 to 3, 5 and 9 to 16``."""
-    *others, last = (f"{one[0]} to {one[-1]}" if len(one) > 1 else str(one[0]) for one in sizes)
+    """Return ranges of sizes as text: ``1 to 3, 5 and 9 to 16``."""
+    *others, last = (f"{s[0]} to {s[-1]}" if len(s) > 1 else str(s[0]) for s in sizes)
     return f"{', '.join(others)} and {last}" if others else last
 
 
@@ -141,7 +139,7 @@ def _bucket(size: object, phase: Phase, maximum: int, multiple_of: int, top: int
         )
     if value % multiple_of:
         raise ConfigError(
-            f"{phase} bucket {value} is no multiple of {multiple_of}, which the alignment asks for"
+            f"{phase} bucket {value} is not a multiple of {multiple_of}, as the alignment requires"
         )
     return value
 
@@ -154,12 +152,13 @@ _AS_MANY_ROWS = "Give the slots of 'requests' and 'tokens' as many rows as the b
 
 
 class ByTokens:
-    """Requests differ in length, and buckets count tokens.
+    """Counting for requests of different lengths: buckets count tokens.
 
     Args:
-        phase: for messages.
-        requests: the request slots of a graph.
-        limit: the most requests of a batch in a graph; None where graphs do not depend on them.
+        phase: The phase, for messages.
+        requests: Number of request slots of a graph.
+        limit: Maximum number of requests of a batch in a graph, or None if graphs do not depend on
+            it.
     """
 
     counts = "tokens"
@@ -174,27 +173,27 @@ class ByTokens:
         return Size(self.requests, bucket)
 
     def size(self, requests: int | None, tokens: int | None, options: Mapping[str, Any]) -> Size:
-        """Return the size of a real batch, of which one number may be None: unknown.
+        """Return the size of a real batch; one of the numbers may be None, which is unknown.
 
         Raises:
-            InputError: the numbers do not go together, or one is missing.
+            InputError: The numbers contradict each other, or a necessary one is missing.
         """
         if tokens is None:
             raise InputError(f"{self.phase} needs the number of tokens: can_run(requests, tokens)")
         if requests is None:
             requests = 1 if tokens else 0
         elif not requests and tokens:
-            raise InputError(f"{tokens} tokens are of no request. {_AS_MANY_ROWS}")
+            raise InputError(f"{tokens} tokens belong to no request. {_AS_MANY_ROWS}")
         return Size(requests, tokens)
 
     def some(self, rows: int, options: Mapping[str, Any], index: int = 0) -> Size:
-        """Return the size of some batch with so many rows of a bucket; ``index`` varies it."""
+        """Return the size of a batch with this many bucket rows; ``index`` varies the rest."""
         return Size(1 + index % min(self.requests, rows), rows)
 
     def variant(
         self, size: Size, options: Mapping[str, Any], declared: Mapping[Variant, Mapping[str, Any]]
     ) -> Variant | Reason:
-        """Return the declared variant of a batch, or why there is none."""
+        """Return the declared variant of a batch, or the reason why there is none."""
         variant = canonical_variant(options)
         return variant if variant in declared else Reason.UNKNOWN_VARIANT
 
@@ -204,7 +203,7 @@ class ByTokens:
 
 
 class ByRequests(ByTokens):
-    """All requests of a batch have as many tokens, the width, and buckets count requests."""
+    """Counting for requests of one width, the tokens per request: buckets count requests."""
 
     counts = "requests"
 
@@ -221,8 +220,8 @@ class ByRequests(ByTokens):
             assert tokens is not None
             if tokens % width:
                 raise InputError(
-                    f"{tokens} tokens are no whole number of requests of {width} tokens (variant "
-                    f"{dict(options)}); batches with mixed widths are prefill"
+                    f"{tokens} tokens are not a whole number of requests of {width} tokens "
+                    f"(variant {dict(options)}); batches with mixed widths are prefill"
                 )
             requests = tokens // width
         elif tokens is None:

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _TRIED = 4
-"""Budgets that packing is tried with, the largest."""
+"""Number of budgets, from the largest, for which packing is tried."""
 
 _ENCODED = "encoded"
-"""Where ranks that share items meet before they exchange outputs."""
+"""Name of the meeting of ranks that share items, before they exchange outputs."""
 
 _PATIENCE_S = 1800.0
-"""Seconds that they wait for each other there: a rank may have graphs to capture."""
+"""Timeout of that meeting in seconds. It is long because a rank may have to capture graphs."""
 
 _ITEM_IDS = InputSlot("item_ids", ("tokens",), torch.int32, pad=Pad.fill(-1))
 _OFFSETS = InputSlot("offsets", ("requests+1",), torch.int32, pad=Pad.last())
@@ -52,37 +52,38 @@ _BY_ITEM = ("tokens", "requests")
 
 
 class EncoderRunner(Runner):
-    """Runs an encoder over items of different lengths, packed into a graph per token budget.
+    """A runner of encoders: items of different lengths, packed into one graph per token budget.
 
-    Items stand one after the other in the rows of a pack, and attention must not look from one to
-    another: ``batch.item_ids`` (int32) has the number of each row's item, -1 in padding, and
-    ``batch.offsets`` (int32) where each item begins and the last one ends. A graph has
-    ``max_items + 1`` offsets, of which the rest repeat the last. For everything else an item is
-    what a request is to the other runners: ``batch.requests`` are the items that a pack can hold.
+    The items of a pack are adjacent in its rows, and attention must not cross their borders.
+    ``batch.item_ids`` (int32) has the number of each row's item, and -1 in padding.
+    ``batch.offsets`` (int32) has the first row of each item and the end of the last one. A graph
+    has ``max_items + 1`` offsets, and unused ones repeat the last. Otherwise items correspond to
+    the requests of other runners: ``batch.requests`` is the number of items that a pack can hold.
 
-    ``run`` packs by first fit, longest item first, into the budget that leaves the fewest padded
-    rows. Every item is whole in one pack; one over the largest budget runs alone and eagerly,
-    counted as all steps are. With a budget for each size, ``max_padding`` 1, ``max_items=1`` and
-    ``capture="lazy"``, graphs have the exact shapes of items; ``max_graphs`` bounds how many.
+    ``run`` packs by first fit, longest item first, into the budget with the fewest padded rows. No
+    item is split. An item over the largest budget runs alone and eagerly, and is counted like every
+    step. With a budget for each size, ``max_padding`` 1, ``max_items=1`` and ``capture="lazy"``,
+    graphs have the exact shapes of items, and ``max_graphs`` limits their number.
 
     Args:
-        forward: receives a ``Batch`` of packed rows and returns tensors with a row per token or
-            per item. Padded rows must not reach others.
-        inputs: the slots of an item's data: with a dim ``"tokens"``, or ``"requests"`` for one row
-            an item. What all items share is bound.
-        budgets: the rows of the graphs; ``buckets`` of the configuration takes their place, and
-            ``max_bs`` bounds them.
-        max_items: the most items of a pack; ``max_requests`` of the configuration bounds it.
-        outputs: an ``OutputSlot`` for all returned tensors, or a tree of them as returned.
-        data_parallel: a ``torch.distributed`` group whose ranks share the items out by tokens, each
-            with all weights. Every rank calls ``run`` with the same items and gets every output,
-            or learns over the group's store which rank failed. The group moves tensors of the
-            runner's device. Its ranks make their encoders in one order.
-        **options: see ``Options``; the ranks of ``group`` run every pack together.
+        forward: Receives a ``Batch`` of packed rows and returns tensors with a row per token or
+            per item. Padded rows must not affect others.
+        inputs: The slots of an item's data, with a dim ``"tokens"``, or ``"requests"`` for one row
+            per item. Bind tensors that all items share.
+        budgets: Rows of the graphs. ``buckets`` of the configuration replaces them, and ``max_bs``
+            limits them.
+        max_items: Maximum number of items of a pack. ``max_requests`` of the configuration limits
+            it.
+        outputs: An ``OutputSlot`` for all returned tensors, or a tree of slots like the result.
+        data_parallel: A ``torch.distributed`` group whose ranks divide the items by tokens, each
+            with all weights. Every rank calls ``run`` with the same items and gets every output, or
+            an error that names the rank that failed. The group must move tensors of the runner's
+            device, and its ranks must create their encoders in the same order.
+        **options: See ``Options``. The ranks of ``group`` run every pack together.
 
     Raises:
-        ConfigError: something in the declaration cannot work.
-        CapabilityError: the policy is not available.
+        ConfigError: The declaration cannot work.
+        CapabilityError: The policy is not available.
 
     Example::
 
@@ -133,7 +134,7 @@ class EncoderRunner(Runner):
             implied=_even_layout,
         )
 
-    def run(  # type: ignore[override]  # items are packed first; a pack is what other runners run
+    def run(  # type: ignore[override]  # it takes items; other runners take a packed batch
         self,
         items: Sequence[Mapping[str, Any]],
         *,
@@ -142,23 +143,23 @@ class EncoderRunner(Runner):
     ) -> list[Any]:
         """Encode ``items`` and return the output of each, in their order.
 
-        Outputs are the caller's: every pack is copied out before the next one runs. Those of one
-        pack are views of one copy, which lives as long as one of them.
+        Outputs stay valid: every pack is copied before the next one runs. Outputs of one pack are
+        views of one copy, which is freed with the last of them.
 
         Args:
-            items: for each a tensor for every slot, with the rows of the item, on the device or on
-                the host.
-            host_args: a value for every declared host argument, the same for every pack; what
-                depends on the pack is ``prepare``'s to return.
-            variant: as for ``can_run``.
+            items: For each item a mapping of slot names to tensors with the rows of the item, on
+                the device or on the host.
+            host_args: A value for every declared host argument, the same for every pack. Values
+                that depend on the pack come from ``prepare``.
+            variant: As for ``can_run``.
 
         Returns:
-            for each item what the step returns, with the item's rows only.
+            For each item the step's result, with the item's rows only.
 
         Raises:
-            InputError, InputTypeError, HostArgumentError: bad data; a note names the item.
-            AgreementError: another rank of ``data_parallel`` failed, or has other items.
-            StateError, DeviceGraphError, DeviceLost: as from any runner's ``run``.
+            InputError, InputTypeError, HostArgumentError: Bad data; a note names the item.
+            AgreementError: Another rank of ``data_parallel`` failed, or has other items.
+            StateError, DeviceGraphError, DeviceLost: As from ``Runner.run``.
         """
         shares, results = self._shares, dict[int, Any]()
         with contextlib.nullcontext() if shares is None else shares.heard():
@@ -166,7 +167,7 @@ class EncoderRunner(Runner):
             lengths = [length for length, _ in data]
             options = self.graphs.asked(variant)
             mine = range(len(data)) if shares is None else shares.of(lengths)[shares.rank]
-            if not data:  # counted, and for an idle dummy all the same a step
+            if not data:  # is counted, and is a step if there is an idle dummy
                 self._run_pack((), data, host_args, options)
             for pack in self._packs(mine, lengths, options):
                 out = self._run_pack(pack, data, host_args, options)
@@ -188,7 +189,7 @@ class EncoderRunner(Runner):
         self._require_open("run")
         arena, slots = self._step.inputs, self._item_slots
         lead = next(name for name in slots if arena.slots[name].dims[0] == "tokens")
-        found = []
+        admitted = []
         for index, item in enumerate(items):
             try:
                 arena.require(item, slots)
@@ -200,8 +201,8 @@ class EncoderRunner(Runner):
             except (InputError, InputTypeError) as error:
                 note(error, f"in item {index} of {self._name}")
                 raise
-            found.append((rows, data))
-        return found
+            admitted.append((rows, data))
+        return admitted
 
     def _packs(
         self, mine: Sequence[int], lengths: Sequence[int], options: Mapping[str, Any]
@@ -228,7 +229,7 @@ class EncoderRunner(Runner):
     ) -> Any:
         lengths = [data[item][0] for item in pack]
         longest, decision = max(lengths, default=0), None
-        if self._ranks.size > 1:  # first: what follows may fail on this rank
+        if self._ranks.size > 1:  # before anything that can fail on this rank alone
             decision = self.agree(self.can_run(len(pack), sum(lengths), options, longest=longest))
         inputs: Mapping[str, torch.Tensor] = self._step.inputs.views(Size(0, 0))
         if pack:
@@ -252,7 +253,7 @@ class EncoderRunner(Runner):
 
 
 def _layout(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return what tells the items of a pack apart, on the host."""
+    """Return the item numbers and offsets of a pack, on the host."""
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     ids = torch.arange(len(lengths), dtype=torch.int32, device="cpu").repeat_interleave(counts)
     offsets = [0, *itertools.accumulate(lengths)]
@@ -263,19 +264,19 @@ def _layout(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
 
 
 def _even_layout(size: Size) -> dict[str, torch.Tensor]:
-    """Return what tells the items of a pack of ``size`` apart where they have even lengths."""
-    each, more = divmod(size.tokens, size.requests)
-    return _layout([each + (item < more) for item in range(size.requests)])
+    """Return the item numbers and offsets of a pack of ``size`` with items of even lengths."""
+    length, longer = divmod(size.tokens, size.requests)
+    return _layout([length + (item < longer) for item in range(size.requests)])
 
 
 def _check_by_item(slots: Sequence[InputSlot], outputs: Any) -> None:
-    """Raise ConfigError for data or results that are no item's."""
+    """Raise ConfigError for data or results that belong to no item."""
     dims = [slot.dims[0] if slot.axis == 0 else None for slot in slots]
     for slot, dim in zip(slots, dims, strict=True):
         if dim not in _BY_ITEM:
             raise ConfigError(
                 f"input slot {slot.name!r} of an encoder has dims {slot.dims}; the first must be "
-                f"'tokens', or 'requests' for one row an item. Bind what all items share (bound=)"
+                f"'tokens', or 'requests' for one row per item. Use bound= for data of all items"
             )
     if "tokens" not in dims:
         raise ConfigError("an encoder runner needs an input slot with a dim 'tokens'")
@@ -293,17 +294,21 @@ def packed(
     max_padding: float,
     longest: int | None = None,
 ) -> list[list[int]]:
-    """Return ``items`` in packs of at most ``max_items`` that fit into a budget each.
+    """Return ``items`` in packs that each fit into a budget.
 
-    First fit, longest first, is tried with packs of each of the largest budgets. The one with the
-    fewest packs that would be padded to more than ``max_padding`` times their rows is chosen, then
-    the one whose packs take the fewest rows. Where first fit leaves such a pack over, as many packs
-    of even size are tried too. An item over the largest budget, or longer than ``longest``, is
-    alone. The packs, and the items of each, are in the order of the items.
+    First fit, longest first, is tried for each of the largest budgets. The best packing has the
+    fewest packs with more padding than ``max_padding``, then the fewest rows. If first fit leaves a
+    pack with more padding, packings of the same number of even packs are tried too. An item over
+    the largest budget, or longer than ``longest``, is alone. The packs, and the items of each, are
+    in the order of the items.
 
     Args:
-        lengths: rows of each item, by number.
-        budgets: ascending.
+        items: Numbers of the items.
+        lengths: Rows of each item, by number.
+        budgets: Sizes of packs, ascending.
+        max_items: Maximum number of items in a pack.
+        max_padding: Maximum factor of padded to real rows of a pack in a graph.
+        longest: Maximum rows of an item in a graph, or None.
     """
     most = budgets[-1] if longest is None else min(budgets[-1], longest)
     order = sorted(items, key=lambda item: -lengths[item])
@@ -341,7 +346,7 @@ def packed(
 
 
 class _Shares:
-    """The ranks over which items are shared out, each of which has all weights."""
+    """The ranks that divide the items among themselves, each with all weights."""
 
     def __init__(self, group: ProcessGroup) -> None:
         from torch._C._distributed_c10d import PrefixStore
@@ -360,8 +365,8 @@ class _Shares:
     def of(self, lengths: Sequence[int]) -> list[list[int]]:
         """Return the items of each rank: longest first, each to the rank with the fewest tokens.
 
-        With fewer items than ranks the rest encode the shortest one too, which takes no longer than
-        the others do, and know from it what an output looks like.
+        With fewer items than ranks, the remaining ranks encode the shortest item too. They need its
+        output to know the shapes, and it takes no longer than the other items.
         """
         shares: list[list[int]] = [[] for _ in range(self._size)]
         tokens = [0] * self._size
@@ -374,7 +379,7 @@ class _Shares:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Let the other ranks know of an error in the block."""
+        """Report an error in the block to the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -387,15 +392,15 @@ class _Shares:
         lengths: Sequence[int],
         outputs: OutputStore,
     ) -> list[Any]:
-        """Return the output of every item from those of this rank's: an all-gather per tensor.
+        """Return the output of every item, exchanged by one all-gather per tensor.
 
         Raises:
-            AgreementError: another rank raised, or has other items.
+            AgreementError: Another rank raised, or has other items.
         """
         texts = self._ranks.gather(_ENCODED, f"has items of {lengths} rows", forget=True)
         odd = [rank for rank, text in enumerate(texts) if text != texts[self.rank]]
         if odd:
-            # Its transport would wait for that rank, or mix their bytes.
+            # The collective would wait for that rank, or mix the bytes of different items.
             raise AgreementError(
                 f"rank {odd[0]} {texts[odd[0]]}, and rank {self.rank} {texts[self.rank]}"
             )
@@ -406,19 +411,21 @@ class _Shares:
         sizes = [Size(1, length) for length in lengths]
         layout = outputs.layout_of(own[mine[0]], sizes[mine[0]])
         flat = {item: pytree.tree_leaves(own[item]) for item in mine}
-        found: list[list[Any]] = [[None] * len(layout.leaves) for _ in lengths]
+        leaves: list[list[Any]] = [[None] * len(layout.leaves) for _ in lengths]
         for index, leaf in enumerate(layout.leaves):
             if leaf is None:
                 continue
             counts = [leaf.nbytes_for(size) for size in sizes]
             most = max(sum(counts[item] for item in share) for share in shares)
             data = torch.cat([flat[item][index].reshape(-1) for item in mine]).view(torch.uint8)
-            sent = F.pad(data, (0, most - len(data)))  # bytes: not every transport has every dtype
+            sent = F.pad(
+                data, (0, most - len(data))
+            )  # bytes, as not all transports have all dtypes
             received = [torch.empty_like(sent) for _ in shares]
             dist.all_gather(received, sent, group=self._group)
             for share, block in zip(shares, received, strict=True):
-                at = 0
+                start = 0
                 for item in share:
-                    part, at = block[at : at + counts[item]], at + counts[item]
-                    found[item][index] = part.view(leaf.dtype).view(leaf.shape_for(sizes[item]))
-        return [pytree.tree_unflatten(parts, layout.spec) for parts in found]
+                    part, start = block[start : start + counts[item]], start + counts[item]
+                    leaves[item][index] = part.view(leaf.dtype).view(leaf.shape_for(sizes[item]))
+        return [pytree.tree_unflatten(parts, layout.spec) for parts in leaves]

@@ -1,5 +1,4 @@
-"""Static input buffers: their views, their pad values, the check of what is put in, and the way of
-host inputs to the device."""
+"""Static input buffers: views, pad values, checks of inputs, and transfers from the host."""
 
 from __future__ import annotations
 
@@ -19,22 +18,22 @@ _ALIGNMENT = 16
 """Bytes between the starts of packed tensors."""
 
 TEMPLATE_BYTES = 2**20
-"""Largest pad template: up to it padding costs memory once and no launch of its own, because the
-template joins a grouped copy; above it the rows are filled in place."""
+"""Maximum size of a pad template. A template joins a grouped copy, so that padding needs no launch
+of its own. Larger padding is filled in place, which saves the memory."""
 
 
 class InputArena:
     """The static buffers of a runner's input slots.
 
     Args:
-        slots: input slots by name.
-        largest: the batch size that every slot must be able to hold.
-        backend: whose device the buffers are on.
-        run_slots: names of the slots that belong to a run and not to its graph.
-        share: another runner's, whose buffers serve slots of the same name, dtype and row shape.
+        slots: Input slots by name.
+        largest: The largest batch that the buffers must hold.
+        backend: The backend of the buffers' device.
+        run_slots: Names of the slots that belong to a run and not to its graph.
+        share: Buffers of another runner, used for slots of the same name, dtype and row shape.
 
     Raises:
-        ConfigError: a buffer of ``share`` is too small.
+        ConfigError: A buffer of ``share`` is too small.
     """
 
     def __init__(
@@ -62,27 +61,27 @@ class InputArena:
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
     def lent(self, slots: Iterable[InputSlot], largest: Size) -> dict[str, torch.Tensor]:
-        """Return the buffers that another runner's ``slots`` can use, by name.
+        """Return the buffers that another runner can use for its ``slots``, by name.
 
         Raises:
-            ConfigError: one is too small for that runner's ``largest`` batch.
+            ConfigError: A buffer is too small for that runner's ``largest`` batch.
         """
-        found = {}
+        lent = {}
         for slot in slots:
             own = self.slots.get(slot.name)
             if own is None or (own.dtype, own.row_shape) != (slot.dtype, slot.row_shape):
                 continue
-            found[slot.name] = self.buffers[slot.name]
-            if found[slot.name].numel() < math.prod(slot.shape(largest)):
+            lent[slot.name] = self.buffers[slot.name]
+            if lent[slot.name].numel() < math.prod(slot.shape(largest)):
                 raise ConfigError(
-                    f"input slot {slot.name!r} needs {slot.shape(largest)}, and the runner that it "
-                    f"would share it with has {tuple(found[slot.name].shape)}; make the runner of "
-                    f"the larger batches first, and let the other share with it"
+                    f"input slot {slot.name!r} needs {slot.shape(largest)}, but the buffer of the "
+                    f"runner to share with has {tuple(lent[slot.name].shape)}; make the runner of "
+                    f"the larger batches first, and pass it as share= to the other"
                 )
-        return found
+        return lent
 
     def views(self, size: Size, names: frozenset[str] | None = None) -> dict[str, torch.Tensor]:
-        """Return the static view of each slot (of ``names`` only) for a batch of ``size``."""
+        """Return the static view of each slot (or of ``names``) for a batch of ``size``."""
         return {
             name: self.buffers.view(name, slot.shape(size))
             for name, slot in self.slots.items()
@@ -107,8 +106,8 @@ class InputArena:
     def run_views(self, size: Size) -> dict[str, torch.Tensor]:
         """Return tensors for the slots that belong to a run and not to its graph.
 
-        They are the static views, or, for more requests than those hold, tensors of their own: no
-        graph knows their addresses.
+        They are the static views. A batch with more requests than the buffers hold gets new
+        tensors, which is possible because no graph has the addresses.
         """
         if self.holds(size):
             return self.views(size, self.run_slots)
@@ -142,21 +141,21 @@ class InputArena:
         return template
 
     def admit(self, inputs: Mapping[str, Any], real: Size) -> list[torch.Tensor]:
-        """Return the inputs by slot as plain tensors on the device or the host, checked.
+        """Check the inputs, and return them by slot as plain tensors on the device or the host.
 
-        Tensors that lie in the static buffers are copied first, and autograd history is left
-        behind; all others are returned as they are.
+        Tensors in the static buffers are copied first, and gradient history is dropped. All others
+        are returned unchanged.
 
         Raises:
-            InputError: the inputs are no mapping of exactly the declared slots, or one has
-                another shape, dtype, layout or device than declared for this batch; the message
-                names it. ``InputTypeError`` where it is no tensor.
+            InputError: The inputs are not a mapping of exactly the declared slots, or one does not
+                have the shape, dtype, layout or device that is declared for this batch. The message
+                names it. ``InputTypeError``: It is not a tensor.
         """
         self.require(inputs, self.given)
         return [self.admit_one(slot, inputs[name], real) for name, slot in self.given.items()]
 
     def require(self, inputs: object, slots: Collection[str]) -> None:
-        """Raise InputError unless ``inputs`` are for exactly these slots."""
+        """Raise InputError unless ``inputs`` has exactly the names of ``slots``."""
         if not isinstance(inputs, Mapping):
             raise InputTypeError(
                 f"inputs must be a mapping of slot names to tensors, got {type(inputs).__name__}"
@@ -167,7 +166,7 @@ class InputArena:
             raise InputError(_misfit(missing, unknown, slots))
 
     def admit_one(self, slot: InputSlot, value: Any, real: Size) -> torch.Tensor:
-        """Return one input as ``admit`` does."""
+        """Check and return one input, as ``admit`` does."""
         if not isinstance(value, torch.Tensor):
             raise InputTypeError(f"input {slot.name!r} must be a tensor, got {brief(value)}")
         if isinstance(value, LeasedTensor):
@@ -212,22 +211,22 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _misfit(missing: Sequence[str], unknown: Sequence[Any], slots: Collection[str]) -> str:
-    """Return what is wrong with the names of inputs: those without a slot, those without data."""
-    said = []
-    for what, names in (("missing", missing), ("unknown", unknown)):
+    """Return the text about slots without data and data without a slot."""
+    faults = []
+    for fault, names in (("missing", missing), ("unknown", unknown)):
         if names:
             plural = "s" if len(names) > 1 else ""
-            said.append(f"{what} input{plural} {', '.join(map(str, names))}")
+            faults.append(f"{fault} input{plural} {', '.join(map(str, names))}")
     near = did_you_mean(str(unknown[0]), missing or slots) if unknown else ""
     hint = near[near.find(" Did") :] if " Did" in near else ""
-    return f"{' and '.join(said)}; the runner has the slots {', '.join(slots)}.{hint}"
+    return f"{' and '.join(faults)}; the runner has the slots {', '.join(slots)}.{hint}"
 
 
 class StagingMemory:
-    """One block on the host and its twin on the device, for all sizes of a runner.
+    """A block on the host and a block of the same size on the device, for all sizes of a runner.
 
-    The device block is written and read in stream order, and the host block is copied into
-    pinned memory of the allocator before a transfer starts; so neither is reused too early.
+    Neither block is reused too early: the device block is written and read in stream order, and
+    the host block is copied into pinned memory of the allocator before a transfer starts.
     """
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
@@ -238,7 +237,7 @@ class StagingMemory:
             self._twin = torch.empty(0, dtype=torch.uint8, device=device)
 
     def blocks(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``nbytes`` of both blocks, growing them when they are smaller."""
+        """Return ``nbytes`` of both blocks, and replace blocks that are too small."""
         if self._host.numel() < nbytes:
             self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._twin = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -246,12 +245,13 @@ class StagingMemory:
 
 
 class Staging:
-    """Sends host tensors of fixed shapes and dtypes to the device, packed: a transfer for each
-    would cost about 25 us of host time.
+    """A packed transfer of host tensors of fixed shapes and dtypes to the device.
+
+    A transfer of its own for each tensor would cost about 25 us of host time.
 
     Args:
-        memory: where they are packed.
-        layouts: shape and dtype of each tensor.
+        memory: The blocks to pack into.
+        layouts: Shape and dtype of each tensor.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Staging:
         for shape, dtype in layouts:
             offsets.append(total)
             total += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        with torch.inference_mode(False):  # in which they could not be written outside of that mode
+        with torch.inference_mode(False):  # outside of it inference tensors cannot be written
             self._host, self._twin = memory.blocks(total)
             self._packed = _cut(self._host, offsets, layouts)
             self._sent = _cut(self._twin, offsets, layouts)

@@ -1,13 +1,12 @@
 """Outputs: one set of buffers for all graphs of a runner, and views of their real rows.
 
-Every graph copies what the step returned into these buffers as its last work, so that the memory
-of intermediate results stays free for reuse by the graphs of other buckets, and a user's view has
-the same address whichever bucket ran.
+The last work of every graph copies the step's result into these buffers. So the graphs of other
+buckets can reuse the memory of intermediate results, and the address of an output does not depend
+on the bucket.
 
-In debug mode outputs are leased: they notice when they are read too late. A leased output behaves
-like its tensor until the next run; afterwards every operation on it, or on a view taken from it,
-raises ``StaleOutputError``. Copies (``clone``, ``cpu`` to another device, arithmetic) are free of
-it.
+In debug mode outputs are leased, which detects late reads. A leased output behaves like its tensor
+until the next run. Afterwards every operation on it, or on a view of it, raises
+``StaleOutputError``. Copies (``clone``, ``cpu`` from another device, arithmetic) have no lease.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @attrs.frozen
 class _Leaf:
-    """One tensor of the output tree: its shape for ``rows`` = None entries in ``dim``."""
+    """One tensor of the output tree, with the shape of the result that was learnt."""
 
     path: str
     shape: tuple[int, ...]
@@ -40,7 +39,7 @@ class _Leaf:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Dtype and shape, without the rows."""
+        """Dtype and shape, with None for the rows."""
         rows = self.slot.dim if self.slot.rows is not None else -1
         return self.dtype, tuple(None if d == rows else n for d, n in enumerate(self.shape))
 
@@ -56,7 +55,7 @@ class _Leaf:
 
 @attrs.frozen
 class Layout:
-    """The output tree of one variant; a leaf that is None is handed on as None."""
+    """The output tree of one variant. A leaf that is None stays None."""
 
     spec: Any
     leaves: tuple[_Leaf | None, ...]
@@ -67,16 +66,16 @@ class OutputStore:
     """The output buffers of a runner.
 
     Args:
-        slots: a pytree of ``OutputSlot``s as the step returns; one of them in the place of a tree
-            stands for all of its tensors.
-        share: another runner's, whose buffers serve outputs of the same position, dtype and row
-            shape where they are large enough.
+        slots: A pytree of ``OutputSlot``s like the step's result. One slot in the place of a tree
+            is for all tensors of the tree.
+        share: The store of another runner. Its buffers are used for outputs of the same position,
+            dtype and row shape if they are large enough.
 
     Attributes:
-        shares: whether it uses any of them.
+        shares: Whether it uses any of them.
 
-    Life: ``learn`` once per variant with a result of the largest size, ``allocate`` once, then
-    ``writer`` per graph and ``views`` per size.
+    Call ``learn`` once per variant with a result of the largest size, then ``allocate`` once, then
+    ``writer`` for each graph and ``views`` for each size.
     """
 
     def __init__(self, slots: Any, share: OutputStore | None = None) -> None:
@@ -92,22 +91,23 @@ class OutputStore:
         self._shown: dict[Variant, Layout] = {}
         """Structures of results of other sizes, for ``empty``."""
         self.buffers: StaticBuffers | None = None
-        """The buffers, named by position in the output tree; None before ``allocate``."""
+        """The buffers by position in the output tree; None before ``allocate``."""
 
     @property
     def nbytes(self) -> int:
         return 0 if self.buffers is None else self.buffers.nbytes
 
     def learn(self, variant: Variant, result: Any, size: Size) -> None:
-        """Take the structure of the outputs from a result of the variant's largest size.
+        """Learn the structure of the outputs from a result of the variant's largest size.
 
         Raises:
-            ConfigError: the result does not fit the declared output slots; names the output.
+            ConfigError: The result does not match the declared output slots. The message names the
+                output.
         """
         self._layouts[variant] = self.layout_of(result, size)
 
     def layout_of(self, result: Any, size: Size) -> Layout:
-        """Return the structure of a result of ``size``; raises as ``learn``."""
+        """Return the structure of a result of ``size``. Raises as ``learn``."""
         paths, spec = pytree.tree_flatten_with_path(result)
         slots = slots_by_leaf(self._slots, result)
         leaves = [
@@ -140,9 +140,13 @@ class OutputStore:
         return pytree.tree_unflatten(tensors, layout.spec)
 
     def by_item(self, result: Any, lengths: Sequence[int]) -> list[Any]:
-        """Return what belongs to each item in a result of items with so many tokens, as views.
+        """Return the part of each item in the result of a pack, as views.
 
         Raises as ``learn``.
+
+        Args:
+            result: The result of the packed items.
+            lengths: The tokens of each item.
         """
         layout = self.layout_of(result, Size(len(lengths), sum(lengths)))
         parts: list[Sequence[Any]] = []
@@ -155,7 +159,7 @@ class OutputStore:
         return [pytree.tree_unflatten(part, layout.spec) for part in zip(*parts, strict=True)]
 
     def allocate(self, device: torch.device) -> None:
-        """Make one buffer per output that is large enough for every variant. Idempotent."""
+        """Allocate one buffer per output, large enough for every variant. Idempotent."""
         if self.buffers is not None:
             return
         needed: dict[str, int] = {}
@@ -175,8 +179,12 @@ class OutputStore:
     def lent(
         self, kinds: Mapping[str, set[tuple[Any, ...]]], needed: Mapping[str, int]
     ) -> dict[str, torch.Tensor]:
-        """Return the buffers that another runner can use for its outputs of these ``kinds``, of
-        which it needs so many bytes."""
+        """Return the buffers that another runner can use for its outputs.
+
+        Args:
+            kinds: Dtypes and row shapes of its outputs by position.
+            needed: Bytes of its outputs by position.
+        """
         assert self.buffers is not None
         own = self._kinds()
         return {
@@ -195,11 +203,11 @@ class OutputStore:
         return kinds
 
     def refuse_overlap(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise InputError when a tensor that graphs read in place lies in the output buffers."""
+        """Raise InputError if a bound tensor lies in the output buffers."""
         if self.buffers is not None and self.buffers.overlaps(tensor):
             raise InputError(
-                f"bound tensor {name!r} overlaps the runner's output buffers, which every replay "
-                f"overwrites; bind a copy, or pass it as an input, which is copied first"
+                f"bound tensor {name!r} overlaps the runner's output buffers, and every replay "
+                f"overwrites those; bind a copy, or pass the tensor as an input, which is copied"
             )
 
     def _full_views(self, variant: Variant, size: Size) -> list[torch.Tensor | None]:
@@ -250,9 +258,9 @@ class OutputStore:
         return write
 
     def views(self, variant: Variant, padded: Size, real: Size) -> Callable[[], Any]:
-        """Return what hands out the real rows of a result of ``padded``, in the tree of the step.
+        """Return a callable that returns the real rows of a result of size ``padded``.
 
-        Containers that can be changed are new in every call.
+        They are in the tree of the step. Every call returns new containers if they are mutable.
         """
         layout = self._layouts[variant]
         leaves: list[torch.Tensor | None] = []
@@ -263,7 +271,7 @@ class OutputStore:
         return _handing_out(pytree.tree_unflatten(leaves, layout.spec), leaves, layout.spec)
 
     def poison(self, fill: Callable[[torch.Tensor], None]) -> None:
-        """Fill every output buffer of every variant through ``fill``, typed as its output."""
+        """Call ``fill`` with every output buffer of every variant, in the dtype of its output."""
         for variant, layout in self._layouts.items():
             for view in self._full_views(variant, layout.largest):
                 if view is not None:
@@ -271,7 +279,7 @@ class OutputStore:
 
 
 def copied(outputs: Any) -> Any:
-    """Return a copy of what a step returned."""
+    """Return a copy of a step's result."""
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
 
 
@@ -279,26 +287,26 @@ def slots_by_leaf(slots: Any, result: Any) -> list[OutputSlot]:
     """Return the slot of every leaf of ``result``; see ``OutputStore``.
 
     Raises:
-        ConfigError: the slots are declared for another structure.
+        ConfigError: The slots are declared for another structure.
     """
     try:
         spread = pytree.tree_map(
             lambda slot, part: pytree.tree_map(lambda _: slot, part), slots, result
         )
-        # By the result once more: its mappings may have another order.
+        # In the order of the result, whose mappings may have another order than those of ``slots``.
         return pytree.tree_leaves(pytree.tree_map(lambda _, slot: slot, result, spread))
     except ValueError:
         returned, declared = (
             pytree.treespec_pprint(pytree.tree_structure(tree)) for tree in (result, slots)
         )
         raise ConfigError(
-            f"the step returned {returned}, and outputs is declared as {declared}; they must have "
+            f"the step returned {returned}, but outputs is declared as {declared}; they must have "
             f"the same structure"
         ) from None
 
 
 def _handing_out(tree: Any, leaves: list[torch.Tensor | None], spec: Any) -> Callable[[], Any]:
-    """Return what makes ``tree``: the shortest call for the usual ones, because every run calls."""
+    """Return a callable that returns ``tree``, as cheaply as possible for the usual trees."""
     children = tree.values() if type(tree) is dict else tree
     if spec.is_leaf() or (type(tree) is tuple and _same(children, leaves)):
         return lambda: tree
@@ -316,21 +324,21 @@ def _leaf(path: str, value: Any, slot: OutputSlot, size: Size) -> _Leaf | None:
         return None
     if not isinstance(value, torch.Tensor):
         raise ConfigError(
-            f"output {path} is {brief(value)}: a graph can only return tensors (or None); anything "
-            f"else would keep its value of capture for ever"
+            f"output {path} is {brief(value)}: a graph can only return tensors (or None). Every "
+            f"replay would return the other values of the capture"
         )
     if not has_place(value):
         raise ConfigError(
-            f"output {path} has layout {value.layout}{' (nested)' * value.is_nested}, and outputs "
-            f"are copied to fixed addresses: return its parts, or to_dense()"
+            f"output {path} has layout {value.layout}{' (nested)' * value.is_nested}, which cannot "
+            f"be copied to a fixed address: return its parts, or to_dense()"
         )
     if slot.rows is not None:
         rows = size.rows(slot.rows)
         got = value.shape[slot.dim] if slot.dim < value.dim() else None
         if got != rows:
             raise ConfigError(
-                f"output {path} has shape {tuple(value.shape)} for {size}, and is declared with "
-                f"rows={slot.rows!r} along dim {slot.dim}, which would be {rows}. Declare "
+                f"output {path} has shape {tuple(value.shape)} for {size}, but is declared with "
+                f"rows={slot.rows!r} along dim {slot.dim}, which needs {rows} rows. Declare "
                 f"OutputSlot(rows=...) as 'requests', 'tokens' or None, with its dim."
             )
     return _Leaf(path, tuple(value.shape), value.dtype, slot)
@@ -340,7 +348,7 @@ class LeaseClock:
     """Counts the runs of one runner.
 
     Attributes:
-        caller: the thread whose outputs the last run returned, without copying them.
+        caller: The thread that received outputs of the last run without a copy.
     """
 
     __slots__ = ("_callers", "caller", "name", "now")
@@ -352,10 +360,10 @@ class LeaseClock:
         self._callers: set[int] | None = set()
 
     def called_by(self, thread: int) -> None:
-        """Note that another thread runs steps; say once that threads take turns at it.
+        """Record that another thread runs steps, and warn once if threads alternate.
 
-        A runner may be handed from one thread to the next. Threads that take turns overwrite each
-        other's outputs, which nobody sees in the numbers.
+        A runner may move from one thread to another. But threads that alternate overwrite each
+        other's outputs, which cannot be seen in the numbers.
         """
         self.caller = thread
         if self._callers is None:
@@ -363,7 +371,7 @@ class LeaseClock:
         if thread in self._callers:
             self._callers = None
             logger.warning(
-                "threads take turns at running %s without clone=True: each run overwrites the "
+                "threads alternate in running %s without clone=True: each run overwrites the "
                 "outputs that another thread may still read. Pass clone=True, or debug=True to the "
                 "runner to find late reads",
                 self.name,
@@ -372,17 +380,17 @@ class LeaseClock:
             self._callers.add(thread)
 
     def joined(self, name: str) -> LeaseClock:
-        """Return this clock for another runner too, whose runs overwrite the same outputs."""
+        """Return this clock, for a second runner that writes the same outputs."""
         self.name = f"{self.name} and {name}"
         return self
 
     def tick(self) -> None:
-        """Expire every lease that was given out so far."""
+        """Expire all leases."""
         self.now += 1
 
 
 class LeasedTensor(torch.Tensor):
-    """A tensor that may be read until its runner runs again."""
+    """A tensor that may be read until the next run of its runner."""
 
     _clock: LeaseClock
     _until: int
@@ -412,7 +420,7 @@ class LeasedTensor(torch.Tensor):
         return f"leased {_plain(self)!r}"
 
 
-# Metadata does not touch the memory, and an error message may want to show it.
+# Metadata is not in the overwritten memory, and error messages show it.
 _ALWAYS = frozenset({"size", "dim", "numel", "is_contiguous", "stride", "type", "__len__"})
 
 
@@ -425,7 +433,7 @@ def released(tensor: LeasedTensor) -> torch.Tensor:
     """Return the plain tensor of a lease that has not expired.
 
     Raises:
-        StaleOutputError: it has.
+        StaleOutputError: The lease has expired.
     """
     _require_current(tensor)
     return _plain(tensor)  # type: ignore[no-any-return]
@@ -461,5 +469,5 @@ def _require_current(tensor: LeasedTensor) -> None:
     if runs:
         raise StaleOutputError(
             f"an output of {tensor._clock.name} was read after {runs} more run(s), which overwrote "
-            f"it. Use it before the next run, copy it, or call run(..., clone=True)."
+            f"it. Read it before the next run, copy it, or call run(..., clone=True)."
         )

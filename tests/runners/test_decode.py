@@ -288,7 +288,7 @@ def test_requests_are_read_from_slots_of_requests_only():
 
 def test_tokens_that_are_no_whole_number_of_requests_are_refused():
     runner = double_runner(variants=[{"width": 4}], outputs=dg.OutputSlot(rows="tokens"))
-    with pytest.raises(dg.InputError, match="6 tokens are no whole number of requests of 4"):
+    with pytest.raises(dg.InputError, match="6 tokens are not a whole number of requests of 4"):
         runner.run({"x": rows_of_x(6)}, variant={"width": 4})
     assert runner.run({"x": rows_of_x(8)}, variant={"width": 4}).shape == (8, 3)
     assert runner.stats().graph_steps == 1
@@ -456,7 +456,7 @@ def test_an_unknown_batch_attribute_lists_the_slots():
 
 
 def test_a_graph_that_reads_the_real_size_is_refused():
-    with pytest.raises(dg.CaptureError, match="batch.real changes from run to run"):
+    with pytest.raises(dg.CaptureError, match="batch.real changes between runs"):
         decode_of(lambda b: b.x * b.real.requests, (X,))
 
 

@@ -80,7 +80,7 @@ def test_a_caller_may_change_the_containers_it_was_given():
 @pytest.mark.parametrize(
     ("step", "slots", "text"),
     [
-        (lambda b: b.x.sum(0), OutputSlot(rows="tokens"), r"shape \(3,\) .* would be 8"),
+        (lambda b: b.x.sum(0), OutputSlot(rows="tokens"), r"shape \(3,\) .* needs 8 rows"),
         (lambda b: b.x[:1], OutputSlot(rows="requests"), r"shape \(1, 3\)"),
         (lambda b: b.x, OutputSlot(rows="tokens", dim=4), "along dim 4"),
         (lambda b: {"y": b.x}, {"z": OutputSlot()}, "must have the same structure"),

@@ -146,7 +146,7 @@ def test_a_body_has_its_breaks_and_its_real_rows():
 
 def test_a_slot_of_requests_inside_the_graph_is_refused_with_the_way_out():
     model = Model()
-    with pytest.raises(dg.CaptureError, match=r"batch.starts changes from run to run.*tail"):
+    with pytest.raises(dg.CaptureError, match=r"batch.starts changes between runs.*tail"):
         dg.PrefillRunner(
             lambda b: model.table[b.ids] + b.starts.sum(),
             list(SLOTS),
