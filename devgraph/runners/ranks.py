@@ -14,11 +14,14 @@ import datetime
 import functools
 import itertools
 import json
+import logging
 import math
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,6 +32,10 @@ from devgraph.runners.decisions import Decision, GraphKey, Reason, Variant
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
+
+    from devgraph.runners.votes import Finish
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 """Seconds after which a waiting rank looks for failures of the others, again and again."""
@@ -97,18 +104,33 @@ class RankGroup:
 
     @classmethod
     def from_process_group(
-        cls, group: ProcessGroup | None = None, *, timeout_s: float = 120.0
+        cls,
+        group: ProcessGroup | None = None,
+        *,
+        timeout_s: float = 120.0,
+        shared: bool | Literal["auto"] = "auto",
     ) -> RankGroup:
         """Make one from a gloo process group (None: the default group).
 
-        The group carries the votes; everything else goes over the store that it was made with,
-        which outlives its ranks under ``torchrun``. Every rank of the group must call this.
+        Ranks of one host vote through shared memory, and hosts vote among themselves over gloo,
+        one rank for each host. All other exchanges go over the store that the process group was
+        made with, which outlives its ranks under ``torchrun``. Every rank of the group must call
+        this.
+
+        Args:
+            group: the process group.
+            timeout_s: maximum time that a rank waits for the others in one exchange.
+            shared: "auto" leaves votes to the group where a host offers no shared memory, or where
+                no host has several ranks. True refuses there, False always leaves them to the
+                group. All ranks must pass the same value.
 
         Raises:
-            ConfigError: the group has no gloo backend.
+            ConfigError: the group has no gloo backend, or ``shared=True`` cannot be fulfilled.
         """
         from torch._C._distributed_c10d import PrefixStore
 
+        if shared not in (True, False, "auto"):
+            raise ConfigError(f"shared must be True, False or 'auto', got {brief(shared)}")
         kind = str(dist.get_backend(group))
         if "gloo" not in kind:
             raise ConfigError(
@@ -124,7 +146,70 @@ class RankGroup:
         own = PrefixStore(f"devgraph/{serial[0]}", store)
         ranks = cls(own, rank, size=size, timeout_s=timeout_s)
         ranks._vote = functools.partial(_gloo_vote, ranks, group)
+        if shared:
+            ranks._share_votes(group, required=shared is True)
         return ranks
+
+    def _share_votes(self, group: ProcessGroup | None, *, required: bool) -> None:
+        """Vote through shared memory from now on, if every host can."""
+        hosts = self.gather("host", _host_id())
+        members = [rank for rank in range(self.size) if hosts[rank] == hosts[self.rank]]
+        leaders = sorted(hosts.index(host) for host in set(hosts))
+        problem = "every rank is on a host of its own" if len(leaders) == self.size else ""
+        if "" in hosts:
+            problem = f"the host of rank {hosts.index('')} has no shared memory"
+        if not problem:
+            problem = self._open_page(members, leaders, group)
+        if problem and required:
+            raise ConfigError(
+                f"ranks cannot vote through shared memory: {problem}. Pass shared='auto' to vote "
+                f"over the process group instead."
+            )
+        if problem and len(leaders) < self.size and self.rank == 0:
+            logger.warning("ranks vote over the process group: %s", problem)
+
+    def _open_page(self, members: list[int], leaders: list[int], group: ProcessGroup | None) -> str:
+        """Open the page of this host on all ranks; return the problem of the first that cannot."""
+        from devgraph.runners import votes  # needs a POSIX system
+
+        path = problem = ""
+        if self.rank in leaders:
+            try:
+                path = votes.create_page(len(members))
+            except OSError as error:
+                problem = f"rank {self.rank} cannot create a page of shared memory ({error})"
+        shared_votes = None
+        try:
+            page = self.gather("page", path)[members[0]]
+            if page:
+                try:
+                    shared_votes = votes.SharedVotes(
+                        page,
+                        members.index(self.rank),
+                        len(members),
+                        wait=self.wait,
+                        several_hosts=len(leaders) > 1,
+                        begin_between_hosts=self._votes_of(leaders, group),
+                    )
+                except OSError as error:
+                    problem = f"rank {self.rank} cannot open the page of its host ({error})"
+            problem = next(filter(None, self.gather("page problem", problem)), "")
+        finally:
+            if path:
+                os.unlink(path)  # the memory is freed with the last rank that has it open
+        if shared_votes is not None and not problem:
+            self._vote = shared_votes
+        return problem
+
+    def _votes_of(
+        self, leaders: list[int], group: ProcessGroup | None
+    ) -> Callable[[list[int]], Finish] | None:
+        """Return the function that begins a vote of ``leaders``; None on all other ranks."""
+        if len(leaders) == 1 or self.rank not in leaders:
+            return None
+        world = [rank if group is None else dist.get_global_rank(group, rank) for rank in leaders]
+        between = dist.new_group(world, backend="gloo", use_local_synchronization=True)
+        return functools.partial(_begin_gloo_vote, self, between)
 
     def handshake(self, name: str, facts: Mapping[str, Any]) -> None:
         """Make sure that all ranks have the same facts.
@@ -385,6 +470,10 @@ def _gloo_vote(
     ranks: RankGroup, group: ProcessGroup | None, tag: str, values: list[int]
 ) -> list[int]:
     """Vote through an all-reduce on the host; faster than the store."""
+    return _begin_gloo_vote(ranks, group, values)(tag)
+
+
+def _begin_gloo_vote(ranks: RankGroup, group: ProcessGroup | None, values: list[int]) -> Finish:
     tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
     work = dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group, async_op=True)
     assert work is not None
@@ -399,8 +488,20 @@ def _gloo_vote(
             return False
         return True
 
-    ranks.wait(done, tag)
-    return [int(value) for value in tensor.tolist()]
+    def finish(tag: str) -> list[int]:
+        ranks.wait(done, tag)
+        return [int(value) for value in tensor.tolist()]
+
+    return finish
+
+
+def _host_id() -> str:
+    """Return a name that ranks have in common exactly if they share memory, or ""."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/dev/shm').st_dev}"
+    except OSError:
+        return ""
 
 
 def store_of(group: ProcessGroup | None) -> Any:

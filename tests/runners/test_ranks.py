@@ -968,6 +968,31 @@ def test_ranks_that_are_alike_capture_and_run_the_same_graphs(prepared):
         assert value["wrote"] == (rank != 3)
 
 
+@pytest.mark.parametrize("path", ["gloo", "two hosts"])
+def test_ranks_agree_in_the_same_way_over_every_path_of_votes(prepared, path):
+    here, there = (
+        {rank: found["value"] for rank, found in prepared.run(f"agree over {name}").items()}
+        for name in (path, "shared memory")
+    )
+    assert here == there
+    assert all(value["right"] for value in here.values())
+
+
+def test_ranks_without_shared_memory_vote_over_the_group_or_refuse(monkeypatch, tmp_path):
+    monkeypatch.setattr(ranks_module, "_host_id", lambda: "")
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        RankGroup.from_process_group()
+        with pytest.raises(dg.ConfigError, match="the host of rank 0 has no shared memory"):
+            RankGroup.from_process_group(shared=True)
+        with pytest.raises(dg.ConfigError, match="shared must be True, False or 'auto'"):
+            RankGroup.from_process_group(shared="yes")
+    finally:
+        dist.destroy_process_group()
+
+
 def test_another_bucket_list_is_named_on_every_rank(prepared):
     """FAULTS 30."""
     for error in survivors(prepared.run("other_buckets")):
@@ -1017,9 +1042,10 @@ def test_a_rank_that_is_killed_in_capture_is_named(prepared, scenario, victim):
     ("scenario", "stuck", "end"),
     [("exit_before_vote", None, "exit 0"), ("stuck_before_vote", 1, "stuck")],
 )
-def test_a_rank_that_does_not_vote_is_named(prepared, scenario, stuck, end):
-    """FAULTS 30."""
-    found = prepared.run(scenario, timeout_s=TIMEOUT_S, stuck=stuck)
+@pytest.mark.parametrize("path", ["shared memory", "gloo", "two hosts"])
+def test_a_rank_that_does_not_vote_is_named(prepared, scenario, stuck, end, path):
+    """FAULTS 30 and 55."""
+    found = prepared.run(f"{scenario} over {path}", timeout_s=TIMEOUT_S, stuck=stuck)
     assert found.pop(1)["end"] == end
     for error in survivors(found):
         assert error.startswith("AgreementError")

@@ -347,7 +347,11 @@ def run_rank(
             group = RankGroup(store, rank, size=size, timeout_s=timeout_s)
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-            group = RankGroup.from_process_group(timeout_s=timeout_s)
+            name, _, path_of_votes = name.partition(" over ")
+            if path_of_votes == "two hosts":
+                ranks_module._host_id = lambda: f"host {rank // 2}"
+            shared: Any = False if path_of_votes == "gloo" else "auto"
+            group = RankGroup.from_process_group(timeout_s=timeout_s, shared=shared)
         result["value"] = SCENARIOS[name](rank, group)
     except Exception as error:
         result["error"] = f"{type(error).__name__}: {error}"

@@ -1,0 +1,211 @@
+"""Votes through a page of shared memory: the ranks of one host agree in microseconds.
+
+Each rank owns a row of words and writes nothing else. A word holds a value and the epoch of its
+vote in eight aligned bytes, so it validates itself: a reader that finds the epoch has the value,
+whatever order the processor gives to stores. Rows alternate between two banks. A rank overwrites a
+bank only in the vote after the next, and by then every rank has read it.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+WIDTH = 8
+"""Words in a row: one cache line. A longer vote takes several rounds."""
+
+EPOCHS = 2**24 - 2
+"""Epochs before they start again at 1. An even number, so that the banks still alternate."""
+
+_EPOCH_BITS = 24
+_MASK = 2**_EPOCH_BITS - 1
+_UNUSED = 2**39 - 1
+"""The value of words that a vote does not need: the largest that fits beside an epoch."""
+
+_POLLS = 200
+"""Polls without a pause where every rank has a processor, about 200 us for two ranks."""
+
+_LOOK_S = 0.1
+"""Seconds between two checks whether the processes of missing ranks still exist."""
+
+_FOLDER = "/dev/shm"
+
+Finish = Callable[[str], list[int]]
+"""Returns the result of a vote that has begun; receives its tag."""
+
+
+def create_page(size: int) -> str:
+    """Create the page of a host with ``size`` ranks and return the path of its file.
+
+    Raises:
+        OSError: the host has no shared memory, or it is full.
+    """
+    path = f"{_FOLDER}/devgraph-{os.getpid()}-{secrets.token_hex(8)}"
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        # A hole in the file would raise nothing here and kill the process that writes to it first.
+        os.posix_fallocate(file, 0, _bytes_for(size))
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(file)
+    return path
+
+
+def _bytes_for(size: int) -> int:
+    """Return the bytes of two banks, each with a row for each rank and one for the result."""
+    return 2 * (size + 1) * WIDTH * 8
+
+
+class SharedVotes:
+    """Votes of this rank through the page of its host; called with a tag and values.
+
+    The kernel holds a lock for each rank on its byte of the file, and drops it when the process
+    ends, however it ends.
+
+    Args:
+        path: file of the page.
+        rank: this rank among those of the host, from 0.
+        size: number of ranks on the host.
+        wait: waits until a function returns True, or raises what the group raises for the tag.
+        several_hosts: whether other hosts take part.
+        begin_between_hosts: on rank 0 of each of several hosts, begins the vote among the hosts.
+
+    Raises:
+        OSError: the page cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rank: int,
+        size: int,
+        *,
+        wait: Callable[[Callable[[], bool], str], None],
+        several_hosts: bool = False,
+        begin_between_hosts: Callable[[list[int]], Finish] | None = None,
+    ) -> None:
+        self._rank, self._size, self._wait = rank, size, wait
+        self._several_hosts = several_hosts
+        self._begin_between_hosts = begin_between_hosts
+        self._between: tuple[int, Finish] | None = None
+        """The newest vote among hosts and its epoch: an interrupt must not begin it twice."""
+        self._epoch = 0
+        """Epoch of the last vote that is complete."""
+        self._polls = _POLLS if size <= (os.cpu_count() or 1) else 1
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            page = mmap.mmap(self._file, _bytes_for(size))
+        except BaseException:
+            os.close(self._file)
+            raise
+        self._words = memoryview(page).cast("q")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_words"):
+            os.close(self._file)
+
+    def __call__(self, tag: str, values: list[int]) -> list[int]:
+        """Return the element-wise minimum of ``values``, of up to 39 bits, over all ranks.
+
+        Raises:
+            ProcessLookupError: the process of a rank that has not voted is gone.
+        """
+        lowest: list[int] = []
+        for start in range(0, len(values), WIDTH):
+            part = values[start : start + WIDTH]
+            posted = self._posted(self._rank)
+            if posted != self._epoch:
+                # An interrupt ended the wait of a vote that the other ranks count. Its bank is free
+                # only when all of them have posted.
+                self._finish(tag, posted)
+            epoch = posted % EPOCHS + 1  # fresh memory holds epoch 0
+            self._post(self._rank, epoch, part)
+            lowest += self._finish(tag, epoch)[: len(part)]
+        return lowest
+
+    def _finish(self, tag: str, epoch: int) -> list[int]:
+        """Wait until the vote ``epoch`` is complete and return its result."""
+        begin = self._begin_between_hosts
+        if begin is None and self._several_hosts:
+            [result] = self._rows(tag, epoch, self._size, self._size + 1)
+        else:
+            rows = self._rows(tag, epoch, 0, self._size)
+            result = [min(column) for column in zip(*rows, strict=True)]
+            if begin is not None:
+                if self._between is None or self._between[0] != epoch:
+                    self._between = epoch, begin(result)
+                result = self._between[1](tag)
+                self._post(self._size, epoch, result)
+        self._epoch = epoch
+        return result
+
+    def _rows(self, tag: str, epoch: int, first: int, end: int) -> list[list[int]]:
+        """Wait until the rows from ``first`` to ``end`` have ``epoch`` and return their values."""
+        start, stop = self._index(epoch, first), self._index(epoch, end)
+        words, look = self._words, time.monotonic() + _LOOK_S
+        row_words: list[int] = []
+
+        def is_complete() -> bool:
+            nonlocal row_words, look
+            row_words = words[start:stop].tolist()
+            for word in row_words:
+                if word & _MASK != epoch:
+                    break
+            else:
+                return True
+            if time.monotonic() > look:
+                self._require_alive(epoch)
+                look = time.monotonic() + _LOOK_S
+            return False
+
+        for _ in range(self._polls):
+            if is_complete():
+                break
+        else:
+            self._wait(is_complete, tag)
+        values = [word >> _EPOCH_BITS for word in row_words]
+        return [values[row : row + WIDTH] for row in range(0, len(values), WIDTH)]
+
+    def _index(self, epoch: int, row: int) -> int:
+        """Return the index of the first word of a row in the bank of ``epoch``."""
+        return (epoch % 2 * (self._size + 1) + row) * WIDTH
+
+    def _posted(self, row: int) -> int:
+        """Return the epoch of the newest complete row of a rank, 0 before its first vote."""
+        epochs = []
+        for bank in range(2):
+            start = self._index(bank, row)
+            in_row = {word & _MASK for word in self._words[start : start + WIDTH].tolist()}
+            epochs.append(in_row.pop() if len(in_row) == 1 else 0)
+        even, odd = epochs
+        return even if odd == 0 or even == odd % EPOCHS + 1 else odd
+
+    def _post(self, row: int, epoch: int, values: list[int]) -> None:
+        """Write a row in one copy: an interrupt comes before the copy or after it."""
+        padded = [*values, *[_UNUSED] * (WIDTH - len(values))]
+        row_words = array.array("q", [value << _EPOCH_BITS | epoch for value in padded])
+        start = self._index(epoch, row)
+        self._words[start : start + WIDTH] = memoryview(row_words)
+
+    def _require_alive(self, epoch: int) -> None:
+        for rank in range(self._size):
+            owes_result = rank == 0 and self._several_hosts
+            if rank == self._rank or (self._posted(rank) == epoch and not owes_result):
+                continue
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    raise
+            else:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+                raise ProcessLookupError("the process of a rank on this host has ended")
