@@ -28,8 +28,8 @@ from devgraph.api.inputs import Inputs, Pair, write
 from devgraph.api.marks.calls import describe
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import current_scope
-from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.names import Names, nodes_text
+from devgraph.api.modes import Settings
 from devgraph.api.policy import COMPILERS, compiles, get_policy
 from devgraph.api.policy.job import Job, Outputs, Plan, UpdateBudget
 from devgraph.api.pool import Pool
@@ -63,8 +63,8 @@ class Captured:
         """Whether replays run the kernels of eager, and so equal it bit for bit."""
         self._plan = plan
         self._spec = job.spec
-        self.modes = Modes.current()
-        """The modes of torch at the capture."""
+        self.settings = Settings.current()
+        """The settings of torch at the capture."""
         self._process = identity.token
         self._lock = job.pool.lock
         self._waits = job.check
@@ -137,8 +137,8 @@ class Captured:
                 for mark in plan.marks:  # a comprehension is one call more in each replay
                     values[mark] = mark.host_kwargs(host)
                 plan.bind(values)
-            if self._broken and Modes.current() != self.modes:
-                with self.modes.restored():
+            if self._broken and not self.settings.hold():
+                with self.settings.restored():
                     plan.run()
             else:
                 plan.run()

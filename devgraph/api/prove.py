@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from devgraph.api.backend import poison
 from devgraph.api.buffers import unexpanded
 from devgraph.api.errors import InputTypeError, brief, whole
-from devgraph.api.marks.modes import Modes
+from devgraph.api.modes import Settings
 
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Job
@@ -127,7 +127,7 @@ def compare_near(
 class Provable(Protocol):
     """A captured step, as ``Captured`` is one."""
 
-    modes: Modes
+    settings: Settings
     exact: bool
 
     @property
@@ -166,7 +166,7 @@ class _Prover:
             randomize(leaf, self._generator)
         inputs = [leaf.detach().clone() for _, leaf in self._bound]
         rng = backend.get_rng_state()
-        with self._captured.modes.restored():
+        with self._captured.settings.restored():
             result = self._job.fn(*self._job.args, **self._job.kwargs, **host)
         expected = [(n, t.detach().clone()) for n, t in self._results(result)]
         self.restore(inputs)

@@ -15,9 +15,9 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_reads import host_read_error
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import Scope, entered, is_capturing
-from devgraph.api.marks.modes import autocast_uncached
 from devgraph.api.marks.names import Names
 from devgraph.api.marks.source import raising_line
+from devgraph.api.modes import autocast_uncached
 from devgraph.api.pool import Pool
 from devgraph.api.process import collector
 
@@ -121,7 +121,13 @@ def session(
         pool.recordings.require_memory()
         try:
             backend.capture_lock.recording = True
-            with autocast_uncached(), backend.side_stream(pool, stream), capture.recording(scope):
+            with (
+                autocast_uncached(),
+                # A backward pass runs on this thread, where its marks are seen.
+                torch.autograd.set_multithreading_enabled(False),
+                backend.side_stream(pool, stream),
+                capture.recording(scope),
+            ):
                 yield capture
         except Exception as error:
             raise_if_lost(backend, error)

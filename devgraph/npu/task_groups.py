@@ -13,7 +13,7 @@ import attrs
 from devgraph.api.errors import UpdateError, UpdateTopologyError
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark
-from devgraph.api.marks.modes import Modes
+from devgraph.api.modes import Settings
 from devgraph.npu.channel import Job, UpdateChannel
 from devgraph.npu.errors import OTHER_KERNELS, means
 
@@ -49,7 +49,7 @@ class TaskGroups:
         self._memory = memory
         self.groups: list[Group] = []
         """The captured regions."""
-        self._modes = Modes.current()
+        self._settings = Settings.current()
         # Two, because the one that a queued job waits for must not be recorded again meanwhile.
         self._done = (namespace.Event(), namespace.Event())
         self._launches = 0
@@ -145,7 +145,7 @@ class TaskGroups:
                 self._run(None, signal=signal)
                 return
             # This thread has modes of its own; region code must see those of the capture.
-            with self._modes.restored(), self._memory():
+            with self._settings.restored(), self._memory():
                 self._run(host, signal=signal)
 
         return work

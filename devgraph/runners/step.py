@@ -11,7 +11,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.errors import InputError, InputTypeError, brief, note
-from devgraph.api.marks.modes import Autocast, autocast_of, current_autocast
+from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.pool import Pool
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, end_batch
 from devgraph.runners.decisions import GraphKey, canonical_variant

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -129,3 +133,52 @@ def test_function_that_works_after_it_returned_is_refused():
         for mark in (dg.region, dg.no_graph):
             with pytest.raises(dg.InputTypeError, match="is a generator or async"):
                 mark(fn)
+
+
+@pytest.mark.parametrize("kind", [dg.no_graph, dg.region])
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_mark_in_another_thread_of_the_step_is_refused(policy: str, kind: Any):
+    """FAULTS 49. The break was made in the wrong thread, and the capture hung."""
+
+    @kind
+    def doubled(x):
+        return x * 2
+
+    def step(x):
+        if threading.current_thread() is not threading.main_thread() or not dg.is_capturing():
+            return doubled(x) + 1
+        results = []
+        context = contextvars.copy_context()
+
+        def work():
+            with contextlib.suppress(dg.CaptureError):
+                results.append(context.run(doubled, x))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        return x + 1
+
+    x = torch.randn(3)
+    with pytest.raises(dg.CaptureError, match="doubled was called in thread"):
+        dg.capture(step, x, policy=policy, backend="cpu")
+    with dg.capture(lambda x: x * 3, x, policy=policy, backend="cpu") as captured:
+        assert torch.equal(captured.replay(), x * 3)
+
+
+def test_thread_with_a_copied_context_calls_marks_after_the_capture():
+    @dg.no_graph
+    def doubled(x):
+        return x * 2
+
+    contexts = []
+
+    def step(x):
+        contexts.append(contextvars.copy_context())
+        return x + 1
+
+    x = torch.randn(3)
+    with dg.capture(step, x, backend="cpu", warmup=0), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(contexts[0].run, doubled, x).result(), x * 2)
+        pool.submit(contexts[0].run, dg.graph_break).result()

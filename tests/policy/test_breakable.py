@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import devgraph as dg
 from devgraph.api.capture import capture
@@ -373,3 +374,60 @@ def test_break_that_returns_a_sparse_tensor_is_refused(backend: CpuBackend) -> N
 
     with pytest.raises(dg.RegionError, match="returned a torch.sparse_coo tensor"):
         capture(lambda x: sparse(x) * 2, torch.eye(3), policy="breakable", backend=backend)
+
+
+def hooked(note):
+    def step(x, w):
+        hidden = x * w
+        hidden.register_hook(lambda gradient: note(gradient))
+        (hidden * hidden).sum().backward()
+        gradient, w.grad = w.grad.clone(), None
+        return gradient
+
+    return step
+
+
+def checkpointed(note):
+    def step(x, w):
+        block = lambda x: (note(x * w), torch.tanh(x * w))[1]  # noqa: E731
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+        gradient, w.grad = w.grad.clone(), None
+        return gradient
+
+    return step
+
+
+@pytest.mark.parametrize("build", [hooked, checkpointed])
+@pytest.mark.parametrize("how", ["no_graph", "graph_break"])
+def test_break_inside_a_backward_pass_is_refused(build, how: str):
+    """Replays returned NaN, and later captures of the process raised IndexError."""
+
+    @dg.no_graph
+    def marked(gradient):
+        return None
+
+    note = marked if how == "no_graph" else lambda gradient: dg.graph_break()
+    x, w = torch.randn(3), torch.randn(3, requires_grad=True)
+    with pytest.raises(dg.CaptureError, match="in a backward pass"):
+        dg.capture(build(note), x, w, policy="breakable", backend="cpu")
+    step = build(lambda gradient: None)
+    w.grad = None
+    with dg.capture(step, x, w, policy="breakable", backend="cpu") as captured:
+        x.copy_(torch.randn(3))
+        assert torch.equal(captured.replay(), step(x, w))
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_backward_pass_through_a_result_at_a_fixed_address_is_refused(policy: str):
+    @dg.region(host_args=("n",))
+    def scaled(x, *, n):
+        return x * n
+
+    def step(x, w, *, n):
+        (scaled(x * w, n=n) + w).sum().backward()
+        gradient, w.grad = w.grad.clone(), None
+        return gradient
+
+    x, w = torch.randn(3), torch.randn(3, requires_grad=True)
+    with pytest.raises(dg.CaptureError, match="a backward pass reached the result of"):
+        dg.capture(step, x, w, policy=policy, backend="cpu", host_args={"n": 2})

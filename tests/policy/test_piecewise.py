@@ -1238,3 +1238,38 @@ def test_region_that_reads_a_value_is_asked_for_a_description_of_its_result_unde
     with dg.capture(other, x, **options) as captured:
         x.copy_(torch.randn(3, 4))
         assert torch.equal(captured.replay(n=5), other(x, n=5))
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_hook_that_was_added_after_a_capture_runs(compiler: str):
+    """The tracer reuses code of the class, and does not look at hooks by itself."""
+
+    @dg.region
+    def doubled(x):
+        return x * 2
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            return doubled(self.linear(x)) + 1
+
+    model, x = Model(), torch.randn(2, 3)
+
+    def check() -> None:
+        with dg.capture(model, x, policy="piecewise", backend="cpu", compiler=compiler) as captured:
+            x.copy_(torch.randn(2, 3))
+            torch.testing.assert_close(captured.replay(), model(x))
+
+    with torch.no_grad():
+        check()
+        for factor in (3, 5):
+            hook = model.linear.register_forward_hook(lambda *call, f=factor: call[2] * f)
+            check()
+            hook.remove()
+        hook = model.linear.register_forward_pre_hook(lambda module, given: (given[0] * 7,))
+        check()
+        hook.remove()
+        check()

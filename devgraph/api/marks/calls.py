@@ -23,9 +23,9 @@ from devgraph.api.buffers import (
     tensors_in,
     unexpanded,
 )
-from devgraph.api.errors import RegionError, note
+from devgraph.api.errors import CaptureError, RegionError, note
 from devgraph.api.marks.marks import Mark
-from devgraph.api.marks.modes import Modes
+from devgraph.api.modes import Settings
 
 if TYPE_CHECKING:
     from devgraph.api.pool import Pool
@@ -137,6 +137,27 @@ def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided(size, stride, offset)
 
 
+class _GradientStop(torch.autograd.Function):
+    """Keeps ``requires_grad`` of a result at a fixed address, and refuses a backward pass to it.
+
+    A replay runs the body without a record of it, so that its gradients would be missing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, anchor: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.mark_dirty(result)
+        ctx.name = name
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:
+        raise CaptureError(
+            f"a backward pass reached the result of {ctx.name}, which runs outside of the recorded "
+            f"work: a replay would lack its gradients. Mark the function that runs forward and "
+            f"backward instead, or detach() the result."
+        )
+
+
 class _Passed(NamedTuple):
     """A view of an argument that a region handed back."""
 
@@ -213,8 +234,8 @@ class MarkedCall:
     """
 
     __slots__ = """
-        _known _owned _places _pool _returned_none _sharing _spec args index kwargs mark modes
-        nodes note
+        _known _owned _places _pool _returned_none _sharing _spec args index kwargs mark
+        nodes note settings
     """.split()
 
     def __init__(
@@ -226,8 +247,8 @@ class MarkedCall:
         self._pool = pool
         self.mark = mark
         self.index = index
-        self.modes = Modes.current()
-        """The modes of the call; later runs see the same."""
+        self.settings = Settings.current()
+        """The settings of torch at the call; later runs see the same."""
         self.note: Any = None
         """The vendor's own note: node set, tape span, task-group handle."""
         self.nodes: range | None = None
@@ -286,6 +307,14 @@ class MarkedCall:
                     copies = _copies(results)
                 for index, copy in zip(members, copies, strict=True):
                     self._known[index] = _Bridge(copy)
+            if torch.is_grad_enabled() and any(r.requires_grad for r in results):
+                anchor = torch.empty((), requires_grad=True, device="cpu")
+                copies = [
+                    _GradientStop.apply(copy, anchor, self.mark.name)  # type: ignore[no-untyped-call]
+                    if result.requires_grad and not copy.requires_grad
+                    else copy
+                    for copy, result in zip(copies, results, strict=True)
+                ]
             one: dict[int, torch.Tensor] = {}  # a tensor that is returned twice stays one
             for index, kept, copy in zip(members, results, copies, strict=True):
                 out[index] = one.setdefault(id(kept), copy)
@@ -329,10 +358,10 @@ class MarkedCall:
         """
         self._settle()
         try:
-            if Modes.current() == self.modes:
+            if self.settings.hold():
                 self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
             else:
-                with self.modes.restored():
+                with self.settings.restored():
                     self._deliver_all(self.mark.fn(*self.args, **self.kwargs, **host))
         except Exception as error:
             note(error, f"in {self.mark.name}, marked call {self.index} of its capture")
@@ -392,7 +421,7 @@ class MarkedCall:
         Ask for it under the modes of torch that replays will run in.
         """
         self._settle()
-        if Modes.current() == self.modes:
+        if self.settings.hold():
             if self._returned_none:
                 return self._runner_of_none(host)
             assert self._spec is not None

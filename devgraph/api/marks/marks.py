@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, NoReturn, ParamSpec, TypeVar, overload
 
 from devgraph.api.errors import (
+    CaptureError,
     HostArgumentError,
     InputTypeError,
     NotCapturableError,
@@ -29,15 +31,31 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Scope(Protocol):
-    """What the marks of a capturing thread talk to."""
+class Scope:
+    """The meaning of marks in the thread that captures."""
+
+    thread: int | None = None
+    """The thread that entered the scope; None after it left."""
+    refusal: CaptureError | None = None
+    """Raised when the thread leaves the scope."""
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one call of a marked function as the policy in force wants it."""
+        raise NotImplementedError
 
     def graph_break(self) -> None:
-        """Break the capture here; nothing where no break has to be made."""
-        return
+        """Break the capture here; does nothing where no break has to be made."""
+
+    def refuse_elsewhere(self, name: str) -> NoReturn:
+        """Refuse a mark of another thread, which runs in a copy of the capturing context."""
+        self.refusal = CaptureError(
+            f"{name} was called in thread {threading.current_thread().name!r}, at {user_line()}, "
+            f"for a step that another thread captures. A capture records the thread that runs the "
+            f"step, so a replay would leave this call out. Call {name} in the step's own thread, "
+            f"or mark the function that starts the thread @dg.no_graph and capture with "
+            f"policy='breakable'."
+        )
+        raise self.refusal
 
 
 _scope: ContextVar[Scope | None] = ContextVar("devgraph_scope", default=None)
@@ -49,8 +67,12 @@ def entered(scope: Scope | None) -> Iterator[None]:
     """Make ``scope`` the current one of this thread; None stands for 'not capturing'."""
     outer = _scope.get()
     try:
+        if scope is not None:
+            scope.thread = threading.get_ident()
         _scope.set(scope)
         yield
+        if scope is not None and scope.refusal is not None:
+            raise scope.refusal
     except GeneratorExit:
         # An interrupt came before contextlib could leave the block, and whatever is around it has
         # been left by now.
@@ -58,6 +80,8 @@ def entered(scope: Scope | None) -> Iterator[None]:
         raise
     finally:
         _scope.set(outer)
+        if scope is not None:
+            scope.thread = None
 
 
 def is_capturing() -> bool:
@@ -68,8 +92,20 @@ def is_capturing() -> bool:
 def graph_break() -> None:
     """Break the capture here with no work; nothing under ``full`` and outside a capture."""
     scope = _scope.get()
-    if scope is not None:
+    if scope is not None and _is_here(scope, "dg.graph_break()"):
         scope.graph_break()
+
+
+def _is_here(scope: Scope, name: str) -> bool:
+    """Whether this thread captures under ``scope``; raise if another one does.
+
+    A thread that was started in a capture keeps a copy of its context after the capture is over.
+    """
+    if scope.thread == threading.get_ident():
+        return True
+    if scope.thread is not None:
+        scope.refuse_elsewhere(name)
+    return False
 
 
 class Mark:
@@ -266,7 +302,7 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
     @functools.wraps(direct)
     def marked(*args: Any, **kwargs: Any) -> Any:
         scope = current_scope()
-        if scope is not None:
+        if scope is not None and _is_here(scope, mark.name):
             return scope.call(mark, args, kwargs)
         return direct(*args, **kwargs) if fn is None else fn(args, kwargs)
 

@@ -82,6 +82,17 @@ def swallowed(mark: Mark, error: BaseException) -> CaptureError:
     )
 
 
+def refuse_break_in_backward(name: str) -> None:
+    """Raise CaptureError inside a backward pass, in whose middle no graph can end."""
+    if torch._C._current_graph_task_id() != -1:
+        raise CaptureError(
+            f"{name} was called in a backward pass (by a hook, or by a checkpointed block that is "
+            f"computed again), at {user_line()}, and a graph cannot end in the middle of one. Call "
+            f"{name} outside of the backward pass, do not checkpoint the block that calls it, or "
+            f"mark the function that runs the whole backward pass @dg.no_graph."
+        )
+
+
 def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise CaptureError for tensors of a torch.func transform, which have no memory to replay."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors_in((args, kwargs)))):

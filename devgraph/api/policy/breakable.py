@@ -11,7 +11,7 @@ from devgraph.api.errors import CaptureError, EmptyCaptureError, ExecutableError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark, Scope, entered
-from devgraph.api.marks.scopes import captured_call, swallowed
+from devgraph.api.marks.scopes import captured_call, refuse_break_in_backward, swallowed
 from devgraph.api.policy.job import Job, Policy
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
@@ -189,6 +189,7 @@ class _BreakableScope(Scope):
             raise
 
     def graph_break(self) -> None:
+        refuse_break_in_backward("dg.graph_break()")
         self.run_finished()
         self.open()
 
@@ -202,6 +203,7 @@ class _BreakableScope(Scope):
 
     def _call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         job = self._job
+        refuse_break_in_backward(mark.name)
         args, kwargs, host = captured_call(mark, args, kwargs, job.spec, self.host)
         stub = mark.capture_stub if self._stubs else None
         if stub is None:

@@ -25,8 +25,8 @@ from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import describe, memory_of
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark
-from devgraph.api.marks.modes import Modes
 from devgraph.api.marks.scopes import GraphScope, LoopError
+from devgraph.api.modes import Settings
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Policy, UpdateBudget
 from devgraph.api.session import Session, session
@@ -90,7 +90,7 @@ class FullPlan:
         self.run = graph.launch
         self.notes: dict[str, Any] = dict.fromkeys(_COUNTED if graph.hits else (), 0)
         self._job = job
-        self._modes = Modes.current()
+        self._settings = Settings.current()
         self._budget = job.budget or UpdateBudget()
         self._misses = _MissBudget(self._budget.misses)
         # Such a backend runs the regions' host code for every key, known or new.
@@ -171,7 +171,7 @@ class FullPlan:
         scope = GraphScope(graph, host=host)
         try:
             with (
-                self._modes.restored(),
+                self._settings.restored(),
                 session(job.pool, scope, mode=job.capture_error_mode) as recording,
             ):
                 recording.begin(graph, spec=job.spec, arguments=job.tensors)
@@ -207,7 +207,7 @@ class FullPlan:
         self._current, self.run = None, self._run_broken
 
     def _run_broken(self) -> None:
-        with self._modes.restored():
+        with self._settings.restored():
             if self._broken is None:
                 # This capture runs the step as it goes.
                 with session(self._job.pool, mode=self._job.capture_error_mode) as held:

@@ -51,9 +51,9 @@ from devgraph.api.marks import marks
 from devgraph.api.marks.calls import describe
 from devgraph.api.marks.host_values import HostSpec, frozen, taken_from
 from devgraph.api.marks.marks import Mark, Scope, entered
-from devgraph.api.marks.modes import Modes, autocast_uncached
 from devgraph.api.marks.scopes import captured_call
-from devgraph.api.marks.source import SourceLine, node_line, traced_line
+from devgraph.api.marks.source import SourceLine, node_line, traced_line, user_line
+from devgraph.api.modes import Modes, Settings, autocast_uncached
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Plan, Policy, refuse_host_values
 from devgraph.api.session import Session
@@ -184,8 +184,16 @@ class _Checking(Scope):
     def __init__(self, spec: HostSpec) -> None:
         self._spec = spec
         self._host: dict[Mark, dict[str, Any]] = {}
+        self._stacks = Settings.current().stacks
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if Settings.current().stacks != self._stacks:
+            raise CaptureError(
+                f"{mark.name} was called inside a mode of torch (a TorchFunctionMode, a "
+                f"TorchDispatchMode or a default device), at {user_line()}, which a trace does not "
+                f"keep for marked functions. Enter it inside the marked function or around the "
+                f"whole capture, or use policy='breakable'."
+            )
         first = mark not in self._host
         args, kwargs, host = captured_call(mark, args, kwargs, self._spec, self._host)
         versions = _versions(mark, args, kwargs) if first else {}
@@ -659,6 +667,8 @@ def _settings() -> Iterator[None]:
             accumulated_recompile_limit=RECOMPILE_LIMIT,
             # Else a float of the model becomes a tensor that is read on the host.
             specialize_float=True,
+            # Else code that was compiled before a hook was added would run without it.
+            skip_nnmodule_hook_guards=False,
         ),
         # Else two sizes that happen to be equal now would be taken for one.
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
@@ -670,7 +680,7 @@ class _Piecewise(Policy):
     def __init__(self) -> None:
         # The tracer finds older code by the identity of the compiler. Backends may wrap pieces
         # in different ways, though their tensors are of one kind.
-        self._compilers: dict[tuple[str, type], _Compiler] = {}
+        self._compilers: dict[tuple[Any, ...], _Compiler] = {}
 
     def warm_up(self, job: Job, runs: int) -> Job:
         with job.phase("activate"):
@@ -699,7 +709,27 @@ class _Piecewise(Policy):
                 f"backend {job.backend.name!r} cannot use compiler {name!r}; it has "
                 f"{', '.join(capabilities.compilers)}"
             )
-        return self._compilers.setdefault((name, type(job.backend)), _Compiler(name))
+        key = name, type(job.backend), _hooks_of(job.fn)
+        return self._compilers.setdefault(key, _Compiler(name))
+
+
+def _hooks_of(step: Any) -> tuple[Any, ...]:
+    """Return the hooks of the modules that ``step`` is, is a method of, or closes over.
+
+    The tracer guards their number, and takes code that was compiled for one hook for another.
+    """
+    cells = getattr(step, "__closure__", None) or ()
+    holders = [step, getattr(step, "__self__", None), getattr(step, "func", None)]
+    with contextlib.suppress(ValueError):  # an empty cell
+        holders.extend(cell.cell_contents for cell in cells)
+    modules = (holder for holder in holders if isinstance(holder, torch.nn.Module))
+    return tuple(
+        hook
+        for module in modules
+        for part in module.modules()
+        for hooks in (part._forward_pre_hooks, part._forward_hooks)
+        for hook in hooks.values()
+    )
 
 
 def _refuse_compiled(step: Callable[..., Any]) -> None:

@@ -1,0 +1,243 @@
+"""Modes and settings of torch at a capture, restored wherever its Python code runs again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch._C._dynamo.guards import GlobalStateGuard
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _pop_mode as _pop_function_mode
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+Autocast = tuple[tuple[str, torch.dtype], ...]
+"""Device type and dtype of each enabled autocast."""
+
+
+class Modes(NamedTuple):
+    """The modes that a compiled piece of a step can switch."""
+
+    grad: bool
+    inference: bool
+    autocast: Autocast
+
+    @staticmethod
+    def current() -> Modes:
+        """Return the modes of this thread."""
+        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), current_autocast())
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the block under these modes."""
+        with (
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            autocast_of(self.autocast),
+        ):
+            yield
+
+
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_overrideable_sdp_enabled, torch._C._set_sdp_use_overrideable),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+)
+"""Settings of the whole process that choose kernels or dtypes, each with its getter and setter."""
+
+_inference = torch.is_inference_mode_enabled
+_functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_flash, _efficient, _math, _cudnn, _override = (get for get, _ in _SWITCHES[:5])
+
+
+@attrs.frozen(eq=False)
+class _Stack:
+    """One of torch's stacks of user modes on a thread, lowest mode first."""
+
+    read: Callable[[], list[Any]]
+    height: Callable[[], int]
+    push: Callable[[Any], Any]
+    pop: Callable[[], Any]
+
+    def users(self) -> tuple[Any, ...]:
+        """Return the user's modes on the stack, without those of a recording."""
+        return tuple(mode for mode in self.read() if not _is_own(mode)) if self.height() else ()
+
+    @contextlib.contextmanager
+    def holding(self, modes: Sequence[Any]) -> Iterator[None]:
+        """Replace the user's modes by ``modes`` in the block."""
+        before = self.read()
+        if [mode for mode in before if not _is_own(mode)] == [*modes]:
+            yield
+            return
+        self._rebuild([*filter(_is_own, before), *modes])
+        try:
+            yield
+        finally:
+            self._rebuild(before)
+
+    def _rebuild(self, modes: Sequence[Any]) -> None:
+        while self.height():
+            self.pop()
+        for mode in modes:
+            self.push(mode)
+
+
+def _is_own(mode: object) -> bool:
+    return type(mode).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+_STACKS = (
+    _Stack(
+        _get_current_function_mode_stack,
+        torch._C._len_torch_function_stack,
+        _push_function_mode,
+        _pop_function_mode,
+    ),
+    _Stack(
+        _get_current_dispatch_mode_stack,
+        torch._C._len_torch_dispatch_stack,
+        _push_dispatch_mode,
+        _pop_dispatch_mode,
+    ),
+)
+
+
+@attrs.define(eq=False)
+class Settings:
+    """All settings of torch in force at one moment: code that runs again must see the same.
+
+    A default device is one of the modes on the stacks.
+    """
+
+    modes: Modes
+    switches: tuple[Any, ...]
+    stacks: tuple[tuple[Any, ...], ...]
+    _guard: GlobalStateGuard | None = None
+    _rest: tuple[Any, ...] = ()
+
+    @staticmethod
+    def current() -> Settings:
+        """Return the settings of this thread."""
+        return Settings(
+            Modes.current(),
+            tuple(get() for get, _ in _SWITCHES),
+            tuple(stack.users() for stack in _STACKS),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Settings)
+            and self.modes == other.modes
+            and self.switches == other.switches
+            and all(
+                len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+                for ours, theirs in zip(self.stacks, other.stacks, strict=True)
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def hold(self) -> bool:
+        """Whether these settings are in force now."""
+        # Every replay with breaks asks. The guard compares most settings in one call.
+        if self._guard is not None and self._guard.check() and self._rest == _unguarded():
+            return True
+        if Settings.current() != self:
+            return False
+        if not (_functions() or _dispatches()):  # the guard does not tell modes on a stack apart
+            self._guard, self._rest = GlobalStateGuard(), _unguarded()
+        return True
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the block under these settings; those of the whole process change for all threads."""
+        with contextlib.ExitStack() as stack:
+            for (get, put), value in zip(_SWITCHES, self.switches, strict=True):
+                if (now := get()) != value:
+                    stack.callback(put, now)
+                    put(value)
+            for modes, users in zip(_STACKS, self.stacks, strict=True):
+                stack.enter_context(modes.holding(users))
+            stack.enter_context(self.modes.restored())
+            yield
+
+
+def _unguarded() -> tuple[Any, ...]:
+    """Return the settings that blocks switch and that ``GlobalStateGuard`` does not compare."""
+    return (
+        _inference(),
+        _functions(),
+        _dispatches(),
+        _flash(),
+        _efficient(),
+        _math(),
+        _cudnn(),
+        _override(),
+    )
+
+
+def autocast_of(then: Autocast) -> AbstractContextManager[None]:
+    """Return a context that runs a block under the autocast ``then``."""
+    return contextlib.nullcontext() if then == current_autocast() else _under(dict(then))
+
+
+@contextlib.contextmanager
+def _under(then: dict[str, torch.dtype]) -> Iterator[None]:
+    cached = torch.is_autocast_cache_enabled()
+    with contextlib.ExitStack() as stack:
+        for kind in {**dict(current_autocast()), **then}:
+            dtype = then.get(kind)
+            on = dtype is not None
+            stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=cached))
+        yield
+
+
+@contextlib.contextmanager
+def autocast_uncached() -> Iterator[None]:
+    """Disable autocast's cache of casts in the block, and clear it before.
+
+    A cast made in a capture lies in the graph's memory and would be used after the capture. A cast
+    made before the capture is not part of the graph, which would read its memory after it is freed.
+    """
+    cached = torch.is_autocast_cache_enabled()
+    try:
+        torch.set_autocast_cache_enabled(False)
+        torch.clear_autocast_cache()
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def current_autocast() -> Autocast:
+    """Return the autocast of this thread."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in _device_types()
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+@functools.cache
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
