@@ -29,8 +29,6 @@ PENDING = (
     "devgraph/npu/*.py",
     "devgraph/rocm/*.py",
     "devgraph/runners/*.py",
-    "devgraph/testing/*.py",
-    "devgraph/testing/conformance/*.py",
     "docs/*.md",
     "*.md",
 )

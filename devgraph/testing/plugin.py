@@ -1,8 +1,8 @@
-"""The pytest plugin: the backend under test, its markers, and what a skip or a dead device means.
+"""The pytest plugin: the backend under test, its markers, skips and lost devices.
 
-A test that uses the fixture ``devgraph_backend`` carries the name of its backend as a marker, so
-that ``-m cuda`` selects it; ``-m`` with one backend's name and nothing else also chooses that
-backend. A test that carries the marker of a backend by itself uses that one.
+Tests that use the fixture ``devgraph_backend`` carry the name of the backend as a marker, so that
+``-m cuda`` selects them. ``-m`` with only the name of a backend also chooses that backend. A test
+with its own backend marker uses that backend.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in DEVICE_MARKERS:
         config.addinivalue_line("markers", f"{name}: needs the backend {name!r}")
     config.addinivalue_line(
-        "markers", f"{CAPABILITY_MARKER}(*names): tests what a backend's capabilities declare"
+        "markers", f"{CAPABILITY_MARKER}(*names): needs these capabilities of the backend"
     )
     config.addinivalue_line("markers", "slow: takes more than ten seconds")
     plugin = _Plugin(config)
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def devgraph_backend(request: pytest.FixtureRequest) -> Backend:
-    """The backend under test; with pytest-xdist bound to the device of this worker."""
+    """The backend under test. Under pytest-xdist it is bound to the device of this worker."""
     plugin = request.config.pluginmanager.get_plugin("devgraph-session")
     assert isinstance(plugin, _Plugin)
     return plugin.backend(plugin.name_for(request.node))
@@ -80,7 +80,7 @@ def devgraph_long(pytestconfig: pytest.Config) -> bool:
 
 
 class _Plugin:
-    """One session: which backend, which tests carry its name, and whether its device lives."""
+    """The state of one session: its backend, its markers and the loss of its device."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -94,7 +94,7 @@ class _Plugin:
             given = marked
         given = given or str(config.getini("devgraph_backend"))
         self.name: str = given or "cpu"
-        # Other people's sessions, where this plugin is merely installed, import no torch for it.
+        # Sessions of other projects, where this plugin is only installed, must not import torch.
         self._concerned = bool(given) or any(
             "devgraph.testing" in argument.replace(os.sep, ".") for argument in config.args
         )
@@ -104,7 +104,7 @@ class _Plugin:
     # The backend.
 
     def backend(self, name: str) -> Backend:
-        """Return the backend ``name``, bound to this worker's device on first use."""
+        """Return the backend ``name``; bind it to the device of this worker at the first use."""
         from devgraph.api.registry import get_backend
 
         backend = get_backend(name)
@@ -116,7 +116,7 @@ class _Plugin:
         return backend
 
     def name_for(self, item: pytest.Item) -> str:
-        """Return the backend that ``item`` uses: that of its own marker, else the chosen one."""
+        """Return the backend of the marker of ``item``, or else the chosen one."""
         return next((name for name in DEVICE_MARKERS if item.get_closest_marker(name)), self.name)
 
     def pytest_sessionstart(self) -> None:
@@ -127,7 +127,7 @@ class _Plugin:
         from devgraph.api.errors import BackendError
 
         try:
-            self.backend(self.name).make_graph().close()  # refused where hooks are missing
+            self.backend(self.name).make_graph().close()  # raises if hooks are missing
         except BackendError as error:
             raise pytest.UsageError(f"--devgraph-backend {self.name}: {error}") from error
 
@@ -196,7 +196,7 @@ class _Plugin:
         missing = item.stash.get(_missing_key, ())
         if report.failed and call.excinfo is not None:
             self._lost = self._lost or self._lost_reason(item, call.excinfo.value)
-        if missing and report.failed:  # what is not declared may fail
+        if missing and report.failed:  # undeclared capabilities may fail
             path, line, _ = item.location
             report.outcome = "skipped"
             report.longrepr = (path, (line or 0) + 1, f"Skipped: {self._lacks(item, missing)}")
@@ -235,15 +235,15 @@ class _Plugin:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         result = yield
         if self._lost and self._worker:
-            # No later test of this process can tell anything. The reports are sent; a normal
-            # exit would run destructors that wait for the device. xdist starts a new worker.
+            # Later tests of this process are meaningless. The reports are sent. A normal exit
+            # would run destructors that wait for the device. xdist starts a new worker.
             os._exit(_LOST_EXIT_CODE)
         if self._lost:
             item.session.shouldfail = f"the device is lost: {self._lost}"
         return result
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Write what was proved of each capability, and what a failure asks to be implemented."""
+        """Write a table of passed tests for each capability, and the hooks of those that failed."""
         rows: dict[str, _Row] = {}
         for outcome, reports in terminalreporter.stats.items():
             for report in reports:
@@ -271,7 +271,7 @@ class _Plugin:
 
 
 class _Row:
-    """What became of the tests of one capability."""
+    """Outcomes of the tests of one capability."""
 
     def __init__(self) -> None:
         self.proved = self.failed = self.skipped = 0

@@ -1,1 +1,1 @@
-"""Tests that every backend has to pass; see ``devgraph.testing``."""
+"""Tests that every backend must pass; see ``devgraph.testing``."""

@@ -1,4 +1,4 @@
-"""Fixtures of the suite: the backend under test, and what tests build with on its device."""
+"""Fixtures of the suite: a kit for the backend under test, and a pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from devgraph.testing.conformance.support import Kit
 
 @pytest.fixture
 def kit(devgraph_backend: Backend) -> Iterator[Kit]:
-    """Tensors, captures and comparisons on the device of the backend under test."""
+    """The kit of the backend under test, checked for a capture that was left open."""
     kit = Kit(devgraph_backend)
     yield kit
     assert not dg.is_capturing(), "the test left this thread inside a capture"
@@ -21,5 +21,5 @@ def kit(devgraph_backend: Backend) -> Iterator[Kit]:
 
 @pytest.fixture
 def pool(kit: Kit) -> dg.Pool:
-    """A pool of its own for each test."""
+    """A new pool for each test."""
     return kit.backend.make_pool()

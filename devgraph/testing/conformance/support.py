@@ -1,4 +1,4 @@
-"""What the tests of the suite build with."""
+"""Tensors, steps, runners and comparisons for the tests of the suite."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from devgraph.api.backend import Backend, poison
 from devgraph.api.prove import compare
 
 declares = pytest.mark.devgraph_capability
-"""Marks a test as one of a declared capability: ``@declares("rng")``."""
+"""Mark that names the capabilities a test needs: ``@declares("rng")``."""
 
 BREAKING = ("breakable", pytest.param("piecewise", marks=declares("piecewise")))
-"""The policies that break a step at its marks, for ``parametrize``."""
+"""Parameters: the policies that break a step at its marks."""
 
 POLICIES = ("full", *BREAKING)
-"""Every policy, for ``parametrize``."""
+"""Parameters: all policies."""
 
 
 def same(got: Any, want: Any, what: str = "the result") -> None:
@@ -45,7 +45,7 @@ def copied(tree: Any) -> Any:
 
 
 class Kit:
-    """Tensors on the device of the backend under test, captures there, and comparisons."""
+    """Tensors, captures and comparisons on the device of the backend under test."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -60,7 +60,7 @@ class Kit:
         return out
 
     def refill(self, tensor: torch.Tensor, seed: int) -> None:
-        """Write other reproducible noise into ``tensor``."""
+        """Overwrite ``tensor`` with reproducible noise of another seed."""
         generator = torch.Generator().manual_seed(seed)
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator)
@@ -80,10 +80,13 @@ class Kit:
         host_args: Mapping[str, Any] | None = None,
         warm: bool = True,
     ) -> tuple[dg.DeviceGraph, Any]:
-        """Capture ``body`` with the raw calls and return the graph and what ``body`` returned.
+        """Capture ``body`` without a policy and return the graph and the result of ``body``.
 
         Args:
-            warm: run it eagerly first, because libraries set themselves up on first use.
+            body: the function to capture.
+            host_args: host arguments at capture.
+            pool: memory of the graph; None makes a pool.
+            warm: run ``body`` eagerly first, because libraries initialise at their first use.
         """
         if warm:
             body()
@@ -94,7 +97,7 @@ class Kit:
         return graph, result
 
     def capture(self, fn: Callable[..., Any], *args: Any, **options: Any) -> dg.Captured:
-        """``dg.capture`` on this backend."""
+        """Call ``dg.capture`` with this backend."""
         return dg.capture(fn, *args, backend=self.backend, **options)
 
     def check(
@@ -117,7 +120,7 @@ class Kit:
         self.same(got, want, f"the replay with {host_args}" if host_args else "the replay")
 
     def works(self, pool: dg.Pool) -> None:
-        """Fail unless eager work, random numbers and new captures of ``pool`` are right."""
+        """Fail unless eager work, random numbers and new captures in ``pool`` are right."""
         assert not dg.is_capturing()
         assert gc.isenabled()
 
@@ -131,22 +134,22 @@ class Kit:
             self.check(self.capture(step, x, pool=pool, policy=policy), step, x)
 
     def same(self, got: Any, want: Any, what: str = "the result") -> None:
-        """Wait for the device, and fail unless all tensors equal each other bit for bit."""
+        """Wait for the device, then fail unless the tensors are equal bit for bit."""
         self.backend.synchronize()
         same(got, want, what)
 
-    # Other things.
+    # Host arguments, memory and streams.
 
     def usable(self, policy: str, values: Sequence[Any]) -> Sequence[Any]:
-        """Return the host arguments of ``values`` that replays may take, the first at capture.
+        """Return the values that replays may use; the first one is that of the capture.
 
-        Without update, a full graph knows no other.
+        Without region update, a full graph has no other value.
         """
         updates = policy != "full" or self.backend.capabilities.region_update
         return values if updates else values[:1]
 
     def churn(self) -> None:
-        """Allocate, poison and free memory of many sizes outside every capture."""
+        """Allocate, poison and free memory of many sizes outside captures."""
         held = []
         for size in (64, 256, 1024, 4096, 16384, 65536):
             for _ in range(8):
@@ -157,13 +160,13 @@ class Kit:
 
     @property
     def streams(self) -> Any:
-        """torch's module of this device, for its streams."""
+        """The module of torch for this device, such as ``torch.cuda``."""
         return torch.get_device_module(self.device)
 
     def side_stream(self) -> Any:
-        """Return a stream that captures do not run on.
+        """Return a stream that is not used for captures.
 
-        torch hands streams out of a small pool in turn, so the next one can be that of captures.
+        Torch hands out streams of a small pool in turn, so a new one can be the capture stream.
         """
         stream = self.streams.Stream()
         taken = stream == getattr(self.backend, "capture_stream", None)
@@ -172,18 +175,21 @@ class Kit:
 
 VOCAB, WIDTH, ROWS = 32, 8, 48
 SCRATCH = ROWS
-"""The row of the cache that padded rows write."""
+"""Index of the cache row that padded rows write."""
 
 
 @dg.region()
 def mixed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Work in the middle of a step that breaks a breakable graph."""
+    """Add one, as a break in the middle of a step."""
     return hidden @ weight
 
 
 class Model:
-    """A step with state. All numbers are small integers, so that every order of summing and every
-    number of padded rows gives the same bits."""
+    """A step with state.
+
+    All values are small integers, so the result is the same bits for any order of summation and
+    any number of padded rows.
+    """
 
     def __init__(self, kit: Kit) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -196,7 +202,7 @@ class Model:
         self.cache = torch.zeros(ROWS + 1, WIDTH, device=kit.device)
 
     def step(self, cache: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Add each token to its row of the cache and return what the row then gives."""
+        """Add each token to its cache row and return a function of the new row."""
         hidden = self.table[ids] + cache[rows]
         cache.index_copy_(0, rows, hidden)
         out: torch.Tensor = mixed(hidden, self.weight)
@@ -206,7 +212,7 @@ class Model:
         return self.step(self.cache, batch.ids, batch.rows)
 
     def summed(self, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Sum of the tokens of each request; ``starts`` are offsets, one more than requests."""
+        """Return the sum over the tokens of each request; ``starts`` are its offsets."""
         position = torch.arange(hidden.shape[0], device=hidden.device)
         inside = (position >= starts[:-1, None]) & (position < starts[1:, None])
         return torch.where(inside[:, :, None], hidden, 0.0).sum(1)
@@ -225,7 +231,7 @@ X = slot("x", ("tokens", WIDTH), torch.float32, dg.Pad.zero())
 
 
 def batch_of(kit: Kit, count: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random tokens, each with a row of the cache of its own."""
+    """Return random tokens, each with a different cache row."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (count,), generator=generator)
     rows = torch.randperm(ROWS, generator=generator)[:count]
@@ -239,7 +245,7 @@ def runner_of(
     kind: type[Any] = dg.DecodeRunner,
     **options: Any,
 ) -> Any:
-    """A captured runner, for four requests if nothing else is said, whose input is ``X``."""
+    """Return a captured runner, by default for four requests with the input ``X``."""
     if kind is not dg.EncoderRunner:
         options.setdefault("max_requests", 4)
     runner = kind(forward, list(slots), backend=kit.backend, progress=False, **options)
@@ -248,13 +254,13 @@ def runner_of(
 
 
 def decoder(kit: Kit, model: Model, **options: Any) -> dg.DecodeRunner:
-    """A captured decode runner with the buckets 1, 2, 4 and 8."""
+    """Return a captured decode runner with buckets 1, 2, 4 and 8."""
     runner: dg.DecodeRunner = runner_of(kit, model.decode, SLOTS, max_requests=8, **options)
     return runner
 
 
 def prefiller(kit: Kit, model: Model, policy: str = "breakable", **options: Any) -> Any:
-    """A captured prefill runner whose tail sums the tokens of each request."""
+    """Return a captured prefill runner with a tail that sums the tokens of each request."""
     options = {
         "max_tokens": 16,
         "tail": lambda hidden, batch: model.summed(hidden, batch.starts),
@@ -267,8 +273,10 @@ def prefiller(kit: Kit, model: Model, policy: str = "breakable", **options: Any)
 def check_run(
     kit: Kit, runner: Any, model: Model, lengths: tuple[int, ...] | int, seed: int
 ) -> None:
-    """Run requests of these lengths, or so many of one token each, and fail unless outputs and
-    state are those of an eager step."""
+    """Run a batch and fail unless outputs and state equal those of an eager step.
+
+    ``lengths`` are the tokens of each request, or the number of requests of one token.
+    """
     inputs = batch_of(kit, lengths if isinstance(lengths, int) else sum(lengths), seed)
     state = model.cache.clone()
     want = model.step(state, **inputs)

@@ -1,4 +1,4 @@
-"""What a capture is: recorded and not run, replayed with the data of now, random numbers too."""
+"""Captures record without running; replays use current data and fresh random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes on at the same time: replays, captures and other work, on threads and on streams."""
+"""Concurrent replays, captures and other work, on threads and on streams."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from devgraph.api.backend import poison
 from devgraph.testing.conformance.support import POLICIES, Kit, declares, same
 
 PATIENCE = 60.0
-"""Seconds after which a thread that should have finished counts as stuck."""
+"""Seconds after which an unfinished thread counts as stuck."""
 
 UNDECLARED_PATIENCE = 5.0
-"""The same for threads beside a capture where the backend does not claim that they may work."""
+"""Seconds for threads beside a capture, if the backend does not declare that they may work."""
 
 
 def _together(*works: Callable[[], Any], patience: float = PATIENCE) -> list[Any]:
-    """Run every function in a thread of its own and return their results.
+    """Run each function in its own thread and return the results.
 
-    A thread that is stuck for ``patience`` seconds fails the test and is left behind: it may wait
-    for a capture that the caller holds open, which ends only if nobody waits for that thread.
+    A thread that is stuck for ``patience`` seconds fails the test and is not joined. It may wait
+    for a capture that the caller holds open.
     """
     results: list[Future[Any]] = [Future() for _ in works]
 
     def run(work: Callable[[], Any], result: Future[Any]) -> None:
         try:
             result.set_result(work())
-        except BaseException as error:  # the caller raises it
+        except BaseException as error:  # raised by the caller
             result.set_exception(error)
 
     for work, result in zip(works, results, strict=True):
@@ -44,7 +44,7 @@ def _together(*works: Callable[[], Any], patience: float = PATIENCE) -> list[Any
 
 
 def _beside_a_capture(kit: Kit, work: Callable[[], Any]) -> Any:
-    """Return what ``work`` returns in a thread beside an open capture, which must be right then."""
+    """Run ``work`` in a thread beside an open capture, check the capture, return the result."""
     x = kit.tensor(64)
     known = kit.backend.capabilities.concurrent_threads
     graph = kit.backend.make_graph()
@@ -73,7 +73,7 @@ def test_threads_that_replay_graphs_of_one_pool_do_not_mix(
     def step(x: torch.Tensor, out: torch.Tensor) -> None:
         for k in range(4):
             x = scaled(x * 0.5 + k) + 1
-        out.copy_(x)  # memory of the pool would be another graph's as soon as that one replays
+        out.copy_(x)  # the next replay of another graph would overwrite memory of the pool
 
     works = []
     for index in range(3):
@@ -128,7 +128,7 @@ def test_graph_may_be_captured_in_one_thread_and_closed_in_another(kit: Kit) -> 
 
 
 def _forked(kit: Kit, x: torch.Tensor, side: Any, *, join: bool = True) -> torch.Tensor:
-    """Half of the work on ``side``, which is joined at the end or not."""
+    """Run half of the work on ``side``; join it at the end if ``join``."""
     main = kit.streams.current_stream()
     h = x * 2
     side.wait_stream(main)
@@ -154,7 +154,7 @@ def test_work_forked_to_a_side_stream_and_joined_is_captured(kit: Kit) -> None:
 @declares("streams")
 @pytest.mark.parametrize("raised", ["wait_stream", "from the body"])
 def test_side_stream_that_is_not_joined_is_refused(kit: Kit, pool: dg.Pool, raised: str) -> None:
-    """FAULTS 15. An exception that is under way already stays the one that is raised."""
+    """FAULTS 15. An exception of the body is raised instead of the error about the stream."""
     side = kit.side_stream()
     x = kit.tensor(64)
     _forked(kit, x, side)

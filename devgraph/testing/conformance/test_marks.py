@@ -1,4 +1,4 @@
-"""Marked steps under each policy: breaks in every place, host arguments, compiled pieces."""
+"""Marked steps under each policy: position of breaks, host arguments, compiled pieces."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from devgraph.testing.conformance.support import BREAKING, POLICIES, Kit, declar
 
 @dg.region()
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """A region that nothing on the host decides."""
+    """Scale and shift; a region without host arguments."""
     return x * 2
 
 
 @dg.no_graph(fake=torch.empty_like)
 def summed_on_host(x: torch.Tensor) -> torch.Tensor:
-    """Work that no capture can hold."""
+    """Add one; work that cannot be captured."""
     return x + float(x.detach().cpu().sum())
 
 
@@ -52,12 +52,12 @@ def test_replay_equals_eager_and_breaks_without_work_leave_no_segment(
         kit.check(captured, step, x, seed=seed)
     if step is with_breaks and policy != "full":
         graphs = [s for s in captured.segments if s.info().nodes != 0]
-        # Who cannot count nodes cannot tell that the fourth is empty either.
+        # Without node counts, a backend cannot detect that the fourth segment is empty.
         assert len(graphs) == (3 if kit.backend.capabilities.node_counts else 4)
 
 
 class Layer(torch.nn.Module):
-    """Three operations, of which the second is a mark's."""
+    """Run three operations, the second of them in a mark."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = doubled(x + 1)
@@ -97,7 +97,7 @@ def test_a_module_around_a_break_has_nodes_on_both_sides(kit: Kit) -> None:
 
 
 def _adjacent_breaks(x: torch.Tensor) -> torch.Tensor:
-    """Breaks next to each other and at each end."""
+    """Run adjacent breaks, and breaks at both ends."""
     return doubled(summed_on_host(summed_on_host(doubled(x))))
 
 
@@ -140,12 +140,12 @@ def test_region_runs_again_under_the_autocast_of_capture(
 
 @dg.region(host_args=("length",))
 def prefix_sum(x: torch.Tensor, *, length: int) -> torch.Tensor:
-    """Sum of the first ``length`` columns: another kernel argument for each length."""
+    """Sum the first ``length`` columns; the length is a kernel argument."""
     return x[:, :length].sum(1)
 
 
 def step(x: torch.Tensor, *, length: int) -> torch.Tensor:
-    """One region between two pieces of captured work."""
+    """Run a region between two pieces of captured work."""
     return prefix_sum(x * 2, length=length) + 1
 
 

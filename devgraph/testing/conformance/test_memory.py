@@ -1,4 +1,4 @@
-"""Memory that results share, and memory that stays flat over replays, captures and failures."""
+"""Results that share memory, and flat memory over replays, captures and failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FACTORS = (2, 3, 5, 3)
 
 
 def check(kit: Kit, step: Any, x: torch.Tensor, policy: str) -> dg.Captured:
-    """Capture with the factor 2, and compare replays with eager for all factors."""
+    """Capture with factor 2 and compare replays with eager for all factors."""
     captured = kit.capture(step, x, policy=policy, host_args={"factor": 2})
     for seed, factor in enumerate(kit.usable(policy, FACTORS)):
         kit.check(captured, step, x, seed=seed, factor=factor)
@@ -82,7 +82,7 @@ def test_result_that_a_region_also_keeps_is_seen_where_it_is_kept(kit: Kit, poli
     try:
         check(kit, step, kit.tensor(4), policy)
     except (dg.CaptureError, dg.UpdateTopologyError):
-        # A device's update adds the copy to where it is kept, and a graph holds no room for it.
+        # On a device the copy to the fixed address would be a node that the graph lacks.
         if policy != "full":
             raise
 
@@ -172,11 +172,11 @@ def test_expanded_results_and_outputs_equal_eager(kit: Kit, policy: str, copies:
 
 
 HOST_SLACK = 24 * 2**20
-"""Bytes by which a process may grow without a leak: allocator caches and interpreter caches."""
+"""Growth in bytes that is no leak: caches of allocators and of the interpreter."""
 
 
 def host_bytes() -> int:
-    """Resident bytes of this process, or 0 where the system does not tell."""
+    """Return the resident bytes of this process, or 0 if the system does not report them."""
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -185,8 +185,11 @@ def host_bytes() -> int:
 
 
 def taken(kit: Kit) -> tuple[int, int]:
-    """Bytes of this process on the host, and on the device what torch's allocator reserved for it:
-    others may use the device at the same time. The memory of a CPU is the host's."""
+    """Return the bytes of this process on the host and on the device.
+
+    The device figure is that of torch's allocator, because other processes may use the device. It
+    is 0 on a CPU.
+    """
     gc.collect()
     kit.backend.synchronize()
     if kit.device.type == "cpu":
@@ -197,8 +200,10 @@ def taken(kit: Kit) -> tuple[int, int]:
 def require_flat(
     kit: Kit, cycle: Callable[[], object], times: int, *, warm: int = 5, device_slack: int = 8
 ) -> None:
-    """Fail if ``times`` cycles, after some to get warm, let the host or the device grow by more
-    than the slack, which is in MiB for the device."""
+    """Run ``times`` cycles after a warm-up and fail if the host or the device grows past its slack.
+
+    The slack of the device is in MiB.
+    """
     for _ in range(warm):
         cycle()
     host, device = taken(kit)
@@ -223,7 +228,7 @@ def test_memory_is_flat_over_many_replays(kit: Kit, policy: str, devgraph_long: 
     captured = kit.capture(step, x, policy=policy)
     before = captured.pool.bytes
     times = 10_000 if devgraph_long else 500
-    # 2 MiB: the granularity in which device allocators reserve.
+    # Device allocators reserve in units of 2 MiB.
     require_flat(kit, captured.replay, times, warm=50, device_slack=2)
     assert captured.pool.bytes == before
     kit.check(captured, step, x)
@@ -265,7 +270,7 @@ def test_memory_is_given_back_with_the_pool(kit: Kit, devgraph_long: bool) -> No
         del captured, pool
         gc.collect()
 
-    # Without giving back, 25 pools of at least 1 MiB each would exceed both slacks.
+    # If pools leaked, 25 of at least 1 MiB each would exceed both slacks.
     require_flat(kit, cycle, 100 if devgraph_long else 25, warm=3)
 
 

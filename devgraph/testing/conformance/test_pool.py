@@ -1,4 +1,4 @@
-"""Graphs that share a pool: any order of replays, and memory of the largest one."""
+"""Graphs that share a pool: replays in any order, and peak memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Buckets:
-    """One step captured for several numbers of rows in one pool, largest first.
+    """A step captured for several row counts in one pool, largest first.
 
-    Every bucket has its own input; its intermediate results share the pool with all others.
+    Each bucket has an input of its own. Intermediate results of all buckets share the pool.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Buckets:
         }
 
     def check(self, size: int, seed: int) -> None:
-        """Replay one bucket with fresh data and compare it with eager."""
+        """Replay a bucket with fresh data and compare it with eager."""
         self.kit.check(self.captured[size], self.step, self.inputs[size], self.weight, seed=seed)
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class Buckets:
 
 
 def deep(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Many temporaries of the size of ``x``."""
+    """Make many temporaries of the size of ``x``."""
     for k in range(4):
         x = torch.tanh(x @ w) * 0.5 + x + k
     return x
@@ -77,7 +77,7 @@ def halved(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Breaks that read results of several segments before them, and of each other."""
+    """Run breaks that read results of earlier segments and of each other."""
     residual = x * 3
     for k in range(3):
         h = torch.tanh(x @ w)
@@ -91,7 +91,7 @@ def broken(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def partly(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """A break that writes a part of a tensor that a segment made."""
+    """Run a break that writes part of a tensor of a segment."""
     out = torch.zeros_like(x)
     write_first_row(x @ w, out)
     return out + x
@@ -124,8 +124,10 @@ def test_buckets_are_right_in_every_order_after_all_are_captured(
 def test_output_survives_replays_of_the_other_buckets(
     kit: Kit, pool: dg.Pool, policy: str, step: Callable[..., Any]
 ) -> None:
-    """FAULTS 35. A later capture takes what an earlier one freed: the earlier one's next replay
-    writes there, and no output may lie there."""
+    """FAULTS 35. A later capture reuses freed memory of an earlier one.
+
+    The next replay of the earlier graph writes that memory, so no output may lie there.
+    """
     sizes = (40, 20, 10)
     buckets = Buckets(kit, pool, step, sizes, policy)
     for size in sizes:
@@ -138,18 +140,18 @@ def test_output_survives_replays_of_the_other_buckets(
 
 @dg.region(host_args=("length",), mutates=("out",))
 def prefix_mean(x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
-    """Mean of the first ``length`` columns in every column: a host value decides the kernels."""
+    """Write the mean of the first ``length`` columns; the length selects the kernels."""
     out.copy_(x[:, :length].mean(1, keepdim=True).expand_as(out))
 
 
 @dg.no_graph(fake=torch.empty_like)
 def scaled_on_host(x: torch.Tensor) -> torch.Tensor:
-    """Work that no capture can hold."""
+    """Add one; work that cannot be captured."""
     return x / max(1.0, float(x.detach().abs().max().cpu()))
 
 
 def layered(x: torch.Tensor, w: torch.Tensor, *, length: int) -> torch.Tensor:
-    """Equal layers around regions."""
+    """Run equal layers around regions."""
     for _ in range(3):
         h = torch.nn.functional.silu(x @ w)
         out = torch.empty_like(h)
@@ -162,12 +164,12 @@ COMPILED = [pytest.param(True, dtype, marks=pytest.mark.slow) for dtype in DTYPE
 
 
 @declares("piecewise")
-@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # a compiler's advice
+@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # advice of the compiler
 @pytest.mark.parametrize(("compiled", "dtype"), [(False, torch.float32), *COMPILED], ids=str)
 def test_every_bucket_of_one_compilation_is_right_in_any_order(
     kit: Kit, compiled: bool, dtype: torch.dtype
 ) -> None:
-    """FAULTS 35. Compilers that the backend does not declare are not tried."""
+    """FAULTS 35. Undeclared compilers are not tried."""
     sizes = (16, 8, 5)
     for compiler in set(kit.backend.capabilities.compilers) - {"eager"} if compiled else {"eager"}:
         options: dict[str, Any] = {"compiler": compiler, "host_args": {"length": 3}}
@@ -236,8 +238,8 @@ def weighed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_many_buckets_cost_little_more_than_the_largest(
     kit: Kit, policy: str, step: Callable[..., Any]
 ) -> None:
-    """Within 1.2 of the largest alone, plus outputs and 2 MiB of allocator rounding."""
-    largest = 1 << 14  # 2 MiB a tensor: large against what allocators round to
+    """The peak is at most 1.2x the largest bucket plus outputs and 2 MiB of allocator rounding."""
+    largest = 1 << 14  # 2 MiB for each tensor: large compared to allocator rounding
     sizes = tuple(range(largest // 16, largest + 1, largest // 16))
 
     def to_one_row(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -280,7 +282,7 @@ def test_temporaries_of_a_step_reuse_memory(kit: Kit) -> None:
 
 
 def test_process_with_hundreds_of_pools_knows_the_memory_of_each(kit: Kit) -> None:
-    """Torch numbers pools on and on; Python frees numbers above 256 when nobody uses them."""
+    """Pool numbers of torch only grow, and Python frees unused integers above 256."""
     pools = [kit.backend.make_pool() for _ in range(300)]
     for _ in range(2):
         assert [pool.bytes for pool in pools] == [0] * 300
@@ -303,7 +305,7 @@ def test_memory_that_dies_in_a_segment_is_whole_for_the_work_before_it_dies(
     def step(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         older = rows + 1
         first = looked_up(table, older.clone())
-        newer = older * 2 - older  # reads what the next result may take the memory of
+        newer = older * 2 - older  # reads memory that the next result may reuse
         del older
         zeros = torch.zeros_like(rows)
         return first + looked_up(table, newer) + zeros
@@ -362,7 +364,7 @@ def test_memory_that_was_given_back_returns_with_every_graph(
 
 @declares("releasable_memory")
 def test_what_lives_in_memory_that_was_given_back_is_kept(kit: Kit) -> None:
-    """FAULTS 10: a workspace that a capture made, on which every launch counts."""
+    """FAULTS 10. Every launch counts on a workspace that a capture allocated."""
     pool, x = kit.backend.make_pool(releasable=True), kit.tensor(8, WIDTH)
     first, workspace = kit.record(lambda: x * 0, pool=pool)
     second, out = kit.record(lambda: workspace.add_(1) + x, pool=pool)
@@ -426,7 +428,7 @@ def test_memory_is_not_given_back_under_a_step(kit: Kit) -> None:
     with pytest.raises(dg.StateError, match="release the memory"):
         kit.record(pool.release, pool=pool, warm=False)
     pool.release()
-    with pytest.raises(dg.DeviceGraphError, match="restore") as caught:  # no body has run
+    with pytest.raises(dg.DeviceGraphError, match="restore") as caught:  # no body ran
         captured.replay()
     assert isinstance(caught.value, dg.ResourceError) and len(refused) >= 2
     pool.restore()

@@ -1,6 +1,7 @@
-"""Runners on the backend under test: buckets, padding and state, and what surrounds the graph of a
-step: the hook before it, the step in its place, buffers that are shared with another runner,
-several steps in one launch."""
+"""Runners on the backend under test.
+
+The tests cover buckets, padding, state, ``prepare``, emulated steps, shared buffers and loops.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def test_decode_equals_eager_for_every_size_in_any_order(kit: Kit, policy: str) 
 
 @dg.region(host_args=("length",), mutates=("cache", "out"))
 def attended(cache: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
-    """Append the rows of ``x`` to the cache, and sum all that it then holds."""
+    """Append the rows of ``x`` to the cache and return the sum of the cache."""
     cache[length - 1].copy_(x[0])
     out.copy_(cache[:length].sum(0, keepdim=True) + x)
 
@@ -92,7 +93,7 @@ def test_padded_rows_change_neither_outputs_nor_state(kit: Kit, policy: str) -> 
     model = Model(kit)
     runner = decoder(kit, model, config=policy)
     for seed, count in enumerate((3, 5, 7, 6, 8, 5, 3)):
-        poison(model.cache[SCRATCH])  # what padded rows read reaches no real row
+        poison(model.cache[SCRATCH])  # reads of padded rows do not reach real rows
         check_run(kit, runner, model, count, seed)
     assert runner.stats().padded_rows > 0
     assert runner.stats().eager == {}
@@ -140,7 +141,7 @@ ROWS_OF_CACHE = slot("rows", ("tokens",), torch.int64, dg.Pad.fill(LAST_ROW))
 
 
 class Planned:
-    """A step that gathers rows by a plan, which ``prepare`` writes for the whole bucket."""
+    """A step that gathers rows by a plan; ``prepare`` writes the plan for the whole bucket."""
 
     def __init__(self, kit: Kit) -> None:
         self.table: torch.Tensor = kit.tensor(VOCAB, WIDTH)
@@ -149,7 +150,7 @@ class Planned:
 
     def prepare(self, batch: Any) -> None:
         self.planned.append((batch.tokens, batch.real.tokens))
-        rows = [3 * one % VOCAB for one in batch.ids.tolist()]  # on the host, as planners do
+        rows = [3 * one % VOCAB for one in batch.ids.tolist()]  # on the host, like a planner
         self.plan[: batch.tokens].copy_(torch.tensor(rows))
 
     def forward(self, batch: Any) -> torch.Tensor:
@@ -214,7 +215,7 @@ def test_emulated_graphs_give_what_graphs_give(kit: Kit, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy: str) -> None:
-    """Poison stands for what the other left: a run may read only what it was given."""
+    """Poison stands for data of the other runner; a run reads only its own inputs."""
     y = slot("y", ("tokens",), torch.float32, dg.Pad.zero())
     target = runner_of(
         kit, lambda batch: batch.x * 2 + batch.y[:, None], [X, y], config=policy, max_requests=8
@@ -242,7 +243,7 @@ def test_runners_that_share_buffers_give_what_each_gives_alone(kit: Kit, policy:
 
 
 class Generating:
-    """Steps that read and write a cache, choose the next token, and end at a token or a row."""
+    """Steps that update a cache, choose the next token, and end at a token or a row."""
 
     def __init__(self, kit: Kit, width: int = 1) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -269,7 +270,7 @@ class Generating:
     def one_by_one(
         self, inputs: dict[str, torch.Tensor], steps: int
     ) -> tuple[dict[str, torch.Tensor], list[int]]:
-        """What single steps of each request alone return until it is done, zeros behind."""
+        """Return the results of single steps for each request until it is done, then zeros."""
         ids, rows = (inputs[name].view(-1, self.width) for name in ("ids", "rows"))
         tokens = ids.new_zeros(steps, *ids.shape)
         sums, taken = self.cache.new_zeros(steps, len(ids)), [0] * len(ids)
@@ -362,19 +363,19 @@ LEFT = slot("left", ("requests",), torch.int64, dg.Pad.zero())
 
 
 class Counting:
-    """A step that counts how often it runs, until each request has none of its steps ``left``."""
+    """A step that counts its runs until no request has steps ``left``."""
 
     def __init__(self, kit: Kit) -> None:
         self.turns = torch.zeros(1, dtype=torch.int64, device=kit.device)
 
     def forward(self, batch: Any) -> dict[str, torch.Tensor]:
         self.turns.add_(1)
-        # Temporary memory, of which rows that were written before must be no part.
+        # Temporary memory must not overlap rows that are already written.
         grown = (batch.x.repeat(1, 4).cumsum(1) * 2).view(-1, 4, WIDTH)[:, 0] - batch.x.cumsum(1)
         return {"grown": grown, "odd": batch.left % 2 == 1}
 
     def runner(self, kit: Kit, **options: Any) -> Any:
-        """Return a runner of loops of five steps."""
+        """Return a runner whose loops have five steps."""
 
         def advance(batch: Any, found: dict[str, torch.Tensor]) -> None:
             batch.x.add_(1)
@@ -385,7 +386,7 @@ class Counting:
         return runner_of(kit, self.forward, [X, LEFT], outputs=outputs, loop=loop, **options)
 
     def check(self, kit: Kit, runner: dg.DecodeRunner, left: list[int], seed: int) -> None:
-        """Fail unless a run takes the steps that are left, and no more."""
+        """Fail unless a run takes exactly the remaining steps."""
         x = kit.tensor(len(left), WIDTH, seed=seed).round()
         given = torch.tensor(left, device=kit.device)
         self.turns.zero_()
@@ -509,14 +510,14 @@ def test_replays_are_timed_from_when_somebody_asks(kit: Kit) -> None:
 
 
 def encode(batch: Any) -> torch.Tensor:
-    """Sum the rows of each item; whole numbers, so that neighbours and padding change no bit."""
+    """Sum the rows of each item. Integers make the sum independent of neighbours and padding."""
     x = torch.where(batch.item_ids[:, None] >= 0, batch.x, 0)
     same_item: torch.Tensor = batch.item_ids[:, None] == batch.item_ids[None]
     return same_item.to(x.dtype) @ x
 
 
 def check_items(kit: Kit, runner: dg.EncoderRunner, lengths: tuple[int, ...]) -> None:
-    """Run items of these lengths and fail unless each gets what it gets alone."""
+    """Run items of these lengths and fail unless each result equals that of the item alone."""
     items = [kit.tensor(n, WIDTH, seed=i).round() for i, n in enumerate(lengths)]
     outputs = runner.run([{"x": item} for item in items])
     for item, output in zip(items, outputs, strict=True):
@@ -548,7 +549,7 @@ def test_graph_that_ran_longest_ago_makes_room_for_one_that_is_wanted(kit: Kit) 
     options: dict[str, Any] = {"budgets": [2, 4, 8], "max_graphs": 2, "max_items": 3}
     config = {"capture": "lazy", "lazy_hits": 1}
     runner = runner_of(kit, encode, kind=dg.EncoderRunner, config=config, **options)
-    for length in (2, 4, 2, 8, 8, 2, 4):  # 8 takes the place of 4, and 4 then that of 8
+    for length in (2, 4, 2, 8, 8, 2, 4):  # 8 evicts 4, then 4 evicts 8
         check_items(kit, runner, (length,))
     assert [graph.key.bucket for graph in runner.graphs.captured] == [4, 2]
     assert runner.stats().eager == {"not_captured": 3, "evicted": 1}

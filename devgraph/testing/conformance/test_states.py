@@ -1,4 +1,4 @@
-"""The states of a graph, what a failed capture leaves, and what is left at an end."""
+"""States of a graph, failed captures, and clean-up at the end of a process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_destructors_raise_nothing_in_any_order(kit: Kit, policy: str) -> None:
     for order in ("graph first", "pool first", "together"):
         pool = kit.backend.make_pool()
         captured = kit.capture(lambda x: x * 2 + 1, x, policy=policy, pool=pool)
-        keep = captured.replay()  # in flight when its graph goes
+        keep = captured.replay()  # in flight when its graph is dropped
         if order == "graph first":
             del captured
             gc.collect()
@@ -132,7 +132,7 @@ decode.capture()
 out = decode.run({"x": torch.ones(1, 8)})
 print("done")
 """
-"""A program that ends with everything alive and replays in flight."""
+"""A program that ends with live graphs and replays in flight."""
 
 
 def test_interpreter_exits_silently_with_graphs_in_flight(
@@ -177,7 +177,7 @@ UPDATED = [
 
 @pytest.mark.parametrize("how", ["nothing", "replay", "bound", *UPDATED])
 def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
-    """An engine freezes its heap when it has started, and what only a collection frees stays."""
+    """Engines freeze their heap after the start, so cyclic garbage would stay."""
     x, out = kit.tensor(4), kit.tensor(4)
 
     def make() -> dg.DeviceGraph:
@@ -193,7 +193,7 @@ def test_dropped_graph_is_gone_without_a_collection(kit: Kit, how: str) -> None:
             graph.update(n=3)
         return graph
 
-    make()  # torch may import modules meanwhile, and exceptions in there keep frames
+    make()  # torch may import modules here, and exceptions inside them keep frames
     gc.disable()
     try:
         graph = make()
@@ -250,7 +250,7 @@ def test_exception_in_a_captured_body_is_raised_unchanged(
 
 
 def _failing_step(where: str, raised: BaseException) -> Callable[..., Any]:
-    """A step of two segments and a break that raises ``raised`` at ``where``."""
+    """Return a step of two segments and a break that raises ``raised`` at ``where``."""
     warm: list[int] = []
 
     @dg.region()
@@ -366,7 +366,7 @@ def test_host_read_in_a_captured_body_is_refused(kit: Kit, pool: dg.Pool, name: 
     """FAULTS 23."""
     x = kit.tensor(8)
     read = HOST_READS[name]
-    read(x)  # libraries set themselves up
+    read(x)  # libraries initialise
     graph = kit.backend.make_graph(pool)
     with pytest.raises(Exception) as caught, kit.backend.capture_context(graph):
         read(x * 2)

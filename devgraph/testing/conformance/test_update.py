@@ -1,4 +1,4 @@
-"""Region update: new host values in a captured graph (capability ``region_update``)."""
+"""Region update: new host values in a captured graph."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ WIDTH = 16
 
 @dg.region(host_args=("n",))
 def head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """The same kernels for every ``n``, with other arguments."""
+    """Scale by ``n``; every value runs the same kernels with other arguments."""
     return x[:, :n].sum(1, keepdim=True) * 2
 
 
 @dg.region(host_args=("m",))
 def tail(x: torch.Tensor, *, m: int) -> torch.Tensor:
-    """A second region with a host argument of its own."""
+    """Shift by a second host argument."""
     return x[:, m:].sum(1, keepdim=True) + 1
 
 
 def layers(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Three calls of one region with captured work between them."""
+    """Call one region three times with captured work in between."""
     for _ in range(3):
         x = x * 0.5 + head(x + 1, n=n)
     return x
 
 
 def both(x: torch.Tensor, *, n: int, m: int) -> torch.Tensor:
-    """Two regions that depend on different host arguments."""
+    """Call two regions with different host arguments."""
     h = x * 2
     return head(h, n=n) * 10 + tail(h, m=m)
 
@@ -95,7 +95,7 @@ def test_unchanged_key_runs_no_host_code(kit: Kit) -> None:
 
 
 def test_reset_forgets_what_was_recorded(kit: Kit, pool: dg.Pool) -> None:
-    """A key of the first capture says nothing about the second."""
+    """A key of the first capture is not a key of the second."""
     x = kit.tensor(4, WIDTH)
     graph, _ = kit.record(lambda: head(x * 2, n=3), pool=pool, host_args={"n": 3})
     graph.update(n=5)
@@ -120,7 +120,7 @@ def test_new_graph_does_not_inherit_recordings(kit: Kit, pool: dg.Pool) -> None:
     def other(x: torch.Tensor, *, n: int) -> torch.Tensor:
         return head(x * 3, n=n) - 1
 
-    for _ in range(3):  # an address or id of a dead graph may come back
+    for _ in range(3):  # the address or id of a dead graph may be reused
         second = kit.capture(other, x, host_args={"n": 2}, pool=pool)
         for n in (5, 2):
             kit.check(second, other, x, n=n)
@@ -128,7 +128,7 @@ def test_new_graph_does_not_inherit_recordings(kit: Kit, pool: dg.Pool) -> None:
 
 
 def test_invalidated_runner_forgets_what_it_recorded(kit: Kit, pool: dg.Pool) -> None:
-    """FAULTS 10. The graphs that are captured again know nothing of the weights before."""
+    """FAULTS 10. New captures do not use the old weights."""
     weight = [kit.tensor(WIDTH, WIDTH)]
 
     @dg.region(host_args=("n",))
@@ -175,7 +175,7 @@ def test_two_graphs_of_a_pool_are_updated_apart(kit: Kit, pool: dg.Pool) -> None
 
 
 def test_region_temporaries_do_not_touch_what_the_graph_holds(kit: Kit, pool: dg.Pool) -> None:
-    """What looks free after the capture is in use inside a replay."""
+    """Memory that is free after the capture is in use inside a replay."""
 
     @dg.region(host_args=("n",))
     def scratchy(x: torch.Tensor, *, n: int) -> torch.Tensor:
@@ -203,7 +203,7 @@ def _uneven(n: int) -> int:
 
 @dg.region(host_args=("n",))
 def uneven(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Runs another number of kernels from 8 on."""
+    """Run one kernel more from ``n`` = 8 on."""
     h = x[:, :n].sum(1, keepdim=True)
     for _ in range(_uneven(n)):
         h = h * 1.5
@@ -211,7 +211,7 @@ def uneven(x: torch.Tensor, *, n: int) -> torch.Tensor:
 
 
 def uneven_behind_head(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """A region that can follow any ``n``, and behind it one that cannot."""
+    """Call a region that accepts any ``n``, then one that does not."""
     h = x * 2
     return head(h, n=n) * 10 + uneven(h, n=n)
 
@@ -247,7 +247,7 @@ class _Refused(Exception):
 
 @dg.region(host_args=("n",))
 def picky(x: torch.Tensor, *, n: int) -> torch.Tensor:
-    """Raises for one value."""
+    """Raise for one value."""
     if n == 13:
         raise _Refused("n is 13")
     return x[:, :n].sum(1, keepdim=True) - 1
@@ -300,7 +300,7 @@ def test_failed_step_raises_the_original_and_the_next_is_right(kit: Kit, step: A
 def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own_values(
     kit: Kit,
 ) -> None:
-    """FAULTS 20. Replay n uses update n, whoever else updates meanwhile."""
+    """FAULTS 20. Replay n uses update n, also if another thread updates."""
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
     keys = (2, 5, 7, 11)
@@ -310,7 +310,7 @@ def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own
     def work(start: int) -> None:
         for turn in range(40):
             n = keys[(start + turn) % len(keys)]
-            with captured.pool.lock:  # the outputs are shared: read them before the next replay
+            with captured.pool.lock:  # the next replay overwrites the outputs
                 got = captured.replay(n=n).clone()
             kit.same(got, want[n], f"the replay of thread {start} with n={n}")
 
@@ -320,7 +320,7 @@ def test_threads_that_update_and_replay_one_capture_get_the_results_of_their_own
 
 
 def test_thread_whose_first_act_is_a_key_used_before_gets_its_results(kit: Kit) -> None:
-    """The second use may make an executable, of which a thread has done nothing on the device."""
+    """The second use may build an executable in a thread that has not used the device before."""
     x = kit.tensor(4, WIDTH)
     captured = kit.capture(layers, x, host_args={"n": 2})
     captured.replay(n=5)
