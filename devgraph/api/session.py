@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 from devgraph.api.device import Device, locked, raise_if_lost, require_alive
-from devgraph.api.errors import DeviceGraphError, InputError, NestedCaptureError, ResourceError
+from devgraph.api.errors import (
+    CaptureError,
+    DeviceGraphError,
+    InputError,
+    NestedCaptureError,
+    ResourceError,
+)
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.host_reads import host_read_error
 from devgraph.api.marks.host_values import HostSpec
@@ -164,6 +170,14 @@ def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
             "device data was read on the host, or the device waited for, inside a capture",
             raising_line(error),
             f"({text})",
+        )
+    if type(error).__module__ == "torch._dynamo.exc" or "found no compiled frames" in str(error):
+        text = str(error).partition("\n")[0]
+        return CaptureError(
+            f"the step calls a function that torch.compile returned, at {raising_line(error)}, and "
+            f"torch cannot run it in a capture ({text}). Pass the function itself to the step, or "
+            f"call the compiled one in a function marked @dg.no_graph and capture with "
+            f"policy='breakable'."
         )
     lacking = None if isinstance(error, ResourceError) else backend.shortage(error)
     return None if lacking is None else ResourceError(lacking)

@@ -130,3 +130,21 @@ def test_interrupted_begin_and_end_leave_nothing_open(
             record()
         assert _free(backend)
         record()
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_compiled_function_that_cannot_run_in_a_capture_is_refused(policy: str):
+    compiled = torch.compile(lambda x: x * 2, fullgraph=True, backend="eager")
+    x = torch.randn(3)
+    with pytest.raises(dg.CaptureError, match="Pass the function itself"):
+        dg.capture(lambda x: compiled(x) + 1, x, policy=policy, backend="cpu", warmup=1)
+
+
+def test_mark_inside_a_function_compiled_as_one_graph_is_refused():
+    @dg.region
+    def doubled(x):
+        return x * 2
+
+    compiled = torch.compile(lambda x: doubled(x) + 1, fullgraph=True, backend="eager")
+    with pytest.raises(dg.CaptureError, match="Pass the function itself"):
+        dg.capture(lambda x: compiled(x) + 1, torch.randn(3), backend="cpu")

@@ -485,3 +485,41 @@ def test_region_receives_the_reduced_value(kit: Kit, policy: str) -> None:
     captured = kit.capture(reduced, x, policy=policy, host_args={"lengths": [3, 1]})
     for lengths in ([4, 4], [2], [3, 3, 3], [5, 9], [12], [1]):
         kit.check(captured, reduced, x, lengths=lengths)
+
+
+def _by_variable(n):
+    kind = type(n)
+    return 2 if kind is int else 3
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda n: 2 if type(n) is int else 3,
+        lambda n: {int: 2}.get(type(n), 3),
+        lambda n: 2 if type(n) in (int, float) else 3,
+        _by_variable,
+    ],
+)
+@pytest.mark.parametrize("policy", ["full", "breakable", "piecewise"])
+def test_exact_type_of_a_tracked_value_is_refused(policy: str, pick):
+    """``type(n) is int`` is false of a tracked value, and the other branch stayed in the graph."""
+
+    @dg.region(host_args=("n",))
+    def shifted(x, *, n):
+        return x + n if type(n) is int else x
+
+    x = torch.randn(3)
+    host = {"n": 2}
+    with pytest.raises(dg.FrozenValueError, match="by type\\(n\\)"):
+        dg.capture(
+            lambda x, *, n: shifted(x * pick(n), n=n),
+            x,
+            policy=policy,
+            backend="cpu",
+            host_args=host,
+        )
+    # A region receives the plain value, and types of other values are nobody's business.
+    step = lambda x, *, n: shifted(x * (2 if type(x) is torch.Tensor else 3), n=n)  # noqa: E731
+    with dg.capture(step, x, policy=policy, backend="cpu", host_args=host) as captured:
+        assert torch.equal(captured.replay(n=7), step(x, n=7))

@@ -7,6 +7,8 @@ read it raises ``FrozenValueError`` with the line that did.
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import enum
 import functools
 import inspect
@@ -14,13 +16,13 @@ import numbers
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
 
 from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_you_mean
-from devgraph.api.marks.source import SourceLine, is_machinery, user_line
+from devgraph.api.marks.source import SourceLine, is_machinery, line_in, user_line
 
 # Reading any of these gives a plain value that a replay would never see again.
 _CONSUMING = """
@@ -147,6 +149,53 @@ class _Watched(Tracked):
         if asking is not None and not is_machinery(asking):
             self._devgraph_asked.setdefault(self._devgraph_name, user_line())
         return type(self._devgraph_value)
+
+
+@contextlib.contextmanager
+def exact_types_refused() -> Iterator[None]:
+    """Refuse user functions that take a tracked value in the block and ask for its ``type()``.
+
+    ``type(n) is int`` is false for a tracked value and cannot be overridden, so the wrong branch
+    would stay in the graph. Functions are judged by their code when they are called. A profiler of
+    the user's has precedence: the block refuses nothing while one runs.
+    """
+    if sys.getprofile() is not None:
+        yield
+        return
+    sys.setprofile(_refuse_exact_types)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def _refuse_exact_types(frame: FrameType, event: str, argument: object) -> None:
+    if event != "call" or not (asked := _exact_types(frame.f_code)) or is_machinery(frame):
+        return
+    for name, number in asked.items():
+        value: Any = frame.f_locals.get(name)
+        if is_tracked(value):
+            sys.setprofile(None)
+            how = f" by type({name}); use isinstance(), or decide by type before the step,"
+            raise frozen(value._devgraph_name, line_in(frame, number), how)
+
+
+@functools.lru_cache(maxsize=4096)
+def _exact_types(code: CodeType) -> dict[str, int]:
+    """Return each variable that ``code`` passes to ``type()`` alone, and the line of the call."""
+    if "type" not in code.co_names:
+        return {}
+    asked, window, number = {}, ("", "", "", ""), code.co_firstlineno
+    lines = dict(dis.findlinestarts(code))
+    for step in dis.get_instructions(code):
+        number = lines.get(step.offset) or number
+        if step.opname in ("PRECALL", "PUSH_NULL", "CACHE"):
+            continue
+        kind, name = step.opname.partition("_")[0], str(step.argval)
+        if kind == "CALL" and step.arg == 1 and window[:3] == ("LOAD", "type", "LOAD"):
+            asked[window[3]] = number
+        window = (*window[2:], kind, name)
+    return asked
 
 
 class HostSpec:

@@ -69,7 +69,7 @@ def user_line() -> SourceLine:
         outermost, frame = frame, frame.f_back
     found = frame or outermost
     assert found is not None
-    return _line(found, found.f_lineno)
+    return line_in(found, found.f_lineno)
 
 
 def raising_line(error: BaseException) -> SourceLine | None:
@@ -78,7 +78,7 @@ def raising_line(error: BaseException) -> SourceLine | None:
     found = None
     while step is not None:
         if not is_machinery(step.tb_frame):
-            found = _line(step.tb_frame, step.tb_lineno)
+            found = line_in(step.tb_frame, step.tb_lineno)
         step = step.tb_next
     return found
 
@@ -88,7 +88,8 @@ def _text(file: str, number: int) -> str:
     return linecache.getline(file, number).strip()
 
 
-def _line(frame: FrameType, number: int) -> SourceLine:
+def line_in(frame: FrameType, number: int) -> SourceLine:
+    """Return line ``number`` of the code that ``frame`` runs."""
     code = frame.f_code
     text = _text(code.co_filename, number)
     if code.co_filename.startswith("<eval_with_key>"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from devgraph.api.device import raise_if_lost
@@ -102,13 +101,14 @@ class BreakablePlan:
         pool = self._pool
         if self._epoch != pool.epoch:
             self._steps, self._epoch = {}, pool.epoch
-        rest = iter(self._steps.get(pool.ordered_stream) or self._bound_steps())
+        steps = self._steps.get(pool.ordered_stream) or self._bound_steps()
+        ran = 0
         pool.occupied = True
         try:
-            for step in rest:
+            for ran, step in enumerate(steps):  # noqa: B007
                 step()
         except Exception as error:
-            index, count = self._position(rest), len(self.segments)
+            index, count = ran // (1 + self._check), len(self.segments)
             if isinstance(error, ExecutableError):
                 error.partly = index > 0
             note(error, f"in segment {index} of {count}, {self.segments[index]!r}")
@@ -116,11 +116,6 @@ class BreakablePlan:
             raise
         finally:
             pool.occupied = False
-
-    def _position(self, rest: Iterator[Any]) -> int:
-        """Return the index of the segment that ran before the ``rest`` of the bound steps."""
-        ran = len(self.segments) * (1 + self._check) - operator.length_hint(rest)
-        return (ran - 1) // (1 + self._check)
 
     def _bound_steps(self) -> list[Callable[[], Any]]:
         """Bind every segment to the stream that is current now; raise if one cannot be replayed."""
@@ -242,7 +237,7 @@ def capture_segments(
     scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):
         scope.open()
-        outputs = job.outputs.filled(job.fn(*job.args, **job.kwargs, **job.spec.tracked()))
+        outputs = job.outputs.filled(job.call_tracked())
         if finish is None:
             scope.finish_segment()
         else:

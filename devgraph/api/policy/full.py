@@ -175,7 +175,7 @@ class FullPlan:
                 session(job.pool, scope, mode=job.capture_error_mode) as recording,
             ):
                 recording.begin(graph, spec=job.spec, arguments=job.tensors)
-                outputs = job.fn(*job.args, **job.kwargs, **job.spec.tracked())
+                outputs = job.call_tracked()
                 self._deliver(outputs)
                 recording.end()
         except (CaptureError, torch.OutOfMemoryError) as error:
@@ -278,7 +278,7 @@ class _Full(Policy):
         scope = GraphScope(graph, unrolls=unrolls)
         with session.recording(scope):
             session.begin(graph, spec=job.spec, arguments=job.tensors, names=job.names)
-            outputs = job.outputs.filled(job.fn(*job.args, **job.kwargs, **job.spec.tracked()))
+            outputs = job.outputs.filled(job.call_tracked())
             session.end()
         plan = FullPlan(job, graph, outputs)
         plan.notes.update(scope.loops)

@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 from devgraph.api.backend import Backend
 from devgraph.api.buffers import effective_strides, overwrite, tensors_in
 from devgraph.api.errors import FrozenValueError, InputTypeError, brief, finite, whole
-from devgraph.api.marks.host_values import HostSpec, is_tracked
+from devgraph.api.marks.host_values import HostSpec, exact_types_refused, is_tracked
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.names import Names
+from devgraph.api.marks.source import SourceLine
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
 
@@ -157,6 +158,13 @@ class Job:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The bound tensors."""
         return tuple(tensors_in((self.args, self.kwargs)))
+
+    def call_tracked(self, asked: dict[str, SourceLine] | None = None) -> Any:
+        """Call the step with tracked host arguments; see ``HostSpec.tracked``."""
+        if not self.spec.declared:
+            return self.fn(*self.args, **self.kwargs)
+        with exact_types_refused():
+            return self.fn(*self.args, **self.kwargs, **self.spec.tracked(asked))
 
     def warmed_up(self) -> None:
         """Say that a warm-up run is done."""

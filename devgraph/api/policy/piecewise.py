@@ -624,7 +624,7 @@ class _CompiledStep:
         job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(_Checking(job.spec)):
-            job.fn(*job.args, **job.kwargs, **job.spec.tracked(asked))
+            job.call_tracked(asked)
         for name, line in asked.items():
             raise FrozenValueError(
                 f"policy 'piecewise' traces the step with a tensor for host argument {name!r}, "
