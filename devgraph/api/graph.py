@@ -38,7 +38,7 @@ from devgraph.api.errors import (
     StateError,
     UpdateUnsupportedError,
 )
-from devgraph.api.executable import Call, Executable, Recording, weakly
+from devgraph.api.executable import Call, Executable, Recording, call_weakly
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import NO_HOST_ARGS, HostSpec, exact
 from devgraph.api.marks.marks import Mark, current_scope, is_capturing
@@ -147,7 +147,7 @@ class DeviceGraph(abc.ABC):
         """Whether the executable stays, whatever the budget of the pool is."""
         self._process = identity.token
         self._state = GraphState.EMPTY
-        self._unready = Call(weakly(self._refuse_replay))
+        self._unready = Call(call_weakly(self._refuse_replay))
         self.executable: Executable = self._unready
         """What the next replay launches."""
         self._calls = calls = [self._unready.launch]
@@ -304,13 +304,6 @@ class DeviceGraph(abc.ABC):
         self._calls[0] = executable.launch
         if not self.hits:  # of a graph with regions nothing is bound
             self.pool.epoch += 1
-
-    def launch_by(self, executable: Executable, launch: Callable[[], None]) -> None:
-        """Let ``launch`` stand for the launch of ``executable``, if that is launched next."""
-        if self.executable is executable:
-            self._calls[0] = launch
-            if not self.hits and self.pool.recordings.budget_bytes is None:
-                self.pool.epoch += 1  # under a budget nothing is bound directly
 
     def bound(self, stream: int | None = None) -> Callable[[], None]:
         """Return a replay as one call, without the checks and the lock of ``replay``; for a graph

@@ -17,7 +17,7 @@ from devgraph.api.backend import Backend, own_pool
 from devgraph.api.buffers import tensors_in
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import FrozenValueError
-from devgraph.api.executable import Call, Executable, Recording, Remade
+from devgraph.api.executable import Call, EvictableExecutable, Executable, Recording
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.host_values import HostSpec
@@ -107,7 +107,7 @@ class CpuGraph(DeviceGraph):
             tape.make()
             return Call(tape.replay)
 
-        return Remade(
+        return EvictableExecutable(
             self, self.pool.recordings, make=make, drop=tape.drop, nbytes=len(tape) * ENTRY_BYTES
         )
 

@@ -12,7 +12,7 @@ import torch
 
 from devgraph.api.buffers import seen_by
 from devgraph.api.errors import UpdateError
-from devgraph.api.executable import Call, Executable, Recording, weakly
+from devgraph.api.executable import Call, Executable, Recording, call_weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark
@@ -110,7 +110,7 @@ class NpuGraph(TorchGraph):
         # The class's own method is Python's, of which nobody knows whether an interrupt in it came
         # before the launch.
         self._launched = super(self.backend.native_class, self._native).replay
-        return Call(weakly(self._launch_and_signal))
+        return Call(call_weakly(self._launch_and_signal))
 
     def _abort(self) -> None:
         group, self._group_open = self._group_open, None

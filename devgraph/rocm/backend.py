@@ -18,7 +18,7 @@ from devgraph.api.torchlike.guards import MOST_STREAMS
 from devgraph.api.torchlike.node_graph import NodeBackend, compilers
 from devgraph.rocm.host_reads import HostReadGuard
 from devgraph.rocm.runtime import Runtime
-from devgraph.rocm.verification import Verification, Verifying
+from devgraph.rocm.verification import Verification, VerifiedUpdates
 
 _INSTALL = (
     "Install a ROCm build of torch: choose ROCm on https://pytorch.org/get-started/locally, whose "
@@ -54,7 +54,7 @@ class RocmBackend(NodeBackend):
         self.retired: set[int] = set()
         """Streams that a failed capture left capturing; they are never used again."""
         self.verification = Verification(runtime, lambda: self.current_stream_id())
-        self.applying_type = functools.partial(Verifying, self.verification)
+        self.update_strategy_type = functools.partial(VerifiedUpdates, self.verification)
         self._prepared: set[tuple[int, int]] = set()
         reports = runtime.version.reports_unsafe_calls
         self._guard = None if reports else HostReadGuard(lambda t: self.is_device_memory(t))

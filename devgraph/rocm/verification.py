@@ -14,11 +14,11 @@ from collections.abc import Callable
 import torch
 
 from devgraph.api.errors import UpdateError
-from devgraph.api.executable import Executable, held
+from devgraph.api.executable import Executable, dereference
 from devgraph.api.marks.marks import marked_functions
 from devgraph.api.pool import Pool
 from devgraph.api.torchlike.node_calls import RuntimeCallError
-from devgraph.api.torchlike.node_graph import Applying, NodeGraph
+from devgraph.api.torchlike.node_graph import NodeGraph, UpdateStrategy
 from devgraph.api.torchlike.recording import NodeRecording, RegionPattern
 from devgraph.rocm.runtime import Runtime
 
@@ -103,14 +103,14 @@ class Verification:
             runtime.destroy(first)
 
 
-class Verifying(Applying):
+class VerifiedUpdates(UpdateStrategy):
     """Updates that are counted, verified, and avoided where the runtime cannot do them."""
 
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
         self.leaked_bytes = 0
         """What updates of the graph's own executable may have leaked since it was made."""
-        self._own: _Verified | None = None
+        self._own: _VerifiedLaunch | None = None
         self._seen: weakref.WeakSet[NodeRecording] = weakref.WeakSet()
         """Recordings that an own executable was seen to run."""
 
@@ -148,13 +148,13 @@ class Verifying(Applying):
     ) -> Executable:
         if not graph.hits:
             return executable
-        found = _Verified(graph, self, executable, recording)
+        found = _VerifiedLaunch(graph, self, executable, recording)
         if own:
             self._own = found
             self.leaked_bytes = len(recording.updates) * LEAKED_BYTES_PER_NODE if recording else 0
         return found
 
-    def verify(self, graph: NodeGraph, launched: _Verified, recording: NodeRecording) -> None:
+    def verify(self, graph: NodeGraph, launched: _VerifiedLaunch, recording: NodeRecording) -> None:
         """Raise UpdateError unless the last launch was of ``recording``."""
         found = int(self._verification.word_of(graph.pool).item())
         if found != recording.number:
@@ -172,14 +172,14 @@ class Verifying(Applying):
             self._seen.add(recording)
 
 
-class _Verified:
+class _VerifiedLaunch:
     """Launches an executable, and verifies in the launch behind each change of it that the runtime
     uses the parameters that were written."""
 
     def __init__(
         self,
         graph: NodeGraph,
-        how: Verifying,
+        how: VerifiedUpdates,
         executable: Executable,
         recording: NodeRecording | None,
     ) -> None:
@@ -199,7 +199,7 @@ class _Verified:
         """
         self._launch()
         if self.expected is not None:
-            self._how.verify(held(self._graph), self, self.expected)
+            self._how.verify(dereference(self._graph), self, self.expected)
 
     def bound(self, stream: int | None) -> Callable[[], None]:
         """Return the launch: of a graph with regions nothing else is bound."""

@@ -211,23 +211,6 @@ def test_the_least_recently_used_executable_goes(kit: Kit) -> None:
     assert found.bytes == _bytes(steps[0], steps[1])
 
 
-def test_a_launch_that_repeats_the_last_is_not_noted_again(
-    kit: Kit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = kit.backend.make_pool()
-    pool.limit(20_000)
-    first, second = _captured(kit, pool, 2)
-    for step in (first, second, second):
-        _check(step)
-    noted: list[Any] = []
-    use = pool.recordings.use
-    monkeypatch.setattr(pool.recordings, "use", lambda *args: noted.append(args) or use(*args))
-    for steps, count in (([second] * 3, 0), ([first] * 3, 1), ([second, first], 3)):
-        for step in steps:
-            _check(step)
-        assert len(noted) == count
-
-
 def test_a_launch_that_repeats_the_last_costs_under_a_budget_what_it_costs_without(
     kit: Kit,
 ) -> None:

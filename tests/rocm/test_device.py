@@ -89,7 +89,7 @@ def test_updates_without_executables_renew_torchs_own_and_stay_right(
     for n in (1, 2, 3):
         check(cap, step, x, cache, n=n)
     pool.recordings.budget_bytes = pool.recordings.bytes  # no room for executables
-    per_update = graph.applying.leaked_bytes // 2  # two recordings were written
+    per_update = graph.update_strategy.leaked_bytes // 2  # two recordings were written
     monkeypatch.setattr(verification, "LEAK_BUDGET_BYTES", 3 * per_update)
     made: list[int] = []
     instantiate = be.runtime.instantiate
@@ -97,7 +97,7 @@ def test_updates_without_executables_renew_torchs_own_and_stay_right(
     monkeypatch.setattr(be.runtime, "instantiate", counted)
     for n in (1, 2, 3, 2, 1, 3, 1, 2):
         check(cap, step, x, cache, n=n)
-        assert graph.applying.leaked_bytes <= 3 * per_update
+        assert graph.update_strategy.leaked_bytes <= 3 * per_update
     assert len(made) >= 2
     cap.close()
 

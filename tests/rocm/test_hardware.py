@@ -112,5 +112,5 @@ def test_updates_stay_under_their_leak_budget(be: Any, monkeypatch: pytest.Monke
         for turn in range(2000):
             cap.replay(n=2 + turn % 10)
             most = max(most, before - torch.cuda.mem_get_info()[0])
-        assert graph_of(cap).applying.leaked_bytes <= verification.LEAK_BUDGET_BYTES
+        assert graph_of(cap).update_strategy.leaked_bytes <= verification.LEAK_BUDGET_BYTES
     assert most <= 2 * verification.LEAK_BUDGET_BYTES

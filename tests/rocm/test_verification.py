@@ -81,7 +81,7 @@ def test_executable_at_the_address_of_one_that_is_gone_is_verified(
         monkeypatch.setattr(be.runtime, "destroy_executable", lambda executable: None)
         monkeypatch.setattr(be.runtime, "instantiate", lambda made: address)
         recording.shrink()
-        monkeypatch.setattr(verification.Verifying, "deserves_executable", lambda *_: True)
+        monkeypatch.setattr(verification.VerifiedUpdates, "deserves_executable", lambda *_: True)
         graph.update(n=2)
         graph.replay()
         graph.update(n=3)
@@ -102,17 +102,17 @@ def test_executable_that_was_made_anew_is_verified_again(
         x = noise()
         graph, out = recorded(be, step, x)
         graph.replay()
-        monkeypatch.setattr(verification.Verifying, "deserves_executable", lambda *_: False)
+        monkeypatch.setattr(verification.VerifiedUpdates, "deserves_executable", lambda *_: False)
         for n in (3, 5, 3, 5):
             graph.update(n=n)
             graph.replay()
             assert torch.equal(out, step(x, n=n))
         # The next write makes it anew, and only that one.
-        monkeypatch.setattr(verification, "LEAK_BUDGET_BYTES", graph.applying.leaked_bytes)
-        before = graph.applying.leaked_bytes
+        monkeypatch.setattr(verification, "LEAK_BUDGET_BYTES", graph.update_strategy.leaked_bytes)
+        before = graph.update_strategy.leaked_bytes
         with be.fake.with_settings(stale=-1):
             graph.update(n=3)
-            assert graph.applying.leaked_bytes < before
+            assert graph.update_strategy.leaked_bytes < before
             if not launched:
                 graph.update(n=5)
             with pytest.raises(dg.UpdateError, match="parameters of an earlier one"):
@@ -302,7 +302,7 @@ def test_executable_is_made_anew_before_updates_have_leaked_their_budget(
         for turn in range(turns):
             cap.replay(n=2 + turn % 2)
             most = max(most, be.fake.get("leaked_slots"))
-            assert graph.applying.leaked_bytes <= LEAK_BUDGET_BYTES
+            assert graph.update_strategy.leaked_bytes <= LEAK_BUDGET_BYTES
         assert most <= limit
         assert 3 <= be.fake.get("instantiated") - made <= 8
         for n in (2, 3, 2):

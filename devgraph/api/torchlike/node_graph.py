@@ -27,7 +27,7 @@ from devgraph.api.errors import (
     UpdateError,
     UpdateTopologyError,
 )
-from devgraph.api.executable import Call, Executable, Remade, held, weakly
+from devgraph.api.executable import Call, EvictableExecutable, Executable, call_weakly, dereference
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Absorbed, Mark, entered
@@ -102,7 +102,7 @@ class _Direct:
 
 
 class _Own:
-    """What was captured, and the executable of it, which a ``Remade`` makes and drops.
+    """What was captured, and the executable of it, which a ``EvictableExecutable`` makes and drops.
 
     The executable holds the parameters of one recording at a time.
     """
@@ -122,7 +122,7 @@ class _Own:
 
     def make(self) -> Executable:
         """Make the executable of what was captured, with the parameters of ``held``."""
-        backend, graph = self._backend, held(self._graph)
+        backend, graph = self._backend, dereference(self._graph)
         if self.raw is None:
             raise StateError("cannot replay a graph that was closed or reset.")
         self.drop()  # what an interrupt left
@@ -134,7 +134,7 @@ class _Own:
             self.drop()
             raise
         direct = _Direct(backend, self._executable, self.prologue)
-        return graph.applying.launches(graph, direct, recording, own=True)
+        return graph.update_strategy.launches(graph, direct, recording, own=True)
 
     def close(self) -> None:
         """Free everything; what was bound may keep this object."""
@@ -155,7 +155,7 @@ class _Own:
         self.held = recording
 
 
-class Applying:
+class UpdateStrategy:
     """What one graph does to apply a recording; a vendor may do more.
 
     Each call is handed the graph, which owns this object.
@@ -231,16 +231,16 @@ class NodeGraph(TorchGraph):
         self._stream: Any = None
         self._pattern: RegionPattern | None = None
         self._current: NodeRecording | None = None
-        self.applying = self.backend.applying_type()
+        self.update_strategy = self.backend.update_strategy_type()
         self._own: _Own | None = None
-        self._remade: Executable = self._unready
+        self._own_executable: Executable = self._unready
         self._closing: tuple[int, ...] = ()
 
     # Capture and launch.
 
     def _begin(self, mode: str) -> None:
         self._stream = self.backend.namespace.current_stream(self.backend.device)
-        self.applying.prepare(self)
+        self.update_strategy.prepare(self)
         super()._begin(mode)
 
     def _end(self) -> Executable:
@@ -276,8 +276,10 @@ class NodeGraph(TorchGraph):
             regions.append(("(behind the regions)", self._closing))
             self._pattern = RegionPattern(runtime, own.raw.graph, regions)
         size = executable_bytes(self._nodes)
-        self._remade = Remade(self, self.pool.recordings, make=own.make, drop=own.drop, nbytes=size)
-        return self._remade
+        self._own_executable = EvictableExecutable(
+            self, self.pool.recordings, make=own.make, drop=own.drop, nbytes=size
+        )
+        return self._own_executable
 
     def _close_capture(self) -> None:
         stream = self.backend.current_stream_id()
@@ -345,7 +347,7 @@ class NodeGraph(TorchGraph):
     def _find_region_nodes(self) -> None:
         """Turn the bounds of every region into nodes, while the capture is still open."""
         before, _ = self._captured_so_far()
-        self.applying.close_regions(self, 0)
+        self.update_strategy.close_regions(self, 0)
         capture = self._runtime.capture_of(self.backend.stream_handle(self._stream))
         nodes = [] if capture is None else self._runtime.nodes(capture[1])
         for hit in self.hits:
@@ -409,7 +411,7 @@ class NodeGraph(TorchGraph):
         assert own is not None and own.raw is not None
         recording.build(own.raw.graph)
         direct = _Direct(self.backend, recording.executable, own.prologue)
-        recording.direct = self.applying.launches(self, direct, recording, own=False)
+        recording.direct = self.update_strategy.launches(self, direct, recording, own=False)
         return recording.direct
 
     def _recorded(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
@@ -435,7 +437,7 @@ class NodeGraph(TorchGraph):
                         self._run_again(hit, host[mark])
                         bounds.append(runtime.count(capture[1]))
             self._made += 1
-            self.applying.close_regions(self, self._made)
+            self.update_strategy.close_regions(self, self._made)
             bounds.append(runtime.count(capture[1]))
         except BaseException:
             with contextlib.suppress(RuntimeCallError):
@@ -478,16 +480,16 @@ class NodeGraph(TorchGraph):
         backend = self.backend
         recording.uses += 1
         with backend.on_device() if backend.elsewhere() else contextlib.nullcontext():
-            if not recording.direct and self.applying.deserves_executable(self, recording):
+            if not recording.direct and self.update_strategy.deserves_executable(self, recording):
                 self._give_executable(recording)
             if not recording.direct and self._own and self._own.held is not recording:
-                self.applying.write(self, recording)
-        self.use(recording.direct or self._remade)
+                self.update_strategy.write(self, recording)
+        self.use(recording.direct or self._own_executable)
         self._current = recording
 
     def apply_again(self) -> None:
         if self._state is GraphState.READY:
-            self.use(Call(weakly(self._launch_applied_again)))
+            self.use(Call(call_weakly(self._launch_applied_again)))
 
     def _launch_applied_again(self) -> None:
         self.pool.recordings.require_memory()
@@ -510,8 +512,8 @@ class NodeBackend(TorchBackend):
 
     graph_type: type[TorchGraph] = NodeGraph
     pool_type = NodePool
-    applying_type: Callable[[], Applying] = Applying
-    """Makes what a graph applies its recordings with."""
+    update_strategy_type: Callable[[], UpdateStrategy] = UpdateStrategy
+    """Makes the object by which a graph applies its recordings."""
     stream_handle_name: str = ""
     """Name of the attribute that is the handle of a stream."""
     runtime: NodeRuntime | None = None
