@@ -35,6 +35,8 @@ class Backend(Device):
     The class declares the capabilities of the vendor, the instance those of its node.
     """
 
+    unproven: str = ""
+    """The predicate of a sentence about missing evidence, such as "never ran on hardware"."""
     recommended_mode: Mapping[str, str] = {}
     """Policies by phase that are better here than the default mode's."""
 

@@ -140,11 +140,16 @@ def _doctor(add: Options) -> None:
     text = "print what backends declare, installed here or not, as a table in Markdown"
     add("--capabilities", text, action="store_true")
     add("--no-probe", "list only; capture nothing", action="store_true")
+    text = "check this machine against a plan: the output of `plan --cluster FILE --json`"
+    add("--expect", text, metavar="PLAN.json")
+    add("--group", "of --expect (default: the groups whose backend is usable here)", metavar="NAME")
 
 
 def _plan(add: Options) -> None:
     add.backend()
     add("--cluster", "plan for every group of this cluster", metavar="FILE")
+    text = "print the mode of each group of --cluster as flags or as environment variables"
+    add("--emit", text, nargs="?", const="flags", choices=("flags", "env"))
     add.number("--max-requests", "capacity", 256)
     add.number("--max-tokens", "tokens of a step", 8192)
     text = "plan an encoder of these token budgets too, which is no phase of the mode"

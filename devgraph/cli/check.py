@@ -13,7 +13,7 @@ from devgraph.api.errors import CaptureError, did_you_mean
 from devgraph.api.marks.source import raising_line, user_line
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import KINDS
-from devgraph.cli.tables import CommandError, print_json, say
+from devgraph.cli.tables import CommandError, print_json, print_lines, say
 from devgraph.cli.target import Target, find_target, user_code
 
 
@@ -58,7 +58,7 @@ def _print(target: Target, findings: list[dict[str, Any]]) -> None:
         say(f"{target.name}: nothing that a device capture would refuse or freeze")
         return
     for one in findings:
-        say("{file}:{line}: {kind}: {text}".format(**one))
-        say(f"    {one['source']}")
+        say("{file}:{line}: {kind}: {text}".format(**one), style="place")
+        print_lines(f"    {one['source']}")
     things = "1 thing" if len(findings) == 1 else f"{len(findings)} things"
     say(f"{target.name}: {things} that a device capture would refuse or freeze")

@@ -19,7 +19,17 @@ from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities, hooks
 from devgraph.api.capture import Captured, capture
-from devgraph.api.errors import HostReadError, UpdateUnsupportedError, did_you_mean
+from devgraph.api.config.document import read_file
+from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import as_object
+from devgraph.api.config.resolve import resolve
+from devgraph.api.errors import (
+    DeviceGraphError,
+    HostReadError,
+    UpdateUnsupportedError,
+    did_you_mean,
+)
 from devgraph.api.marks.marks import no_graph, region
 from devgraph.api.policy import breaks, compiles, policies
 from devgraph.api.registry import (
@@ -31,7 +41,15 @@ from devgraph.api.registry import (
     installed_version,
 )
 from devgraph.cli.measure import seconds_per_call
-from devgraph.cli.tables import CommandError, print_json, print_table, say, time_text, working
+from devgraph.cli.tables import (
+    CommandError,
+    print_json,
+    print_lines,
+    print_table,
+    say,
+    time_text,
+    working,
+)
 from devgraph.runners.report import format_bytes
 
 # Distribution, what it is for, and how to get it.
@@ -57,11 +75,15 @@ def run(args: argparse.Namespace) -> int:
         if name not in names:
             hint = did_you_mean(name, names, OTHER_NAMES)
             raise CommandError(f"no backend {name!r}. {hint}")
+    if args.group is not None and args.expect is None:
+        raise CommandError("--group names a group of a plan: add --expect PLAN.json")
+    if args.expect is not None:
+        return _expect(args)
     wanted = [info for info in found if not args.backend or info.name in args.backend]
     if args.capabilities:
         if args.json:
             raise CommandError("--capabilities is Markdown; --no-probe --json has it as `declared`")
-        say(capability_table([info.name for info in wanted]))
+        print_lines(capability_table([info.name for info in wanted]))
         return 0
     checked = [_check(info, probe=not args.no_probe) for info in wanted]
     asked_and_missing = [one for one in checked if args.backend and not one["available"]]
@@ -75,6 +97,72 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report, probed=not args.no_probe)
     return 1 if failed or asked_and_missing else 0
+
+
+def _expect(args: argparse.Namespace) -> int:
+    """Compare this machine with the groups of a plan; return 1 if one differs."""
+    groups = _planned(args.expect)
+    if args.group is not None:
+        names = [group["group"] for group in groups]
+        if args.group not in names:
+            hint = did_you_mean(args.group, names)
+            raise CommandError(f"{args.expect} has no group {args.group!r}. {hint}")
+        groups = [group for group in groups if group["group"] == args.group]
+    usable = [info.name for info in backends() if info.available]
+    here = [group for group in groups if args.group or group["backend"] in usable]
+    if not here:
+        wanted = ", ".join(dict.fromkeys(group["backend"] for group in groups))
+        raise CommandError(
+            f"no group of {args.expect} belongs to this machine: it needs {wanted}, and usable "
+            f"here are {', '.join(usable)}"
+        )
+    report = {group["group"]: _differences(group) for group in here}
+    if args.json:
+        print_json(report)
+    else:
+        for name, differences in report.items():
+            say(f"{name}: {'as planned' if not differences else 'NOT as planned'}")
+            for line in differences:
+                say(f"  {line}", style="error")
+    return 1 if any(report.values()) else 0
+
+
+def _planned(path: str) -> list[dict[str, Any]]:
+    document = as_object(read_file(path), path)
+    groups = document.get("groups")
+    keys = ("group", "backend", "facts")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and all(key in group for key in keys) for group in groups
+    ):
+        raise CommandError(
+            f"{path} is not the plan of a cluster; write one with "
+            f"devgraph plan --cluster FILE --json > {path}"
+        )
+    version = document.get("devgraph")
+    return [{**group, "devgraph": version, "mode": document.get("mode", {})} for group in groups]
+
+
+def _differences(group: dict[str, Any]) -> list[str]:
+    """Return the differences between a planned group and this machine."""
+    differences: list[str] = []
+    if group["devgraph"] != __version__:
+        differences.append(f"devgraph: planned with {group['devgraph']}, here {__version__}")
+    if group.get("error"):
+        return [*differences, f"the plan itself failed: {group['error']}"]
+    try:
+        backend = get_backend(group["backend"])
+        facts = EngineFacts.from_dict({**group["facts"], "role": group["role"]})
+        config = DeviceGraphConfig.from_dict(group["mode"])
+        here = resolve(config, facts.on_backend(backend)).effective.to_dict(everything=True)
+    except DeviceGraphError as error:
+        return [*differences, str(error)]
+    for phase, keys in group["effective"].items():
+        differences += [
+            f"{phase}.{key}: planned {json.dumps(value)}, here {json.dumps(here[phase].get(key))}"
+            for key, value in keys.items()
+            if here[phase].get(key) != value
+        ]
+    return differences
 
 
 def capability_table(names: Sequence[str]) -> str:

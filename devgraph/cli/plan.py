@@ -1,110 +1,131 @@
-"""``devgraph plan``: what a mode configuration comes to here, or in a described cluster."""
+"""``devgraph plan``: the effective mode on this machine, or in a described cluster."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
 
+from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.config.cluster import Cluster, plan_cluster
 from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.older_flags import MODE
 from devgraph.api.config.phase import PHASES, PhaseConfig, phase_config
 from devgraph.api.config.resolve import Resolution, resolve
-from devgraph.api.errors import BackendUnavailableError
+from devgraph.api.errors import BackendUnavailableError, ConfigError
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend
 from devgraph.cli.arguments import by_name, mode_of
-from devgraph.cli.tables import CommandError, print_json, print_table, ranges, say
+from devgraph.cli.tables import (
+    CommandError,
+    print_json,
+    print_lines,
+    print_table,
+    ranges,
+    say,
+)
+from devgraph.integrations.engine.installation import MODE_VARIABLE
 from devgraph.runners.buckets import Buckets, Phase, spans
 from devgraph.runners.options import settings_of
 from devgraph.runners.report import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; a choice that cannot work is an error."""
+    """Print the plan; return 1 if a device cannot run it."""
     config = mode_of(args)
-    facts = _facts(args.fact)
     sizes = _sizes(args)
-    if args.cluster is not None:
-        rows, data = _cluster_plan(args, config, sizes)
+    if args.cluster is None:
+        if args.emit:
+            raise CommandError("--emit prints the settings of each node: add --cluster FILE")
+        plans = [_plan_here(args, config, sizes)]
+        data = {**plans[0].to_dict(), "mode": config.to_dict()}
     else:
-        try:
-            backend: Any = get_backend(args.backend)
-        except BackendUnavailableError:
-            backend = declaration(args.backend)
-            if backend is None:
-                raise
-        resolution = resolve(config, facts.on_backend(backend))
-        rows = [_row("", backend, resolution, args, sizes)]
-        data = {
-            **resolution.to_dict(),
-            "device": None if isinstance(backend, type) else backend.device_name,
-            "estimates": [attrs.asdict(one) for one in rows[0].estimates],
-            "mode": config.to_dict(),
-        }
+        plans = list(_plan_groups(args, config, sizes))
+        groups = [plan.to_dict() for plan in plans]
+        data = {"devgraph": __version__, "mode": config.to_dict(), "groups": groups}
+    failed = [plan for plan in plans if plan.error]
     if args.json:
         print_json(data)
-        return 0
-    where = f"on {rows[0].backend.name}" if args.cluster is None else f"in {args.cluster}"
-    if sizes is None:
-        say("memory, and graphs between breaks, are estimated with --model")
-    _print_phases(f"phases {where}" + (", graphs and memory estimated" if sizes else ""), rows)
-    _print_rules(rows)
-    for row in rows:
-        _print_shortages(row)
-    _print_declared(rows)
-    return 0
-
-
-def _print_declared(rows: list[_Row]) -> None:
-    """Say which backends are planned with what they declare, and what that needs of a node."""
-    for kind in {row.backend.name: row.backend for row in rows}.values():
-        if not isinstance(kind, type):
-            continue
-        by_need: dict[str, list[str]] = {}
-        for capability, need in kind.needs.items():
-            by_need.setdefault(need, []).append(capability)
-        needs = [f"; {', '.join(names)} where a node has {n}" for n, names in by_need.items()]
-        name = kind.name or "a backend that is registered as a function"
-        say(f"{name} is planned with what it declares{''.join(needs)}")
+    elif args.emit:
+        _emit(plans, args.emit)
+    else:
+        _print(plans, estimated=sizes is not None)
+    return 1 if failed else 0
 
 
 @attrs.frozen(kw_only=True)
-class _Row:
-    """What a configuration comes to for devices of one kind."""
+class _Plan:
+    """The outcome for devices of one kind."""
 
     title: str
-    """Empty where there is one kind only."""
+    """Name, number and backend of the group; the backend alone without a cluster."""
     backend: Backend | type[Backend]
-    """The class in a cluster and where the device is not on this machine: it declares what a node
-    has."""
-    resolution: Resolution
-    estimates: list[Estimate]
+    """The class if the device is not on this machine; it declares the capabilities of a node."""
+    facts: EngineFacts
+    group: dict[str, Any] = attrs.field(factory=dict)
+    """The group of a cluster, as JSON values."""
+    resolution: Resolution | None = None
+    estimates: list[Estimate] = attrs.field(factory=list)
+    error: ConfigError | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        resolution = {} if self.resolution is None else self.resolution.to_dict()
+        device = None if isinstance(self.backend, type) else self.backend.device_name
+        return {
+            **self.group,
+            **({} if self.group else {"device": device}),
+            **resolution,
+            "error": None if self.error is None else str(self.error),
+            "facts": attrs.asdict(self.facts),
+            "estimates": [attrs.asdict(estimate) for estimate in self.estimates],
+        }
 
 
-def _cluster_plan(
+def _plan_here(
     args: argparse.Namespace, config: DeviceGraphConfig, sizes: ModelSizes | None
-) -> tuple[list[_Row], dict[str, Any]]:
+) -> _Plan:
+    facts = _facts(args.fact)
+    try:
+        backend: Any = get_backend(args.backend)
+    except BackendUnavailableError:
+        backend = declaration(args.backend)
+        if backend is None:
+            raise
+    resolution = resolve(config, facts.on_backend(backend))
+    plan = _Plan(title=backend.name, backend=backend, facts=facts, resolution=resolution)
+    return _estimated(plan, args, sizes)
+
+
+def _plan_groups(
+    args: argparse.Namespace, config: DeviceGraphConfig, sizes: ModelSizes | None
+) -> Iterator[_Plan]:
     if args.backend != "auto":
-        raise CommandError("--backend does not go with --cluster: groups name theirs")
+        raise CommandError("--backend does not go with --cluster: groups name their backends")
     if args.fact:
         raise CommandError(
             f"--fact does not go with --cluster: state facts per group in {args.cluster}"
         )
-    rows, groups = [], []
-    for one in plan_cluster(config, Cluster.from_file(args.cluster)):
-        backend = declaration(one.group.backend) or Backend
-        title = f"{one.group.name}: {one.group.count} x {one.group.backend}"
-        rows.append(_row(title, backend, one.resolution, args, sizes))
-        estimates = [attrs.asdict(each) for each in rows[-1].estimates]
-        groups.append({**one.to_dict(), "estimates": estimates})
-    return rows, {"mode": config.to_dict(), "groups": groups}
+    for planned in plan_cluster(config, Cluster.from_file(args.cluster)):
+        group = planned.group
+        plan = _Plan(
+            title=f"{group.name}: {group.count} x {group.backend}",
+            backend=declaration(group.backend) or Backend,
+            facts=group.facts,
+            group=planned.to_dict(),
+        )
+        if planned.error is None:
+            plan = _estimated(attrs.evolve(plan, resolution=planned.resolution), args, sizes)
+        else:
+            plan = attrs.evolve(plan, error=planned.error)
+        yield plan
 
 
 def _facts(given: list[str]) -> EngineFacts:
@@ -114,7 +135,7 @@ def _facts(given: list[str]) -> EngineFacts:
             raise CommandError(f"--fact backend={value}: write --backend {value}")
         try:
             values[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except (ValueError, RecursionError):  # a word without quotes: role=decode; or no value
+        except (ValueError, RecursionError):  # a word without quotes such as role=decode
             values[name] = value
     return EngineFacts.from_dict(values, path="--fact")
 
@@ -128,15 +149,11 @@ def _sizes(args: argparse.Namespace) -> ModelSizes | None:
     return ModelSizes.from_config(config, getattr(torch, args.dtype).itemsize)
 
 
-def _row(
-    title: str,
-    backend: Backend | type[Backend],
-    resolution: Resolution,
-    args: argparse.Namespace,
-    sizes: ModelSizes | None,
-) -> _Row:
+def _estimated(plan: _Plan, args: argparse.Namespace, sizes: ModelSizes | None) -> _Plan:
+    """Return the plan with estimates, and with an error if the device lacks streams."""
+    assert plan.resolution is not None
     capacities: dict[Phase, int] = {"decode": args.max_requests, "prefill": args.max_tokens}
-    configs = {phase: resolution.effective.phase(phase) for phase in capacities}
+    configs = {phase: plan.resolution.effective.phase(phase) for phase in capacities}
     if args.encoder_budgets:
         capacities["encoder"] = max(args.encoder_budgets)
         configs["encoder"] = phase_config({"buckets": args.encoder_budgets}, "encoder")
@@ -145,105 +162,144 @@ def _row(
             phase,
             settings_of(configs[phase], phase, capacity),
             capacity=capacity,
-            sizes=None if phase == "encoder" else sizes,  # those of the decoder
-            capabilities=backend.capabilities,
+            sizes=None if phase == "encoder" else sizes,  # the sizes are those of the decoder
+            capabilities=plan.backend.capabilities,
+            facts=plan.facts,
         )
         for phase, capacity in capacities.items()
     ]
-    return _Row(title=title, backend=backend, resolution=resolution, estimates=estimates)
+    error = _stream_error(plan.backend, estimates)
+    return attrs.evolve(plan, estimates=estimates, error=error)
 
 
-def _print_phases(title: str, rows: list[_Row]) -> None:
-    numbers = ("graphs", "streams", "memory")
-    group = ("group",) if any(row.title for row in rows) else ()
-    table = []
-    for row in rows:
-        for one in row.estimates:
-            asked = phase_config(None, one.phase)
-            if one.phase in PHASES:
-                asked = row.resolution.requested.phase(one.phase)
-            table.append(
-                (
-                    *((row.title,) if group else ()),
-                    one.phase,
-                    asked.policy + ("" if "policy" in asked.explicit else " (default)"),
-                    one.policy,
-                    ranges(one.buckets) or None,
-                    one.graphs,
-                    one.streams,
-                    None if one.bytes is None else format_bytes(one.bytes),
-                )
-            )
-    print_table(
-        title,
-        (*group, "phase", "requested", "effective", "buckets", *numbers),
-        table,
-        numbers=numbers,
+def _stream_error(
+    backend: Backend | type[Backend], estimates: list[Estimate]
+) -> ConfigError | None:
+    limit = backend.capabilities.max_streams
+    streams = sum(estimate.streams or 0 for estimate in estimates)
+    if limit is None or streams <= limit:
+        return None
+    mode = json.dumps({"backends": {backend.name: dict(backend.recommended_mode)}})
+    advice = f"the recommended mode '{mode}'" if backend.recommended_mode else "the policy full"
+    return ConfigError(
+        f"{streams:,} graphs need at least as many streams, and {backend.name} has {limit:,}; use "
+        f"{advice}, or fewer buckets"
     )
-    settings = [
-        (*((row.title,) if group else ()), phase, key, asked, holds)
-        for row in rows
-        for phase, key, asked, holds in row.resolution.rows()
-        if key != "policy"
-    ]
+
+
+def _emit(plans: list[_Plan], form: str) -> None:
+    """Print the effective mode of each group as flags or as environment variables."""
+    for plan in plans:
+        if plan.resolution is None or plan.error is not None:
+            print_lines(f"# {plan.title}: cannot be planned: {_one_line(plan.error)}")
+            continue
+        mode = shlex.quote(plan.resolution.effective.to_json())
+        line = f"{MODE} {mode}" if form == "flags" else f"export {MODE_VARIABLE}={mode}"
+        print_lines(f"# {plan.title}", line)
+
+
+def _one_line(error: ConfigError | None) -> str:
+    return " ".join(str(error).split())
+
+
+def _print(plans: list[_Plan], *, estimated: bool) -> None:
+    for plan in plans:
+        if plan.resolution is None:
+            say(f"{plan.title}: cannot be planned: {_one_line(plan.error)}", style="error")
+            say()
+            continue
+        _print_phases(plan, estimated=estimated)
+        _print_settings(plan.resolution)
+        if plan.error is not None:
+            say(f"{plan.title}: error: {_one_line(plan.error)}", style="error")
+        for one in plan.estimates:
+            if one.uncovered:
+                say(
+                    f"{one.phase} steps of {one.uncovered} run eagerly: no bucket holds them with "
+                    f"little enough padding"
+                )
+        say()
+    if not estimated:
+        say("--model adds memory, and the graphs between breaks")
+    for kind in {plan.backend.name: plan.backend for plan in plans}.values():
+        _print_origin(kind)
+
+
+def _print_phases(plan: _Plan, *, estimated: bool) -> None:
+    """Print a table with one column per phase."""
+    assert plan.resolution is not None
+    rows: list[list[Any]] = [[name] for name in _LINES]
+    for one in plan.estimates:
+        asked = phase_config(None, one.phase)
+        if one.phase in PHASES:
+            asked = plan.resolution.requested.phase(one.phase)
+        cells = (
+            asked.policy + ("" if "policy" in asked.explicit else " (default)"),
+            one.policy,
+            ranges(one.buckets) or None,
+            one.variants,
+            one.graphs,
+            one.streams,
+            None if one.bytes is None else format_bytes(one.bytes),
+        )
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(cell)
+    title = plan.title + (", graphs and memory estimated" if estimated else "")
+    print_table(title, ("", *(one.phase for one in plan.estimates)), rows)
+
+
+_LINES = ("requested", "effective", "buckets", "variants", "graphs", "streams", "memory")
+
+
+def _print_settings(resolution: Resolution) -> None:
+    settings = [row for row in resolution.rows() if row[1] != "policy"]
     if settings:
-        print_table("other settings", (*group, "phase", "key", "requested", "effective"), settings)
-
-
-def _print_rules(rows: list[_Row]) -> None:
-    fired = [
-        (row.title or None, one.phase, one.rule, one.outcome, one.explanation)
-        for row in rows
-        for one in row.resolution.fired
-    ]
+        print_table("other settings", ("phase", "key", "requested", "effective"), settings)
+    fired = [(rule.phase, rule.rule, rule.outcome, rule.explanation) for rule in resolution.fired]
     if fired:
-        print_table("rules that fired", ("group", "phase", "rule", "outcome", "why"), fired)
+        print_table("rules that fired", ("phase", "rule", "outcome", "why"), fired)
     else:
         say("rules that fired: none")
 
 
-def _print_shortages(row: _Row) -> None:
-    """Say what runs eagerly for want of a bucket, and which streams there are too few of."""
-    where = f"{row.title}: " if row.title else ""
-    for one in row.estimates:
-        if one.uncovered:
-            say(
-                f"{where}{one.phase} steps of {one.uncovered} run eagerly: no bucket holds them "
-                f"with little enough padding"
-            )
-    limit = row.backend.capabilities.max_streams
-    counts = [one.streams for one in row.estimates if one.streams is not None]
-    if limit is None or sum(counts) <= limit:
+def _print_origin(kind: Backend | type[Backend]) -> None:
+    """Say where the capabilities of a backend come from, and whether it ran on hardware."""
+    if kind.unproven:
+        say(f"{kind.name} {kind.unproven}", style="error")
+    if not isinstance(kind, type):
         return
-    name, better = row.backend.name, row.backend.recommended_mode
-    mode = json.dumps({"backends": {name: dict(better)}})
-    advice = f"the mode that is recommended there, '{mode}'" if better else "the policy full"
-    say(
-        f"{where}warning: {sum(counts):,} graphs need at least as many streams, and {name} has "
-        f"{limit:,}: use {advice}, or fewer buckets"
-    )
+    by_need: dict[str, list[str]] = {}
+    for capability, need in kind.needs.items():
+        by_need.setdefault(need, []).append(capability)
+    needs = [f"; {', '.join(names)} where a node has {need}" for need, names in by_need.items()]
+    name = kind.name or "a backend that is registered as a function"
+    say(f"{name} is planned with its declared capabilities{''.join(needs)}")
 
 
 @attrs.frozen(kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder that the memory of its graphs depends on."""
+    """The sizes of a decoder that determine the memory of its graphs."""
 
     layers: int
     token_bytes: int
-    """Most memory that the intermediate results of one token take at one time."""
+    """Peak memory of the intermediate results of one token."""
     logit_bytes: int
     """Memory of the logits of one row."""
 
     @classmethod
     def from_config(cls, config: Any, item_bytes: int) -> ModelSizes:
-        """Read the configuration of a transformers model, of numbers of so many bytes.
+        """Read the configuration of a transformers model.
+
+        Args:
+            config: the configuration.
+            item_bytes: size of one number of the model.
 
         Raises:
-            CommandError: it lacks a size, as that of a model without attention does.
+            CommandError: the configuration lacks a size, as for a model without attention.
         """
         text = config.get_text_config(decoder=True)
         count, vocabulary = _size(text, "num_hidden_layers"), _size(text, "vocab_size")
-        # One for each layer, where the version of transformers lets them differ.
+        # Newer versions of transformers have one entry per layer if layers differ.
         layers = getattr(text, "per_layer_config", None) or [text]
         return cls(
             layers=count,
@@ -253,9 +309,9 @@ class ModelSizes:
 
 
 def _size(config: Any, name: str, default: int = 0) -> int:
-    """Return a size, of a list of one for each layer the largest."""
-    found = getattr(config, name, None) or default
-    size = max(found) if isinstance(found, (list, tuple)) else found
+    """Return a size; of a list with an entry per layer, the largest."""
+    value = getattr(config, name, None) or default
+    size = max(value) if isinstance(value, (list, tuple)) else value
     if not isinstance(size, int) or size < 1:
         raise CommandError(
             f"nothing can be estimated for a model of the kind {config.model_type}, whose "
@@ -265,34 +321,37 @@ def _size(config: Any, name: str, default: int = 0) -> int:
 
 
 def _numbers(layer: Any) -> int:
-    """Return how many numbers the intermediate results of one token are at one time, at most.
+    """Return the peak number of intermediate values of one token in a layer.
 
-    In attention: residual, its norm, query, key, value and the result. In the MLP: residual, its
-    norm, gate, up and their product. Nothing of one layer outlives the next.
+    Attention holds residual, norm, query, key, value and result. The MLP holds residual, norm,
+    gate, up and their product. No intermediate result of a layer outlives it.
     """
     hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
     kv_heads = _size(layer, "num_key_value_heads", heads)
     head_dim = _size(layer, "head_dim", hidden // heads)
-    # Some older families leave the common factor out of their configuration.
+    # Some older families omit the common factor from their configuration.
     mlp = 3 * _size(layer, "intermediate_size", 4 * hidden)
     return 2 * hidden + max(2 * (heads + kv_heads) * head_dim, mlp)
 
 
 @attrs.frozen(kw_only=True)
 class Estimate:
-    """What one phase will capture."""
+    """The graphs that one phase will capture."""
 
     phase: str
     policy: str
     buckets: tuple[int, ...] = ()
+    variants: int = 0
+    """Graphs of each bucket and segment: with and without adapters, and one per width."""
     graphs: int | None = 0
-    """A bucket has one under ``full``; else one between the regions, of which a layer has one."""
+    """All graphs. A bucket has one under ``full``, else one between the regions, of which a layer
+    has one."""
     streams: int | None = 0
-    """At least one a graph; None on a backend where captured graphs hold none."""
+    """At least one per graph; None on a backend where captured graphs hold none."""
     uncovered: str = ""
-    """The sizes of steps within the capacity that no bucket holds, in words."""
+    """The sizes of steps that no listed bucket holds, in words."""
     bytes: int | None = 0
-    """Graph memory: the largest bucket where graphs share a pool, else the sum of all."""
+    """Graph memory: the largest bucket if graphs share a pool, else the sum of all."""
 
 
 def estimate(
@@ -302,40 +361,53 @@ def estimate(
     capacity: int,
     sizes: ModelSizes | None,
     capabilities: Capabilities,
+    facts: EngineFacts | None = None,
 ) -> Estimate:
-    """Return what ``config`` will capture for a phase.
+    """Estimate the captures of a phase.
 
     Args:
         phase: "decode", "prefill" or "encoder".
-        config: what holds for it, after all rules.
-        capacity: most requests (decode) or tokens of a step.
-        sizes: the model; None leaves out what depends on it.
-        capabilities: of the backend.
+        config: the effective configuration of the phase.
+        capacity: maximum number of requests (decode) or tokens of a step.
+        sizes: the model; None omits figures that depend on it.
+        capabilities: those of the backend.
+        facts: the engine; adapters and speculation multiply the graphs.
 
     Raises:
-        ConfigError: a bucket is over the capacity or not aligned.
+        ConfigError: a bucket exceeds the capacity or is not aligned.
     """
     if config.policy == "disabled":
         return Estimate(phase=phase, policy=config.policy)
+    facts = EngineFacts() if facts is None else facts
+    drafts = facts.speculative_tokens if phase == "decode" else 0
+    widths = [1, 1 + drafts] if drafts else [1]
+    adapters = 2 if facts.lora and phase != "encoder" else 1
+    variants = adapters * len(widths)
     top = capacity if config.max_bs is None else min(config.max_bs, capacity)
     buckets = Buckets.of(config.buckets, phase=phase, maximum=top, multiple_of=config.align)
-    each = None if sizes is None else sizes.layers + 1
+    segments = None if sizes is None else sizes.layers + 1
     if WHOLE in registration(config.policy).promises:
-        each = 1
-    graphs = None if each is None else each * len(buckets)
-    missing = buckets.uncovered(capacity, config.max_padding)
+        segments = 1
+    graphs = None if segments is None else segments * len(buckets) * variants
+    # A default list covers the steps that pay off; only a chosen one deserves the message.
+    chosen = config.explicit & {"buckets", "max_bs"}
+    missing = buckets.uncovered(capacity, config.max_padding) if chosen else ()
     counted = "requests" if phase == "decode" else "tokens"
-    taken = None
+    memory = None
     if sizes is not None:
         # Logits of every row are inside a decode graph; a prefill's tail runs after the replay.
         row_bytes = sizes.token_bytes + (sizes.logit_bytes if phase == "decode" else 0)
-        taken = (buckets.maximum if capabilities.shared_pool else sum(buckets)) * row_bytes
+        rows = buckets.maximum * max(widths)
+        if not capabilities.shared_pool:
+            rows = sum(buckets) * sum(widths) * adapters
+        memory = rows * row_bytes
     return Estimate(
         phase=phase,
         policy=config.policy,
         buckets=tuple(buckets),
+        variants=variants,
         graphs=graphs,
         streams=None if capabilities.max_streams is None else graphs,
         uncovered=f"{spans(missing)} {counted}" if missing else "",
-        bytes=taken,
+        bytes=memory,
     )

@@ -1,9 +1,10 @@
-"""How results look: tables, figures and where they are printed."""
+"""Output of the commands: tables, figures, colours and streams."""
 
 from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,16 @@ from rich.text import Text
 
 from devgraph.api.errors import DeviceGraphError
 
-_PIPE_WIDTH = 140
+_PIPE_WIDTH = 80
+
+STYLES: Mapping[str, str] = {
+    "error": "red",
+    "place": "cyan",
+    "FAILS": "bold red",
+    "works": "green",
+    "works, not declared": "yellow",
+}
+"""Colours by kind of text, and by the verdict in a cell of a table."""
 
 
 class CommandError(DeviceGraphError):
@@ -26,7 +36,7 @@ class CommandError(DeviceGraphError):
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise what is being handled: rich would end the program with status 1."""
+        """Raise the current exception; rich would end the program with status 1."""
         raise
 
 
@@ -34,18 +44,35 @@ def _console(*, stderr: bool = False) -> Console:
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     asked = os.environ.get("COLUMNS", "").isdecimal()
     if console.width < 1 or not (console.is_terminal or asked):
-        console.width = _PIPE_WIDTH  # a file or pipe has no width; 80 would break most tables
+        console.width = _PIPE_WIDTH  # a file or a pipe has no width
     return console
 
 
-def say(text: str = "") -> None:
-    """Print one line of a result."""
-    _console().print(text, soft_wrap=True)
+def say(text: str = "", *, style: str = "") -> None:
+    """Print a sentence of a result, wrapped at words; ``style`` is a key of ``STYLES``."""
+    width = _console().width
+    for line in text.splitlines() or [""]:
+        indent = " " * (len(line) - len(line.lstrip()))
+        wrapped = textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        print_lines(*(wrapped or [""]), style=style)
+
+
+def print_lines(*lines: str, style: str = "", stderr: bool = False) -> None:
+    """Print lines as they are, however long they are."""
+    console = _console(stderr=stderr)
+    for line in lines:
+        console.print(Text(line, style=STYLES.get(style, "")), soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """Tell the user what is going on, on standard error."""
-    _console(stderr=True).print(text, soft_wrap=True)
+    """Report progress on standard error."""
+    print_lines(text, stderr=True)
 
 
 def print_json(data: Any) -> None:
@@ -54,7 +81,11 @@ def print_json(data: Any) -> None:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a result into a file; CommandError if the system refuses."""
+    """Write a result into a file.
+
+    Raises:
+        CommandError: the system refuses.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:  # of a name with a zero, or a character of half a pair
@@ -78,14 +109,15 @@ def print_table(
         numbers: headings of the columns that are aligned to the right.
     """
     console = _console()
-    cells = [[Text(_cell(value)) for value in row] for row in rows]
+    cells = [[_text(value) for value in row] for row in rows]
     widths = _widths([*cells, [Text(name) for name in columns]], console.width)
-    if widths is None:  # the words of a row do not fit side by side
+    if widths is None:  # the words of a row do not fit beside each other
         say(title)
         for row in cells:
             say()
             for name, cell in zip(columns, row, strict=True):
                 console.print(Text(f"  {name}: " if name else "  ") + cell)
+        say()
         return
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for name, width in zip(columns, widths, strict=True):
@@ -97,7 +129,7 @@ def print_table(
 
 
 def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int] | None:
-    """Return how wide each column is where no word is broken; None if that needs more room."""
+    """Return the width of each column without a broken word, or None if ``room`` is too narrow."""
     columns = list(zip(*rows, strict=True))
     least = [max(max(map(cell_len, text.plain.split()), default=0) for text in c) for c in columns]
     widths = [max(text.cell_len for text in column) for column in columns]
@@ -108,6 +140,11 @@ def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int] | None:
         _, widest = max((w, at) for at, w in enumerate(widths) if w > least[at])
         widths[widest] -= 1
     return widths
+
+
+def _text(value: Any) -> Text:
+    text = _cell(value)
+    return Text(text, style=STYLES.get(text, ""))
 
 
 def _cell(value: Any) -> str:
@@ -131,7 +168,7 @@ def time_text(seconds: float | None) -> str | None:
 
 
 def number(value: float | None) -> str | None:
-    """Return a number with three digits that count, and no exponent."""
+    """Return a number with three significant digits and without an exponent."""
     if value is None:
         return None
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -165,5 +202,5 @@ def ranges(sizes: Sequence[int]) -> str:
 
 
 def working(text: str) -> Status:
-    """Return what shows on a terminal that something is going on, and nothing elsewhere."""
+    """Return a context manager that shows activity on a terminal and nothing elsewhere."""
     return _console(stderr=True).status(Text(text))

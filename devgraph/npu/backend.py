@@ -44,6 +44,7 @@ class NpuBackend(NpuDevice):
     )
     # A breakable prefill holds a stream for each of its segments; a full one needs a stream.
     recommended_mode: Mapping[str, str] = {"prefill": "full"}
+    unproven = "never ran on hardware; it is tested over a simulated driver"
 
     attention_version: int = 2
     """The version of torch_npu's fused attention that engines get: 1 or 2."""

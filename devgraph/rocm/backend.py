@@ -38,6 +38,7 @@ class RocmBackend(NodeBackend):
     # failure, unknown (hip/hip_runtime_api.h).
     sticky_errors = frozenset({214, 700, 702, 710, 719, 999})
     capabilities = FULL_BUILD
+    unproven = "never ran on hardware; it is tested over a simulated library"
     needs: Mapping[str, str] = {
         "concurrent_threads": "HIP 7.14 or newer",
         "compilers": "Triton from PyTorch's ROCm index for inductor",

@@ -214,7 +214,7 @@ def test_width_that_is_none_is_that_of_a_pipe(
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["plan", "--backend", "cpu"]) == 0
     widths = [len(line.rstrip()) for line in capsys.readouterr().out.splitlines()]
-    assert 80 < max(widths) <= 140
+    assert 60 < max(widths) <= 80
 
 
 def test_file_that_the_system_refuses_is_one_line(
@@ -234,6 +234,7 @@ def test_output_that_lacks_a_character_shows_its_number(
 ):
     path = tmp_path / "stép.py"
     path.write_text("def clean():\n    return None\n", encoding="utf-8")
+    monkeypatch.setenv("COLUMNS", "400")
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     assert main(["check", f"{path}:clean"]) == 0
@@ -245,6 +246,7 @@ def test_what_users_name_is_printed_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     path = tmp_path / "steps.py"
+    monkeypatch.setenv("COLUMNS", "400")
     path.write_text("def ok():\n    return None\n", encoding="utf-8")
     assert main(["check", f"{path}:ok"]) == 0
     tables.say("a:ok:b [/bold]")

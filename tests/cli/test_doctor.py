@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +194,63 @@ print([declaration(name).capabilities.max_streams for name in ("cuda", "npu", "r
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("[None, 1800, None, None]\n", "")
+
+
+@pytest.fixture
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """The plan of a cluster whose group ``here`` is of the CPU reference."""
+    cluster = tmp_path / "cluster.json"
+    groups = [{"name": "here", "backend": "cpu"}, {"name": "there", "backend": "npu"}]
+    cluster.write_text(json.dumps({"groups": groups}))
+    path = tmp_path / "plan.json"
+    path.write_text(run_cli(capsys, "plan", "--cluster", cluster, "--json").out)
+    return path
+
+
+def test_node_that_is_as_planned_is_confirmed(planned: Path, capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "doctor", "--expect", planned, "--group", "here")
+    assert (result.code, result.out) == (0, "here: as planned\n")
+    assert run_json(capsys, "doctor", "--expect", planned, "--group", "here") == {"here": []}
+
+
+def test_differences_from_a_plan_are_listed(planned: Path, capsys: pytest.CaptureFixture[str]):
+    document = json.loads(planned.read_text())
+    document["devgraph"] = "0.0.1"
+    document["groups"][0]["effective"]["decode"]["max_bs"] = 4
+    planned.write_text(json.dumps(document))
+    argv = ["doctor", "--expect", planned, "--group", "here"]
+    result = run_cli(capsys, *argv)
+    assert result.code == 1
+    assert "here: NOT as planned" in result.out
+    assert f"devgraph: planned with 0.0.1, here {dg.__version__}" in result.out
+    assert "decode.max_bs: planned 4, here null" in result.out
+    assert len(run_json(capsys, *argv, code=1)["here"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [
+        ("{}", [], "is not the plan of a cluster; write one with devgraph plan --cluster"),
+        ("[]", [], "expected an object"),
+        (None, ["--group", "hre"], "has no group 'hre'. Known: here, there. Did you mean 'here'"),
+        (None, ["--group", "there"], "npu"),
+    ],
+)
+def test_plan_that_cannot_be_checked_is_refused(
+    text: str | None,
+    more: list[str],
+    said: str,
+    planned: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    if text is not None:
+        planned.write_text(text)
+    result = run_cli(capsys, "doctor", "--expect", planned, *more)
+    assert result.code in (1, 2)
+    assert said in result.err + result.out
+
+
+def test_group_without_a_plan_is_refused(capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "doctor", "--group", "here")
+    assert result.code == 2
+    assert "add --expect PLAN.json" in result.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import devgraph as dg
 from devgraph.api.capabilities import Capabilities
+from devgraph.api.config.facts import EngineFacts
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.cli.plan import ModelSizes, estimate
 from devgraph.cli.tables import ranges
@@ -45,6 +47,7 @@ def test_flags_reach_the_plan_and_its_mode_says_the_same(
         "phase": "prefill",
         "policy": "disabled",
         "buckets": [],
+        "variants": 0,
         "graphs": 0,
         "streams": 0,
         "uncovered": "",
@@ -60,9 +63,9 @@ def test_rule_that_fires_is_shown_with_requested_and_effective(
 ):
     result = run_cli(capsys, "plan", "--backend", "cpu", "--fact", "pipeline_parallel=2")
     assert result.code == 0
-    row = next(line for line in result.out.splitlines() if line.strip().startswith("prefill"))
-    assert "breakable (default)" in row
-    assert "disabled" in row
+    rows = {line.split()[0]: line for line in result.out.splitlines() if line.strip()}
+    assert "breakable (default)" in rows["requested"]
+    assert "disabled" in rows["effective"]
     assert "pipeline-parallel" in result.out
 
 
@@ -172,10 +175,17 @@ def test_plan_says_where_streams_are_too_few_and_which_mode_is_recommended(
 ):
     argv = ["plan", "--cluster", layers / "cluster.json", "--model", layers]
     chosen = ["--device-graph-mode", '{"prefill": "breakable"}']
-    said = run_cli(capsys, *argv, *chosen).out
-    assert "warning: 1,834 graphs need at least as many streams, and npu has 1,800" in said
+    result = run_cli(capsys, *argv, *chosen)
+    assert result.code == 1
+    assert "npu: 1 x npu: error: 1,834 graphs need at least as many streams, and npu has 1,800" in (
+        result.out
+    )
     mode = '{"backends": {"npu": {"prefill": "full"}}}'
-    assert mode in said
+    assert mode in result.out
+    assert "'breakable' kept, 'full' is preferable" in result.err
+    (npu, cuda) = run_json(capsys, *argv, *chosen, code=1)["groups"]
+    assert "at least as many streams" in npu["error"]
+    assert cuda["error"] is None
     assert "at least as many" not in run_cli(capsys, *argv).out
 
 
@@ -186,9 +196,11 @@ def test_what_a_vendor_cannot_do_is_refused_where_it_is_not_installed(
     asked = ["--device-graph-mode", mode]
     cluster = run_cli(capsys, "plan", "--cluster", layers / "cluster.json", *asked)
     node = run_cli(capsys, "plan", "--backend", "npu", *asked)
-    assert cluster.code == node.code == 2
+    assert (cluster.code, node.code) == (1, 2)
     assert "[piecewise-compiler]" in node.err
-    assert node.err.removeprefix("devgraph: error: ") in cluster.err
+    assert node.err.strip().removeprefix("devgraph: error: ") in cluster.out
+    assert "npu: 1 x npu: cannot be planned: the engine cannot run" in cluster.out
+    assert "cuda: 1 x cuda" in cluster.out
 
 
 def test_cluster_with_an_unknown_backend_is_refused_with_what_is_meant(
@@ -238,9 +250,96 @@ def test_no_word_of_a_table_is_broken_in_a_narrow_terminal(
     wide = run_cli(capsys, *argv, columns=200).out
     for columns in (120, 80, 50):
         narrow = run_cli(capsys, *argv, columns=columns).out
-        tables = narrow.partition("rules that fired")[0].replace("─", "")
-        assert set(tables.replace(":", " ").split()) <= set(wide.replace(":", " ").split())
-        assert all(len(line) <= columns for line in tables.splitlines()[2:])
+        words = narrow.replace("─", "").replace(":", " ").split()
+        assert set(words) <= set(wide.replace(":", " ").split())
+        assert all(len(line) <= columns for line in narrow.splitlines())
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_lines_of_a_plan_keep_to_the_width(
+    columns: int, layers: Path, capsys: pytest.CaptureFixture[str]
+):
+    mode = ["--device-graph-mode", '{"decode": "full", "prefill": {"align": 8}}']
+    argv = ["plan", "--cluster", layers / "cluster.json", "--model", layers, *mode]
+    out = run_cli(capsys, *argv, columns=columns).out
+    assert out.count("\n") > 20
+    assert all(len(line) <= columns for line in out.splitlines())
+
+
+def test_variants_multiply_graphs_and_widths_multiply_rows():
+    def of(phase: Any, *, shared: bool = True, **facts: Any) -> Any:
+        return estimate(
+            phase,
+            PhaseConfig(policy="full", buckets=(1, 2)),
+            capacity=2,
+            sizes=SIZES,
+            capabilities=Capabilities(shared_pool=shared, max_streams=100),
+            facts=EngineFacts(**facts),
+        )
+
+    plain, lora = of("decode"), of("decode", lora=True)
+    both = of("decode", lora=True, speculative_tokens=3)
+    assert [(one.variants, one.graphs, one.streams) for one in (plain, lora, both)] == [
+        (1, 2, 2),
+        (2, 4, 4),
+        (4, 8, 8),
+    ]
+    assert (lora.bytes, both.bytes) == (plain.bytes, 4 * plain.bytes)
+    assert of("prefill", speculative_tokens=3).variants == 1
+    alone = of("decode", shared=False)
+    assert of("decode", shared=False, lora=True, speculative_tokens=3).bytes == 10 * alone.bytes
+
+
+def test_default_sizes_are_no_reason_for_a_message(capsys: pytest.CaptureFixture[str]):
+    assert "run eagerly" not in run_cli(capsys, "plan", "--backend", "cpu").out
+
+
+def test_backends_without_hardware_say_so(capsys: pytest.CaptureFixture[str]):
+    for name in ("npu", "rocm"):
+        assert f"{name} never ran on hardware" in run_cli(capsys, "plan", "--backend", name).out
+    assert "hardware" not in run_cli(capsys, "plan", "--backend", "cpu").out
+
+
+def test_group_that_cannot_be_planned_leaves_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "cluster.json"
+    bad = {"name": "a", "backend": "npu", "facts": {"weight_offload": True}}
+    path.write_text(json.dumps({"groups": [bad, {"name": "b", "backend": "cpu"}]}))
+    argv = ["plan", "--cluster", path, "--decode-device-graph-mode", "full"]
+    result = run_cli(capsys, *argv)
+    assert result.code == 1
+    assert "a: 1 x npu: cannot be planned: the engine cannot run" in result.out
+    assert "[weight-offload]" in result.out
+    assert "b: 1 x cpu" in result.out
+    first, second = run_json(capsys, *argv, code=1)["groups"]
+    assert "[weight-offload]" in first["error"]
+    assert second["effective"]["decode"]["policy"] == "full"
+    emitted = run_cli(capsys, *argv, "--emit")
+    assert emitted.code == 1
+    assert "# a: 1 x npu: cannot be planned" in emitted.out
+
+
+@pytest.mark.parametrize("form", ["flags", "env"])
+def test_emitted_settings_make_the_planned_choices(
+    form: str, layers: Path, capsys: pytest.CaptureFixture[str]
+):
+    argv = ["plan", "--cluster", layers / "cluster.json"]
+    planned = {one["backend"]: one for one in run_json(capsys, *argv)["groups"]}
+    lines = run_cli(capsys, *argv, "--emit", form, columns=40).out.splitlines()
+    assert lines[0::2] == ["# npu: 1 x npu", "# cuda: 1 x cuda"]
+    for backend, line in zip(planned, lines[1::2], strict=True):
+        words = shlex.split(line)
+        first = {"flags": "--device-graph-mode", "env": "export"}[form]
+        assert words[0] == first
+        config = dg.DeviceGraphConfig.from_json(words[1].removeprefix("DEVGRAPH_MODE="))
+        assert config.to_dict(everything=True) == planned[backend]["effective"]
+
+
+def test_emit_needs_a_cluster(capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "plan", "--backend", "cpu", "--emit")
+    assert result.code == 2
+    assert "add --cluster FILE" in result.err
 
 
 def test_facts_beside_a_cluster_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

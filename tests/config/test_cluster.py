@@ -94,13 +94,15 @@ def test_conflicts_are_listed_for_every_group() -> None:
             {"name": "b", "backend": "npu", "facts": {"attention": "never"}},
         ]
     }
-    with pytest.raises(ConfigError) as error:
-        plan('{"decode": "full"}', document)
-    text = str(error.value)
-    assert "group 'a' on cuda" in text
-    assert "[weight-offload]" in text
-    assert "group 'b' on npu" in text
-    assert "[attention-decode]" in text
+    document["groups"].append({"name": "c", "backend": "cpu"})
+    first, second, third = plan('{"decode": "full"}', document)
+    assert "[weight-offload]" in str(first.error)
+    assert "[attention-decode]" in str(second.error)
+    with pytest.raises(ConfigError, match="weight-offload"):
+        _ = first.resolution
+    assert first.to_dict()["error"] == str(first.error)
+    assert third.error is None
+    assert third.resolution.effective.decode.policy == "full"
 
 
 def test_plan_as_data_names_groups_backends_and_rules() -> None:
@@ -135,6 +137,11 @@ def test_plan_as_data_names_groups_backends_and_rules() -> None:
         (group(backend="ascend"), ConfigError, r"groups\[0\].backend.*Did you mean 'npu'"),
         (group(backend="nvidia"), ConfigError, "there is no backend 'nvidia'.*Did you mean 'cuda'"),
         (group(backend=""), ConfigTypeError, r"groups\[0\].backend"),
+        (
+            {"groups": [{"name": "a", "backend": "cpu"}] * 2},
+            ConfigError,
+            "groups: two groups are named 'a'",
+        ),
         ({"groups": [{"backend": "x"}]}, ConfigTypeError, r"groups\[0\].name"),
     ],
 )

@@ -113,8 +113,10 @@ def test_phase_nobody_chose_takes_the_policy_that_the_backend_recommends(
     changed = [one for one in resolution.fired if one.outcome == "changed"]
     assert [(one.phase, one.rule) for one in changed] == [("prefill", "recommended")]
     assert "'breakable' becomes 'full' [recommended]" in caplog.text
+    assert "policy" in resolution.effective.prefill.explicit
     weak = resolve_quietly(DeviceGraphConfig(), attrs.evolve(facts, attention="uniform_batch"))
     assert weak.effective.prefill.policy == "breakable"
+    assert "policy" in weak.effective.prefill.explicit, "the node must not decide again"
 
 
 def test_choice_that_the_backend_advises_against_is_kept_with_a_warning() -> None:

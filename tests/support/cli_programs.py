@@ -27,7 +27,7 @@ class Result:
     err: str
 
 
-def run_cli(capsys: pytest.CaptureFixture[str], *argv: str | Path, columns: int = 140) -> Result:
+def run_cli(capsys: pytest.CaptureFixture[str], *argv: str | Path, columns: int = 400) -> Result:
     """Run ``devgraph *argv`` for so wide a terminal and return what came out, without the lines
     of progress that a slow host sees."""
     capsys.readouterr()

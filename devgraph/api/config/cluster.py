@@ -1,7 +1,7 @@
-"""A cluster of several vendors, described in a file, and what one mode string comes to on it.
+"""A cluster of several vendors, described in a file, and the effective mode of each group.
 
-docs/modes.md has the form of the file. A *group* is the set of ranks that run the same graphs
-together, on devices of one backend: every vendor has its own collective library.
+docs/modes.md describes the file. A *group* is the set of ranks that run the same graphs together,
+on devices of one backend, because every vendor has a collective library of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Group:
     role: str
     tensor_parallel: int
     facts: EngineFacts
-    """The engine there; its ``collectives`` say whether graphs hold any."""
+    """The engine of the group; ``collectives`` states whether its graphs hold any."""
 
 
 @attrs.frozen(kw_only=True)
@@ -46,36 +46,55 @@ class Cluster:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Cluster:
-        """Read a JSON or YAML file; ``ConfigError`` names the file and the path inside it."""
+        """Read a JSON or YAML file; a ``ConfigError`` names the file and the path inside it."""
         return cls.from_dict(read_file(path), source=os.fspath(path))
 
     @classmethod
     def from_dict(cls, document: object, *, source: str = "cluster") -> Cluster:
-        """Build a cluster from ``{"groups": [...]}``."""
+        """Create a cluster from ``{"groups": [...]}``."""
         top = _mapping(document, source, ("groups",))
         listed, path = top.get("groups"), f"{source}: groups"
         if not isinstance(listed, list) or not listed:
             raise ConfigTypeError(f"{path}: expected a list, got {shown(listed)}")
         groups = tuple(_group(entry, f"{path}[{index}]") for index, entry in enumerate(listed))
+        names = [group.name for group in groups]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{path}: two groups are named {name!r}; give each its own name")
         return cls(groups=groups)
 
 
 @attrs.frozen(kw_only=True)
 class GroupPlan:
-    """What the mode string comes to for one group."""
+    """The resolution for one group, or the error that prevents it."""
 
     group: Group
-    resolution: Resolution
+    outcome: Resolution | ConfigError
+
+    @property
+    def error(self) -> ConfigError | None:
+        """The choices that safety rules forbid, or None."""
+        return self.outcome if isinstance(self.outcome, ConfigError) else None
+
+    @property
+    def resolution(self) -> Resolution:
+        """The resolution; raises ``error`` if there is one."""
+        if isinstance(self.outcome, ConfigError):
+            raise self.outcome
+        return self.outcome
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON has it."""
+        """Return all fields as JSON values."""
+        resolved = {} if self.error is not None else self.resolution.to_dict()
         return {
             "group": self.group.name,
+            "backend": self.group.backend,
             "role": self.group.role,
             "count": self.group.count,
             "tensor_parallel": self.group.tensor_parallel,
             "collectives": self.group.facts.collectives,
-            **self.resolution.to_dict(),
+            "error": None if self.error is None else str(self.error),
+            **resolved,
         }
 
 
@@ -84,7 +103,8 @@ def plan_cluster(
 ) -> tuple[GroupPlan, ...]:
     """Resolve one configuration for every group of a cluster.
 
-    The capabilities are those that each backend declares, so no device is needed. A backend that
+    A group that cannot run the configuration has an ``error``; the others are resolved. The
+    capabilities are those that each backend declares, so no device is needed. A backend that
     is registered as a function declares none; there the facts of the group state them.
 
     Args:
@@ -92,24 +112,23 @@ def plan_cluster(
         cluster: the groups, or the path or the content of a cluster file.
 
     Raises:
-        ConfigError: safety rules forbid explicit choices. The message lists them for each group.
+        ConfigError: the description of the cluster is wrong.
     """
     if isinstance(cluster, (str, os.PathLike)):
         cluster = Cluster.from_file(cluster)
     elif not isinstance(cluster, Cluster):
         cluster = Cluster.from_dict(cluster)
     plans: list[GroupPlan] = []
-    problems: list[str] = []
     for group in cluster.groups:
         declared = declaration(group.backend)
         facts = group.facts if declared is None else group.facts.on_backend(declared)
         facts = attrs.evolve(facts, backend=group.backend, role=group.role)
+        outcome: Resolution | ConfigError
         try:
-            plans.append(GroupPlan(group=group, resolution=resolve(config, facts)))
+            outcome = resolve(config, facts)
         except ConfigError as error:
-            problems.append(f"group {group.name!r} on {group.backend}: {error}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+            outcome = error
+        plans.append(GroupPlan(group=group, outcome=outcome))
     return tuple(plans)
 
 
@@ -137,7 +156,7 @@ def _group(entry: object, path: str) -> Group:
     )
 
 
-def _mapping(value: object, path: str, known: Sequence[str]) -> Mapping[str, Any]:
-    found = as_object(value, path)
-    check_names(path, found, known, what="key")
-    return found
+def _mapping(value: object, path: str, keys: Sequence[str]) -> Mapping[str, Any]:
+    mapping = as_object(value, path)
+    check_names(path, mapping, keys, what="key")
+    return mapping

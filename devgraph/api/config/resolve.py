@@ -130,8 +130,9 @@ def resolve(
     fired: list[FiredRule] = []
     refused: list[str] = []
     for phase in phases:
-        recommended, first = _recommended(phase, requested.phase(phase), facts)
-        effective[phase], applied, conflicts = _apply(phase, recommended, facts)
+        asked = requested.phase(phase)
+        recommended, first = _recommended(phase, asked, facts)
+        effective[phase], applied, conflicts = _apply(phase, recommended, facts, asked.explicit)
         fired += first + applied
         refused += conflicts
     if refused:
@@ -170,18 +171,28 @@ def _recommended(
         explanation="the backend recommends this policy for the phase",
         source="devgraph: Backend.recommended_mode",
     )
-    return config if chosen else config.with_checked({"policy": policy}, config.explicit), [fired]
+    return (config if chosen else _decided(config, "policy", policy)), [fired]
+
+
+def _decided(config: PhaseConfig, key: str, value: Any) -> PhaseConfig:
+    return config.with_checked({key: value}, config.explicit | {key})
 
 
 def _apply(
-    phase: str, asked: PhaseConfig, facts: EngineFacts
+    phase: str, config: PhaseConfig, facts: EngineFacts, chosen: frozenset[str]
 ) -> tuple[PhaseConfig, list[FiredRule], list[str]]:
     """Apply the table to a phase until no rule fires; each rule fires once.
+
+    Args:
+        phase: "decode" or "prefill".
+        config: the configuration of the phase.
+        facts: the properties of the engine and its backend.
+        chosen: the keys that somebody chose.
 
     Returns:
         The effective configuration, the rules that fired, and the refused choices.
     """
-    holds = asked
+    holds = config
     fired: list[FiredRule] = []
     conflicts: list[str] = []
     done: set[str] = set()
@@ -199,10 +210,10 @@ def _apply(
             if rule.key == "policy" and before in WEAKER[WEAKER.index(after) :]:
                 continue  # the policy is already as weak
             done.add(rule.name)
-            if rule.kind == "scope" or rule.key not in asked.explicit:
+            if rule.kind == "scope" or rule.key not in chosen:
                 outcome = "set aside" if rule.kind == "scope" else "changed"
                 fired.append(_fired(phase, rule, outcome, before, after))
-                holds = holds.with_checked({rule.key: after}, holds.explicit)
+                holds = _decided(holds, rule.key, after)
                 changed = True  # earlier rules may apply to the new value
                 break
             if rule.kind == "safety":
