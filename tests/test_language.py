@@ -13,7 +13,14 @@ CODE = language.files_of([ROOT / "devgraph"])
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PENDING = (
     "devgraph/*.py",
-    "devgraph/api/*.py",
+    "devgraph/api/buffers.py",
+    "devgraph/api/capture.py",
+    "devgraph/api/errors.py",
+    "devgraph/api/graph.py",
+    "devgraph/api/inputs.py",
+    "devgraph/api/pool.py",
+    "devgraph/api/prove.py",
+    "devgraph/api/registry.py",
     "devgraph/api/config/*.py",
     "devgraph/api/marks/*.py",
     "devgraph/api/policy/*.py",

@@ -1,7 +1,6 @@
-"""The contract: what backends implement, what policies and runners build on.
+"""The contract that backends implement and that policies and runners use.
 
-The public names that live here are names of this package too, bound on first use; ``capture`` is
-not: the module of that name has its place.
+The package binds its public names on first use, except ``capture``, which is the module's name.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ HOMES = {
     "devgraph.api.prove": ("Report",),
     "devgraph.api.registry": ("BackendInfo", "backends", "get_backend", "register"),
 }
-"""Module to the public names that it defines."""
+"""Public names by the module that defines them."""
 
 
 def bound_on_use(package: str, home_of: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package whose names live in the modules of ``home_of``."""
+    """Return the ``__getattr__`` of a package that takes its names from ``home_of``."""
 
     def bind(name: str) -> Any:
         here = sys.modules[package]

@@ -1,4 +1,4 @@
-"""What a backend can do, as frozen data that is read before anything is built."""
+"""Capabilities of a backend, as frozen data that is read before anything is built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import attrs
 
 
 def _may(*hooks: str) -> Any:
-    """A capability, and the methods of a vendor by which it comes about."""
+    """Return the field of a capability that a vendor implements by the methods ``hooks``."""
     return attrs.field(default=False, metadata={"hooks": hooks})
 
 
@@ -23,7 +23,7 @@ class Capabilities:
     region_update: bool = _may("DeviceGraph._record", "DeviceGraph._apply")
     """Host arguments of regions inside one graph can change between replays."""
     async_update: bool = _may("DeviceGraph._apply")
-    """An update runs beside the replay that needs it, and every replay needs a signal."""
+    """An update runs concurrently with its replay, and every replay needs a signal."""
     shared_pool: bool = _may("Backend.make_pool", "Pool.alias")
     """Graphs of one pool share memory, so that many buckets cost little more than the largest."""
     rng: bool = _may("Backend.get_rng_state", "Backend.set_rng_state")
@@ -37,7 +37,7 @@ class Capabilities:
     concurrent_threads: bool = _may("DeviceGraph._begin")
     """Other threads may launch and allocate on the device while one thread captures."""
     collectives: bool = _may("TorchBackend.prepare_stream")
-    """Device collectives can be captured."""
+    """Collectives of the device can be captured."""
     piecewise: bool = _may("Backend.wrap_compiled")
     """``torch.compile`` pieces can be captured on this backend."""
     compilers: tuple[str, ...] = ("eager",)
@@ -45,18 +45,22 @@ class Capabilities:
     node_counts: bool = _may("DeviceGraph._size")
     """``DeviceGraph.info()`` reports the number of nodes; else it reports None."""
     node_ranges: bool = _may("DeviceGraph._nodes_so_far")
-    """A capture knows how many nodes it has so far, so that those of a call can be told."""
+    """A capture counts its nodes, so that nodes can be assigned to calls."""
 
     remakes_executables: bool = _may("DeviceGraph._end")
-    """What a graph launches can be dropped for the budget of its pool, and made again from the
-    graph; elsewhere it stays as long as the graph, whatever the budget."""
+    """Executables can be evicted for the budget of their pool and rebuilt from the graph.
+
+    Elsewhere an executable stays as long as its graph, regardless of the budget.
+    """
     releasable_memory: bool = _may("Pool._release", "TorchBackend.make_pages")
-    """A pool made for it gives its memory back to the device, and gets it back at the same
-    addresses, so that its graphs need no capture."""
+    """A releasable pool gives its memory back to the device and maps it again later.
+
+    The addresses stay the same, so its graphs need no new capture.
+    """
     loops: bool = _may("DeviceGraph._loop")
-    """A graph can hold a loop that the device repeats for as long as a tensor says."""
+    """A graph can contain a loop that the device repeats while a tensor is true."""
     max_streams: int | None = None
-    """Streams that captured graphs may take in all, or None where it is not a scarce resource."""
+    """Maximum number of streams that captured graphs hold together; None if streams abound."""
 
 
 def hooks(capability: str) -> tuple[str, ...]:
