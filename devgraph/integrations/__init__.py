@@ -1,1 +1,1 @@
-"""Bridges from models and engines that exist to the runners; each needs its own package."""
+"""Integrations of existing engines and models; each needs the package of its engine."""

@@ -1,1 +1,1 @@
-"""What the integrations of engines share: graph memory, captured steps, counters."""
+"""Shared parts of the engine integrations: graph memory, captured steps, counters."""

@@ -1,4 +1,4 @@
-"""Changing an engine from outside: what was changed, so that it can be undone, and the switch."""
+"""Changes to an engine from outside, which can be undone, and the switch that asks for them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MODE_VARIABLE = "DEVGRAPH_MODE"
 
 
 class InstallError(DeviceGraphError):
-    """This version of the engine does not have the places that devgraph takes over."""
+    """This version of the engine lacks an attribute that devgraph replaces."""
 
 
 class Changes:
-    """Attributes that were changed in an engine, in order.
+    """The changed attributes of an engine, in order.
 
     Args:
-        engine: its name and the versions that devgraph was tried with, for messages.
+        engine: name and tested versions of the engine, for messages.
     """
 
     def __init__(self, engine: str) -> None:
@@ -37,7 +37,7 @@ class Changes:
         self.places: list[str] = []
 
     def require(self, owner: Any, *names: str) -> None:
-        """Raise InstallError, which names it, for a name that ``owner`` lacks."""
+        """Raise InstallError for the first of ``names`` that ``owner`` lacks."""
         for name in names:
             if not hasattr(owner, name):
                 raise InstallError(
@@ -46,7 +46,7 @@ class Changes:
                 )
 
     def wrap(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Put what ``wrap`` makes of an attribute of ``owner`` in its place; see ``change``."""
+        """Replace an attribute of ``owner`` by ``wrap(attribute)``; see ``change``."""
         self.require(owner, name)
         self.change(owner, name, wrap(getattr(owner, name)))
 
@@ -58,8 +58,7 @@ class Changes:
         before: Callable[..., object] | None = None,
         after: Callable[..., object] | None = None,
     ) -> None:
-        """Let a method of ``owner`` call ``before`` and ``after`` too, with its arguments; see
-        ``change``."""
+        """Call ``before`` and ``after`` around a method of ``owner``, with its arguments."""
 
         def wrap(method: Any) -> Any:
             @functools.wraps(method)
@@ -79,7 +78,7 @@ class Changes:
         """Set an attribute of ``owner``.
 
         Raises:
-            InstallError: it has no such attribute; names it.
+            InstallError: ``owner`` has no such attribute.
         """
         self.require(owner, name)
         if name in vars(owner):
@@ -90,21 +89,21 @@ class Changes:
         self.places.append(f"{getattr(owner, '__name__', owner)}.{name}")
 
     def on_undo(self, call: Callable[..., object], *args: Any) -> None:
-        """Let ``undo`` call ``call(*args)``."""
+        """Register ``call(*args)`` for ``undo``."""
         self._undo.callback(call, *args)
 
     def undo(self) -> None:
-        """Give everything back, the newest first. Idempotent."""
+        """Undo all changes, newest first. Idempotent."""
         self._undo.close()
         self.places.clear()
 
 
 class Installed:
-    """What devgraph changed in an engine of this process, if it is installed.
+    """The state of devgraph in an engine of this process.
 
     Args:
-        engine: its name.
-        switch: the environment variable that asks for devgraph.
+        engine: name of the engine.
+        switch: environment variable that asks for devgraph.
     """
 
     def __init__(self, engine: str, switch: str) -> None:
@@ -114,10 +113,10 @@ class Installed:
         self.now: Any = None
 
     def repeated(self, **asked: str | None) -> bool:
-        """Whether it is installed, as was ``asked`` for; None asks for nothing.
+        """Whether devgraph is installed with the settings ``asked``; None stands for any setting.
 
         Raises:
-            ConfigError: it is, and otherwise.
+            ConfigError: it is installed with other settings.
         """
         for name, value in asked.items() if self.now is not None else ():
             if value not in (None, self._asked[name]):
@@ -130,11 +129,12 @@ class Installed:
     def put(
         self, changes: Changes, make: Callable[[], None], *, strict: bool, **asked: str | None
     ) -> bool:
-        """Let ``make`` make the changes, all or none; return whether they are made.
+        """Call ``make`` to change the engine, or leave it unchanged; return whether it changed.
 
         Raises:
-            ConfigError: the engine cannot do what was asked for.
-            InstallError: with ``strict``, what is missing in the engine; else it is warned of.
+            ConfigError: the engine cannot fulfil the request.
+            InstallError: under ``strict``, the engine lacks an attribute. Otherwise a warning is
+                logged.
         """
         try:
             make()
@@ -147,8 +147,8 @@ class Installed:
             if strict:
                 raise InstallError(f"{type(error).__name__}: {error}") from error
             logger.warning(
-                "devgraph is not used: %s keeps its own graph layer, because this %s could not be "
-                "taken over (%s: %s). Set %s=strict to refuse instead.",
+                "devgraph is not used: %s keeps its own graph layer, because this %s lacks an "
+                "attribute that devgraph replaces (%s: %s). Set %s=strict to refuse instead.",
                 *(self._engine, self._engine, type(error).__name__, error, self._switch),
             )
             return False
@@ -159,10 +159,10 @@ class Installed:
         return True
 
     def take_out(self, memory: GraphMemory) -> None:
-        """Undo the changes, under which ``memory`` would have been restored. Idempotent.
+        """Restore ``memory`` and undo the changes. Idempotent.
 
         Raises:
-            ResourceError: there is not enough; nothing is changed.
+            ResourceError: the device has not enough memory; nothing changed.
         """
         if self.now is not None:
             memory.restore()
@@ -171,19 +171,19 @@ class Installed:
 
 
 def mode_text(mode: str | None) -> str | None:
-    """Return the mode configuration to use: ``mode``, or else what the environment asks for."""
+    """Return ``mode``, or else the mode configuration of the environment."""
     return mode if mode is not None else os.environ.get(MODE_VARIABLE) or None
 
 
 def switched(variable: str) -> str | None:
-    """Return what the environment's ``variable`` asks for: None for nothing, "1" or "strict".
+    """Return the value of the switch ``variable``: "1", "strict", or None if it is off.
 
     Raises:
-        ConfigError: it has no meaning.
+        ConfigError: the value is none of these.
     """
     value = os.environ.get(variable, "").strip().lower()
     if value in ("", "0"):
         return None
     if value not in ("1", "strict"):
-        raise ConfigError(f"{variable}={value!r} has no meaning; it can be 0, 1 or strict")
+        raise ConfigError(f"{variable}={value!r} is invalid; use 0, 1 or strict")
     return value

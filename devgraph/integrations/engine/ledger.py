@@ -1,5 +1,4 @@
-"""What the graph layer of one process of an engine did, by mode: the numbers behind ``stats()``,
-and where they can be read from outside that process."""
+"""Counters of the graph layer of one engine process, by mode, and their publication."""
 
 from __future__ import annotations
 
@@ -23,11 +22,14 @@ from devgraph.runners.report import Page, format_bytes
 logger = logging.getLogger(__name__)
 
 STATS_VARIABLE = "DEVGRAPH_STATS_FILE"
-"""Environment variable: the file to keep the counters in; "{pid}" in it is the process's number."""
+"""Environment variable: file for the counters; "{pid}" in it is replaced by the process ID."""
 
 PERIOD_S = 10.0
-"""How old the file may be while graphs replay. Reading the counters of a few thousand segments
-takes some ten milliseconds of the interpreter, which the engine's steps want as well."""
+"""Maximum age of the file in seconds while graphs replay.
+
+Reading the counters of a few thousand segments takes about 10 ms of interpreter time, which the
+engine's steps need too.
+"""
 
 _COUNTERS = (
     ("captures", "captures_total", "counter", "Graphs captured."),
@@ -40,26 +42,26 @@ _COUNTERS = (
 
 
 class EagerReason:
-    """Why a call ran without a graph; the keys of ``stats()["modes"][mode]["eager"]``."""
+    """Reason for a call without a graph; a key of ``stats()["modes"][mode]["eager"]``."""
 
     NO_CONTEXT = "no_forward_context"
     """Outside the engine's step, for example an encoder."""
     MODE_NONE = "mode_none"
-    """The engine dispatched no graph: warm-up, profiling, or a batch that none fits."""
+    """The engine dispatched no graph: warm-up, profiling, or a batch that fits no graph."""
     OTHER_MODE = "other_mode"
-    """The engine dispatched another mode, whose wrapper takes over inside or outside this one."""
+    """The engine dispatched another mode; another wrapper handles the call."""
     INPUT_MOVED = "input_moved"
-    """An input lies at another address than at capture: a replay would read the old one."""
+    """An input has another address than at capture; a replay would read the old one."""
     TOO_LARGE = "over_largest_size"
     """The batch has more tokens than the largest captured size."""
     NO_MATCH = "no_matching_graph"
-    """No captured size fits the batch's requests and tokens."""
+    """No captured size fits the requests and tokens of the batch."""
     NOT_CAPTURED = "not_captured_yet"
     """The engine has not captured yet."""
 
 
 class ModeCount:
-    """Counters of one mode; plain attributes, because the hot path adds to them."""
+    """Counters of one mode, as plain attributes for the hot path."""
 
     __slots__ = ("_graphs", "_lock", "captures", "eager", "replays", "seconds")
 
@@ -72,15 +74,18 @@ class ModeCount:
         self._lock = threading.Lock()
 
     def captured(self, graph: DeviceGraph | Captured, seconds: float) -> None:
-        """Count one capture and follow its graph for as long as it lives."""
+        """Count a capture and keep a weak reference to its graph."""
         self.captures += 1
         self.seconds += seconds
         with self._lock:
             self._graphs.add(graph)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counters; ``graphs``, ``segments``, ``bytes`` and ``updates``, which is what
-        new keys of regions took, are those of live graphs."""
+        """Return the counters.
+
+        ``graphs``, ``segments``, ``bytes`` and ``updates`` count live graphs only; ``updates`` is
+        the cost of new region keys.
+        """
         with self._lock:
             graphs = list(self._graphs)
         updates: Counter[str] = Counter()
@@ -108,15 +113,15 @@ def totals(memory: GraphMemory, counts: Mapping[str, ModeCount]) -> dict[str, An
 
 
 class Publisher:
-    """Publishes counters: a line in the log after captures, and a file if one is named.
+    """A publisher of counters: a log line after captures, and an optional file.
 
-    The file named by ``DEVGRAPH_STATS_FILE`` is written in one piece after captures, at exit, and
-    every few seconds in which it would change, so that it survives a process that is killed. It is
-    Prometheus text if its name ends in ".prom", and JSON otherwise.
+    The file ``DEVGRAPH_STATS_FILE`` is replaced atomically after captures, at exit, and every few
+    seconds while counters change, so that it survives a killed process. It is Prometheus text if
+    its name ends in ".prom", else JSON.
 
     Args:
-        engine: the engine's name.
-        stats: returns the counters, as ``stats()`` of the integrations does.
+        engine: name of the engine.
+        stats: returns the counters, like ``stats()`` of the integrations.
     """
 
     def __init__(self, engine: str, stats: Callable[[], dict[str, Any]]) -> None:
@@ -128,7 +133,7 @@ class Publisher:
         self._path = Path(name.replace("{pid}", str(os.getpid()))) if name else None
 
     def captured(self) -> None:
-        """Say what there is after captures."""
+        """Log the counters after captures and write the file."""
         logger.info("%s", summary(self._engine, self._stats()))
         if self._path is None:
             return
@@ -144,8 +149,7 @@ class Publisher:
             self.write()
 
     def write(self) -> None:
-        """Write the file if anything has changed; a file that cannot be written is only warned of,
-        once."""
+        """Write the file if a counter changed. If that fails, log one warning."""
         found = self._stats()
         if self._path is None or found == self._written:
             return
@@ -167,12 +171,12 @@ def _replace(path: Path, text: str) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as own:
         made = Path(own) / path.name
         made.write_text(text)
-        made.chmod(0o644)  # a collector is another user
+        made.chmod(0o644)  # readable by a collector of another user
         made.replace(path)
 
 
 def summary(engine: str, stats: Mapping[str, Any]) -> str:
-    """Return one line about ``stats``."""
+    """Return a one-line summary of ``stats``."""
     modes = ", ".join(
         f"{name} {count['graphs']} graphs ({count['segments']} segments, {count['replays']} "
         f"replays, {count['capture_seconds']:.1f} s)"
@@ -184,7 +188,7 @@ def summary(engine: str, stats: Mapping[str, Any]) -> str:
 
 
 def prometheus(engine: str, stats: Mapping[str, Any]) -> str:
-    """Return ``stats`` in the Prometheus text format, with the labels engine, backend and mode."""
+    """Return ``stats`` as Prometheus text with the labels engine, backend and mode."""
     page = Page({"engine": engine, "backend": stats["backend"] or "none"})
     for key, name, kind, text in _COUNTERS:
         page.metric(name, kind, text)

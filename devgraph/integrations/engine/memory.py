@@ -1,4 +1,4 @@
-"""Graph memory by the engine's own pool handles."""
+"""Graph memory by the pool handles of the engine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 class GraphMemory:
-    """One pool per handle of the engine; the backend is made at the first capture.
+    """A mapping from pool handles of the engine to pools; the backend is created on demand.
 
-    The engine names graph memory by opaque handles and swaps them, as in its memory profiling. A
-    pool lives as long as somebody who was given it.
+    The engine names graph memory by opaque handles and swaps them, for example while it profiles
+    memory. A pool lives as long as something refers to it.
 
     Args:
-        device_type: gives torch's name of the engine's device; empty if it does not know.
-        backend: the backend to use; None for the one of ``device_type``.
+        device_type: returns torch's name of the engine's device, or "" if it is unknown.
+        backend: name of the backend; None selects the one of ``device_type``.
     """
 
     def __init__(self, device_type: Callable[[], str], backend: str | None = None) -> None:
@@ -33,11 +33,10 @@ class GraphMemory:
         self.made: Backend | None = None
         """The backend, or None before the first capture."""
         self.limits: tuple[float, ...] = ()
-        """Budgets for what the graphs of a pool launch, of which the lowest holds; see
-        ``Pool.limit``."""
+        """Budgets for the executables of a pool. The lowest applies; see ``Pool.limit``."""
         self.releasable = False
-        """Whether pools that are made from now on can be released, where the backend has such."""
-        # By handle and releasable: of two engines of a process one may sleep while the other runs.
+        """Whether new pools can be released, if the backend supports it."""
+        # By handle and releasable: one of two engines in a process may sleep alone.
         self._pools: weakref.WeakValueDictionary[Hashable, Pool] = weakref.WeakValueDictionary()
 
     @property
@@ -45,7 +44,7 @@ class GraphMemory:
         """The backend of the engine's device.
 
         Raises:
-            BackendUnavailableError: there is none; says which device was asked for.
+            BackendUnavailableError: the device has no backend.
         """
         if self.made is None:
             found = get_backend(self._name or "auto")
@@ -60,7 +59,7 @@ class GraphMemory:
         return self.made
 
     def pool(self, handle: Hashable) -> Pool:
-        """Return the pool that stands for ``handle``, a new one if nobody holds one."""
+        """Return the pool of ``handle``; create it if there is none."""
         key = handle, self.releasable
         pool = self._pools.get(key)
         if pool is None:
@@ -72,8 +71,7 @@ class GraphMemory:
         able = self.backend.capabilities.releasable_memory
         if self.releasable and not able:
             logger.warning(
-                "backend %s cannot give the memory of graphs back while the engine sleeps: they "
-                "keep it",
+                "backend %s cannot release graph memory while the engine sleeps",
                 self.backend.name,
             )
         pool = own_pool(self.backend, None, releasable=self.releasable and able)
@@ -82,13 +80,12 @@ class GraphMemory:
         return pool
 
     def shared(self, handle: Hashable | None) -> tuple[Pool, Hashable]:
-        """Return a pool for an engine that hands one handle around, and the handle to hand around.
+        """Return a pool and its handle, for an engine that passes one handle around.
 
-        What the engine captures by itself, and what it looks for in graph memory, then lies in the
-        same pool as what is captured here.
+        Graphs that the engine captures itself then share the pool with graphs captured here.
 
         Args:
-            handle: what the engine has now; None for new memory.
+            handle: the current handle of the engine; None asks for new memory.
         """
         pool = self._made_pool() if handle is None else self.pool(handle)
         own: Hashable = getattr(pool, "handle", None) or handle or object()
@@ -97,38 +94,39 @@ class GraphMemory:
 
     @property
     def bytes(self) -> int:
-        """Device memory of all pools in use."""
+        """Bytes of device memory in all pools."""
         return sum(pool.bytes for pool in self._alive)
 
     @property
     def _alive(self) -> set[Pool]:
-        # The references at once: another thread may make a pool meanwhile.
+        # A copy of the references, because another thread may create a pool.
         return {pool for ref in self._pools.valuerefs() if (pool := ref()) is not None}
 
     def release(self) -> None:
-        """Give back the memory of graphs, of the pools that can, until ``restore``; replays raise
-        ExecutableError meanwhile. Idempotent; see ``Pool.release``."""
+        """Release the memory of releasable pools until ``restore``. Idempotent.
+
+        Until then, replays raise ExecutableError; see ``Pool.release``.
+        """
         before = self.bytes
         for pool in self._alive:
             if pool.releasable:
                 pool.release()
-        logger.info("the device has %d MiB of graph memory back", (before - self.bytes) >> 20)
+        logger.info("released %d MiB of graph memory", (before - self.bytes) >> 20)
 
     def restore(self) -> None:
-        """Take memory for what ``release`` gave back. Idempotent.
+        """Map released memory again. Idempotent.
 
         Raises:
-            ResourceError: there is not enough; nothing is lost, and it may be tried again.
+            ResourceError: the device has not enough memory. Nothing is lost; try again later.
         """
         for pool in self._alive:
             pool.restore()
 
     def settle(self) -> None:
-        """Give freed memory back to the device before a capture, so that what the engine then
-        measures is what the graphs take.
+        """Return freed memory to the device, so that the engine measures the memory of graphs.
 
-        Garbage is the engine's to collect, once before all captures: a collection walks its whole
-        heap, which takes longer than a capture.
+        The engine collects garbage itself, once before all captures, because a collection walks
+        the whole heap and takes longer than a capture.
         """
         self.backend.synchronize()
         if torch.accelerator.is_available():

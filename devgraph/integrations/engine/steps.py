@@ -1,4 +1,4 @@
-"""Captured steps of an engine and their outputs; knows nothing of which engine it is."""
+"""Captured steps of an engine and their outputs, independent of the engine."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from devgraph.integrations.engine.ledger import ModeCount
 
 
 class CapturedStep:
-    """One captured step, where an engine keeps graphs of its own kind.
+    """A captured step in place of a graph of the engine.
 
     Args:
-        graph: what was captured.
-        count: counts the replays.
-        output: what the engine hands out after a replay.
+        graph: the captured graph or plan.
+        count: counter of replays.
+        output: result of the step after a replay.
 
     Attributes:
-        launch: replays once on the current stream, for a caller that counts.
-        inputs: the addresses of each input; None where they need no check, or no further one.
+        launch: replays once on the current stream without counting.
+        inputs: addresses of each input; None if they are not checked.
     """
 
     __slots__ = ("_count", "graph", "inputs", "launch", "output")
@@ -52,14 +52,14 @@ class CapturedStep:
         self.launch()
 
     def reset(self) -> None:
-        """Free the graph; its output must not be read any more."""
+        """Free the graph. Its output must not be read afterwards."""
         self.output = None
-        self.launch = self.graph.replay  # which says that it is closed
+        self.launch = self.graph.replay  # raises StateError
         self.graph.close()
 
 
 def addresses(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Hashable, list[int]]:
-    """Return the addresses of the tensors in each argument that has some, by position or name."""
+    """Return the addresses of the tensors in each argument, by position or name."""
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     found = {name: [tensor.data_ptr() for tensor in tensors(arg)] for name, arg in named.items()}
     return {name: each for name, each in found.items() if each}
@@ -73,13 +73,16 @@ def recorded(
     *,
     within: AbstractContextManager[Session] | None = None,
 ) -> Iterator[DeviceGraph]:
-    """Capture the block into one graph, and count it.
+    """Capture the block into one graph and count it.
 
-    A block without device work gives a graph whose replay does nothing. On an exception nothing is
-    left behind.
+    A block without device work gives a graph whose replay does nothing. An exception leaves
+    nothing behind.
 
     Args:
-        within: the session that records it; one of its own by default.
+        backend: the backend.
+        pool: memory of the graph.
+        count: counter of captures.
+        within: session that records the block; None opens one.
     """
     started = time.perf_counter()
     graph = backend.make_graph(pool)
@@ -102,11 +105,9 @@ def capture_under(
     *,
     warmup: int = 0,
 ) -> Captured:
-    """Capture ``body`` as the policy does, with what its marks mean there; its result's memory is
-    free for later captures.
+    """Capture ``body`` under a policy. Later captures may reuse the memory of its result.
 
-    Args:
-        warmup: eager runs before, beyond those of the engine.
+    ``warmup`` eager runs come first, in addition to those of the engine.
     """
     started = time.perf_counter()
 
@@ -121,11 +122,10 @@ def capture_under(
 
 
 def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
-    """Return ``output`` with every tensor replaced by what ``change`` returns for it.
+    """Return ``output`` with ``change`` applied to each tensor.
 
-    Takes what an engine's step returns: a tensor, a list, tuple or dictionary of them, a
-    dataclass, an object with a dictionary ``tensors``; anything else is handed back. Containers
-    are new; ``output`` is not changed.
+    ``output`` may be a tensor, a list, tuple or dictionary of outputs, a dataclass, or an object
+    with a dictionary ``tensors``. Other objects are returned as they are. Containers are copied.
     """
     if isinstance(output, Tensor):
         return change(output)
@@ -135,7 +135,7 @@ def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
         items = [mapped(change, item) for item in output]
         return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
     if isinstance(output, dict):
-        filled = copy.copy(output)  # of its own class, which may have attributes
+        filled = copy.copy(output)  # keep the class and its attributes
         for name, item in output.items():
             filled[name] = mapped(change, item)
         return filled
@@ -144,7 +144,7 @@ def mapped(change: Callable[[Tensor], Any], output: Any) -> Any:
         return output
     changed = copy.copy(output)
     for name in names:
-        # Not setattr: a dataclass may be frozen.
+        # setattr would fail for a frozen dataclass.
         object.__setattr__(changed, name, mapped(change, getattr(output, name)))
     return changed
 
@@ -156,7 +156,7 @@ def _attributes(output: Any) -> list[str]:
 
 
 def tensors(output: Any) -> list[Tensor]:
-    """Return the tensors of ``output`` in the order in which ``mapped`` visits them."""
+    """Return the tensors of ``output`` in the order of ``mapped``."""
     found: list[Tensor] = []
 
     def take(tensor: Tensor) -> Tensor:
@@ -168,8 +168,7 @@ def tensors(output: Any) -> list[Tensor]:
 
 
 def weak(pool: Pool, output: Any) -> Any:
-    """Return ``output`` with every tensor of the pool's device replaced by one that does not keep
-    its memory."""
+    """Return ``output`` with each device tensor replaced by one that does not own its memory."""
     kind = pool.backend.device.type
 
     def bare(tensor: Tensor) -> Tensor:
@@ -180,20 +179,21 @@ def weak(pool: Pool, output: Any) -> Any:
 
 
 class SharedOutputs:
-    """One set of buffers for the outputs of all shapes of a phase, which replay one at a time."""
+    """Shared output buffers of all shapes of a phase, which replay one at a time."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, Tensor] = {}
 
     def places(self, output: Any, *, rows: int | None, capacity: int | None) -> list[Tensor]:
-        """Return where the tensors of outputs like ``output`` go: views of the leading rows.
+        """Return views of the leading rows of the buffers for outputs like ``output``.
 
-        The buffers are those of the largest shape so far, so that capturing largest first makes
-        one set.
+        Buffers have the size of the largest shape so far. Capturing largest first creates one
+        set.
 
         Args:
-            rows: how many rows of each tensor count; None for all.
-            capacity: how many rows a new buffer has; None for as many as ``rows``.
+            output: result of a warm-up.
+            rows: number of valid rows of each tensor; None means all.
+            capacity: number of rows of a new buffer; None means ``rows``.
         """
         found = []
         for index, tensor in enumerate(tensors(output)):
@@ -201,7 +201,7 @@ class SharedOutputs:
                 found.append(torch.empty_like(tensor))
                 continue
             count = len(tensor) if rows is None else rows
-            # A buffer for each place in the output, because those of one output live together.
+            # One buffer for each leaf: the leaves of one output are live at the same time.
             key = (index, tensor.shape[1:], tensor.dtype, tensor.device)
             buffer = self._buffers.get(key)
             if buffer is None or len(buffer) < count:
@@ -211,24 +211,24 @@ class SharedOutputs:
         return found
 
     def clear(self) -> None:
-        """Let the buffers go; views of them keep theirs."""
+        """Drop the buffers. Views keep the memory of theirs."""
         self._buffers.clear()
 
 
 def copy_into(places: list[Tensor], output: Any) -> Any:
-    """Copy every tensor of ``output`` to its place; return ``output`` with the places in it.
+    """Copy each tensor of ``output`` to its place; return ``output`` with the places in it.
 
     Raises:
-        CapabilityError: the output has another structure than the one that the places are for.
+        CapabilityError: ``output`` has another structure than at warm-up.
     """
     found = tensors(output)
     layouts, wanted = [_layout(tensor) for tensor in found], [_layout(place) for place in places]
-    # A place has the rows that count; there may be more of them, and one is never repeated.
+    # A place holds the valid rows only; ``output`` may have more.
     if layouts != wanted or any(map(_shorter, found, places)):
         raise CapabilityError(
             f"the step returned {[(t.dtype, tuple(t.shape)) for t in found]} when it was captured "
-            f"and {[(p.dtype, tuple(p.shape)) for p in places]} when it was warmed up; what a step "
-            f"returns must depend on nothing but the captured shape."
+            f"and {[(p.dtype, tuple(p.shape)) for p in places]} at warm-up; the result of a "
+            f"step may depend only on the captured shape."
         )
     left = iter(places)
 

@@ -1,9 +1,9 @@
-"""devgraph as the graph layer of SGLang 0.5.17 to 0.5.23: see docs/sglang.md.
+"""The graph layer of SGLang 0.5.17 to 0.5.23 on devgraph; see docs/sglang.md.
 
-``DEVGRAPH_SGLANG=1`` in the environment of an unmodified ``sglang serve``, or ``install()`` in
-every process of the engine before it captures; ``stats()`` afterwards in the process that did. An
-out-of-tree platform derives from ``DeviceGraphPlatform``. Importing this package imports nothing
-of SGLang.
+Set ``DEVGRAPH_SGLANG=1`` in the environment of an unmodified ``sglang serve``, or call
+``install()`` in each process of the engine before it captures. ``stats()`` returns the counters of
+a process. An out-of-tree platform derives from ``DeviceGraphPlatform``. Importing this package does
+not import SGLang.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ __all__ = [
 
 
 def stats() -> dict[str, Any]:
-    """Return what the graph layer of this process did.
+    """Return the counters of the graph layer of this process.
 
-    Keys: ``backend``, ``pool_bytes``, and ``modes``: for "full" and "breakable" the captures,
-    replays, live graphs, segments, regions, bytes of the graphs, capture seconds, and ``eager``.
+    Keys: ``backend``, ``pool_bytes`` and ``modes``. For "full" and "breakable", ``modes`` has
+    captures, replays, live graphs, segments, regions, bytes of graphs, capture seconds and
+    ``eager``.
     """
     return shared().stats()
 

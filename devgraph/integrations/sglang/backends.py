@@ -1,7 +1,7 @@
-"""SGLang's graph backends on DeviceGraph, and what all backends of a process share.
+"""Graph backends of SGLang on DeviceGraph, and their shared state.
 
-They are subclasses of SGLang's own, because its runners ask for those classes; capture and replay
-are devgraph's.
+They subclass SGLang's own backends, because its runners check the classes. Capture and replay are
+devgraph's.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from devgraph.integrations.sglang.updated import WholeCapture, planned_on_host, 
 MODEL = "sglang.srt.model_executor"
 
 _WARMUPS = 2
-"""Eager runs before the first capture of a session, as SGLang's own backends make before each; one
-before every later shape, whose kernels only have to be chosen and loaded."""
+"""Number of eager runs before the first capture of a session.
+
+SGLang's own backends make as many before each capture. Later shapes get one run, which only chooses
+and loads kernels.
+"""
 
 
 class Shared:
-    """What all backends of this process share; made when the first is."""
+    """The shared state of all backends of this process, created with the first."""
 
     def __init__(self) -> None:
         self.memory = GraphMemory(lambda: "")
@@ -51,19 +54,19 @@ class Shared:
 
 @functools.cache
 def shared() -> Shared:
-    """Return what the backends of this process share."""
+    """Return the shared state of the backends of this process."""
     return Shared()
 
 
 class _OnDevgraph:
-    """The part of both backends that is devgraph's: memory, warm-up, and what surrounds a capture.
+    """The common part of both backends: memory, warm-up, and the setup of captures.
 
-    What only later releases of SGLang have is asked for by name: pre-carving and borrowing of graph
-    memory, the profiler's step, and what a runner says about the rows of outputs.
+    Features of later SGLang releases are looked up by name: pre-carving and borrowing of graph
+    memory, the step of the profiler, and the row counts of outputs.
     """
 
     _devgraph_mode: str
-    """The name under which its graphs are counted."""
+    """Name of the counters of its graphs."""
     _graphs: dict[Any, Any]
     _outputs: dict[Any, Any]
     _capture_stream: Any
@@ -74,11 +77,11 @@ class _OnDevgraph:
     _reuse_output_buffer = False
     _devgraph_pool: Pool | None = None
     _warm = False
-    """Whether a shape was warmed up in this session."""
+    """Whether this session has warmed up a shape."""
     _places: Any
-    """Return where the tensors of what a warm-up returned go; None if they may stay."""
+    """Return the places for the tensors of a warm-up result; None leaves them in place."""
     _capture: Any
-    """Capture a body; return what replays it, and its output."""
+    """Capture a body; return the captured step and its output."""
 
     def __init__(
         self, cuda_graph_runner: Any, *, enable_memory_saver: bool = False, **options: Any
@@ -92,10 +95,10 @@ class _OnDevgraph:
         self._capture_inputs: dict[Any, Any] = {}
 
     def _let_memory_go(self) -> None:
-        """Take memory that can be given back, if SGLang's memory saver is to pause that of graphs.
+        """Use releasable memory if SGLang's memory saver pauses graph memory.
 
         Raises:
-            CapabilityError: the device has none.
+            CapabilityError: the backend has no releasable memory.
         """
         asked = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
         if not importlib.import_module("sglang.srt.utils").get_bool_env_var(asked):
@@ -103,7 +106,7 @@ class _OnDevgraph:
         memory = shared().memory
         if not memory.backend.capabilities.releasable_memory:
             raise CapabilityError(
-                f"SGLang's memory saver is to pause graph memory ({asked}), and that of backend "
+                f"SGLang's memory saver pauses graph memory ({asked}), and that of backend "
                 f"{memory.backend.name!r} cannot be given back and taken again "
                 f"(releasable_memory). Unset it, or do not install devgraph."
             )
@@ -111,9 +114,9 @@ class _OnDevgraph:
 
     @contextlib.contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:
-        """Capture shapes inside; they take memory from the pool of all of SGLang's backends."""
+        """Capture shapes inside the block, in the pool of all backends of SGLang."""
         self._open_pool()
-        # SGLang's stream, on which it warms up: each stream more costs a workspace of cuBLAS.
+        # SGLang's warm-up stream, because each further stream costs a cuBLAS workspace.
         self._capture_stream, self._warm = stream, False
         with self.replay_session():  # type: ignore[attr-defined]
             yield
@@ -121,8 +124,8 @@ class _OnDevgraph:
         shared().publisher.captured()
 
     def _open_pool(self) -> None:
-        # The pool goes where SGLang keeps its own: what it captures itself shares the memory, and
-        # what it borrows between replays are blocks of the graphs that it replays.
+        # SGLang keeps the pool as its own. Graphs that it captures itself share the memory, and it
+        # borrows blocks of this pool between replays.
         pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
         handle = pools.get_global_graph_memory_pool()
         self._devgraph_pool, self._pool = shared().memory.shared(handle)
@@ -143,10 +146,10 @@ class _OnDevgraph:
                 with measured():
                     output = forward()
                 if after is not None:
-                    after()  # attention puts back what the warm-up changed
-            self._step_profiler()  # which counts on so many runs
+                    after()  # attention restores the state that the warm-up changed
+            self._step_profiler()  # expects this number of runs
         if not self._warm:
-            # The largest shape: what later ones take at most is then in the pool or cached.
+            # The largest shape. Later shapes find their memory in the pool or the cache.
             shared().memory.settle()
             self._warm = True
         return output
@@ -164,7 +167,7 @@ class _OnDevgraph:
         capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        """Warm the step up and capture it; a replay of ``shape_key`` is one of what it did."""
+        """Warm up the step and capture it for replays of ``shape_key``."""
         pool = self._devgraph_pool
         if pool is None:
             raise StateError("capture_one was called outside capture_session")
@@ -172,7 +175,7 @@ class _OnDevgraph:
 
         def body() -> Any:
             if self._precarve:
-                self._precarve.mint()  # takes what was measured in one piece
+                self._precarve.mint()  # reserves the measured memory in one block
             output = forward_fn()
             return output if places is None else copy_into(places, output)
 
@@ -183,7 +186,7 @@ class _OnDevgraph:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
-        """What SGLang does around each capture of its own."""
+        """Prepare a capture as SGLang does for its own."""
         pools = importlib.import_module(f"{MODEL}.runner_utils.pool")
         scope = getattr(pools, "graph_pool_capture_scope", contextlib.nullcontext)
         with scope():
@@ -202,7 +205,7 @@ class _OnDevgraph:
 
 @functools.cache
 def full_backend() -> Any:
-    """Return the backend class whose every shape is one graph."""
+    """Return the backend class that captures each shape as one graph."""
     engine: Any = importlib.import_module(f"{MODEL}.runner_backend.full_cuda_graph_backend")
 
     class DeviceGraphBackend(_OnDevgraph, engine.FullCudaGraphBackend):  # type: ignore[misc]
@@ -212,7 +215,7 @@ def full_backend() -> Any:
 
         def __new__(cls, cuda_graph_runner: Any = None, **options: Any) -> Any:
             model_runner = getattr(cuda_graph_runner, "model_runner", None)
-            # SGLang wants one output buffer for prefill, and for nothing else.
+            # SGLang expects a shared output buffer for prefill only.
             if options.pop("reuse_output_buffer", False) and planned_on_host(model_runner):
                 return updated_backend()(cuda_graph_runner, **options)
             return super().__new__(cls)
@@ -234,7 +237,7 @@ def full_backend() -> Any:
 
 @functools.cache
 def breakable_backend() -> Any:
-    """Return the backend class whose shapes break where SGLang's models are marked."""
+    """Return the backend class that breaks shapes at the marks of SGLang's models."""
     engine: Any = importlib.import_module(f"{MODEL}.runner_backend.breakable_cuda_graph_backend")
     segment_class, capture_class = segment_classes()
     base: Any = engine.BreakableCudaGraphBackend
@@ -290,11 +293,11 @@ def breakable_backend() -> Any:
 
 @functools.cache
 def updated_backend() -> Any:
-    """Return the backend class whose every shape is one graph, updated for each batch."""
+    """Return the backend class that captures each shape as one graph and updates it per batch."""
     base: Any = breakable_backend()
 
     class DeviceGraphUpdatedBackend(base):  # type: ignore[misc]
-        """SGLang's breakable backend with its attention inside of the graph, as a region."""
+        """SGLang's breakable backend with attention inside the graph as a region."""
 
         _devgraph_mode = "full"
 
@@ -312,7 +315,7 @@ def updated_backend() -> Any:
             forward = layers.forward
 
             def step() -> Any:
-                # In a replay, which may need a capture, SGLang has put that replay there.
+                # In a replay that needs a capture, SGLang has put that replay there.
                 replaying, layers.forward = layers.forward, forward
                 try:
                     with self._whole.current():
@@ -324,7 +327,7 @@ def updated_backend() -> Any:
             return CapturedStep(captured, self._count), captured.outputs
 
         def replay(self, shape_key: Any, static_forward_batch: Any, **options: Any) -> Any:
-            # The runner leaves it to breaks to wait for layers that are loaded from elsewhere.
+            # The runner expects breaks to wait for layers that are still being loaded.
             loads = self._runner.model_runner.token_to_kv_pool.layer_transfer_counter
             if loads is not None and loads.consumer_index >= 0:
                 loads.wait_until(loads.num_layers - 1)

@@ -1,4 +1,4 @@
-"""Put devgraph under SGLang, and take it out again: every place that is changed is in this file."""
+"""Install devgraph in SGLang and remove it; all changes to SGLang are in this file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SWITCH = "DEVGRAPH_SGLANG"
 
 SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 
-# What the backends use of SGLang, by module; a class and what is used of it after a dot.
+# Names of SGLang that the backends use, by module.
 _USED = {
     f"{MODEL}.runner_backend.full_cuda_graph_backend": "FullCudaGraphBackend.replay",
     f"{MODEL}.runner_backend.breakable_cuda_graph_backend": "BreakableCudaGraphBackend.replay",
@@ -50,25 +50,25 @@ _KEYS = {
     "max_requests": "full_prefill_max_req",
     "max_seq_len": "max_seq_len",
 }
-"""The keys of a phase that SGLang's configuration can express, and its names for them."""
+"""Keys of a phase that SGLang can express, with SGLang's names."""
 
 _POLICIES = ("full", "breakable", "disabled")
 
 
 @attrs.frozen
 class EngineMode:
-    """A mode configuration in SGLang's terms: what each phase's keys of its configuration are."""
+    """A mode configuration translated to SGLang: the keys of each phase."""
 
     text: str
     phases: dict[str, dict[str, Any]]
     limits: tuple[float, ...] = ()
-    """What ``memory`` of each phase allows executables, which is devgraph's and not SGLang's."""
+    """Budget for executables of each phase, which SGLang does not know."""
 
     def put_into(self, arguments: Any) -> None:
-        """Write it into SGLang's ``ServerArgs``, before they are resolved.
+        """Write the mode into SGLang's ``ServerArgs`` before SGLang resolves them.
 
         Raises:
-            ConfigError: SGLang's own options ask for something else, or this SGLang lacks a key.
+            ConfigError: SGLang's own options contradict it, or this SGLang lacks a key.
         """
         from sglang.srt.model_executor import cuda_graph_config as engine
 
@@ -93,7 +93,7 @@ class EngineMode:
         arguments.cuda_graph_config = merged
 
     def check(self, arguments: Any) -> None:
-        """Raise ConfigError if SGLang resolved another backend than it was asked for."""
+        """Raise ConfigError if SGLang resolved another backend than the requested one."""
         for phase, values in self.phases.items():
             got = getattr(_resolved(arguments), phase).backend
             if values.get("backend", got) != got:
@@ -105,7 +105,7 @@ class EngineMode:
 
 
 def _option(arguments: Any, phase: str, key: str) -> Any:
-    """Return what SGLang's flags of one phase say about a key; None if nothing."""
+    """Return the value of SGLang's flag for a key of a phase, or None if it is unset."""
     value = getattr(arguments, f"cuda_graph_{key}_{phase}", None)
     off = ("disable_cuda_graph", f"disable_{phase}_cuda_graph")
     if value is None and key == "backend" and any(getattr(arguments, name, 0) for name in off):
@@ -116,21 +116,20 @@ def _option(arguments: Any, phase: str, key: str) -> Any:
 def _resolved(arguments: Any) -> Any:
     try:
         from sglang.srt.arg_groups.model_override_base import resolved_view
-    except ImportError:  # an SGLang that resolves in place
+    except ImportError:  # some versions resolve in place
         return arguments.cuda_graph_config
     return resolved_view(arguments).cuda_graph_config
 
 
 def engine_mode(text: str, backend: str) -> EngineMode:
-    """Return what the mode configuration ``text`` (JSON, as for --device-graph-mode) means.
-
-    A phase that it does not name keeps what SGLang's own options say.
+    """Translate a mode configuration to SGLang. Other phases keep SGLang's own options.
 
     Args:
-        backend: lay the overlay of this backend over the rest.
+        text: JSON, as for --device-graph-mode.
+        backend: name of the backend whose overlay applies.
 
     Raises:
-        ConfigError: the text is wrong, or SGLang has nothing like it.
+        ConfigError: the text is invalid, or SGLang has no such mode.
     """
     config = DeviceGraphConfig.from_json(text).for_backend(backend)
     phases = {"decode": config.decode, "prefill": config.prefill}
@@ -160,21 +159,21 @@ _here = Installed("SGLang", SWITCH)
 
 
 def install(*, mode: str | None = None, strict: bool = True) -> None:
-    """Let SGLang choose devgraph's backends wherever it would choose its own full or breakable.
+    """Replace SGLang's full and breakable backends by those of devgraph.
 
-    Call it before the engine is made, in each of its processes; DEVGRAPH_SGLANG=1 does that.
-    Idempotent. Devices for which SGLang has backends of their own keep those.
+    Call it in each process before the engine is created; DEVGRAPH_SGLANG=1 does that. Idempotent.
+    Devices for which SGLang has special backends keep them.
 
     Args:
-        mode: a mode configuration as JSON; None for the environment's DEVGRAPH_MODE, and without
-            that SGLang's own options choose.
-        strict: raise if this SGLang cannot be taken over; else warn, and it keeps its own graphs.
+        mode: mode configuration as JSON; None means DEVGRAPH_MODE of the environment. Without
+            either, SGLang's own options choose.
+        strict: raise if this SGLang lacks an attribute that devgraph replaces. Otherwise log a
+            warning; SGLang keeps its own graphs.
 
     Raises:
-        ConfigError: the mode is wrong, is something that SGLang cannot do, or another one than
-            devgraph was installed with.
-        InstallError: with ``strict``, this SGLang has other places than those that devgraph takes
-            over; names the first one that is missing. Nothing is changed then.
+        ConfigError: the mode is invalid or unknown to SGLang, or devgraph is already installed with
+            another mode.
+        InstallError: under ``strict``, this SGLang lacks an attribute. Nothing is changed.
     """
     if not _here.repeated(mode=mode):
         text, changes = mode_text(mode), Changes("SGLang 0.5.17 to 0.5.23")
@@ -193,7 +192,7 @@ def _change(changes: Changes, mode: str | None) -> None:
     changes.change(choice, "BreakableCudaGraphBackend", breakable_backend())
     radix = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
     marked = getattr(radix, "_eager_attention", None)
-    if marked is not None:  # 0.5.17 has it elsewhere, and no prefill that is updated
+    if marked is not None:  # 0.5.17 has it elsewhere and no updated prefill
         changes.change(radix, "_eager_attention", with_region(marked))
     saver = importlib.import_module(SAVER)
     for name, ours in (("pause", GraphMemory.release), ("resume", GraphMemory.restore)):
@@ -205,14 +204,14 @@ def _change(changes: Changes, mode: str | None) -> None:
 
 
 def _with_graphs(ours: Callable[[GraphMemory], None], saver: Any, tag: str) -> None:
-    """Do ``ours`` beside a method of SGLang's memory ``saver``, if graphs are meant."""
+    """Call ``ours`` after a method of SGLang's memory ``saver``, if it concerns graphs."""
     if tag == importlib.import_module("sglang.srt.constants").GPU_MEMORY_TYPE_CUDA_GRAPH:
         ours(shared().memory)
 
 
 def _put_mode(changes: Changes, mode: EngineMode) -> None:
     arguments = importlib.import_module("sglang.srt.server_args").ServerArgs
-    # Arguments resolve later than they are made, once, in one process; before 0.5.18 as they are.
+    # From 0.5.18 on, arguments are resolved once, in one process, after their creation.
     name = "resolve_once" if hasattr(arguments, "resolve_once") else "__post_init__"
 
     def put(self: Any, *_: Any, **__: Any) -> None:
@@ -224,17 +223,19 @@ def _put_mode(changes: Changes, mode: EngineMode) -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install``: engines made afterwards use SGLang's own backends. Idempotent; takes the
-    memory of graphs back first, if the engine has released it."""
+    """Undo ``install``; new engines use SGLang's own backends. Idempotent.
+
+    If the engine has released the memory of graphs, it is restored first.
+    """
     _here.take_out(shared().memory)
 
 
 def plugin() -> None:
-    """The entry point of group ``sglang.srt.plugins``: inert unless DEVGRAPH_SGLANG asks for it.
+    """Install devgraph if DEVGRAPH_SGLANG asks for it; entry point of ``sglang.srt.plugins``.
 
     Raises:
-        SystemExit: DEVGRAPH_SGLANG or DEVGRAPH_MODE has no meaning, or devgraph cannot be installed
-            under ``strict``; SGLang would only log any other exception and go on without devgraph.
+        SystemExit: DEVGRAPH_SGLANG or DEVGRAPH_MODE is invalid, or devgraph cannot be installed
+            under ``strict``. SGLang would log any other exception and continue without devgraph.
     """
     try:
         asked = switched(SWITCH)
@@ -246,21 +247,21 @@ def plugin() -> None:
 
 @functools.cache
 def platform_class() -> Any:
-    """Return the class that an out-of-tree platform derives from."""
+    """Return the base class for out-of-tree platforms."""
     interface: Any = importlib.import_module("sglang.srt.platforms.interface")
 
     class DeviceGraphPlatform(interface.SRTPlatform):  # type: ignore[misc]
         """A platform of SGLang that captures and replays through devgraph.
 
-        Say the identity of the device, its memory and its attention backend, as for any platform
-        of SGLang; the graph runners are SGLang's own, over devgraph's backend of the device.
+        A subclass defines the device, its memory and its attention backend, like any platform of
+        SGLang. The graph runners are SGLang's own, on the devgraph backend of the device.
         """
 
         _enum = interface.PlatformEnum.OOT
         capabilities = interface.PlatformCapabilities(graph_capture=True)
 
         def init_backend(self) -> None:
-            """Called by SGLang in each worker, before it captures."""
+            """Install devgraph; SGLang calls this in each worker before captures."""
             install()
 
         def get_graph_runner_cls(self) -> Any:

@@ -20,21 +20,26 @@ from devgraph.api.session import Session
 from devgraph.integrations.engine.ledger import ModeCount
 
 BREAKS = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
-"""SGLang's module of marks, and of the capture to which they talk."""
+"""SGLang's module of marks and of breakable captures."""
 
 
 def undifferentiated() -> contextlib.AbstractContextManager[Any]:
-    """Lead the block's operations past torch's differentiation, where that is off: going through it
-    is a sixth of what a small one takes. Code is compiled for it, so that warm-ups do the same."""
+    """Dispatch below autograd in the block if gradients are off.
+
+    Autograd dispatch is a sixth of the time of a small operation. Warm-ups use it too, because
+    compiled code depends on it.
+    """
     if torch.is_grad_enabled():
         return contextlib.nullcontext()
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what ``body``, made by SGLang's marks, runs, if that returned nothing at capture: in
-    each replay SGLang then looks for the kind of a result, which has no place to be copied to, and
-    that takes longer than launching a graph."""
+    """Return the function inside ``body``, a break of SGLang, if it returned nothing at capture.
+
+    Otherwise SGLang checks the type of the missing result in each replay, which takes longer than a
+    graph launch.
+    """
     held = inspect.getclosurevars(body).nonlocals
     if held.get("captured_output", body) is not None:
         return body
@@ -43,7 +48,7 @@ def _called_directly(body: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class _Break:
-    """An eager body of SGLang's, which puts what it returns where later segments read it."""
+    """An eager body of SGLang; it stores its result where later segments read it."""
 
     def __init__(self, body: Callable[[], Any]) -> None:
         self._body = _called_directly(body)
@@ -60,7 +65,7 @@ class _Break:
 
 @functools.cache
 def segment_classes() -> tuple[Any, Any]:
-    """Return what stands for SGLang's segmented graph and for its capture."""
+    """Return the replacements of SGLang's segmented graph and of its capture."""
     engine: Any = importlib.import_module(BREAKS)
 
     class Segments(engine.BreakableCUDAGraph):  # type: ignore[misc]
@@ -74,7 +79,7 @@ def segment_classes() -> tuple[Any, Any]:
             self.seconds = 0.0
 
         def _append_segment(self, graph: Any, needs_instantiate: bool) -> None:
-            # SGLang's marks leave the bodies of which each runs before the segment that follows.
+            # SGLang's marks append a body before each following segment.
             self.plan.segments += map(_Break, self._break_fns)
             self._break_fns.clear()
             if graph.graph.recorded_nothing:
@@ -83,7 +88,7 @@ def segment_classes() -> tuple[Any, Any]:
                 self.plan.segments.append(graph.graph)
 
         def replay(self) -> None:
-            """Run segments and eager bodies in order on the current stream, as SGLang does."""
+            """Run segments and eager bodies in order on the current stream."""
             pool = self._pool
             self._count.replays += 1
             token = engine._current_stream_var.set(engine.get_device_module().current_stream())
@@ -105,9 +110,9 @@ def segment_classes() -> tuple[Any, Any]:
             self.plan.segments.clear()
 
     class SegmentCapture(engine.BreakableCUDAGraphCapture):  # type: ignore[misc]
-        """SGLang's capture, which its marks talk to, recording graphs of devgraph.
+        """The capture to which SGLang's marks talk, with graphs of devgraph.
 
-        Entered inside ``session``, on the stream that is current there.
+        It is entered inside ``session``, on the current stream.
         """
 
         def __init__(
@@ -124,11 +129,11 @@ def segment_classes() -> tuple[Any, Any]:
 
         def __exit__(self, *error: Any) -> Any:
             if error[0] is not None:
-                self._current_graph = None  # the session destroys it
+                self._current_graph = None  # the session destroys the graph
             return super().__exit__(*error)
 
         def run_eagerly(self, body: Callable[[], Any]) -> Any:
-            """Make ``body`` a break of its own, which runs now and in every replay."""
+            """Add ``body`` as a break that runs now and in each replay."""
             self._end_current_segment()
             output = body()
             self.cuda_graph._break_fns.append(body)
@@ -138,7 +143,7 @@ def segment_classes() -> tuple[Any, Any]:
         def _begin_new_segment(self) -> None:
             graph = self._backend.make_graph(self._session.pool)
             self._session.begin(graph)
-            # SGLang ends what it records by this name.
+            # SGLang ends a recording by this method.
             end = functools.partial(self._session.end, allow_empty=True)
             self._current_graph = types.SimpleNamespace(graph=graph, capture_end=end)
             self._current_graph_needs_instantiate = False

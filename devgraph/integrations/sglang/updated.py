@@ -1,7 +1,7 @@
-"""SGLang's prefill as one graph around attention that its host plans: see docs/sglang.md.
+"""Prefill of SGLang as one updated graph; see docs/sglang.md.
 
-Torch-native attention slices by lengths on the host, so that SGLang breaks its graphs there. Here
-it is a region, whose key is what the batch makes it do; all else is SGLang's breakable prefill.
+Torch-native attention slices by host lengths, so SGLang breaks its graphs there. Here attention is
+a region with the plan of the batch as its key. Everything else is SGLang's breakable prefill.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from devgraph.runners.ranks import several_ranks
 
 
 def planned_on_host(model_runner: Any) -> bool:
-    """Whether prefill attention is torch-native, in a class that does not change how it extends."""
+    """Whether prefill attention is torch-native and its class does not override the extension."""
     chosen = getattr(model_runner, "attn_backend", None)
     attention = type(getattr(chosen, "prefill_backend", chosen))
     loaded = sys.modules.get("sglang.srt.layers.attention.torch_native_backend")
@@ -33,7 +33,7 @@ def planned_on_host(model_runner: Any) -> bool:
 
 
 def require_updatable(model_runner: Any) -> None:
-    """Raise CapabilityError, which says why, if that attention cannot be updated here."""
+    """Raise CapabilityError with the reason if the attention cannot be updated."""
     window = getattr(model_runner.attn_backend, "use_sliding_window_kv_pool", False)
     for stands, reason in (
         (several_ranks(), "its ranks would have to capture together in the middle of serving"),
@@ -49,7 +49,7 @@ def require_updatable(model_runner: Any) -> None:
 
 
 class _Lengths(tuple[int, ...]):
-    """Whole numbers on the host where attention would index a tensor."""
+    """Host integers in place of a tensor that attention indexes."""
 
     @property
     def shape(self) -> tuple[int]:
@@ -62,12 +62,12 @@ _ON_HOST = {
     "extend_prefix_lens": "extend_prefix_lens_cpu",
     "extend_seq_lens": "extend_seq_lens_cpu",
 }
-"""What attention indexes by request in a batch, and where its values are to be had."""
+"""Attributes that attention indexes by request, with the attributes that hold their host values."""
 
 
 @attrs.frozen
 class _Step:
-    """What attention does in one prefill, which is its key, and the batch."""
+    """The attention plan of one prefill, which is its key, and the batch."""
 
     requests: tuple[_Lengths, ...]
     tokens: int
@@ -75,16 +75,16 @@ class _Step:
 
 
 def _current() -> Any:
-    """Return the variable that holds the capture to which SGLang's marks talk."""
+    """Return the context variable of the capture to which SGLang's marks talk."""
     return importlib.import_module(BREAKS)._current_capture_var
 
 
 def _step() -> _Step:
-    """Return the step of the batch that SGLang has published on this thread."""
+    """Return the step of the batch published on this thread."""
     from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_batch
 
     capture = _current().get()
-    if is_capturing():  # where no tensor is read
+    if is_capturing():  # no tensor is read here
         known: _Step = capture.step
         return known
     batch = get_forward_batch()
@@ -99,17 +99,17 @@ def _step() -> _Step:
 
 
 class WholeCapture:
-    """Stands for SGLang's own capture while a step is warmed up and captured as one graph.
+    """A replacement of SGLang's capture while a step is captured as one graph.
 
     Attributes:
-        step: that of the warm-up, for the capture.
+        step: step of the warm-up, for the capture.
     """
 
     step: _Step
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Let SGLang's marks talk to this capture in the block."""
+        """Make this the capture of SGLang's marks in the block."""
         token = _current().set(self)
         try:
             yield
@@ -119,7 +119,7 @@ class WholeCapture:
     def _end_current_segment(self) -> None:
         raise CapabilityError(
             "SGLang runs more than attention of this model between graphs (eager_on_graph), and a "
-            "graph of the whole prefill would repeat what that did at capture. Choose breakable."
+            "graph of the whole prefill would repeat its work of the capture. Choose breakable."
         )
 
 

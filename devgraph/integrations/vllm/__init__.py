@@ -1,9 +1,9 @@
-"""devgraph as the graph layer of vLLM: see docs/vllm.md.
+"""The graph layer of vLLM on devgraph; see docs/vllm.md.
 
-``install()`` before the engine is made, or ``DEVGRAPH_VLLM=1`` in the environment of an
-unmodified ``vllm serve``; ``stats()`` afterwards. An out-of-tree platform names
-``devgraph.integrations.vllm.DeviceGraphWrapper`` in ``get_static_graph_wrapper_cls``.
-Importing this package imports nothing of vLLM.
+Call ``install()`` before the engine is created, or set ``DEVGRAPH_VLLM=1`` in the environment of an
+unmodified ``vllm serve``. ``stats()`` returns the counters. An out-of-tree platform returns
+``devgraph.integrations.vllm.DeviceGraphWrapper`` from ``get_static_graph_wrapper_cls``. Importing
+this package does not import vLLM.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["DeviceGraphWrapper", "InstallError", "install", "plugin", "stats", "
 
 
 def stats() -> dict[str, Any]:
-    """Return what the graph layer of this process did.
+    """Return the counters of the graph layer of this process.
 
-    Keys: ``installed`` (the places of vLLM that are devgraph's), ``backend``, ``pool_bytes``, and
-    ``modes``: for "piecewise", "full" and "breakable" the captures, replays, live graphs, segments,
-    regions, bytes of the graphs themselves, capture seconds, and ``eager``: calls that ran without
-    a graph, by reason. In mode piecewise every piece of a model counts as a call.
+    Keys: ``installed`` (replaced attributes of vLLM), ``backend``, ``pool_bytes`` and ``modes``.
+    For "piecewise", "full" and "breakable", ``modes`` has captures, replays, live graphs, segments,
+    regions, bytes of graphs, capture seconds, and ``eager``: calls without a graph, by reason. In
+    mode piecewise each piece of a model counts as one call.
     """
     places = [] if here.now is None else list(here.now.places)
     layer = current_layer()

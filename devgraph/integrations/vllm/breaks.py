@@ -1,8 +1,8 @@
-"""vLLM's attention as regions: found by name and by vLLM's marks while a step is being captured.
+"""Attention of vLLM as regions, found by op name and by vLLM's own marks during a capture.
 
-Outside a capture nothing stands between vLLM and its ops. Inside one, a torch function mode hands
-every call of a listed op to a region, and so does what vLLM itself marks as a break; each replay
-then runs the op itself, which reads the live metadata from vLLM's forward context.
+Outside a capture, vLLM calls its ops directly. During a capture, a torch function mode passes each
+call of a listed op to a region, and so do vLLM's marks of breaks. Each replay runs the op, which
+reads the live metadata from vLLM's forward context.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.marks.marks import is_capturing, region
 
 _CACHE_OPS = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
-"""vLLM keeps these out of its own piecewise graphs as well: what they write is in the metadata."""
+"""Ops that vLLM keeps out of its own piecewise graphs too: the metadata says where they write."""
 
 
 def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
-    """Return a region for each attention op of this vLLM that is registered, by what a torch
-    function mode sees.
+    """Return a region for each registered attention op, by the objects a function mode sees.
 
     Args:
-        compilation_config: vLLM's; it lists the attention ops.
+        compilation_config: configuration of vLLM, which lists the attention ops.
     """
     names: Iterable[str] = dict.fromkeys(
         (*compilation_config._attention_ops, *(compilation_config.splitting_ops or ()), *_CACHE_OPS)
@@ -34,7 +33,7 @@ def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
     for name in names:
         space, _, op = name.partition("::")
         packet = getattr(getattr(torch.ops, space), op, None)
-        if packet is None:  # Its module was not imported: no layer of this model uses it.
+        if packet is None:  # Its module is not imported, so no layer of this model uses it.
             continue
         marked = _region_of(packet, name)
         found[packet] = marked
@@ -44,7 +43,7 @@ def attention_ops(compilation_config: Any) -> dict[Any, Callable[..., Any]]:
 
 
 def _marks() -> Any:
-    """Return where vLLM keeps a thread's breakable capture."""
+    """Return the context variable of vLLM for a thread's breakable capture."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 
     return BreakableCUDAGraphCapture._tls
@@ -59,25 +58,28 @@ def _region_of(op: Any, name: str) -> Callable[..., Any]:
 
 
 def _region(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``body`` as a region that runs in a capture on what is not written yet, as it does in
-    vLLM's own: so that no executable is made before a step needs it."""
+    """Return ``body`` as a region that runs on unwritten inputs during a capture.
+
+    vLLM's own breaks do the same. Otherwise each segment would need an executable at capture.
+    """
     return region(capture_stub=body)(body)
 
 
 class AttentionBreaks(TorchFunctionMode):
-    """While entered, calls of the given ops go to their regions, and what vLLM marks with
-    ``eager_break_during_capture`` to one each: this is then the thread's breakable capture, which
-    those marks ask for.
+    """A context that turns attention ops and vLLM's marked breaks into regions.
+
+    While it is entered, it is the thread's breakable capture, to which functions marked with
+    ``eager_break_during_capture`` talk.
 
     Args:
-        regions: from ``attention_ops``.
+        regions: result of ``attention_ops``.
     """
 
     def __init__(self, regions: dict[Any, Callable[..., Any]]) -> None:
         super().__init__()
         self._regions = regions
         self.calls = 0
-        """Calls that went to a region."""
+        """Number of calls that became a region."""
 
     def __enter__(self) -> Any:
         _marks().active = self
@@ -91,11 +93,11 @@ class AttentionBreaks(TorchFunctionMode):
 
     @property
     def _capturing(self) -> bool:
-        """Read by vLLM's marks: not in a warm-up, and not inside the region of a listed op."""
+        """Whether vLLM's marks break: not during warm-up nor inside a region of a listed op."""
         return is_capturing()
 
     def add_eager(self, body: Callable[[], Any]) -> Any:
-        """Run ``body`` now and at every replay, between graphs; vLLM's marks call it."""
+        """Run ``body`` now and at each replay between graphs. Called by vLLM's marks."""
         self.calls += 1
         return _region(body)()
 
@@ -113,9 +115,9 @@ class AttentionBreaks(TorchFunctionMode):
         return marked(*args, **(kwargs or {}))
 
     def require_calls(self, layers: Iterable[str]) -> None:
-        """Raise CaptureError if a model with attention ran without calling one of the ops.
+        """Raise CaptureError if a model with attention layers called none of the ops.
 
-        Its attention would have been recorded as it is without metadata, and wrong for ever.
+        Its attention would be recorded as it runs without metadata, and replays would be wrong.
         """
         names = list(layers)
         if names and not self.calls:

@@ -1,4 +1,4 @@
-"""Put devgraph under vLLM, and take it out again: every place that is changed is in this file."""
+"""Install devgraph in vLLM and remove it; all changes to vLLM are in this file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SWITCH = "DEVGRAPH_VLLM"
 WRAPPER = "devgraph.integrations.vllm.DeviceGraphWrapper"
 _BREAKABLE_VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 MANAGERS = "vllm.v1.worker.gpu.cudagraph_utils"
-"""The managers of the V2 runner, which make graphs by themselves."""
+"""Managers of the V2 runner, which create graphs themselves."""
 MICROBATCHES = "vllm.v1.worker.gpu_ubatch_wrapper"
-"""Those of the V1 runner, whose threads launch on the stream that is current at a capture."""
+"""Managers of the V1 runner; their threads launch on the capture stream."""
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
 
 
@@ -51,25 +51,25 @@ _SEEN = "_devgraph_mode"
 
 @attrs.frozen(kw_only=True)
 class EngineMode:
-    """A mode configuration in vLLM's terms."""
+    """A mode configuration translated to vLLM."""
 
     name: str
-    """Of vLLM's ``CUDAGraphMode``."""
+    """Name of a member of vLLM's ``CUDAGraphMode``."""
     breakable: bool
-    """Prefill runs in segments around attention, without torch.compile."""
+    """Whether prefill runs in segments around attention, without torch.compile."""
     text: str
-    """The configuration that it came from, for messages."""
+    """The original configuration, for messages."""
 
     def put_into(self, config: Any) -> None:
-        """Write it into vLLM's ``CompilationConfig``, before that is resolved.
+        """Write the mode into vLLM's ``CompilationConfig`` before vLLM resolves it.
 
         Raises:
-            ConfigError: vLLM's own options ask for something else.
+            ConfigError: vLLM's own options contradict it.
         """
         from vllm.config import CUDAGraphMode
 
         if vars(config).get(_SEEN) == self:
-            return  # vLLM builds a configuration again when it changes a part of it.
+            return  # vLLM builds the configuration again when it changes a part.
         setattr(config, _SEEN, self)
         wanted, given = CUDAGraphMode[self.name], config.cudagraph_mode
         if given not in (None, wanted):
@@ -80,7 +80,7 @@ class EngineMode:
         config.cudagraph_mode = wanted
 
     def check(self, config: Any, who: str) -> None:
-        """Raise ConfigError if vLLM resolved another graph mode than it was asked for."""
+        """Raise ConfigError if vLLM resolved another graph mode than the requested one."""
         got = config.cudagraph_mode
         if got.name != self.name:
             raise ConfigError(
@@ -92,15 +92,14 @@ class EngineMode:
 
 
 def engine_mode(text: str, backend: str | None = None) -> EngineMode:
-    """Return what the mode configuration ``text`` (JSON, as for --device-graph-mode) means.
-
-    vLLM has one mode for uniform decode and one for everything else.
+    """Translate a mode configuration to vLLM, which has one mode for uniform decode and one more.
 
     Args:
-        backend: lay the overlay of this backend over the rest.
+        text: JSON, as for --device-graph-mode.
+        backend: name of the backend whose overlay applies.
 
     Raises:
-        ConfigError: the text is wrong, or vLLM has nothing like it.
+        ConfigError: the text is invalid, or vLLM has no such mode.
     """
     config = DeviceGraphConfig.from_json(text)
     if backend is not None:
@@ -124,16 +123,17 @@ def engine_mode(text: str, backend: str | None = None) -> EngineMode:
 
 
 class Installation(Changes):
-    """What was changed in vLLM, in order, so that it can be undone."""
+    """The changes to vLLM, in order."""
 
     mode: EngineMode | None = None
-    """What the mode configuration asked for; None leaves the choice to vLLM's own options."""
+    """The requested mode; None leaves the choice to vLLM's own options."""
 
     def put(self, layer: Layer, mode: str | None, backend: str | None) -> None:
         """Change vLLM; see ``install`` for ``mode`` and ``backend``.
 
         Raises:
-            ConfigError: vLLM cannot do what the mode says. InstallError: a place is missing.
+            ConfigError: vLLM cannot run the mode.
+            InstallError: vLLM lacks an attribute that devgraph replaces.
         """
         if mode is not None:
             self.mode = engine_mode(mode, backend or _platform_backend())
@@ -148,9 +148,9 @@ class Installation(Changes):
     def _put_wrappers(self) -> None:
         platform = type(importlib.import_module("vllm.platforms").current_platform)
         self.require(platform, "get_global_graph_pool")
-        # PIECEWISE on both runners: vLLM resolves this name where it compiles pieces.
+        # PIECEWISE on both runners: vLLM resolves this name when it compiles pieces.
         self.change(platform, "get_static_graph_wrapper_cls", classmethod(lambda cls: WRAPPER))
-        # FULL on V1, and microbatches, whose whole-batch steps use it.
+        # FULL on V1, and whole-batch steps of microbatches.
         for name in (V1_RUNNER, MICROBATCHES):
             self.change(importlib.import_module(name), "CUDAGraphWrapper", graph_wrapper())
 
@@ -170,7 +170,7 @@ class Installation(Changes):
 
     def _put_breaks(self) -> None:
         wrapper = step_wrapper()
-        # Models that are imported later, with managers of their own, take it from where it is made.
+        # Modules of models that are imported later get it from its original module.
         for name in ("vllm.compilation.breakable_cudagraph", V1_RUNNER):
             self.change(importlib.import_module(name), "BreakableCUDAGraphWrapper", wrapper)
         managers = importlib.import_module(MANAGERS)
@@ -182,27 +182,26 @@ class Installation(Changes):
             self.change(runner, "ModelCudaGraphManager", breaking)
 
     def _put_sleep(self, memory: GraphMemory) -> None:
-        """Of both levels: the memory of graphs goes with what vLLM itself gives back, and comes
-        back with it at the same addresses."""
+        """Release graph memory when vLLM sleeps at either level, and restore it at its wake-up."""
         worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
 
         def prepare(self: Any, vllm_config: Any, *_: Any, **__: Any) -> None:
-            # Collectives register with other ranks what lies behind an address, and that changes;
-            # vLLM's own option for graphs that sleep keeps them from it.
+            # Collectives register the memory behind an address with other ranks, and sleep changes
+            # that memory. vLLM's own option for graphs that sleep switches the registration off.
             alone = vllm_config.parallel_config.world_size_across_dp == 1
             registers = not (alone or getattr(vllm_config, "use_cumem_cudagraph_pool", False))
             memory.releasable = vllm_config.model_config.enable_sleep_mode and not registers
 
         self.around(worker, "__init__", before=prepare)
         self.around(worker, "sleep", after=lambda *_, **__: memory.release())
-        # Whatever is to wake up. If there is no memory, vLLM still sleeps and can be woken again.
+        # For any tag. If memory is short, vLLM stays asleep and can be woken later.
         self.around(worker, "wake_up", before=lambda *_, **__: memory.restore())
 
     def _put_mode(self, mode: EngineMode) -> None:
         config = importlib.import_module("vllm.config")
 
         def put_in(self: Any, *_: Any, **__: Any) -> None:
-            if self.model_config is not None:  # else a placeholder, which runs nothing
+            if self.model_config is not None:  # otherwise a placeholder that runs nothing
                 mode.put_into(self.compilation_config)
 
         def check(self: Any, *_: Any, **__: Any) -> None:
@@ -216,8 +215,8 @@ class Installation(Changes):
         self.around(config.VllmConfig, "__post_init__", before=put_in, after=check)
         self.around(compilation, "resolve_cudagraph_mode_and_sizes", after=check_resolved)
         if "PIECEWISE" in mode.name:
-            # vLLM reads it when it makes a configuration, and lets PIECEWISE be uncompiled then;
-            # for some models it sets it itself where it is not set.
+            # vLLM reads the variable when it creates a configuration, and then allows PIECEWISE
+            # without compilation. For some models vLLM sets it itself.
             before = os.environ.get(_BREAKABLE_VARIABLE)
             if before is not None and (before == "1") is not mode.breakable:
                 raise ConfigError(
@@ -233,7 +232,7 @@ def _set_breakable(value: str | None) -> None:
         os.environ.pop(_BREAKABLE_VARIABLE, None)
     else:
         os.environ[_BREAKABLE_VARIABLE] = value
-    # Since its first engine vLLM may know the environment by heart.
+    # vLLM may have cached the environment at its first engine.
     forget = getattr(importlib.import_module("vllm.envs"), "disable_envs_cache", None)
     if forget is not None:
         forget()
@@ -243,24 +242,24 @@ here = Installed("vLLM", SWITCH)
 
 
 def install(*, mode: str | None = None, backend: str | None = None, strict: bool = False) -> bool:
-    """Make devgraph the graph layer of vLLM in this process; call it before the engine is made.
+    """Make devgraph the graph layer of vLLM in this process, before the engine is created.
 
     Idempotent. Nothing runs on the device until vLLM captures.
 
     Args:
-        mode: a mode configuration as JSON; None for the environment's DEVGRAPH_MODE, and without
-            that vLLM's own options choose.
-        backend: name of the backend; None for the one of vLLM's platform.
-        strict: raise if this vLLM cannot be taken over, and later where a step could not use its
-            graph; else warn once, and vLLM keeps its own layer.
+        mode: mode configuration as JSON; None means DEVGRAPH_MODE of the environment. Without
+            either, vLLM's own options choose.
+        backend: name of the backend; None selects that of vLLM's platform.
+        strict: raise if this vLLM lacks an attribute that devgraph replaces, and later if a step
+            cannot use its graph. Otherwise log one warning; vLLM keeps its own layer.
 
     Returns:
-        whether devgraph is the graph layer now.
+        Whether devgraph is the graph layer now.
 
     Raises:
-        ConfigError: the mode is wrong, is something that vLLM cannot do, or it or the backend is
-            another one than devgraph was installed with; always.
-        InstallError: with ``strict``, what is missing in this vLLM.
+        ConfigError: the mode is invalid or unknown to vLLM, or devgraph is already installed with
+            another mode or backend.
+        InstallError: under ``strict``, this vLLM lacks an attribute.
     """
     if here.repeated(mode=mode, backend=backend):
         return True
@@ -271,25 +270,30 @@ def install(*, mode: str | None = None, backend: str | None = None, strict: bool
 
 
 def _platform_backend() -> str | None:
-    """Return the name of the platform's backend, for overlays; makes none, as that would touch the
-    device before vLLM forks its workers."""
+    """Return the name of the platform's backend without creating it.
+
+    Creating it would touch the device before vLLM forks its workers.
+    """
     from vllm.platforms import current_platform
 
     return "rocm" if current_platform.is_rocm() else current_platform.device_type or None
 
 
 def uninstall() -> None:
-    """Undo ``install``: engines made afterwards use vLLM's own layer, and wrappers that exist stay
-    devgraph's. Idempotent; takes the memory of graphs back first, if the engine sleeps."""
+    """Undo ``install``. Idempotent.
+
+    New engines use vLLM's own layer; existing wrappers stay. If the engine sleeps, the memory of
+    graphs is restored first.
+    """
     here.take_out(current_layer().memory)
 
 
 def plugin() -> None:
-    """The entry point of group ``vllm.general_plugins``: inert unless DEVGRAPH_VLLM asks for it.
+    """Install devgraph if DEVGRAPH_VLLM asks for it; entry point of ``vllm.general_plugins``.
 
     Raises:
-        ConfigError: DEVGRAPH_VLLM or DEVGRAPH_MODE has no meaning.
-        InstallError: under DEVGRAPH_VLLM=strict, when devgraph cannot be installed.
+        ConfigError: DEVGRAPH_VLLM or DEVGRAPH_MODE is invalid.
+        InstallError: under DEVGRAPH_VLLM=strict, devgraph cannot be installed.
     """
     asked = switched(SWITCH)
     if asked is not None:

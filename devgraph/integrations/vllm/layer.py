@@ -1,4 +1,4 @@
-"""The graph layer of one process: its memory, its counters, and what surrounds a capture."""
+"""The graph layer of one process: memory, counters, and the setup of captures."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from devgraph.integrations.engine.memory import GraphMemory
 logger = logging.getLogger(__name__)
 
 _NEVER = 2**31 - 1
-"""The largest threshold: so many collections of the middle generation do not happen."""
+"""The largest threshold of the collector, which is never reached."""
 
 
 class Round:
-    """A round of captures, on either runner: with fewer runs before and less around each piece.
+    """A round of captures, on either runner, with fewer warm-up runs than vLLM makes.
 
-    vLLM runs every step once before it captures it, though what a first run finds (compiled code,
-    modules to load, workspaces) is the same for most sizes. Here the first step of each kind is
-    run. Where another turns out to need a run of its own, its capture fails; nothing of the round
-    is left, and it is made anew as vLLM does it.
+    vLLM runs each step once before its capture, but most sizes share the work of a first run:
+    compiled code, loaded modules, workspaces. A round therefore runs the first step of each kind
+    only. If another step needs a run too, its capture fails; the round is undone and repeated
+    with a run of every step.
 
     Args:
-        config: vLLM's.
+        config: configuration of vLLM.
     """
 
     def __init__(self, config: Any) -> None:
         compilation = config.compilation_config
         self._ends = [part.end for part in compilation.get_compile_ranges()]
         self._compiled_alone = frozenset(compilation.compile_sizes or ())
-        # A rank that made its round anew would wait for others that do not.
+        # A rank that repeats its round would wait for ranks that do not.
         self._all = config.parallel_config.world_size_across_dp > 1
         self._seen: set[Hashable] = set()
         self._skipped = False
         self.runs_step = True
-        """What ``wants_run`` said of the step that is being captured."""
+        """Result of ``wants_run`` for the current step."""
         self._undo = contextlib.ExitStack()
         from vllm.compilation.counter import compilation_counter
 
         self._counter = compilation_counter
 
     def wants_run(self, desc: Any) -> bool:
-        """Whether a step is to be run, given its descriptor; ask once for each."""
+        """Whether the step of a descriptor needs a run. Call once for each step."""
         kind = self._kind(desc)
         wanted = self._all or kind not in self._seen
         self._seen.add(kind)
@@ -61,8 +61,11 @@ class Round:
         return wanted
 
     def _kind(self, desc: Any) -> Hashable:
-        """Return all of a descriptor that its size does not change, and of the size what code may
-        be compiled for: a range, a size of its own, one, and what sixteen divides."""
+        """Return the kind of a step: steps of one kind share compiled code.
+
+        The kind has the fields of the descriptor except its size. Of the size it has the properties
+        that code is compiled for: a range, a size of its own, one, divisible by sixteen.
+        """
         sizes = tokens, _ = desc.num_tokens, desc.num_reqs
         shapes = tuple(size is not None and (size == 1, size % 16 == 0) for size in sizes)
         alone = tokens if tokens in self._compiled_alone else None
@@ -70,12 +73,15 @@ class Round:
         return rest, shapes, bisect_left(self._ends, tokens), alone
 
     def on_failure(self, undo: Callable[..., object], *args: Any) -> None:
-        """Call ``undo(*args)`` if the round fails."""
+        """Register ``undo(*args)`` for a round that fails."""
         self._undo.callback(undo, *args)
 
     def make(self, capture: Callable[[], Any]) -> Any:
-        """Return ``capture()``, which captures all steps of the round; if it fails, nothing that
-        was captured is left, and it is called once more if steps were not run."""
+        """Return ``capture()``, which captures all steps of the round.
+
+        If it fails, all captures of the round are undone. If some steps were not run before,
+        ``capture`` is called again.
+        """
         with no_full_collections():
             while True:
                 try:
@@ -88,18 +94,21 @@ class Round:
                 except Exception as error:
                     if not self._skipped:
                         raise
-                    logger.info("a step needs a run before its capture: captured anew (%s)", error)
+                    logger.info(
+                        "a step needs a run before its capture; the round is repeated (%s)", error
+                    )
                     self._all, self._skipped = True, False
 
 
 @contextlib.contextmanager
 def no_full_collections() -> Iterator[None]:
-    """Let the collector visit young objects only. A full collection walks the whole heap (0.4 s in
-    an engine of vLLM) and would come several times in a round of captures; one that the program
-    asks for itself still does, and where Python collects in steps they stay as they are.
+    """Limit the garbage collector to young objects inside the block.
 
-    Not by freezing the heap: thawing it afterwards would thaw what the program froze itself, and
-    asking whether it did walks what is frozen.
+    A full collection walks the whole heap (0.4 s in an engine of vLLM) and would happen several
+    times in a round of captures. Explicit collections still run, and incremental collectors are
+    left alone. The heap is not frozen, because thawing would also thaw the objects that the
+    program froze.
+
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], _NEVER)
@@ -110,7 +119,7 @@ def no_full_collections() -> Iterator[None]:
 
 
 class _Step:
-    """A step whose pieces are being captured, and the session that is held for them."""
+    """The open capture of a step in pieces, and its session."""
 
     session: Session | None = None
 
@@ -118,12 +127,12 @@ class _Step:
         self._around = around
 
     def leave(self) -> None:
-        """Let the session go."""
+        """Close the session."""
         self.session = None
         self._around.close()
 
     def enter(self, pool: Pool) -> Session:
-        """Return the session of ``pool``, which is held from now on."""
+        """Open the session of ``pool`` and return it."""
         if self.session is None or self.session.pool is not pool:
             self.leave()
             self.session = self._around.enter_context(session(pool))
@@ -131,18 +140,18 @@ class _Step:
 
 
 class _Here(threading.local):
-    """What this thread captures; engines on other threads capture for themselves."""
+    """The captures of this thread. Engines on other threads capture independently."""
 
     step: _Step | None = None
     round: Round | None = None
 
 
 class Layer:
-    """What all graph wrappers of this process share.
+    """The shared state of all graph wrappers of this process.
 
     Args:
-        backend: name of the backend; None for the one of vLLM's platform.
-        strict: raise where a step could not use its graph.
+        backend: name of the backend; None selects that of vLLM's platform.
+        strict: whether a step that cannot use its graph raises.
     """
 
     def __init__(self, *, backend: str | None = None, strict: bool = False) -> None:
@@ -153,11 +162,11 @@ class Layer:
 
     @property
     def round(self) -> Round | None:
-        """Of captures, the one that this thread makes."""
+        """The capture of this thread."""
         return self._here.round
 
     def default_handle(self) -> Hashable:
-        """Return the platform's handle of graph memory; one of our own where it has none."""
+        """Return the platform's handle of graph memory, or an own handle if it has none."""
         from vllm.platforms import current_platform
 
         if getattr(current_platform, "graph_pool_handle", None) is None:
@@ -167,9 +176,11 @@ class Layer:
 
     @contextlib.contextmanager
     def one_step(self) -> Iterator[None]:
-        """Capture the pieces of a step: what the first capture of the block needs around it (the
-        device's lock, the stream to capture on) stays for the others and for what runs between
-        them, because a step has many pieces and each is small."""
+        """Keep one session for all pieces of a step that are captured in the block.
+
+        The session holds the device lock and the capture stream. Opening it for each piece would
+        take longer than a small piece.
+        """
         with contextlib.ExitStack() as around:
             self._here.step = _Step(around)
             try:
@@ -178,7 +189,7 @@ class Layer:
                 self._here.step = None
 
     def capture_round(self, config: Any, capture: Callable[[Round], Any]) -> Any:
-        """Return ``capture(round)``, which captures all steps of a round; see ``Round.make``."""
+        """Return ``capture(round)`` for a new round; see ``Round.make``."""
         outer, made = self.round, Round(config)
         self._here.round = made
         try:
@@ -187,14 +198,16 @@ class Layer:
             self._here.round = outer
 
     def allocated(self) -> int:
-        """Return how many bytes of the device tensors have; 0 where nobody counts them."""
+        """Return the bytes of live device tensors, or 0 if the allocator does not count them."""
         count = getattr(getattr(self.memory.backend, "namespace", None), "memory_allocated", None)
         return 0 if count is None else count()
 
     @contextlib.contextmanager
     def writing(self, replay: Callable[[], object]) -> Iterator[None]:
-        """Capture a step in the block, and ``replay`` it if it was not run and keeps memory that it
-        took: vLLM keeps tensors by size, which the first run writes and later steps only read."""
+        """Capture a step in the block; ``replay`` it if it kept new memory without a run before.
+
+        vLLM caches tensors by size. The first run writes them, and later steps only read them.
+        """
         if self.round is None or self.round.runs_step:
             yield
             return
@@ -204,27 +217,28 @@ class Layer:
             replay()
 
     def within(self, pool: Pool) -> contextlib.AbstractContextManager[Session]:
-        """Return the session that records a piece into ``pool``."""
+        """Return the session for a piece in ``pool``."""
         step = self._here.step
         if step is None or is_capturing():
             return session(pool)
         return contextlib.nullcontext(step.enter(pool))
 
     def prepare(self, pool: Pool, *, settle: bool) -> Callable[[], None]:
-        """Do what vLLM does before each capture of its own.
+        """Prepare a capture as vLLM does for its own.
 
         Args:
-            settle: free unused memory first.
+            pool: memory of the capture.
+            settle: whether to free unused memory first.
 
         Returns:
-            what joins the weight offloader's stream; call it at the end of the captured body.
+            A callable that joins the stream of the weight offloader, for the end of the body.
         """
         if settle:
             self.memory.settle()
         set_graph_pool_id, get_offloader = self._engine
         handle = getattr(pool, "handle", None)
         if handle is not None:
-            # Collectives that need registered memory leave the graph's pool and come back to it.
+            # Collectives that need registered memory allocate outside the graph's pool.
             set_graph_pool_id(handle)
         offloader = get_offloader()
         offloader.sync_prev_onload()
@@ -239,7 +253,7 @@ class Layer:
         return set_graph_pool_id, get_offloader
 
     def leave_step(self) -> None:
-        """Let go of what is held for the pieces of a step, for what captures by itself there."""
+        """Close the session of a step's pieces, for code that captures by itself."""
         if self._here.step is not None:
             self._here.step.leave()
 
@@ -251,19 +265,19 @@ def _device_type() -> str:
 
 
 class _Holder:
-    """The process's layer; made when it is first asked for."""
+    """The layer of the process, created on demand."""
 
     layer: Layer | None = None
 
 
 def current_layer() -> Layer:
-    """Return this process's layer, with the defaults if nothing was installed."""
+    """Return the layer of this process; create one with default settings if needed."""
     if _Holder.layer is None:
         _Holder.layer = Layer()
     return _Holder.layer
 
 
 def reset_layer(layer: Layer | None) -> Layer | None:
-    """Put ``layer`` in place of the process's; return what was there."""
+    """Replace the layer of the process and return the old one."""
     before, _Holder.layer = _Holder.layer, layer
     return before

@@ -1,9 +1,9 @@
-"""Where vLLM makes graphs by itself: its own code runs on, over graphs of devgraph.
+"""Graphs of devgraph for code of vLLM that creates graphs itself.
 
-The managers of the V2 runner (of the model, of drafts, of decoder replay), encoder graphs and
-micro-batch pairs make a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``. In
-the modules that do, these two names are devgraph's. What is prepared for a capture, in which order,
-on which thread and with which signatures changes from version to version, and stays vLLM's own.
+The managers of the V2 runner (model, drafts, decoder replay), encoder graphs and micro-batch pairs
+create a ``torch.cuda.CUDAGraph()`` and record it in ``torch.cuda.graph(...)``. In their modules,
+devgraph replaces these two names. Preparation, order, threads and signatures change from version to
+version and remain vLLM's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNNAMED = ("devgraph", "graphs without a pool")
 
 
 class EngineGraph:
-    """What ``CUDAGraph()`` makes in vLLM's modules: empty until ``_recording`` of it ends."""
+    """The ``CUDAGraph`` of vLLM's modules; empty until its recording ends."""
 
     __slots__ = ("__weakref__", "step")
 
@@ -41,7 +41,7 @@ class EngineGraph:
             StateError: nothing was captured.
         """
         if self.step is None:
-            raise StateError("a graph of vLLM is replayed that was never captured")
+            raise StateError("a graph of vLLM is replayed before its capture")
         self.step.replay()
 
 
@@ -49,13 +49,14 @@ class EngineGraph:
 def _recording(
     threads: bool, graph: EngineGraph, pool: Any = None, stream: Any = None
 ) -> Iterator[None]:
-    """Capture the block into ``graph``, as ``torch.cuda.graph`` does.
+    """Capture the block into ``graph``, like ``torch.cuda.graph``.
 
     Args:
-        threads: whether other threads launch on ``stream``, so that it must be recorded on. Else
-            one that is current is not: all graphs of a pool are recorded on the pool's own, because
-            memory is reused within one stream only.
-        pool: vLLM's handle of graph memory; graphs without one share a pool of their own.
+        threads: whether other threads launch on ``stream``, which must then be the capture stream.
+            Otherwise the pool's stream is used, because memory is reused within one stream only.
+        graph: the graph to capture into.
+        pool: vLLM's handle of graph memory; graphs without a handle share one pool.
+        stream: stream of vLLM for the capture.
     """
     layer = current_layer()
     count = layer.counts["full"]
@@ -76,13 +77,15 @@ def _is_current(stream: Any) -> bool:
 
 @contextlib.contextmanager
 def own_pool(pool: Any, config: Any) -> Iterator[Any]:
-    """Stands for vLLM's ``capture_pool``, which has whole steps of engines that offload graphs lie
-    in a pool of its allocator: they share that of pieces, which sleeps as well."""
+    """Replace vLLM's ``capture_pool``, which puts whole steps into a pool of its allocator.
+
+    Whole steps share the pool of pieces, which can sleep too.
+    """
     yield pool
 
 
 class _Overlay:
-    """A namespace with some names of its own and all others of ``base``."""
+    """A namespace with own names and the other names of ``base``."""
 
     def __init__(self, base: Any, **names: Any) -> None:
         vars(self).update(names, _base=base)
@@ -92,18 +95,21 @@ class _Overlay:
 
 
 def graph_making_torch(base: Any, *, threads: bool = False) -> Any:
-    """Return ``base``, the module torch, with graphs of devgraph.
+    """Return the module torch with graphs of devgraph.
 
     Args:
-        threads: whether what is captured is launched by threads of vLLM's.
+        base: the module torch.
+        threads: whether threads of vLLM launch the captured work.
     """
     graph = functools.partial(_recording, threads)
     return _Overlay(base, cuda=_Overlay(base.cuda, CUDAGraph=EngineGraph, graph=graph))
 
 
 def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``CudaGraphManager.capture`` of the V2 runner, a round of captures, without the
-    segments of an earlier one: they read other buffers."""
+    """Return ``CudaGraphManager.capture`` of the V2 runner as a round of captures.
+
+    It drops the segments of an earlier round, because they read other buffers.
+    """
     from vllm.config import CUDAGraphMode
 
     layer = current_layer()
@@ -118,13 +124,13 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
         def drop() -> None:
             for desc in self.graphs.keys() - before:
                 del self.graphs[desc]
-            # What vLLM has measured of them while it profiles.
+            # Measurements of vLLM while it profiles.
             (getattr(self, "_capture_mem_samples", None) or []).clear()
 
         def capture_all(made: Round) -> Any:
             def create(desc: Any, *args: Any, **kwargs: Any) -> Any:
                 result = create_forward_fn(desc, *args, **kwargs)
-                # Up to vLLM 0.24 the attention state comes with it.
+                # Up to vLLM 0.24 it includes the attention state.
                 forward, *state = result if isinstance(result, tuple) else (result,)
 
                 def run(mode: Any) -> Any:
@@ -139,14 +145,14 @@ def sparing_capture(capture: Callable[..., Any]) -> Callable[..., Any]:
             made.on_failure(drop)
             return capture(self, create, *args, **kwargs)
 
-        # vLLM collects its whole heap before: nothing old is worth another walk.
+        # vLLM has just collected its whole heap.
         return layer.capture_round(self.vllm_config, capture_all)
 
     return capture_sparingly
 
 
 def sparing_round(capture_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_capture_cudagraphs`` of the V1 runner, a round of captures in one mode."""
+    """Return ``_capture_cudagraphs`` of the V1 runner as a round of captures in one mode."""
     layer = current_layer()
 
     @functools.wraps(capture_all)
@@ -157,7 +163,7 @@ def sparing_round(capture_all: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sparing_step(capture: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``_warmup_and_capture`` of the V1 runner, one step of a round or of profiling."""
+    """Return ``_warmup_and_capture`` of the V1 runner as a step of a round or of profiling."""
     layer = current_layer()
 
     @functools.wraps(capture)
@@ -172,7 +178,7 @@ def sparing_step(capture: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def counting_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``CudaGraphManager.dispatch`` which counts why a step has no graph."""
+    """Return ``CudaGraphManager.dispatch`` that counts steps without a graph by reason."""
     from vllm.config import CUDAGraphMode
 
     count = current_layer().counts["full"]
@@ -195,17 +201,19 @@ def _why(manager: Any, num_tokens: int) -> str:
 
 
 def breaking_manager(base: Any) -> Any:
-    """Return ``base``, a graph manager without a breakable mode of its own (vLLM 0.22), under which
-    the model's forward captures PIECEWISE itself, in segments around attention."""
+    """Return a subclass of a graph manager that lacks a breakable mode (vLLM 0.22).
+
+    Under PIECEWISE the model's forward then captures segments around attention itself.
+    """
 
     class Manager(base):  # type: ignore[misc]
         __doc__ = base.__doc__
 
         def capture(self, model: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(model.forward, BreakableStep):
-                model.forward.clear_graphs()  # An earlier capture read other buffers.
+                model.forward.clear_graphs()  # Earlier captures read other buffers.
             else:
-                # On the instance: vLLM asks the model itself for the interfaces it has.
+                # On the instance, because vLLM checks the interfaces of the model itself.
                 model.forward = BreakableStep(model.forward, self.vllm_config)
             return super().capture(model, *args, **kwargs)
 

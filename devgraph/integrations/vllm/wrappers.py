@@ -1,7 +1,7 @@
-"""Classes that stand where vLLM's graph wrappers stand, made when vLLM is there to subclass.
+"""Replacements of vLLM's graph wrappers, created once vLLM is imported.
 
-They are subclasses of vLLM's own, so that every ``isinstance`` check, instance set and class-wide
-clear in vLLM keeps working.
+They subclass vLLM's own, so that ``isinstance`` checks, instance sets and class-wide clears in vLLM
+keep working.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 class _Graphs:
-    """What both wrapper classes share: a pool by vLLM's handle, a graph per kind of step, and
-    vLLM's protocol. Without a forward context, or when the context's runtime mode is not the
-    wrapper's own, the runnable is called; else a step that is new is captured and the live output
-    returned, and a known one is replayed and the stored output returned.
+    """The common base of both wrapper classes: vLLM's protocol over captured steps.
 
-    Subclasses set ``runnable``, ``vllm_config`` and ``runtime_mode`` (None for every mode) before
+    A call works as follows.
+
+    1. Without a forward context, or under another runtime mode, it calls the runnable.
+    2. A new kind of step is captured, and the live output is returned.
+    3. Other steps are replayed, and the stored output is returned.
+
+    Subclasses set ``runnable``, ``vllm_config`` and ``runtime_mode`` (None for all modes) before
     they call ``_prepare``.
     """
 
@@ -41,11 +44,11 @@ class _Graphs:
     runtime_mode: Any
 
     def _prepare(self, *, counts: dict[Any, str], checked: bool = True) -> None:
-        """Get ready for calls.
+        """Initialise the shared state.
 
         Args:
-            counts: names of the counters by runtime mode, calls without a mode under None.
-            checked: whether inputs must lie where they lay at capture.
+            counts: names of the counters by runtime mode; None stands for calls without a mode.
+            checked: whether inputs must have the addresses of the capture.
         """
         from vllm.compilation.counter import compilation_counter
         from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
@@ -82,8 +85,8 @@ class _Graphs:
             if entry.inputs != addresses(args, kwargs):
                 self._count_moved(count, context.batch_descriptor)
                 return self.runnable(*args, **kwargs)
-            # An engine that passes its static buffers once goes on to: only strict and debugging
-            # look again, as the engine's own layer does.
+            # An engine that passes static buffers once always does. Only strict and debugging check
+            # again, like the engine's own layer.
             if not (self._layer.strict or self.is_debugging_mode):
                 entry.inputs = None
         self._offloader().sync_prev_onload()
@@ -105,26 +108,26 @@ class _Graphs:
         if self._layer.round is not None:
             self._layer.round.on_failure(self._drop, key, entry)
         self._counter.num_cudagraph_captured += 1
-        # The output itself: it keeps its memory while the next pieces are captured.
+        # The live output keeps its memory while the next pieces are captured.
         return output
 
     def _drop(self, key: Hashable, entry: CapturedStep) -> None:
-        if self.concrete_cudagraph_entries.get(key) is entry:  # vLLM may have cleared them
+        if self.concrete_cudagraph_entries.get(key) is entry:  # vLLM may have cleared the steps
             del self.concrete_cudagraph_entries[key]
         entry.reset()
 
     def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
-        """Return what names the graph of a call; the batch descriptor if nothing else does."""
+        """Return the key of a call: by default its batch descriptor."""
         descriptor: Hashable = context.batch_descriptor
         return descriptor
 
     def _record(self, context: Any, /, *args: Any, **kwargs: Any) -> tuple[CapturedStep, Any]:
-        """Capture a call; return what replays it, and its live output."""
+        """Capture a call; return the captured step and its live output."""
         raise NotImplementedError
 
     @property
     def graph_pool(self) -> Hashable:
-        """vLLM's handle of the memory that the next captures use; vLLM swaps it."""
+        """Handle of graph memory for the next captures; vLLM swaps it."""
         return self._handle
 
     @graph_pool.setter
@@ -133,7 +136,7 @@ class _Graphs:
         self._pool: Any = None
 
     def clear_graphs(self) -> None:
-        """Free every graph of this wrapper; the next step with a graph mode captures anew."""
+        """Free all graphs of this wrapper; the next step with a graph mode captures again."""
         entries = list(self.concrete_cudagraph_entries.values())
         self.concrete_cudagraph_entries.clear()
         self._pool = None
@@ -147,7 +150,7 @@ class _Graphs:
 
     @property
     def cudagraph_wrapper(self) -> Any:
-        """Itself; vLLM asks a wrapped model for it."""
+        """The wrapper itself, which vLLM expects of a wrapped model."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -181,11 +184,11 @@ class _Graphs:
         return CapturedStep(graph, count, output if release else weak(pool, output)), output
 
     def _count_moved(self, count: ModeCount, descriptor: Any) -> None:
-        """Count a step whose input lies elsewhere than at capture; raise under strict."""
+        """Count a step with a moved input; raise under strict."""
         count.eager[EagerReason.INPUT_MOVED] += 1
         text = (
-            f"an input of the step for {descriptor} lies elsewhere than at capture, and a graph "
-            f"would read the old address"
+            f"an input of the step for {descriptor} has another address than at capture, and a "
+            f"graph would read the old one"
         )
         if self._layer.strict:
             raise StateError(f"{text}. Keep inputs in static buffers, or unset strict.")
@@ -195,12 +198,12 @@ class _Graphs:
 
 @functools.cache
 def graph_wrapper() -> Any:
-    """Return the class that a platform's ``get_static_graph_wrapper_cls`` names."""
+    """Return the class for a platform's ``get_static_graph_wrapper_cls``."""
     from vllm.compilation import cuda_graph
     from vllm.config import CUDAGraphMode
 
     class DeviceGraphWrapper(_Graphs, cuda_graph.CUDAGraphWrapper):  # type: ignore[misc]
-        """One runnable of vLLM with a graph per batch descriptor."""
+        """A runnable of vLLM with one graph for each batch descriptor."""
 
         def __init__(
             self,
@@ -216,7 +219,7 @@ def graph_wrapper() -> Any:
             self.vllm_config = vllm_config
             self.runtime_mode = runtime_mode
             self.cudagraph_options = cudagraph_options or cuda_graph.CUDAGraphOptions()
-            # A piece reads what earlier pieces wrote; a whole step reads the engine's buffers.
+            # A piece reads results of earlier pieces. A whole step reads the engine's buffers.
             self._prepare(
                 counts=dict.fromkeys((None, runtime_mode), runtime_mode.name.lower()),
                 checked=runtime_mode == CUDAGraphMode.FULL,
@@ -234,16 +237,16 @@ def graph_wrapper() -> Any:
 
 
 class BreakableStep(_Graphs):
-    """A model's forward whose attention runs eagerly between graphs, with live metadata.
+    """A model's forward with attention run eagerly between graphs, on live metadata.
 
-    The step of a batch descriptor that is new is captured, for runtime mode PIECEWISE in segments
-    around the attention ops and for FULL in one graph with them.
+    A new batch descriptor is captured: under PIECEWISE in segments around the attention ops, under
+    FULL in one graph.
 
     Args:
-        runnable: the forward of an uncompiled model.
-        vllm_config: vLLM's.
-        runtime_mode: the one mode that is captured; None for both.
-        key_fn: what else of a call's arguments names its graph.
+        runnable: forward of an uncompiled model.
+        vllm_config: configuration of vLLM.
+        runtime_mode: the only mode that is captured; None means both.
+        key_fn: returns a further part of the key from the arguments of a call.
     """
 
     def __init__(
@@ -265,7 +268,7 @@ class BreakableStep(_Graphs):
 
     @property
     def entries(self) -> dict[Hashable, CapturedStep]:
-        """Captured steps by runtime mode, batch descriptor and key, by the name that vLLM has."""
+        """Captured steps by runtime mode, batch descriptor and key; the name is vLLM's."""
         return self.concrete_cudagraph_entries
 
     def _key(self, context: Any, /, *args: Any, **kwargs: Any) -> Hashable:
@@ -286,8 +289,8 @@ class BreakableStep(_Graphs):
             join()
             return output
 
-        # Once more under the mode: what the model compiles by itself, it compiles per mode, and
-        # never inside a capture.
+        # Another run under the mode: the model compiles its own code for each mode, which is not
+        # possible inside a capture.
         warmup = 0 if self.concrete_cudagraph_entries else 1
         backend = self._layer.memory.backend
         captured = capture_under(
@@ -303,11 +306,11 @@ class BreakableStep(_Graphs):
 
 @functools.cache
 def step_wrapper() -> Any:
-    """Return the class that stands for vLLM's own breakable wrapper on the V1 runner."""
+    """Return the class that replaces vLLM's breakable wrapper on the V1 runner."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 
     class BreakableStepWrapper(BreakableStep, BreakableCUDAGraphWrapper):  # type: ignore[misc]
-        """``BreakableStep`` known to vLLM as one of its wrappers."""
+        """A ``BreakableStep`` that vLLM recognises as one of its wrappers."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             BreakableStep.__init__(self, *args, **kwargs)

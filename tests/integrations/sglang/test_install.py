@@ -108,7 +108,7 @@ def test_spawned_process_is_left_alone_unless_asked(tmp_path: Path) -> None:
     assert "the stand-in has no graphs of its own" in done.stderr
     done = scheduler(tmp_path, DEVGRAPH_SGLANG="maybe")
     assert done.returncode == 1
-    assert done.stderr.startswith("devgraph: DEVGRAPH_SGLANG='maybe' has no meaning")
+    assert done.stderr.startswith("devgraph: DEVGRAPH_SGLANG='maybe' is invalid")
 
 
 def test_plugin_does_nothing_unless_asked(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_plugin_does_nothing_unless_asked(engine: Any, monkeypatch: pytest.Monke
     sglang.plugin()
     assert choice.FullCudaGraphBackend is before
     monkeypatch.setenv("DEVGRAPH_SGLANG", "maybe")
-    with pytest.raises(SystemExit, match="DEVGRAPH_SGLANG='maybe' has no meaning"):
+    with pytest.raises(SystemExit, match="DEVGRAPH_SGLANG='maybe' is invalid"):
         sglang.plugin()
     monkeypatch.setenv("DEVGRAPH_SGLANG", "1")
     sglang.plugin()

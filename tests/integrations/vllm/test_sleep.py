@@ -179,7 +179,7 @@ def test_backend_that_cannot_give_memory_back_says_so_and_keeps_it(
     monkeypatch.setattr(backend, "capabilities", lesser)
     with caplog.at_level(logging.WARNING, "devgraph"):
         sleeper = Sleeper(engine, monkeypatch)
-    assert "cannot give the memory of graphs back" in caplog.text
+    assert "cannot release graph memory" in caplog.text
     sleeper.worker.sleep(1)
     assert sleeper.held == sleeper.bytes
     sleeper.worker.wake_up()
