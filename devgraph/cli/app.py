@@ -10,20 +10,27 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from devgraph import __version__
 from devgraph.api.config.phase import DeviceGraphWarning
-from devgraph.api.errors import DeviceGraphError
+from devgraph.api.errors import DeviceGraphError, did_you_mean
 from devgraph.api.registry import AUTOLOAD, AUTOLOAD_WAS_ON
 from devgraph.cli.arguments import COMMANDS, Options
+from devgraph.cli.tables import print_lines
 
 logger = logging.getLogger(__name__)
 
 ERROR = 2
 _INTERRUPTED = 130
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+_COLORS: Mapping[str, Mapping[str, str | None]] = {
+    "auto": {},
+    "always": {"FORCE_COLOR": "1", "NO_COLOR": None},
+    "never": {"NO_COLOR": "1", "FORCE_COLOR": None},
+}
+"""The variables that rich reads, by the value of ``--color``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _environment(), _messages():
             args = _parser().parse_args(argv)
             logging.getLogger("devgraph").setLevel(_LEVELS[min(getattr(args, "verbose", 0), 2)])
-            return _run(args)
+            with _variables(_COLORS[getattr(args, "color", "auto")]):
+                return _run(args)
     except KeyboardInterrupt:
         _complain("interrupted")
         return _INTERRUPTED
@@ -43,20 +51,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """What the program's imports are to find, where the user has not set it."""
+    """Set the variables that the imports of the program read, unless the user has set them."""
     # Bars of libraries would run through the text of a pipe. Read when torch imports tqdm.
     wanted = {"TQDM_DISABLE": "1"}
     if AUTOLOAD not in os.environ:
         # The registry loads vendors' packages, by name; one that lacks its driver would end
         # `import torch`, and doctor could not say so.
         wanted |= {AUTOLOAD: "0", AUTOLOAD_WAS_ON: "1"}
-    added = [name for name in wanted if name not in os.environ]
-    os.environ.update({name: wanted[name] for name in added})
+    with _variables({name: value for name, value in wanted.items() if name not in os.environ}):
+        yield
+
+
+@contextlib.contextmanager
+def _variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set environment variables for the block; None removes one."""
+    before = {name: os.environ.get(name) for name in values}
+    _set_variables(values)
     try:
         yield
     finally:
-        for name in added:
+        _set_variables(before)
+
+
+def _set_variables(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
             os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -85,7 +107,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line: the usage of a command is a screen of flags."""
+    """A parser whose errors are one line, because the usage of a command fills a screen."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            hint = did_you_mean(str(value), names)
+            raise argparse.ArgumentError(action, f"{value!r} does not exist. {hint}")
 
     def error(self, message: str) -> NoReturn:
         """Print the line and leave."""
@@ -100,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help=text, **unset)
     text = "show what is going on; twice for all of it"
     common.add_argument("-v", "--verbose", action="count", help=text, **unset)
+    text = "colours of the output; auto asks the terminal and NO_COLOR"
+    common.add_argument("--color", choices=[*_COLORS], help=text, **unset)
     text = "One API for the device graphs of every vendor."
     parser = _Parser(prog="devgraph", description=text, parents=[common])
     parser.add_argument("--version", action="version", version=f"devgraph {__version__}")
@@ -141,7 +171,7 @@ def _messages() -> Iterator[None]:
 
 def _complain(text: str) -> None:
     if sys.stderr is not None:
-        # Where nobody reads it or nothing can hold it, the exit code tells as much.
+        style = "error" if text.startswith("error") else ""
+        # If nobody reads standard error, the exit code says the same.
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"devgraph: {' '.join(text.splitlines())}\n")
-            sys.stderr.flush()
+            print_lines(f"devgraph: {' '.join(text.splitlines())}", style=style, stderr=True)

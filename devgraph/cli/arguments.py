@@ -6,6 +6,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from devgraph.api.config.flags import add_cli_args
@@ -237,6 +238,17 @@ def check_compilers(args: argparse.Namespace, chosen: Sequence[str]) -> None:
     if args.compiler is not None and not any(map(compiles, chosen)):
         names = " and ".join(filter(compiles, policies()))
         raise CommandError(f"--compiler is of the policy {names}: nothing else compiles")
+
+
+def check_model(name: str) -> None:
+    """Refuse a ``--model`` that is written as a path and does not exist.
+
+    Raises:
+        CommandError: there is no such folder or file.
+    """
+    is_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
+    if is_path and not Path(name).expanduser().exists():
+        raise CommandError(f"--model {name}: there is no such folder or file")
 
 
 def by_name(flag: str, given: Sequence[str], example: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Time everything and print it; 1 when a policy fails or its outputs are not those of eager."""
     if args.plot is not None and not args.plot.endswith(".svg"):
         raise CommandError(f"cannot write the chart {args.plot}: charts are SVG, name it *.svg")
+    if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
+        raise CommandError(f"cannot write {args.plot}: there is no such folder")
     for name in (*SIZES, "kv_len", "compiler") if args.encoder else ("images",):
         if getattr(args, name) is not None:
             beside = "with" if args.encoder else "without"

@@ -23,7 +23,7 @@ from devgraph.api.config.model import DeviceGraphConfig
 from devgraph.api.config.phase import PhaseConfig
 from devgraph.api.config.resolve import resolve
 from devgraph.api.registry import get_backend
-from devgraph.cli.arguments import MOST_REQUESTS, MOST_STEP_TOKENS, mode_of
+from devgraph.cli.arguments import MOST_REQUESTS, MOST_STEP_TOKENS, check_model, mode_of
 from devgraph.cli.tables import (
     CommandError,
     number,
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
     """Run ``prompts`` as ``args`` say; return the exit code."""
+    check_model(args.model)
     backend = get_backend(args.backend)
     # The integration swaps parts of the model in and out around each step.
     facts = EngineFacts(traceable=False).on_backend(backend)

@@ -23,7 +23,7 @@ from devgraph.api.config.resolve import Resolution, resolve
 from devgraph.api.errors import BackendUnavailableError, ConfigError
 from devgraph.api.policy import WHOLE, registration
 from devgraph.api.registry import declaration, get_backend
-from devgraph.cli.arguments import by_name, mode_of
+from devgraph.cli.arguments import by_name, check_model, mode_of
 from devgraph.cli.tables import (
     CommandError,
     print_json,
@@ -143,6 +143,7 @@ def _facts(given: list[str]) -> EngineFacts:
 def _sizes(args: argparse.Namespace) -> ModelSizes | None:
     if args.model is None:
         return None
+    check_model(args.model)
     from devgraph.integrations.transformers.loading import read_config
 
     config = read_config(args.model)

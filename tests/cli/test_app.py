@@ -78,6 +78,50 @@ def test_unusable_arguments_exit_with_2(argv: list[str], capsys: pytest.CaptureF
     assert line.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["dcotor"], "argument command: 'dcotor' does not exist. Known: "),
+        (["dcotor"], "Did you mean 'doctor'?"),
+        (["explain", "a:b", "--policy", "ful"], "Did you mean 'full'?"),
+        (["plan", "--model", "/nope"], "--model /nope: there is no such folder or file"),
+    ],
+)
+def test_typo_is_answered_with_the_nearest_name(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+):
+    result = run_cli(capsys, *argv)
+    assert result.code == 2
+    assert hint in result.err
+
+
+@pytest.mark.parametrize(
+    ("color", "variables", "colored"),
+    [
+        ("always", {"NO_COLOR": "1"}, True),
+        ("never", {"FORCE_COLOR": "1"}, False),
+        ("auto", {}, False),
+        ("auto", {"FORCE_COLOR": "1"}, True),
+    ],
+)
+def test_colour_is_the_choice_of_the_user(
+    color: str,
+    variables: dict[str, str],
+    colored: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    result = run_cli(capsys, "plan", "--color", color, "--backend", "cuba")
+    assert result.code == 2
+    assert ("\x1b[31m" in result.err) is colored
+    assert dict(os.environ) == before
+
+
 def test_environment_is_left_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
