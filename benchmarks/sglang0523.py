@@ -3,7 +3,7 @@
     python benchmarks/sglang0523.py MODEL [--jobs own:default devgraph:default ...] [--rounds 5]
 
 MODEL is a folder with a configuration and weights. A job is LAYER:MODE: the layer is own, devgraph
-or devgraph+64, with a budget of 64 MiB for what graphs launch ("memory" in docs/modes.md); the mode
+or devgraph+64, with a budget of 64 MiB for executables ("executable_budget" of the mode); the mode
 is default (decode full, prefill breakable), full, breakable or eager. Every job is SGLang's
 ModelRunner in a process of its own, through SGLang's benchmark.one_batch. They import SGLang at the
 same time, start one after the other, so that captures and memory are each one's own, stay, and then
@@ -118,7 +118,7 @@ class Worker:
         if name == "devgraph":
             from devgraph.integrations import sglang
 
-            budget = {"memory": int(memory) * 2**20} if memory else None
+            budget = {"executable_budget": int(memory) * 2**20} if memory else None
             sglang.install(mode=json.dumps(dict.fromkeys(PHASES, budget)) if budget else None)
         arguments = ServerArgs(model_path=model, **options(mode, dry))
         arguments.resolve_once()

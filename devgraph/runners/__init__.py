@@ -1,12 +1,13 @@
-"""Runners: what data flows through fixed buffers, and which bucket to use."""
+"""Runners: batches in fixed buffers, and the choice of a bucket."""
 
 from __future__ import annotations
 
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Buckets, default_buckets
 from devgraph.runners.decisions import Decision, GraphKey, Reason
-from devgraph.runners.decode import DecodeRunner, Loop, LoopResult
+from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.encoder import EncoderRunner
+from devgraph.runners.loop import Loop, LoopResult
 from devgraph.runners.prefill import PrefillRunner
 from devgraph.runners.prove import RunnerReport
 from devgraph.runners.ranks import RankGroup

@@ -1,10 +1,12 @@
-"""How the graphs of a runner are captured: in which order, and what happens when one fails."""
+"""Capture of a runner's graphs: order, agreement between ranks, and failures."""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import gc
+import json
 import logging
 import os
 import sys
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from devgraph.api.backend import Backend
@@ -34,44 +37,72 @@ from devgraph.api.pool import Pool
 from devgraph.api.process import collector
 from devgraph.api.session import session
 from devgraph.runners.decisions import Decision, Reason
-from devgraph.runners.graphs import BucketGraph, Emulated, Graphs, Learned
+from devgraph.runners.graphs import BucketGraph, EmulatedGraph, Graphs
 from devgraph.runners.ranks import PeerFailed, RankGroup
 from devgraph.runners.report import Counters, ReplayPace, format_bytes
 from devgraph.runners.step import StaticBatch, Step
 
 logger = logging.getLogger(__name__)
 
-_SLOW = "slow"
-"""What a rank tells the others of a bucket that is fine but for its speed."""
-
-_COLD = "cold"
-"""What a rank tells the others of a capture that failed after fewer runs than ``_WARMUPS``."""
-
 _fastest_paces: weakref.WeakKeyDictionary[Backend, float] = weakref.WeakKeyDictionary()
 """Fastest pace of replays on each backend in this process, in microseconds a kernel."""
 
-_WARMUPS = 2
-"""Runs before a capture that failed after fewer, as many as torch recommends."""
-
-_TRIALS = 4
-"""Runs of which the fastest counts: a first replay may have to instantiate its graph."""
+_RETRY_RUNS = 2
+"""Warm-up runs before a failed capture is retried; torch recommends this number."""
 
 _RAISED = (Reason.CAPTURE_FAILED, Reason.RANKS_DROPPED)
-"""Why a graph waits for the next ``capture``, and is not tried again between steps."""
+"""Reasons after which a graph waits for the next ``capture``; ``idle`` does not try it again."""
 
-_WANTED = (Reason.NOT_CAPTURED, Reason.INVALIDATED, Reason.EVICTED)
-"""Why a graph is missing that may be captured as soon as batches want it."""
+_ELIGIBLE = (Reason.NOT_CAPTURED, Reason.INVALIDATED, Reason.EVICTED)
+"""Reasons for a missing graph that batches may have captured."""
 
 
-class Capturing:
-    """Captures the graphs of a runner, in rounds that all ranks take part in.
+class Outcome(enum.Enum):
+    """Result of one rank's turn at capturing a graph."""
+
+    CAPTURED = "captured"
+    RETRY = "retry"
+    """The capture failed and is worth a retry after warm-up runs."""
+    DROPPED = "dropped"
+    """This rank cannot capture the graph; all ranks drop it."""
+    PEER_FAILED = "peer failed"
+    """The capture was given up because of another rank, which reports the reason."""
+    RAISED = "raised"
+    """The capture raised an error; all ranks stop."""
+
+
+@attrs.frozen
+class RankOutcome:
+    """An outcome together with its explanation, as ranks exchange them."""
+
+    outcome: Outcome
+    text: str = ""
+
+    @classmethod
+    def of_error(cls, error: BaseException) -> RankOutcome:
+        """Return the outcome of a turn that raised ``error``."""
+        return cls(Outcome.RAISED, f"raised {type(error).__name__}: {error}")
+
+    def encoded(self) -> str:
+        """Return the text that represents this outcome in an exchange."""
+        return json.dumps([self.outcome.value, self.text])
+
+    @classmethod
+    def decoded(cls, text: str) -> RankOutcome:
+        """Return the outcome that ``encoded`` made ``text`` from."""
+        value, explanation = json.loads(text)
+        return cls(Outcome(value), explanation)
+
+
+class CaptureScheduler:
+    """Captures the graphs of a runner in rounds; all ranks take part in each round.
 
     Args:
-        facts: what all ranks must have in common.
-        share: that of the runner whose buffers this one uses.
+        facts: settings that all ranks must have in common.
+        share: the scheduler of the runner whose buffers this runner uses.
 
     Attributes:
-        rounds: how many rounds there were, which keeps the exchanges of ranks apart.
+        rounds: number of rounds so far; it keeps the exchanges between ranks apart.
     """
 
     def __init__(
@@ -82,7 +113,7 @@ class Capturing:
         *,
         ranks: RankGroup,
         facts: Mapping[str, Any],
-        share: Capturing | None,
+        share: CaptureScheduler | None,
     ) -> None:
         self._share = share
         self._step = step
@@ -92,107 +123,101 @@ class Capturing:
         self._options = step.options
         self._config = step.options.config
         self._name = step.options.name
-        # Of a lender, what it says of how often all ranks meet in its first look.
+        # These settings of the lender determine the number of barriers in ``_run_largest``.
         lent = share and {name: share.facts[name] for name in ("variants", "share")}
         self.facts: Mapping[str, Any] = {**facts, "share": lent}
-        # What must be the same for hits of buckets to say something of another process.
-        known = {n: fact for n, fact in facts.items() if n not in ("mode", "buckets")}
-        known |= {"name": self._name, "device": step.backend.device_name}
-        self._learned = Learned(self._config.learned, known)
         self._backend, self._pool = step.backend, step.pool
         self._held = 0
-        self._met = False
-        """Whether all ranks have seen what the step returns."""
+        """Bytes of the pool before the capture that is in progress."""
+        self._outputs_known = False
+        """Whether all ranks have learned the outputs of the step."""
         self.rounds = 0
         self.pace: ReplayPace | None = None
-        """How fast graphs went after the last round, where a device has several paces."""
+        """Pace of graphs after the last round; None on a device with a single pace."""
 
     @property
     def pending(self) -> list[BucketGraph]:
-        """The graphs that may be captured beside those that are, largest first."""
+        """The graphs that may be captured within ``max_graphs``, largest first."""
         pending, most = self._graphs.pending, self._options.max_graphs
         return pending if most is None else pending[: most - len(self._graphs.captured)]
 
     def want(self, decision: Decision) -> BucketGraph | None:
-        """Note a batch that ran eagerly; return the graph that is to be captured for such ones."""
+        """Count a batch that ran eagerly; return the graph to capture because of it, if any."""
         graph = self._graphs.get(decision.key)
-        if graph is None or decision.reason not in _WANTED:
+        if graph is None or decision.reason not in _ELIGIBLE:
             return None
         graph.wants += 1
-        graph.missed += 1
-        # A rank alone never captures: several of them do so in ``idle``.
-        alone = self._ranks.size == 1 and not self._pool.recordings.released
-        return graph if alone and self._deserves(graph) and not graph.dropped else None
+        # A rank of several never captures alone: all of them capture in ``idle``.
+        is_alone = self._ranks.size == 1 and not self._pool.recordings.released
+        return graph if is_alone and self._is_due(graph) and not graph.dropped else None
 
     def elect(self, *, ready: bool) -> BucketGraph | None:
-        """Return the graph that all ranks capture between two steps, if there is one now.
+        """Return the graph that all ranks capture between two steps, or None.
 
-        It is the most used in earlier processes, or the largest where nothing was learnt. With
-        ``capture="lazy"`` those that enough batches of a rank wanted come first.
-
-        Where there is no room for one more graph, only one that batches want is elected.
+        It is the largest pending graph. With ``capture="lazy"``, graphs that enough batches of a
+        rank wanted come first. If ``max_graphs`` is reached, only such graphs are elected.
 
         Args:
-            ready: whether this rank has time for it.
+            ready: whether this rank has time for a capture.
 
         Raises:
-            AgreementError: ranks differ in what is left, or one did not come.
+            AgreementError: ranks differ in their pending graphs, or a rank did not vote.
         """
         ready = ready and not self._pool.recordings.released
-        everything, room = list(self._graphs), bool(self.pending)
+        all_graphs, has_room = list(self._graphs), bool(self.pending)
         left = [graph for graph in self._graphs.pending if graph.reason not in _RAISED]
+        # A graph that is due has a lower number than every graph that is not.
         numbers = [
-            everything.index(graph) + len(everything) * self._place(graph)
+            all_graphs.index(graph) + (0 if self._is_due(graph) else len(all_graphs))
             for graph in left
-            if room or self._deserves(graph)
+            if has_room or self._is_due(graph)
         ]
-        wanted = min(numbers, default=None)
         state = f"{self.rounds}: {', '.join(str(graph.key) for graph in left)}"
-        elected = self._ranks.elect(wanted, self._name, ready=ready, state=state)
-        return None if elected is None else everything[elected % len(everything)]
+        number = self._ranks.elect(min(numbers, default=None), self._name, ready=ready, state=state)
+        return None if number is None else all_graphs[number % len(all_graphs)]
 
-    def _place(self, graph: BucketGraph) -> int:
-        return 0 if self._deserves(graph) else 1 + self._learned.place(graph)
-
-    def _deserves(self, graph: BucketGraph) -> bool:
+    def _is_due(self, graph: BucketGraph) -> bool:
         """Whether enough batches wanted ``graph`` for ``capture="lazy"``."""
         config = self._config
         return config.capture == "lazy" and graph.wants >= config.lazy_hits
 
     def round(self, graphs: Sequence[BucketGraph], profile: str | None = None) -> None:
-        """Capture ``graphs``, which are ordered largest first; ``profile`` is a folder for traces.
+        """Capture ``graphs``, which are ordered largest first.
+
+        Args:
+            graphs: the graphs to capture.
+            profile: folder for traces of the captures.
 
         Raises:
             ResourceError: memory or another resource ran out and the runner is strict.
             AgreementError: another rank failed, is late, or is gone.
-            Exception: whatever the step raised. Earlier captures of the round are kept.
+            Exception: an error of the step. Earlier captures of the round are kept.
         """
         self._begin(graphs)
-        if graphs and not self.pending:  # one more, in the place of the one that ran longest ago
+        if graphs and not self.pending:  # ``max_graphs`` is reached: evict the oldest graph.
             oldest = min(self._graphs.captured, key=lambda other: other.used)
             oldest.forget(Reason.EVICTED, f"made room for {graphs[0].key}")
         self._held = self._pool.bytes
-        if self._backend not in _fastest_paces:  # the pace that the captures must leave
-            _measure_pace(self._backend)
+        if self._backend not in _fastest_paces:
+            _measure_pace(self._backend)  # Captures must keep this pace.
         started = time.perf_counter()
         done: list[BucketGraph] = []
         with (
-            _collector_at_rest(),
+            _collector_paused(),
             _progress(f"{self._name}: capturing", len(graphs), self._options.progress) as advance,
         ):
             for index, graph in enumerate(graphs):
                 advance(str(graph.key))
                 with _traced(profile, f"{self._name} {graph.key}"):
-                    reason, detail = self._turn(graph)
+                    reason, detail = self._take_turn(graph, self._config.warmup)
                 if reason is not None:
                     self._drop(graphs[index:], reason, detail)
                     break
-                if graph.captured is not None:
-                    done.append(graph)
+                done.append(graph)
         self.pace = _measure_pace(self._backend)
         if self.pace is not None and self.pace.slow:
             logger.warning(
-                "%s: graphs of this process now take %.2f us from kernel to kernel, and took %.2f "
+                "%s: graphs of this process now take %.2f us from kernel to kernel instead of %.2f "
                 "before: some program launches kernels on further streams (docs/fast-replay.md)",
                 self._name,
                 self.pace.microseconds,
@@ -210,8 +235,10 @@ class Capturing:
         )
 
     def require(self, profile: str | None) -> None:
-        """Raise what keeps this rank from a round, before anything is captured, and let the others
-        know; as ``Runner.capture``."""
+        """Raise the error that keeps this rank from a round, and report it to the other ranks.
+
+        Nothing is captured before. Raises as ``Runner.capture``.
+        """
         try:
             if profile is not None:
                 _require_folder(profile)
@@ -222,12 +249,12 @@ class Capturing:
 
     def _begin(self, graphs: Sequence[BucketGraph]) -> None:
         self._step.settle_autocast()
-        wanted = [str(graph.key) for graph in graphs]
-        self._ranks.handshake(f"{self._name}/{self.rounds}", {**self.facts, "to_capture": wanted})
+        keys = [str(graph.key) for graph in graphs]
+        self._ranks.handshake(f"{self._name}/{self.rounds}", {**self.facts, "to_capture": keys})
         self.rounds += 1
 
     def learn_together(self) -> None:
-        """``learn_outputs`` with the other ranks, as a round without captures.
+        """Learn the outputs of the step on all ranks, in a round without captures.
 
         Raises:
             AgreementError: another rank failed, is late, or is gone.
@@ -235,29 +262,34 @@ class Capturing:
         self._begin(())
         tag = f"{self._name}/outputs{self.rounds}"
         try:
-            self.learn_outputs(self._barrier(tag))
+            self._learn_outputs(self._barrier(tag))
         except BaseException as error:
-            self._ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
+            self._ranks.post(f"{tag}/outcome", RankOutcome.of_error(error).text)
             raise
 
-    def learn_outputs(self, barrier: Callable[[], None]) -> None:
-        """Run every variant once at its largest size, to see what it returns. Idempotent.
+    def _learn_outputs(self, barrier: Callable[[], None]) -> None:
+        """Run every variant once at its largest size, to learn its outputs. Idempotent."""
+        if self._outputs_known:
+            return
+        self._run_largest(barrier)
+        if self._ranks.size > 1:
+            # A rank without memory for the outputs fails at this barrier on all ranks, so that all
+            # of them start again.
+            barrier()
+        self._outputs_known = True
+
+    def _run_largest(self, barrier: Callable[[], None]) -> None:
+        """Run every variant once at its largest size and allocate the outputs.
 
         Args:
-            barrier: called after each run, and in the place of those that this rank made alone.
+            barrier: called after each run, and instead of each run that is already done here, so
+                that every rank meets the same number of barriers.
         """
-        if not self._met:
-            self._look(barrier)
-            if self._ranks.size > 1:
-                barrier()  # where a rank had no memory for the outputs, all look again
-            self._met = True
-
-    def _look(self, barrier: Callable[[], None]) -> None:
         step = self._step
-        if self._share is not None:  # what it returns says which buffers there are
-            self._share._look(barrier)
+        if self._share is not None:  # The lender's outputs determine which buffers exist.
+            self._share._run_largest(barrier)
         if step.outputs.buffers is not None:
-            for _ in self._graphs.variants:  # also of a lender that has no ranks of its own
+            for _ in self._graphs.variants:
                 barrier()
             return
         with session(self._pool):
@@ -267,132 +299,92 @@ class Capturing:
                     static = StaticBatch(step, graph)
                     batch = static.batch(static.prepared())
                     step.outputs.learn(variant, step.function(batch), graph.size)
-                    graph.warm = 1
                     barrier()
         step.outputs.allocate(self._backend.device)
         if self._share is not None and step.outputs.shares:
             step.clock = self._share._step.clock.joined(self._name)
 
-    def close(self) -> None:
-        """Free all graphs, and keep what was learnt of the buckets."""
-        self._graphs.each(BucketGraph.close)
-        if self._ranks.rank == 0:
-            self._learned.write(self._graphs)
-
     def sample_bytes(self) -> list[int]:
-        """Capture the two largest graphs into a throwaway pool and return what each will add.
+        """Capture the two largest graphs into a temporary pool; return the bytes each would add.
 
-        The first takes what finds no place in the runner's own pool, and every later one about what
-        the second added, so that the list's last number stands for all the rest.
+        The first number counts only memory that the runner's own pool cannot provide. Every later
+        graph adds about as much as the second one, so the last number stands for all the rest.
         """
-        pool, there = self._backend.make_pool(), self._pool.segments
+        pool, existing = self._backend.make_pool(), self._pool.segments
         added: list[int] = []
-        kept: list[Captured | Emulated] = []
+        samples: list[Captured | EmulatedGraph] = []
         sync = self._backend.synchronize
         try:
             for graph in list(self._graphs)[:2]:
                 if self._step.outputs.buffers is None:
-                    self._look(sync)
+                    self._run_largest(sync)
                 before = pool.bytes
-                runs = max(_WARMUPS, self._config.warmup)
-                kept.append(self._captured(graph, sync, pool, runs))
-                grown = pool.bytes - before if added else _beyond(pool.segments, there)
-                added.append(max(0, grown) + kept[-1].info().bytes)
+                runs = max(_RETRY_RUNS, self._config.warmup)
+                samples.append(self._captured(graph, sync, pool, runs))
+                grown = pool.bytes - before if added else _beyond(pool.segments, existing)
+                added.append(max(0, grown) + samples[-1].info().bytes)
         finally:
-            for captured in reversed(kept):
+            for captured in reversed(samples):
                 captured.close()
         return added
 
-    def _turn(self, graph: BucketGraph, *, runs: int = 0) -> tuple[Reason | None, str]:
-        """Capture one graph on every rank, after at least ``runs`` runs of the step; return why it
-        and the rest are dropped, if they are."""
+    def _take_turn(self, graph: BucketGraph, runs: int) -> tuple[Reason | None, str]:
+        """Capture one graph on every rank, after ``runs`` warm-up runs.
+
+        A capture that fails after fewer than two warm-up runs is retried once, after two.
+
+        Returns:
+            the reason why this graph and the rest of the round are dropped, with its explanation;
+            None if the graph was captured.
+        """
         ranks, tag = self._ranks, f"{self._name}/capture{self.rounds}/{graph.key}/{runs}"
         barrier = self._barrier(tag)
-        spent = self._over_budget()
-        begun = ranks.gather(f"{tag}/begin", spent.value if spent else "")
-        if any(begun):
-            return self._common(begun, spent)
-        problem: Reason | None = None
-        detail, mine = "", ""
+        reason, detail = self._spent_budget(), ""
+        begun = self._exchange(f"{tag}/begin", _dropped(reason))
+        if any(rank.outcome is Outcome.DROPPED for rank in begun):
+            return _common_reason(begun, reason, "")
+        mine = RankOutcome(Outcome.CAPTURED)
         try:
-            self._capture(graph, barrier, runs=runs)
-            problem = self._over_memory()
-            mine = _SLOW if self._loses(graph, barrier) else ""
-        except PeerFailed as error:
-            problem, detail = Reason.RANKS_DROPPED, str(error)
+            self._capture(graph, barrier, runs)
+            reason = self._spent_graph_budget()
+            mine = _dropped(reason)
+        except PeerFailed:
+            mine = RankOutcome(Outcome.PEER_FAILED)
         except EXHAUSTED as error:
-            problem, detail = Reason.OUT_OF_MEMORY, self._shortage(graph, error)
+            reason, detail = Reason.OUT_OF_MEMORY, self._shortage(graph, error)
+            mine = _dropped(reason, detail)
             error.__traceback__ = None  # It holds the frames, and so the memory, of the capture.
         except BaseException as error:
-            warm = max(runs, self._config.warmup) >= _WARMUPS or graph.captured is not None
-            # Code that tunes or sets itself up in its first run asks the device, which no capture
-            # allows: a capture that had no run before it may have failed for want of that.
-            refused = isinstance(error, DeviceGraphError) and not isinstance(error, CaptureError)
-            if warm or refused or not isinstance(error, Exception):
+            # Code that tunes or sets itself up in its first run reads from the device, which a
+            # capture does not allow. Warm-up runs help such code, but not a refusal of devgraph.
+            is_refusal = isinstance(error, DeviceGraphError) and not isinstance(error, CaptureError)
+            if runs >= _RETRY_RUNS or is_refusal or not isinstance(error, Exception):
                 graph.forget(Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
-                ranks.post(f"{tag}/outcome", f"raised {type(error).__name__}: {error}")
+                ranks.post(f"{tag}/outcome", RankOutcome.of_error(error).encoded())
                 raise
-            logger.info("%s %s needs a run before: %s", self._name, graph.key, error)
-            mine, error.__traceback__ = _COLD, None
-        mine = f"{problem.value}: {detail}" if problem else mine
-        outcomes = ranks.gather(f"{tag}/outcome", mine)
-        for rank, text in enumerate(outcomes):
-            if text.startswith("raised "):
-                graph.forget(Reason.RANKS_DROPPED, text)
-                raise AgreementError(f"rank {rank} could not capture {graph.key}: it {text}")
-        if _COLD in outcomes:
+            logger.info("%s %s is retried after warm-up runs: %s", self._name, graph.key, error)
+            mine, error.__traceback__ = RankOutcome(Outcome.RETRY), None
+        outcomes = self._exchange(f"{tag}/outcome", mine)
+        for rank, other in enumerate(outcomes):
+            if other.outcome is Outcome.RAISED:
+                graph.forget(Reason.RANKS_DROPPED, other.text)
+                raise AgreementError(f"rank {rank} could not capture {graph.key}: it {other.text}")
+        if any(other.outcome is Outcome.RETRY for other in outcomes):
             graph.close()
-            return self._turn(graph, runs=_WARMUPS)
-        problems = ["" if text == _SLOW else text for text in outcomes]
-        if any(problems):
-            return self._common(problems, problem, detail)
-        if any(outcomes):  # and other buckets may be worth it
-            graph.drop(Reason.TOO_SLOW, f"min_speedup is {self._config.min_speedup}")
+            return self._take_turn(graph, _RETRY_RUNS)
+        if any(other.outcome is Outcome.DROPPED for other in outcomes):
+            return _common_reason(outcomes, reason, detail)
         return None, ""
 
-    def _loses(self, graph: BucketGraph, barrier: Callable[[], None]) -> bool:
-        """Time a graph that was just captured against eager; return whether it is to be dropped."""
-        least, captured, step = self._config.min_speedup, graph.captured, self._step
-        if least is None or not isinstance(captured, Captured):
-            return False
-        self._pool.order()
-        static = StaticBatch(step, graph)
-        values = static.prepared()
-        with step.trial():
-            barrier()  # the step may wait for all ranks, of which one may have failed
-            eager = self._seconds(lambda: step.function(static.batch(values)))
-            graph.speedup = eager / self._seconds(lambda: captured.run(values))
-        return graph.speedup < least
+    def _exchange(self, tag: str, mine: RankOutcome) -> list[RankOutcome]:
+        return [RankOutcome.decoded(text) for text in self._ranks.gather(tag, mine.encoded())]
 
-    def _seconds(self, run: Callable[[], Any]) -> float:
-        """Return the seconds of the fastest of some runs, as many on every rank."""
-        taken = []
-        for _ in range(_TRIALS):
-            self._backend.synchronize()
-            begin = time.perf_counter()
-            run()
-            self._backend.synchronize()
-            taken.append(time.perf_counter() - begin)
-        return min(taken)
-
-    def _common(
-        self, texts: Sequence[str], mine: Reason | None, detail: str = ""
-    ) -> tuple[Reason, str]:
-        """Return this rank's own reason, or that of the first rank that has one."""
-        if mine is not None and mine is not Reason.RANKS_DROPPED:
-            return mine, detail
-        rank = next(rank for rank, text in enumerate(texts) if text)
-        return Reason.RANKS_DROPPED, detail or f"rank {rank}: {texts[rank]}"
-
-    def _capture(self, graph: BucketGraph, barrier: Callable[[], None], *, runs: int) -> None:
+    def _capture(self, graph: BucketGraph, barrier: Callable[[], None], runs: int) -> None:
         options, outputs = self._options, self._step.outputs
-        self.learn_outputs(barrier)
+        self._learn_outputs(barrier)
         for name, tensor in self._step.inputs.buffers.bound.items():
             outputs.refuse_overlap(name, tensor)
         epoch = options.weights_epoch() if options.weights_epoch else None
-        # Also where it fails: it did on this rank only, and the next one has as many runs on all.
-        warm, graph.warm = graph.warm, 0
-        runs = max(runs, self._config.warmup - warm)
         captured = self._captured(graph, barrier, self._pool, runs)
         captured.pin(graph.pinned)
         graph.captured = captured
@@ -407,33 +399,35 @@ class Capturing:
 
     def _captured(
         self, graph: BucketGraph, barrier: Callable[[], None], pool: Pool, runs: int
-    ) -> Captured | Emulated:
+    ) -> Captured | EmulatedGraph:
         """Capture one graph into ``pool``: the only place where a step becomes a capture.
 
         Args:
+            graph: the graph to capture.
             barrier: called after each warm-up run, the last one included, and before each eager
                 body of a breakable capture.
-            runs: how often the step runs before.
+            pool: memory of the capture.
+            runs: number of warm-up runs.
         """
         step, config, options = self._step, self._config, self._options
         write = step.outputs.writer(graph.key.variant, graph.size)
         static = StaticBatch(step, graph)
 
         def run(**host: Any) -> Any:
-            # Capture may change the grad mode that the engine set for the step; apply it again.
+            # Capture may change the grad mode that the engine set for the step; set it again.
             with torch.no_grad():
                 return write(step.function(static.batch(host)))
 
         def settle() -> None:
-            # Also after the last warm-up: a rank must not begin to record while another still
-            # runs, and a step that writes its inputs must find pad values again.
+            # This is needed after the last warm-up run too: a rank must not begin to record while
+            # another still runs, and a step that writes its inputs must find pad values again.
             barrier()
             step.reset_state()
             static.refill()
             static.prepared()
 
         if config.emulate:
-            return Emulated(functools.partial(step.called, run))
+            return EmulatedGraph(functools.partial(step.called, run))
         misses = config.miss_budget
         with step.trial():
             return capture(
@@ -452,24 +446,27 @@ class Capturing:
             )
 
     def _barrier(self, tag: str) -> Callable[[], None]:
+        """Return a callable that waits for the device and for all ranks."""
+
         def barrier() -> None:
             escape = f"{tag}/outcome"
             if self._ranks.size > 1:
-                # A warm-up with a collective in it never ends where another rank is gone.
+                # A warm-up run with a collective never ends if another rank is gone.
                 self._ranks.wait(self._backend.fence(), f"{tag}/warm-up", escape=escape)
             self._backend.synchronize()
             self._ranks.gather(f"{tag}/barrier", "", escape=escape)
 
         return barrier
 
-    def _over_budget(self) -> Reason | None:
+    def _spent_budget(self) -> Reason | None:
+        """Return the budget that leaves no room for another capture, if any."""
         budget = self._config.time_budget_s
         if budget is not None and sum(graph.seconds for graph in self._graphs) >= budget:
             return Reason.TIME_BUDGET
-        return self._over_memory()
+        return self._spent_graph_budget()
 
-    def _over_memory(self) -> Reason | None:
-        budget = self._config.memory_budget_bytes
+    def _spent_graph_budget(self) -> Reason | None:
+        budget = self._config.graph_budget_bytes
         if budget is not None and sum(graph.bytes for graph in self._graphs) > budget:
             return Reason.MEMORY_BUDGET
         return None
@@ -502,9 +499,25 @@ class Capturing:
             )
 
 
-def _beyond(wanted: Sequence[int], there: Sequence[int]) -> int:
-    """Return the bytes of the segments that have no counterpart of their size ``there``."""
-    left, missing = sorted(there), 0
+def _dropped(reason: Reason | None, detail: str = "") -> RankOutcome:
+    if reason is None:
+        return RankOutcome(Outcome.CAPTURED)
+    return RankOutcome(Outcome.DROPPED, f"{reason.value}: {detail}" if detail else reason.value)
+
+
+def _common_reason(
+    outcomes: Sequence[RankOutcome], mine: Reason | None, detail: str
+) -> tuple[Reason, str]:
+    """Return this rank's own reason, or the reason of the first rank that has one."""
+    if mine is not None:
+        return mine, detail
+    rank = [other.outcome for other in outcomes].index(Outcome.DROPPED)
+    return Reason.RANKS_DROPPED, f"rank {rank}: {outcomes[rank].text}"
+
+
+def _beyond(wanted: Sequence[int], existing: Sequence[int]) -> int:
+    """Return the bytes of the ``wanted`` segments that no ``existing`` segment can provide."""
+    left, missing = sorted(existing), 0
     for size in sorted(wanted, reverse=True):
         if left and left[-1] >= size:
             left.pop()
@@ -514,42 +527,44 @@ def _beyond(wanted: Sequence[int], there: Sequence[int]) -> int:
 
 
 def _require_folder(profile: object) -> None:
-    """Make the folder for traces; raises as ``Runner.capture``, before anything is captured."""
+    """Create the folder for traces; raises as ``Runner.capture``."""
     if not isinstance(profile, str | os.PathLike):
         raise InputTypeError(f"profile must be the path of a folder, got {brief(profile)}")
     if torch._C._autograd._profiler_enabled():
         raise StateError(
-            "capture(profile=...) inside a profile of torch would end that one: leave profile= "
-            "out, and the profile that runs shows the captures"
+            "capture(profile=...) cannot run inside a profile of torch, because it would end that "
+            "profile. Leave profile= out; the running profile shows the captures"
         )
     Path(profile).mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager
 def _traced(folder: str | None, title: str) -> Iterator[None]:
-    """Write a Chrome trace of the block into ``folder``, under a file name made of ``title``."""
+    """Write a Chrome trace of the block into ``folder``, in a file named after ``title``."""
     if folder is None:
         yield
         return
-    name = "".join(each if each.isalnum() else "-" for each in title)
+    name = "".join(char if char.isalnum() else "-" for char in title)
     with torch.profiler.profile() as trace:
         yield
     trace.export_chrome_trace(str(Path(folder) / f"{name.strip('-')}.json"))
 
 
 PROGRESS_SECONDS = 3.0
-"""Between two lines about a capture where standard error is no terminal."""
+"""Interval between progress lines if standard error is not a terminal."""
 
 
 @contextlib.contextmanager
 def _progress(title: str, total: int, wanted: bool) -> Iterator[Callable[[str], None]]:
-    """Show on standard error how far the block is, by a bar on a terminal and else by a line every
-    few seconds; yields a function that advances it by one."""
+    """Show the progress of the block on standard error; yields a callable that advances it by one.
+
+    A terminal gets a bar. Other outputs get a line every few seconds.
+    """
     if wanted and sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import Progress, TextColumn
 
-        # rich's own column takes brackets in the runner's name for styles.
+        # rich's own column would read brackets in the runner's name as styles.
         named = TextColumn("{task.description}", markup=False)
         columns = (named, *Progress.get_default_columns()[1:])
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -578,13 +593,13 @@ def _measure_pace(backend: Backend) -> ReplayPace | None:
 
 
 @contextlib.contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Keep the garbage collector from running meanwhile; a collection may unload kernels."""
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from running in the block; a collection may unload kernels."""
     with collector.paused():
         frozen = gc.get_freeze_count()
-        # What was just dropped; a full collection takes longer than captures of a small model.
+        # Collect recent garbage only: a full collection takes longer than capturing a small model.
         gc.collect(1)
-        if not frozen:  # thawing ours would thaw what the program froze as well
+        if not frozen:  # Unfreezing would also unfreeze the objects that the program froze.
             gc.freeze()
         try:
             yield

@@ -1,4 +1,4 @@
-"""How a batch will run and why: variants, reasons, decisions."""
+"""Decisions about batches: variants, reasons and graph keys."""
 
 from __future__ import annotations
 
@@ -27,30 +27,33 @@ from devgraph.api.errors import (
 )
 
 Variant = tuple[tuple[str, Hashable], ...]
-"""A variant in the form that keys use: sorted items, without ``width`` where that is 1."""
+"""A variant in the form that keys use: sorted items, without a ``width`` of 1."""
 
 
 class Reason(str, enum.Enum):
-    """Why a batch runs as it does; the values are the keys of the runner's counters."""
+    """The reason why a batch runs in a graph or eagerly.
+
+    The values are the keys of the runner's counters.
+    """
 
     GRAPH = "graph"
     """A captured graph is replayed."""
     DISABLED = "disabled"
-    """The mode of this phase is ``disabled``: eager was chosen."""
+    """The mode of this phase is ``disabled``."""
     EMPTY_BATCH = "empty_batch"
     """The batch has no requests."""
     OVER_LARGEST_BUCKET = "over_largest_bucket"
-    """More rows than the largest bucket."""
+    """The batch has more rows than the largest bucket."""
     OVER_MAX_REQUESTS = "over_max_requests"
-    """More requests than the graphs have request slots."""
+    """The batch has more requests than the graphs have request slots."""
     OVER_MAX_SEQ_LEN = "over_max_seq_len"
     """A sequence is longer than the configured limit for graphs."""
     PADDING = "padding"
-    """The smallest bucket that holds the batch would be mostly padding."""
+    """The smallest bucket that holds the batch exceeds the padding factor."""
     UNKNOWN_WIDTH = "unknown_width"
     """The requests do not all have the same captured width."""
     UNKNOWN_VARIANT = "unknown_variant"
-    """Its names are declared, and this combination of their values is not."""
+    """The names of the variant are declared, but this combination of values is not."""
     NOT_CAPTURED = "not_captured"
     """The bucket has not been captured yet."""
     CAPTURE_FAILED = "capture_failed"
@@ -58,30 +61,28 @@ class Reason(str, enum.Enum):
     OUT_OF_MEMORY = "out_of_memory"
     """Memory or another device resource ran out while buckets were captured."""
     MEMORY_BUDGET = "memory_budget"
-    """The memory budget for graphs was spent before this bucket."""
+    """``graph_budget_bytes`` was spent before this bucket."""
     TIME_BUDGET = "time_budget"
-    """The time budget for captures was spent before this bucket."""
-    TOO_SLOW = "too_slow"
-    """The graph of this bucket was not ``min_speedup`` times as fast as eager."""
+    """``time_budget_s`` was spent before this bucket."""
     RANKS_DROPPED = "ranks_dropped"
     """Another rank could not capture this bucket."""
     VOTED_EAGER = "voted_eager"
     """Another rank has to run this step eagerly."""
     INVALIDATED = "invalidated"
-    """``invalidate`` was called and the bucket has not been captured again."""
+    """``invalidate`` was called and the bucket has not been captured since."""
     WEIGHTS_CHANGED = "weights_changed"
-    """The weights epoch is not that of the capture."""
+    """The weights epoch differs from that of the capture."""
     EVICTED = "evicted"
-    """The graph made room for one that was used later; see ``max_graphs``."""
+    """The graph was evicted for another one; see ``max_graphs``."""
     SUSPENDED = "suspended"
     """``suspend`` was called."""
     EXECUTABLE_MEMORY = "executable_memory"
-    """The executable was dropped for the budget, and there was no memory to make it again; or
-    another runner on the pool was suspended and gave its memory back."""
+    """There is no memory for the executable: it was evicted and could not be rebuilt, or another
+    runner released the memory of the pool."""
     UPDATE_UNSUPPORTED = "update_unsupported"
     """The backend cannot apply new host arguments to this graph."""
     UPDATE_TOPOLOGY = "update_topology"
-    """The host arguments need other nodes than the captured ones."""
+    """The host arguments need nodes that the graph does not have."""
 
     def __str__(self) -> str:
         return self.value
@@ -89,7 +90,7 @@ class Reason(str, enum.Enum):
 
 @attrs.frozen
 class GraphKey:
-    """What one captured graph is for: a variant and a bucket."""
+    """The variant and the bucket of one graph."""
 
     variant: Variant
     bucket: int
@@ -101,14 +102,13 @@ class GraphKey:
 
 @attrs.frozen
 class Decision:
-    """How one batch will run.
+    """The decision to run one batch in a graph or eagerly.
 
     Attributes:
-        ok: whether a captured graph will be replayed.
-        bucket: rows of that graph; None when the batch runs eagerly.
-        reason: why; ``Reason.GRAPH`` exactly when ``ok``.
-        key: variant and bucket of the graph; also given where the bucket exists but its graph
-            does not.
+        ok: whether a captured graph is replayed.
+        bucket: rows of that graph; None if the batch runs eagerly.
+        reason: the reason; ``Reason.GRAPH`` exactly if ``ok``.
+        key: variant and bucket of the graph. An eager decision has a key too if the bucket exists.
     """
 
     ok: bool
@@ -123,7 +123,7 @@ class Decision:
 
     @classmethod
     def eager(cls, reason: Reason, key: GraphKey | None = None) -> Decision:
-        """Return the decision to run eagerly; ``key`` is the graph that could have served."""
+        """Return the decision to run eagerly; ``key`` names the graph of the batch's bucket."""
         return cls(False, None, reason, key)
 
 
@@ -138,9 +138,8 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.NOT_CAPTURED: (StateError, "call capture() first"),
     Reason.CAPTURE_FAILED: (StateError, "see explain() for the error of that capture"),
     Reason.OUT_OF_MEMORY: (ResourceError, "use fewer buckets or leave more memory for graphs"),
-    Reason.MEMORY_BUDGET: (ResourceError, "raise memory_budget_bytes or use fewer buckets"),
+    Reason.MEMORY_BUDGET: (ResourceError, "raise graph_budget_bytes or use fewer buckets"),
     Reason.TIME_BUDGET: (ResourceError, "raise time_budget_s or use fewer buckets"),
-    Reason.TOO_SLOW: (StateError, "lower min_speedup, or leave the bucket out"),
     Reason.RANKS_DROPPED: (AgreementError, "see explain() for the rank that dropped it"),
     Reason.VOTED_EAGER: (AgreementError, "see the reason on the other ranks"),
     Reason.INVALIDATED: (StateError, "call capture() to capture again"),
@@ -149,11 +148,11 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.SUSPENDED: (StateError, "call resume()"),
     Reason.EXECUTABLE_MEMORY: (
         ExecutableError,
-        "call resume() of the runner that gave the pool's memory back, or leave more for graphs",
+        "call resume() of the runner that released the pool's memory, or leave more for graphs",
     ),
     Reason.UPDATE_UNSUPPORTED: (
         UpdateUnsupportedError,
-        "choose the policy 'breakable', or hand the value over in a device tensor",
+        "choose the policy 'breakable', or pass the value in a device tensor",
     ),
     Reason.UPDATE_TOPOLOGY: (
         UpdateTopologyError,
@@ -171,11 +170,11 @@ def refusal(decision: Decision, what: str, detail: Any = None) -> DeviceGraphErr
 
 
 UNLAUNCHED = (UpdateUnsupportedError, UpdateTopologyError, ExecutableError)
-"""What a replay raises that could not launch its graph, and changed nothing."""
+"""Errors of a replay that could not launch its graph and changed nothing."""
 
 
 def reason_of(error: UpdateError | ExecutableError) -> Reason:
-    """Return the reason under which a step that could not launch its graph runs eagerly."""
+    """Return the reason that counts an eager step after ``error`` of its replay."""
     if isinstance(error, ExecutableError):
         return Reason.EXECUTABLE_MEMORY
     if isinstance(error, UpdateTopologyError):
@@ -184,7 +183,11 @@ def reason_of(error: UpdateError | ExecutableError) -> Reason:
 
 
 def canonical_variant(options: Mapping[str, Any]) -> Variant:
-    """Return the form of a variant that keys use; InputTypeError if it cannot be a key."""
+    """Return the form of a variant that keys use.
+
+    Raises:
+        InputTypeError: a value cannot be hashed.
+    """
     check_mapping(options)
     items = [(k, v) for k, v in options.items() if not (k == "width" and v == 1)]
     variant = tuple(sorted(items, key=lambda item: item[0]))
@@ -198,7 +201,7 @@ def canonical_variant(options: Mapping[str, Any]) -> Variant:
 
 
 def check_mapping(variant: object, error: type[DeviceGraphError] = InputTypeError) -> None:
-    """Raise ``error`` unless ``variant`` is a mapping of names."""
+    """Raise ``error`` unless ``variant`` is a mapping with strings as keys."""
     if not isinstance(variant, Mapping):
         raise error(f"a variant is a mapping such as {{'lora': True}}, got {brief(variant)}")
     if not all(isinstance(name, str) for name in variant):
@@ -206,13 +209,17 @@ def check_mapping(variant: object, error: type[DeviceGraphError] = InputTypeErro
 
 
 def check_values(options: Mapping[str, Any], error: type[DeviceGraphError]) -> None:
-    """Raise ``error`` unless the width of a variant is one; InputTypeError for values that cannot
-    be compared, tensors and nan."""
+    """Check the values of a variant.
+
+    Raises:
+        DeviceGraphError: the width is not a positive integer; the class is ``error``.
+        InputTypeError: a value cannot be compared, such as a tensor or nan.
+    """
     for name, value in options.items():
         if isinstance(value, torch.Tensor) or (isinstance(value, float) and math.isnan(value)):
             raise InputTypeError(
                 f"variant {name}={brief(value)}: values are part of the graph key and are compared "
-                f"with others; name what is meant by an int, a bool or a text"
+                f"with others; use an int, a bool or a string instead"
             )
     width = options.get("width", 1)
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
@@ -225,10 +232,12 @@ def check_variants(
     """Return the declared variants by canonical form.
 
     Raises:
-        ConfigError: no variant, a duplicate, a bad ``width``, or a ``width`` where requests differ
-            in length. ``ConfigTypeError`` for no mapping. InputTypeError: it cannot be a key.
+        ConfigError: there is no variant, a duplicate, a bad ``width``, or a ``width`` although
+            requests differ in length.
+        ConfigTypeError: a variant is not a mapping.
+        InputTypeError: a variant cannot be a key.
     """
-    found: dict[Variant, Mapping[str, Any]] = {}
+    declared: dict[Variant, Mapping[str, Any]] = {}
     if isinstance(variants, str | Mapping) or not isinstance(variants, Iterable):
         raise ConfigTypeError(
             f"variants is a list of mappings such as [{{}}, {{'lora': True}}], got "
@@ -243,9 +252,9 @@ def check_variants(
                 f"runners differ in length"
             )
         variant = canonical_variant(options)
-        if variant in found:
+        if variant in declared:
             raise ConfigError(f"variant {brief(dict(options))} is declared twice")
-        found[variant] = dict(options)
-    if not found:
-        raise ConfigError("variants is empty; [{}] declares the one without options")
-    return found
+        declared[variant] = dict(options)
+    if not declared:
+        raise ConfigError("variants is empty; [{}] declares the variant without options")
+    return declared

@@ -1,4 +1,17 @@
-"""What a runner is configured with, from a phase configuration and the engine's own options."""
+"""Options of runners: the phase configuration and the engine's own keywords.
+
+Limits on graphs form one scheme. The first four are keys of the phase configuration.
+
+| limit | unit | of | beyond the limit |
+|---|---|---|---|
+| ``graph_budget_bytes`` | bytes | memory of captures | the remaining buckets are dropped |
+| ``time_budget_s`` | seconds | captures | the remaining buckets are dropped |
+| ``executable_budget`` | bytes or share | executables of the pool | the oldest are evicted |
+| ``miss_budget`` | recordings | new keys under ``full`` | such steps run breakable |
+| ``max_graphs`` (option) | graphs | captured graphs | the oldest graph is closed |
+
+``UpdateBudget`` is the form of ``miss_budget`` that ``dg.capture`` takes; it also limits copies.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +24,26 @@ import attrs
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.config.phase import DeviceGraphWarning, PhaseConfig, count, phase_config
+from devgraph.api.config.facts import EngineFacts
+from devgraph.api.config.model import DeviceGraphConfig
+from devgraph.api.config.phase import (
+    PHASES,
+    DeviceGraphWarning,
+    PhaseConfig,
+    count,
+    phase_config,
+)
+from devgraph.api.config.resolve import resolve
 from devgraph.api.config.unused import unused
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
 from devgraph.api.pool import Pool
+from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Phase
 from devgraph.runners.decisions import Variant, check_variants
 
 DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
-"""Environment variable that switches ``debug`` on where the engine does not say."""
+"""Environment variable that sets ``debug`` if the engine does not."""
 
 
 EMULATE_VARIABLE = "DEVGRAPH_EMULATE"
@@ -28,16 +51,17 @@ EMULATE_VARIABLE = "DEVGRAPH_EMULATE"
 
 
 def switched_on(variable: str) -> bool:
-    """Whether an environment variable is set to something other than no."""
+    """Whether an environment variable is set to anything but 0, false or no."""
     return os.environ.get(variable, "").lower() not in ("", "0", "false", "no")
 
 
 class RunnerOptions(TypedDict, total=False):
-    """Options that all runners take as keywords; see ``Options`` for their meaning."""
+    """Keywords that all runners take; see ``Options`` for their meaning."""
 
     variants: Sequence[Mapping[str, Any]]
     host_args: Mapping[str, Any] | None
     config: PhaseConfig | str | Mapping[str, Any] | None
+    facts: EngineFacts | None
     backend: str | Backend
     pool: Pool | None
     group: Any
@@ -58,69 +82,73 @@ class RunnerOptions(TypedDict, total=False):
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """What all runners are told as keywords, besides their step and its data."""
+    """Keywords of all runners, checked; the step and its data are not among them."""
 
     config: PhaseConfig
-    """The mode of the phase: a ``PhaseConfig``, a policy name, or a mapping of configuration keys;
-    ``full`` by default for decode and encoders, and ``breakable`` for prefill."""
+    """The mode of the phase: a ``PhaseConfig``, a policy name, or a mapping of configuration keys.
+    The default is ``full`` for decode and encoders, and ``breakable`` for prefill."""
     variants: Mapping[Variant, Mapping[str, Any]]
-    """What besides the bucket distinguishes graphs: a list of mappings, ``[{}]`` by default. In
-    those of a decode runner ``width`` is tokens per request."""
+    """Kinds of graphs besides the buckets: a list of mappings, ``[{}]`` by default. In the variants
+    of a decode runner, ``width`` is the number of tokens per request."""
     host_args: Mapping[str, Any] | None = None
     """Host arguments and their values at capture (or ``HostSlot``s)."""
-    backend: str | Backend = "auto"
-    """A backend or its name."""
+    facts: EngineFacts | None = None
+    """Facts about the engine. A compatibility rule changes a default that does not work with them
+    and refuses an explicit choice that does not. The rules do not cover encoders."""
+    backend: Backend
+    """A backend or its name, ``"auto"`` by default."""
     pool: Pool | None = None
-    """Graph memory to share with other runners; a new one by default."""
+    """Graph memory to share with other runners; a new pool by default."""
     group: Any = None
     """The ranks that run each step together: None, a ``RankGroup`` or a gloo group."""
     name: str
     """Name in messages, logs and metrics; the phase by default."""
     strict: bool | None = None
-    """Raise instead of running eagerly; None takes it from the configuration."""
+    """Raise an error instead of running eagerly; None takes the value of the configuration."""
     debug: bool | None = None
-    """Hand out leased outputs, which notice being read after the next run, and wait for the device
-    after every segment, so that its errors name it. None asks the environment variable
+    """Return leased outputs, which detect a read after the next run, and wait for the device after
+    every segment, so that errors name the segment. None reads the environment variable
     DEVGRAPH_DEBUG."""
     bound: Mapping[str, Any] = attrs.field(factory=dict)
-    """Tensors that graphs use in place (KV caches, weights), each a tensor or a tree of them (a
-    cache per layer): kept alive, and every run refuses when one has moved or
-    has another layout."""
+    """Tensors that graphs use in place (KV caches, weights), each a tensor or a tree of tensors (a
+    cache per layer). They are kept alive. A run refuses if one has moved or has another layout."""
     weights_epoch: Callable[[], Hashable] | None = None
-    """Returns a value that changes when weights are replaced. A graph is only used while it equals
-    the one of its capture."""
+    """Returns a value that changes when weights are replaced. A graph is only used while the value
+    equals that of its capture."""
     reset_state: Callable[[], None] | None = None
-    """Undoes what warm-up runs did to the engine's state; called after the warm-up runs and after
-    each capture. Pad values should make it unnecessary; recurrent state may need it."""
+    """Undoes the effect of warm-up runs on the engine's state; called after the warm-up runs and
+    after each capture. Pad values should make it unnecessary; recurrent state may need it."""
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None = None
-    """Plans a step on the host: called with the batch, padded to its bucket, after every slot is
-    filled and before the launch; before every warm-up run, capture and eager step too. It may
+    """Plans a step on the host. It is called with the batch, padded to its bucket, after every slot
+    is filled and before the launch, and before every warm-up run, capture and eager step. It may
     write bound tensors and slots in place, and return host arguments, which callers then leave
     out of ``run``. Sequences that it returns have the length of the bucket."""
     share: Any = None
-    """Another runner of the pool: input slots of the same name, dtype and row shape, and outputs of
+    """Another runner of the pool. Input slots of the same name, dtype and row shape, and outputs of
     the same dtype and row shape, use its buffers (draft and target, prefill and decode). A run of
-    either then overwrites the outputs of both."""
+    either runner then overwrites the outputs of both."""
     idle_dummy: bool = False
-    """An empty batch replays the smallest graph on pad values, as engines whose steps hold
-    collectives need; otherwise it does nothing."""
+    """Replay the smallest graph on pad values for an empty batch, as engines with collectives in
+    their steps need; otherwise an empty batch does nothing."""
     ranges: bool = False
     """Surround each replay by a range of ``torch.profiler.record_function`` with the runner's name
     and the bucket, for profiles."""
     name_nodes: bool | torch.nn.Module = False
-    """Note at captures which nodes marked functions and the submodules of a module launch, for
+    """Record at capture which nodes marked functions and submodules of a module launch, for
     ``explain``; see ``capture``."""
 
     max_graphs: int | None = None
-    """The most graphs that are captured at a time, with ``capture="lazy"``: one more closes the one
-    that ran longest ago, whose batches run eagerly until it is captured again. For steps with many
-    sizes, of which few are in use at a time."""
+    """Maximum number of captured graphs, with ``capture="lazy"``. A further capture closes the
+    least recently used graph, whose batches run eagerly until it is captured again. For steps with
+    many sizes of which few are in use at a time."""
     progress: bool = True
-    """Show how far captures are: a bar on a terminal, else a line every few seconds."""
+    """Show the progress of captures: a bar on a terminal, otherwise a line every few seconds."""
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ConfigTypeError(f"name of a runner must be a text, got {brief(self.name)}")
+            raise ConfigTypeError(
+                f"the name of a runner must be a string that is not empty, got {brief(self.name)}"
+            )
         for key in ("strict", "debug", "idle_dummy", "ranges", "progress"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), bool):
                 raise ConfigTypeError(
@@ -138,19 +166,33 @@ class Options:
 
     @classmethod
     def of(cls, phase: Phase, capacity: int, given: Mapping[str, Any]) -> Options:
-        """Check the options of a runner whose largest batch is ``capacity``, and settle those that
-        the environment or another of them decides.
+        """Check the keywords of a runner and settle those that depend on something else.
+
+        The environment decides ``debug`` and emulation, and the compatibility rules change the
+        configuration as ``facts`` require.
+
+        Args:
+            phase: kind of runner.
+            capacity: size of the runner's largest batch.
+            given: the keywords.
 
         Raises:
-            ConfigError: a name is unknown (lists what exists), or a value cannot work.
+            ConfigError: a name is unknown (lists the existing names), a value cannot work, or a
+                choice does not work with ``facts``.
         """
-        known = [field.name for field in attrs.fields(cls)]
+        names = [field.name for field in attrs.fields(cls)]
         for name in given:
-            if name not in known:
-                raise ConfigError(f"unknown runner option {name!r}. {did_you_mean(name, known)}")
+            if name not in names:
+                raise ConfigError(f"unknown runner option {name!r}. {did_you_mean(name, names)}")
         config = settings_of(given.get("config"), phase, capacity)
         variants = check_variants(given.get("variants", [{}]), with_width=phase == "decode")
-        options = cls(**{"name": phase, **given, "config": config, "variants": variants})
+        backend = given.get("backend", "auto")
+        if not isinstance(backend, Backend):
+            backend = get_backend(backend)
+        settled = {"config": config, "variants": variants, "backend": backend}
+        options = cls(**{"name": phase, **given, **settled})
+        if options.facts is not None:
+            config = _compatible(config, phase, options.facts, backend)
         if options.strict is not None:
             config = attrs.evolve(config, strict=options.strict)
         if switched_on(EMULATE_VARIABLE):
@@ -159,19 +201,32 @@ class Options:
         return attrs.evolve(options, config=config, debug=debug)
 
 
+def _compatible(
+    config: PhaseConfig, phase: Phase, facts: EngineFacts, backend: Backend
+) -> PhaseConfig:
+    """Return ``config`` as the compatibility rules change it; raises as ``resolve``."""
+    if not isinstance(facts, EngineFacts):
+        raise ConfigTypeError(f"facts must be dg.EngineFacts(...), got {brief(facts)}")
+    if phase not in PHASES:
+        return config
+    others: dict[str, Any] = dict.fromkeys(PHASES, "disabled")
+    here = facts.on_backend(backend)
+    return resolve(DeviceGraphConfig(**{**others, phase: config}), here).effective.phase(phase)
+
+
 def check_functions(step: object, tail: object = None) -> None:
-    """Raise ConfigTypeError unless a runner can call ``step``, and ``tail`` if there is one."""
-    for what, given in (("step", step), ("tail", tail)):
-        if not callable(given) and (given is not None or what == "step"):
-            raise ConfigTypeError(f"the {what} of a runner must be callable: {brief(given)}")
+    """Raise ConfigTypeError unless ``step``, and ``tail`` if there is one, can be called."""
+    for role, function in (("step", step), ("tail", tail)):
+        if not callable(function) and (function is not None or role == "step"):
+            raise ConfigTypeError(f"the {role} of a runner must be callable: {brief(function)}")
 
 
 def settings_of(
     config: PhaseConfig | str | Mapping[str, Any] | None, phase: Phase, capacity: int
 ) -> PhaseConfig:
-    """Return the configuration of a phase, and warn of what has no effect in a runner of it."""
+    """Return the configuration of a phase, and warn of keys that have no effect in its runner."""
     settings = phase_config(config, phase)
-    if settings.policy == "disabled":  # graphs may be switched off with all else left as it is
+    if settings.policy == "disabled":  # The other keys may stay while graphs are switched off.
         return settings
     # Configurations that were read from text or flags have reported their unused keys already.
     reasons = unused(phase, settings) if isinstance(config, Mapping) else {}

@@ -26,32 +26,33 @@ if TYPE_CHECKING:
 
 
 class PrefillRunner(Runner):
-    """Runs prefill steps: any requests, together ``tokens`` tokens, in a graph per token bucket.
+    """A runner for prefill steps: requests of any lengths, in a graph for each token bucket.
 
-    Under ``full`` one graph holds body and tail, with ``max_requests`` request slots; slots that
-    no request uses hold their pad values (a length sentinel, ``Pad.last()`` for offsets). Under
-    the other policies a graph holds the body only, which may depend on the number of tokens but
-    not on the number of requests, so that any number of them stays on it: slots that count requests
-    keep their real size and can be read in regions, ``no_graph`` functions and the tail, through
-    the batch. The tail runs eagerly after the replay.
+    Under ``full``, one graph holds body and tail, with ``max_requests`` request slots. Unused
+    request slots hold their pad values (a length sentinel, ``Pad.last()`` for offsets).
+
+    Under the other policies, a graph holds the body only. The body may depend on the number of
+    tokens but not on the number of requests, so any number of requests stays on the graph. Slots
+    that count requests keep their real size. Regions, ``no_graph`` functions and the tail can read
+    them through the batch. The tail runs eagerly after the replay.
 
     Args:
         body: receives a ``Batch``; returns tensors with a row per token (see ``hidden``).
         inputs: the input slots; one of them counts tokens.
-        tail: receives what the body returned and a batch, and returns the step's outputs, for
-            example the logits of each request's last token. Rows and sizes are the real ones,
-            except under ``full``, where they are the graph's.
-        hidden: an ``OutputSlot`` or a tree of them for what the body returns; without a tail that
-            is the step's output.
-        outputs: the same for what the tail returns, used under ``full``.
-        max_tokens: the most tokens of a step.
-        max_requests: the requests that static buffers hold. Under ``full`` a step of more runs
-            eagerly; under the other policies it stays on the graph, and only its slots that count
-            requests are allocated for it.
+        tail: receives the results of the body and a batch, and returns the outputs of the step, for
+            example the logits of each request's last token. Rows and sizes are the real ones;
+            under ``full`` they are those of the graph.
+        hidden: an ``OutputSlot`` or a tree of them for the results of the body, which are the
+            outputs of the step if there is no tail.
+        outputs: the same for the results of the tail, used under ``full``.
+        max_tokens: maximum number of tokens in a step.
+        max_requests: number of requests that static buffers hold. A step of more requests runs
+            eagerly under ``full``. Under the other policies it stays on the graph, and only its
+            slots that count requests are allocated.
         **options: see ``Options``.
 
     Raises:
-        ConfigError: something in the declaration cannot work.
+        ConfigError: the declaration cannot work, or ``facts`` contradict an explicit choice.
         CapabilityError: the policy is not available.
     """
 
@@ -79,7 +80,7 @@ class PrefillRunner(Runner):
             _check_hidden(hidden, settings.policy)
         if whole_step and settings.max_requests is not None:
             requests = min(requests, settings.max_requests)
-        check_functions(body, tail)  # before one function is made of both
+        check_functions(body, tail)
         eager = body if tail is None else _joined(body, tail)
         super().__init__(
             slots=slots,
@@ -99,10 +100,12 @@ class PrefillRunner(Runner):
 def _joined(
     body: Callable[[Batch], Any], tail: Callable[[Any, Batch], Any]
 ) -> Callable[[Batch], Any]:
+    """Return body and tail as one function."""
     return lambda batch: tail(body(batch), batch)
 
 
 def _check_hidden(hidden: Any, policy: str) -> None:
+    """Raise ConfigError if a result of the body has a row for each request."""
     for slot in pytree.tree_leaves(hidden):
         if isinstance(slot, OutputSlot) and slot.rows not in (None, "tokens"):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a runner says about itself: counters, plan and explanation, as data and as text."""
+"""Statistics of a runner, as data, as text and for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import attrs
 
 from devgraph.api.executable import Residency
 from devgraph.runners.decisions import Reason
-from devgraph.runners.graphs import BOUNDS, Graphs, ReplayTimes
+from devgraph.runners.graphs import Graphs
+from devgraph.runners.timing import BOUNDS, ReplayTimes
 
 _SLOW = 1.08
 """Ratio above which a pace is slow: two measurements of one pace differed by less than 2%, the two
@@ -34,46 +35,44 @@ class ReplayPace:
 
 
 class Counters:
-    """The live counters of a runner, besides those of its graphs."""
+    """Live counters of a runner, in addition to those of its graphs."""
 
     def __init__(self) -> None:
         self.reasons = collections.Counter[Reason]()
-        """Steps that did not run in a graph."""
+        """Number of steps outside a graph, by reason."""
         self.idle = 0
+        """Number of graph steps without a real request."""
         self.captures = 0
 
 
 @attrs.frozen(kw_only=True)
 class BucketStats:
-    """One graph: its size, how often it ran, and the rows it was given and held."""
+    """Statistics of one graph: its size, its replays and their rows."""
 
     key: str
     """Bucket and variant."""
     bucket: int
     requests: int | None
-    """Request slots of the graph; None where they are no part of it."""
+    """Request slots of the graph; None if the graph does not depend on requests."""
     tokens: int
     state: str
-    """``captured``, ``pending`` or the reason why it was dropped."""
+    """``captured``, ``pending``, or the reason why the graph was dropped."""
     hits: int
     real_rows: int
     padded_rows: int
-    """Rows beyond the real ones, summed over all hits."""
+    """Number of padding rows in all hits together."""
     bytes: int
-    """Device memory that the capture added; where there is none, what ``plan`` estimates."""
+    """Device memory that the capture added; before the capture, the estimate of ``plan``."""
     capture_seconds: float
-    speedup: float | None
-    """How many times as fast as eager its graph was after the capture; None without
-    ``min_speedup``."""
     times: ReplayTimes | None
-    """Of the replays since ``stats(timing=True)`` was called first."""
+    """Device time of replays since the first ``stats(timing=True)``; None before."""
 
 
 @attrs.frozen(kw_only=True)
 class RunnerStats:
     """A snapshot of a runner.
 
-    ``steps == graph_steps + sum(eager.values())`` always holds.
+    The equation ``steps == graph_steps + sum(eager.values())`` always holds.
     """
 
     name: str
@@ -82,37 +81,37 @@ class RunnerStats:
     requested: str
     """The policy of the configuration."""
     effective: str
-    """The policy that graphs run under now; ``disabled`` while there is none to run."""
+    """The policy that graphs run under now; ``disabled`` while there is no graph to run."""
     steps_per_launch: int
-    """Steps of the engine that one step counted here takes, see ``Loop``."""
+    """Engine steps in one step of this count; see ``Loop``."""
     input_bytes: int
     output_bytes: int
     executables: Residency
-    """Of the pool, which other runners may share."""
+    """Executables of the pool, which other runners may share."""
     steps: int
     graph_steps: int
     eager: Mapping[str, int]
-    """Steps that ran outside a graph, by ``Reason`` value."""
+    """Number of steps outside a graph, by ``Reason`` value."""
     idle_steps: int
-    """Graph steps among ``graph_steps`` without a real request, for the other ranks' sake."""
+    """Number of graph steps without a real request, which ran because other ranks had some."""
     real_rows: int
     padded_rows: int
     captures: int
     capture_seconds: float
     phase_seconds: Mapping[str, float]
-    """Time that the present graphs took to make, by phase: warm-up and capture, and under
-    ``piecewise`` activate and compile before them."""
+    """Seconds spent on the present graphs, by phase: warm-up and capture, and under ``piecewise``
+    activate and compile before them."""
     updates: Mapping[str, float]
-    """What the policy counted over the present graphs: how host arguments were applied, or, under
-    ``piecewise``, pieces and compilations; loops, with why they were unrolled."""
+    """Counters of the policy over the present graphs: the ways in which host arguments were
+    applied; under ``piecewise``, pieces and compilations; loops, with the reason for unrolling."""
     graph_bytes: int
-    """All graphs together."""
+    """Device memory of all graphs together."""
     estimated: bool
-    """Whether that holds estimates of ``plan(sample=True)``."""
+    """Whether ``graph_bytes`` includes estimates of ``plan(sample=True)``."""
     replay_pace: ReplayPace | None
-    """How fast graphs went after the last captures; None where a device has but one pace."""
+    """Pace of graphs after the last captures; None on a device with a single pace."""
     buckets: tuple[BucketStats, ...]
-    """Largest first, which is the order of capture."""
+    """Statistics of the graphs, largest first, which is the order of capture."""
 
     @classmethod
     def of(
@@ -128,11 +127,13 @@ class RunnerStats:
 
         Args:
             per_request: whether graphs have request slots.
-            estimates: bytes of the graphs that are not captured, largest first, the last standing
-                for all that follow; empty if unknown.
-            **facts: the fields that neither graphs nor counters know.
+            graphs: the graphs of the runner.
+            counters: the counters of the runner.
+            estimates: bytes of the graphs that are not captured, largest first. The last number
+                stands for all smaller graphs. Empty if unknown.
+            **facts: the fields that neither graphs nor counters provide.
         """
-        known = estimates or (0,)
+        sizes = estimates or (0,)
         buckets = tuple(
             BucketStats(
                 key=str(graph.key),
@@ -143,9 +144,8 @@ class RunnerStats:
                 hits=graph.hits,
                 real_rows=graph.real_rows,
                 padded_rows=graph.hits * graph.key.bucket - graph.real_rows,
-                bytes=graph.bytes if graph.captured else known[min(index, len(known) - 1)],
+                bytes=graph.bytes if graph.captured else sizes[min(index, len(sizes) - 1)],
                 capture_seconds=graph.seconds,
-                speedup=graph.speedup,
                 times=graph.timing.times if graph.timing else None,
             )
             for index, graph in enumerate(graphs)
@@ -163,8 +163,8 @@ class RunnerStats:
             padded_rows=sum(bucket.padded_rows for bucket in buckets),
             captures=counters.captures,
             capture_seconds=sum(bucket.capture_seconds for bucket in buckets),
-            phase_seconds=_totals(each.phases for each in captured),
-            updates=_totals(each.stats() for each in captured),
+            phase_seconds=_totals(capture.phases for capture in captured),
+            updates=_totals(capture.stats() for capture in captured),
             graph_bytes=sum(bucket.bytes for bucket in buckets),
             estimated=bool(estimates),
             buckets=buckets,
@@ -172,22 +172,22 @@ class RunnerStats:
 
     @property
     def eager_steps(self) -> int:
-        """Steps that ran eagerly, whatever the reason."""
+        """Number of eager steps, for any reason."""
         return sum(self.eager.values())
 
     @property
     def padding_ratio(self) -> float:
-        """Padded rows per row computed in graphs, from 0 to below 1."""
+        """Share of padding in the rows computed in graphs, from 0 to below 1."""
         total = self.real_rows + self.padded_rows
         return self.padded_rows / total if total else 0.0
 
     @property
     def hit_ratio(self) -> float:
-        """Graph steps per step, from 0 to 1."""
+        """Share of steps that ran in a graph, from 0 to 1."""
         return self.graph_steps / self.steps if self.steps else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON."""
+        """Return all statistics as plain data for JSON."""
         return {
             **attrs.asdict(self),
             "eager_steps": self.eager_steps,
@@ -196,8 +196,11 @@ class RunnerStats:
         }
 
     def to_prometheus(self, **labels: str) -> str:
-        """Return the counters in the Prometheus text format; every sample has ``labels`` too, for
-        example ``rank="0"``."""
+        """Return the counters in the Prometheus text format.
+
+        Args:
+            **labels: labels that every sample gets, for example ``rank="0"``.
+        """
         base = {"runner": self.name, "phase": self.phase, "backend": self.backend, **labels}
         page, pool = Page(base), self.executables
         page.metric("eager_steps_total", "counter", "Steps outside a graph, by reason.")
@@ -215,15 +218,15 @@ class RunnerStats:
             ("graph_bytes", "gauge", "Device memory of the graphs.", self.graph_bytes),
             ("static_bytes", "gauge", "Static buffers.", self.input_bytes + self.output_bytes),
             ("executable_bytes", "gauge", "Executables of the pool.", pool.bytes),
-            ("executables_made_total", "counter", "Executables made.", pool.made),
+            ("executables_made_total", "counter", "Executables built.", pool.made),
             ("executables_evicted_total", "counter", "Executables dropped.", pool.evicted),
-            ("executable_seconds_total", "counter", "Time to make them.", pool.seconds),
+            ("executable_seconds_total", "counter", "Time to build executables.", pool.seconds),
         ):
             page.metric(name, kind, text, value)
         timed = [(bucket.key, bucket.times) for bucket in self.buckets if bucket.times]
         if timed:
             name = "replay_seconds"
-            page.metric(name, "histogram", "Device time of replays, since it is taken.")
+            page.metric(name, "histogram", "Device time of replays.")
             for key, times in timed:
                 bounds = *map(str, BOUNDS), "+Inf"
                 for bound, below in zip(bounds, itertools.accumulate(times.bins), strict=True):
@@ -231,12 +234,12 @@ class RunnerStats:
                 page.sample(f"{name}_sum", times.seconds, bucket=key)
                 page.sample(f"{name}_count", times.count, bucket=key)
         if self.replay_pace is not None:
-            text, pace = "From kernel to kernel of a graph, after captures.", self.replay_pace
+            text, pace = "Time between kernels of a graph.", self.replay_pace
             page.metric("replay_pace_microseconds", "gauge", text, pace.microseconds)
         return page.text()
 
     def __str__(self) -> str:
-        """Return a few lines; the fields and ``to_dict`` hold everything."""
+        """Return a summary of a few lines; ``to_dict`` returns everything."""
         captured = [bucket for bucket in self.buckets if bucket.state == "captured"]
         pool = self.executables
         budget = "" if pool.budget_bytes is None else f" of {format_bytes(pool.budget_bytes)}"
@@ -260,30 +263,35 @@ class RunnerStats:
 
 def _totals(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     totals: dict[str, float] = {}
-    for found in counts:
-        for name, value in found.items():
+    for part in counts:
+        for name, value in part.items():
             totals[name] = totals.get(name, 0) + value
     return totals
 
 
 class Page:
-    """A page of Prometheus text: for each metric its description, then its samples, each with
-    ``labels``."""
+    """A page of Prometheus text.
+
+    Each metric has a description, followed by its samples. Every sample has ``labels``.
+    """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
         self._lines: list[str] = []
 
     def metric(self, name: str, kind: str, text: str, value: float | None = None) -> None:
+        """Add a metric; ``value`` is its only sample, if given."""
         self._lines += [f"# HELP devgraph_{name} {text}", f"# TYPE devgraph_{name} {kind}"]
-        if value is not None:  # its only sample
+        if value is not None:
             self.sample(name, value)
 
     def sample(self, name: str, value: float, **labels: str) -> None:
+        """Add a sample of the metric ``name``."""
         inner = ",".join(f'{k}="{_escape(v)}"' for k, v in {**self._labels, **labels}.items())
         self._lines.append(f"devgraph_{name}{{{inner}}} {value}")
 
     def text(self) -> str:
+        """Return the page."""
         return "\n".join(self._lines) + "\n"
 
 
@@ -292,7 +300,7 @@ def _escape(value: str) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Return a byte count for people: ``"1.5 GiB"``."""
+    """Return a byte count with a unit, for example ``"1.5 GiB"``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:

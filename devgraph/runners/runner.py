@@ -1,4 +1,4 @@
-"""Runner: data through fixed buffers, a graph per bucket, and eager steps with a reason."""
+"""Runner: batches in fixed buffers, a graph for each bucket, and eager steps with a reason."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from devgraph.api.backend import Backend, own_pool
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.device import raise_if_lost, require_alive
 from devgraph.api.errors import (
+    CapabilityError,
     ConfigError,
     ConfigTypeError,
     ExecutableError,
@@ -32,10 +33,9 @@ from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import compare_near
-from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, ByTokens, Phase, spans
-from devgraph.runners.capturing import Capturing
+from devgraph.runners.capturing import CaptureScheduler
 from devgraph.runners.decisions import (
     UNLAUNCHED,
     Decision,
@@ -44,7 +44,7 @@ from devgraph.runners.decisions import (
     reason_of,
     refusal,
 )
-from devgraph.runners.graphs import BucketGraph, Graphs, Timing
+from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.options import Options, check_functions
 from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
@@ -53,19 +53,25 @@ from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerStats
 from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import BoundSteps, GraphStep, Step
+from devgraph.runners.timing import ReplayTimer
 
 logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """What all runners have in common; make one of its kinds, a ``DecodeRunner`` for example.
+    """The base of all runners; use a subclass, for example ``DecodeRunner``.
 
-    A runner belongs to one process. Its methods may be called from any thread; steps of runners
-    that share a pool follow each other.
+    A runner belongs to one process. Its methods may be called from any thread. Steps of runners
+    that share a pool run one at a time.
+
+    Lifecycle: ``capture`` captures the buckets, ``run`` replays them. ``invalidate`` closes the
+    graphs and does not capture again; call ``capture`` for that. ``suspend`` and ``resume`` switch
+    graphs off and on, and ``close`` frees them.
 
     Attributes:
-        backend: where it runs.
-        pool: graph memory; hand it to other runners of the engine so that they share it.
+        phase: kind of runner.
+        backend: the backend that captures and replays.
+        pool: graph memory; pass it to other runners of the engine to share it.
         graphs: the graphs by variant and bucket, largest first.
     """
 
@@ -84,23 +90,21 @@ class Runner:
         steps_per_launch: int = 1,
         implied: Callable[[Size], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        config, pool, backend = options.config, options.pool, options.backend
+        config, pool, backend, share = options.config, options.pool, options.backend, options.share
         _check_config(options)
         check_functions(function, tail)
         maximum, off = min(config.max_bs or capacity, capacity), config.policy == "disabled"
         buckets = Buckets.of(
-            (maximum,) if off else config.buckets,  # no graph has the sizes that are listed
+            (maximum,) if off else config.buckets,  # A disabled runner ignores the listed sizes.
             phase=counting.phase,
             maximum=maximum,
             multiple_of=1 if off else config.align,
         )
         _report_uncovered(buckets, capacity, counting.counts, options)
         largest = [counting.padded(buckets.maximum, named) for named in options.variants.values()]
-        share = options.share
         if share is not None:
             pool = _pool_with(share, pool)
-        lender = share if share is not None and share.graphs else None  # of outputs of graphs
-        backend = backend if isinstance(backend, Backend) else get_backend(backend)
+        lender = share if share is not None and share.graphs else None  # of output buffers
         pool = own_pool(backend, pool, releasable=config.releasable)
         arena = InputArena(
             slots,
@@ -114,10 +118,9 @@ class Runner:
         self.phase: Phase = counting.phase
         self.backend: Backend = backend
         self.pool: Pool = pool
-        self._config = config
         self._options = options
+        self._config = config
         self._name = options.name
-        self._debug = options.debug
         self._steps_per_launch = steps_per_launch
         self._implied = implied
         self._step = Step(
@@ -137,25 +140,26 @@ class Runner:
         self._steps = BoundSteps(self._step, self.graphs)
         self._counters = Counters()
         self._ranks = ranks_of(options.group)
-        self._capturing = Capturing(
+        self._scheduler = CaptureScheduler(
             self._step,
             self.graphs,
             self._counters,
             ranks=self._ranks,
-            facts=self._facts(),
-            share=lender and lender._capturing,
+            facts=_common_facts(self),
+            share=lender and lender._scheduler,
         )
-        self._lock = pool.lock
         self._process = identity.token
         self._busy: list[Runner] = [] if share is None else share._busy
-        """The runner that is at work under the lock, of those that share buffers."""
+        """The runner at work, if any, among the runners that share buffers."""
         self._closed = False
-        # Where this is False, a size that once ran in a graph needs no decision any more: the
-        # table of bound steps is emptied whenever a decision could change.
+        self._warned = config.capture != "eager"
+        """Whether the warning about a run before ``capture`` is out or does not apply."""
+        # Otherwise a size that once ran in a graph needs no further decision, because the table of
+        # bound steps is cleared whenever a decision could change.
         self._decide_always = bool(options.weights_epoch or config.max_seq_len is not None)
-        # Last: a runner that is refused changes nothing of a pool that others use.
-        if config.memory is not None:
-            pool.limit(config.memory)
+        # These two come last: a runner that is refused must not change a pool that others use.
+        if config.executable_budget is not None:
+            pool.limit(config.executable_budget)
         pool.register(arena.buffers)
 
     # Decisions.
@@ -170,18 +174,19 @@ class Runner:
     ) -> Decision:
         """Return how a batch would run now. Changes nothing and counts nothing.
 
-        It is the only rule of eligibility: ``run`` asks it too.
+        This is the only rule of eligibility; ``run`` asks it too.
 
         Args:
-            requests, tokens: real sizes of the batch.
+            requests: number of requests of the batch.
+            tokens: number of tokens of the batch.
             variant: the variant as declared; without ``width``, decode takes tokens per request.
-                Values that were not declared are a reason to run eagerly.
-            longest: tokens of the longest sequence, needed where ``max_seq_len`` is configured.
+                A combination of values that was not declared is a reason to run eagerly.
+            longest: tokens of the longest sequence, needed if ``max_seq_len`` is configured.
 
         Raises:
-            InputError: a number is negative, the numbers do not go together, or a name is of no
-                declared variant (a ValueError).
-            InputTypeError: it is no int.
+            InputError: a number is negative, the numbers contradict each other, or no declared
+                variant has one of the names (a ValueError).
+            InputTypeError: a number is not an int.
         """
         self._require_open("decide")
         options = self.graphs.asked(variant)
@@ -192,26 +197,26 @@ class Runner:
     def agree(self, decision: Decision | None) -> Decision:
         """Return the decision that all ranks take for this step; every rank must call it.
 
-        A step runs in a graph only if every rank can, and then in the largest bucket that a rank
-        needs. A rank without requests passes None and then calls ``run(None, decision=...)``; where
-        it is suspended, or a graph of it is of other weights, all run eagerly.
+        A step runs in a graph only if every rank can, in the largest bucket that a rank needs. A
+        rank without requests passes None and then calls ``run(None, decision=...)``. If such a rank
+        is suspended, or a graph of it has other weights, all ranks run eagerly.
 
         Raises:
             AgreementError: ranks want different variants, or one did not vote.
-            InputError: the decision is another runner's.
+            InputError: the decision belongs to another runner.
         """
         self._require_open("agree")
         _require_decision(decision)
         if decision and decision.key and self.graphs.get(decision.key) is None:
             raise InputError(
-                f"the decision is for graph {decision.key}, which {self._name} does not have; give "
-                f"agree what can_run of the same runner returned"
+                f"the decision is for graph {decision.key}, which {self._name} does not have; pass "
+                f"a decision of can_run of the same runner"
             )
         unable = None
         if self._ranks.size > 1:
             if decision is None or decision.reason is Reason.EMPTY_BATCH:
                 unable = self.graphs.unusable()
-            else:  # of what may have changed since
+            else:  # The runner may have changed since ``can_run``.
                 decision = self.graphs.launchable(decision)
         dummy = self._options.idle_dummy
         return self._ranks.agree(
@@ -232,25 +237,28 @@ class Runner:
     ) -> Any:
         """Run one step and return its outputs, real rows only.
 
-        The inputs are copied first, in order on the current stream, so that an output of the last
-        run may be an input of this one. The returned tensors are valid until the next run of this
+        The inputs are copied first, in order on the current stream, so an output of the last run
+        may be an input of this one. The returned tensors are valid until the next run of this
         runner, which overwrites them.
+
+        After an interrupt (Ctrl-C), the runner is usable and its locks are free. The outputs of the
+        interrupted step are invalid.
 
         Args:
             inputs: a tensor for every slot, on the device or on the host; None for a rank that
-                takes part without requests, which returns None.
+                takes part without requests. The call then returns None.
             host_args: a value for every declared host argument.
-            variant: as for ``can_run``; with a decision that names a graph, that of the graph.
-            decision: what ``agree`` or ``can_run`` returned; without it the runner decides itself.
+            variant: as for ``can_run``; a decision that names a graph brings its own variant.
+            decision: a decision of ``agree`` or ``can_run``; without it the runner decides itself.
             longest: as for ``can_run``.
-            clone: return copies that stay.
+            clone: return copies, which later runs do not overwrite.
 
         Returns:
-            what the step returns; of an empty batch tensors without rows.
+            the outputs of the step; tensors without rows for an empty batch.
 
         Raises:
             InputError, InputTypeError, HostArgumentError: bad data; nothing was changed.
-            StateError: closed, or a bound tensor has moved or has another layout.
+            StateError: the runner is closed, or a bound tensor has moved or has another layout.
             DeviceGraphError: the step cannot run in a graph and the runner is strict.
             DeviceLost: the device is in a sticky error state.
         """
@@ -260,10 +268,9 @@ class Runner:
             )
         if identity.token is not self._process:
             identity.require(self._process, f"run {self._name}")
-        with self._lock:
-            if self._busy or self.pool.occupied:
-                self._require_outside("run")
-            try:  # around the call too, behind which an interrupt may come
+        with self.pool.lock:
+            self._require_outside("run")
+            try:
                 self._busy.append(self)
                 if not clone and self._step.clock.caller != get_ident():
                     self._step.clock.called_by(get_ident())
@@ -289,6 +296,7 @@ class Runner:
         longest: int | None,
         clone: bool,
     ) -> Any:
+        """Check the batch, decide and run it."""
         self._require_open("run")
         self.buffers.check()
         _require_decision(decision)
@@ -296,32 +304,32 @@ class Runner:
             variant = dict(decision.key.variant)
         options = self.graphs.asked(variant)
         if inputs is None:
-            return self._run_without_requests(decision, self.graphs.of_pads(options))
+            return self._run_without_requests(decision, options)
         shown = self._steps.measured(inputs)
         size = self.graphs.counting.size(*shown, options)
         agreed = None if decision is None else decision.bucket
         if decision is None:
             decision = self.graphs.decide(size, options, longest)
         elif decision.ok:
-            self._check_agreed(decision, size, options)
+            self.graphs.require_fit(decision, size, options)
         if decision.reason is Reason.EMPTY_BATCH:
             if size.requests and size.tokens:
                 raise InputError(
-                    f"the decision is for an empty batch, and the batch has {_counted(size)}; "
-                    f"decide for this batch"
+                    f"the decision is for an empty batch, but the batch has {size.requests} "
+                    f"requests and {size.tokens} tokens; decide for this batch"
                 )
-            return self._run_empty(self.graphs.of_pads(options))
+            return self._run_empty(options)
         if self._options.idle_dummy and not decision.ok and not (size.requests and size.tokens):
-            self._run_without_requests(decision, self.graphs.of_pads(options))
-            return self._empty(self.graphs.of_pads(options))
+            self._run_without_requests(decision, options)
+            return self._empty(options)
         if decision.ok:
             assert decision.key is not None
             step = self._steps.get(shown, options, agreed, decision.key, size)
             return self._replay(step, inputs, host_args, clone)
         if self._config.strict and decision.reason is not Reason.DISABLED:
-            what = f"{self._name}: {size.requests} requests, {size.tokens} tokens"
+            batch = f"{self._name}: {size.requests} requests, {size.tokens} tokens"
             graph = self.graphs.get(decision.key)
-            raise refusal(decision, what, graph.detail if graph else None)
+            raise refusal(decision, batch, graph.detail if graph else None)
         return self._run_eager(inputs, host_args, size, options, decision, clone)
 
     def _replay(
@@ -334,15 +342,17 @@ class Runner:
         try:
             step.run(inputs, host_args)
         except UNLAUNCHED as error:
-            decision = self._instead(step.graph, error)
+            decision = self._fallback(step.graph, error)
             inputs, options = step.loaded(inputs), step.graph.options
             return self._run_eager(inputs, host_args, step.real, options, decision, clone)
         outputs = step.outputs() if step.tail is None else step.result(host_args)
-        return self._handed(outputs, clone) if clone or self._debug else outputs
+        return self._delivered(outputs, clone)
 
-    def _instead(self, graph: BucketGraph, error: UpdateError | ExecutableError) -> Decision:
-        """Return what to do where ``graph`` could not be launched; raises ``error`` where that is
-        not to run eagerly."""
+    def _fallback(self, graph: BucketGraph, error: UpdateError | ExecutableError) -> Decision:
+        """Return the eager decision after ``graph`` could not be launched.
+
+        Raises ``error`` if the runner is strict or a part of the step has run.
+        """
         if self._config.strict or (isinstance(error, ExecutableError) and error.partly):
             raise error
         logger.debug("%s: %s", self._name, error)
@@ -357,44 +367,34 @@ class Runner:
         decision: Decision,
         clone: bool,
     ) -> Any:
+        if decision.reason is Reason.NOT_CAPTURED and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%s runs eagerly, because its graphs are not captured; call capture() first, or "
+                "configure capture='lazy' to capture buckets while serving",
+                self._name,
+            )
         outputs = self._step.run_eagerly(inputs, size, host_args, options)
         self._counters.reasons[decision.reason] += 1
-        graph = self._capturing.want(decision)
+        graph = self._scheduler.want(decision)
         if graph is not None:  # Enough batches wanted it.
-            outputs = copied(outputs)  # They may lie where warm-up runs write.
+            outputs = copied(outputs)  # Warm-up runs may write to their memory.
             try:
                 self._capture([graph])
             except Exception:
-                # The step itself is done and right; its bucket stays eager, with this reason.
+                # The step itself succeeded. Its bucket stays eager and keeps the reason.
                 logger.exception("%s: capture of bucket %s failed", self._name, graph.key)
-        return self._handed(outputs, clone) if clone or self._debug else outputs
+        return self._delivered(outputs, clone)
 
-    def _handed(self, outputs: Any, clone: bool) -> Any:
-        return copied(outputs) if clone else lease(outputs, self._step.clock)
-
-    def _check_agreed(self, decision: Decision, size: Size, options: Mapping[str, Any]) -> None:
-        graph, graphs = self.graphs.get(decision.key), self.graphs
-        now = graphs.launchable(decision)
-        if graph is None or not now.ok:
-            raise StateError(
-                f"the decision asks for graph {decision.key}, and here {refusal(now, self._name)}, "
-                f"or decide again, on all ranks together"
-            )
-        if (
-            graphs.rows(size) > graph.key.bucket
-            or not graphs.counting.fits(size)
-            # No requests are of no width.
-            or (
-                size.requests
-                and graphs.counting.variant(size, options, graphs.variants) != graph.key.variant
-            )
-        ):
-            raise InputError(
-                f"the decision asks for bucket {graph.key}, and the batch has {_counted(size)} of "
-                f"the variant {dict(options)}"
-            )
+    def _delivered(self, outputs: Any, clone: bool) -> Any:
+        """Return the outputs of a step as copies, leases, or as they are."""
+        if clone:
+            return copied(outputs)
+        return lease(outputs, self._step.clock) if self._options.debug else outputs
 
     def _empty(self, options: Mapping[str, Any]) -> Any:
+        """Return the outputs of a batch without rows."""
+        options = self.graphs.of_pads(options)
         return self._step.empty_result(options, self.graphs.counting.some(1, options))
 
     def _run_empty(self, options: Mapping[str, Any]) -> Any:
@@ -402,7 +402,9 @@ class Runner:
         if not self._options.idle_dummy:
             self._counters.reasons[Reason.EMPTY_BATCH] += 1
             return self._empty(options)
-        usable = [g for g in self.graphs.captured if g.key.variant == canonical_variant(options)]
+        options = self.graphs.of_pads(options)
+        variant = canonical_variant(options)
+        usable = [graph for graph in self.graphs.captured if graph.key.variant == variant]
         if usable and not self.graphs.suspended:
             decision = self.graphs.launchable(Decision.graph(usable[-1].key))
         else:
@@ -411,22 +413,25 @@ class Runner:
         return self._empty(options)
 
     def _run_without_requests(self, decision: Decision | None, options: Mapping[str, Any]) -> None:
+        """Take part in an agreed step on a rank that has no requests."""
+        options = self.graphs.of_pads(options)
         if decision is None:
             raise InputTypeError(
-                "run(None) is for a rank without requests in an agreed step: pass decision=, as "
-                "agree(None) returned it"
+                "run(None) is for a rank without requests in an agreed step; pass decision=, the "
+                "result of agree(None)"
             )
         if decision.ok:
-            self._check_agreed(decision, self.graphs.counting.some(1, options), options)
+            self.graphs.require_fit(decision, self.graphs.counting.some(1, options), options)
         if decision.reason is Reason.EMPTY_BATCH:
             self._counters.reasons[decision.reason] += 1
             return
-        if self._config.strict and self.graphs and not decision.ok:  # as the ranks with requests do
+        if self._config.strict and self.graphs and not decision.ok:
+            # The ranks with requests raise the same error.
             raise refusal(decision, f"{self._name}: a step of no requests here")
         self._run_pads(decision, options)
 
     def _run_pads(self, decision: Decision, options: Mapping[str, Any]) -> None:
-        """Take part in a step on pad values only."""
+        """Run a step on pad values only."""
         self.pool.order()
         if decision.ok:
             assert decision.key is not None
@@ -434,7 +439,7 @@ class Runner:
             try:
                 self._step.replay_pads(graph)
             except UNLAUNCHED as error:
-                decision = self._instead(graph, error)
+                decision = self._fallback(graph, error)
             else:
                 self._counters.idle += 1
                 return
@@ -442,9 +447,12 @@ class Runner:
         self._counters.reasons[decision.reason] += 1
 
     def _require_outside(self, call: str) -> None:
-        """Raise StateError in the runner's own step, in that of one that it shares buffers with,
-        and in an eager body of a step on its pool; called under the pool's lock."""
-        self.pool.require_free(f"{call} {self._name}")
+        """Raise StateError inside a step that uses the pool or the buffers of this runner.
+
+        The caller holds the lock of the pool.
+        """
+        if self.pool.occupied:
+            self.pool.require_free(f"{call} {self._name}")
         if self._busy:
             (busy,) = self._busy
             step = "its own step" if busy is self else f"a step of {busy._name}"
@@ -455,11 +463,11 @@ class Runner:
 
     @contextlib.contextmanager
     def _between_steps(self, call: str) -> Iterator[None]:
-        """Hold the pool's lock for what an open runner may do while it runs no step."""
+        """Hold the lock of the pool while an open runner does something outside its steps."""
         with self.pool.lock:
             self._require_outside(call)
             self._require_open(call)
-            try:  # as in ``run``
+            try:
                 self._busy.append(self)
                 yield
             finally:
@@ -473,58 +481,62 @@ class Runner:
     # Capture.
 
     def capture(self, *, everything: bool = False, profile: str | None = None) -> None:
-        """Capture the buckets that are not captured yet, largest first; failed ones again.
+        """Capture the buckets that are not captured yet, largest first; retry failed ones.
 
-        With ``capture="lazy"`` or ``"background"`` in the configuration it only finds out what the
-        step returns; buckets follow after enough batches wanted one, or one per ``idle`` call (with
-        several ranks both in ``idle``). ``everything`` captures them now. ``profile`` names a
-        folder that gets a Chrome trace of each capture, warm-up included.
+        With ``capture="lazy"`` or ``"background"`` in the configuration, this only learns the
+        outputs of the step. Buckets follow after enough batches wanted one, or one per ``idle``
+        call (with several ranks, both in ``idle``).
 
-        The autocast in force is that of all captures and steps from here on, whatever they are
-        called under, until graphs are captured anew. Where ``idle`` or a step captures first, it is
-        that of the last step.
+        The autocast settings at this call hold for all captures and steps until the graphs are
+        captured again. If ``idle`` or a step captures first, the settings of the last step hold.
 
-        Every capture starts from pad values in all slots; memory of buckets is shared. When memory
-        runs out, the rest is dropped: the steps that wanted it run eagerly, counted.
+        Every capture starts from pad values in all slots, and buckets share their memory. If memory
+        runs out, the remaining buckets are dropped; their steps run eagerly, counted.
+
+        Args:
+            everything: capture all buckets now, for every ``capture`` setting.
+            profile: folder for a Chrome trace of each capture, warm-up included.
 
         Raises:
-            InputTypeError, StateError: ``profile`` is no path, or torch profiles already, which it
-                does once at a time. OSError: there cannot be such a folder.
+            InputTypeError: ``profile`` is not a path.
+            OSError: the folder cannot be created.
+            StateError: a profile of torch is running already.
             ResourceError: memory or another resource ran out and the runner is strict, or another
-                runner on the pool was suspended and gave the memory back.
+                runner released the memory of the pool.
             AgreementError: ranks differ, or one failed, is late or gone.
-            Exception: what the step raised in warm-up or capture; earlier captures are kept.
+            Exception: an error of the step in warm-up or capture; earlier captures are kept.
         """
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return
-            self._capturing.require(profile)
+            self._scheduler.require(profile)
             if not self.graphs.captured:
-                self._step.autocast = None  # that of the caller
+                self._step.autocast = None  # Take the settings of the caller.
+            self._warned = True
             if everything or self.captures_first:
-                self._capture(self._capturing.pending, profile)
+                self._capture(self._scheduler.pending, profile)
             else:
-                self._capturing.learn_together()
+                self._scheduler.learn_together()
 
     def idle(self, *, ready: bool = True) -> bool:
         """Capture one bucket while the engine has nothing else to do; return whether it did.
 
         For ``capture="background"`` and ``"lazy"``. Outputs of earlier runs are overwritten.
 
-        With several ranks every rank calls it at the same point, as it does ``agree``, and all of
-        them capture the same bucket or none does. That one capture is the longest pause.
+        With several ranks, every rank calls it at the same point, as it does ``agree``. All ranks
+        capture the same bucket or none does. One capture is the longest pause.
 
         Args:
-            ready: False for a rank that has requests to serve: then no rank captures.
+            ready: False for a rank that has requests to serve; then no rank captures.
 
         Raises:
             AgreementError: a rank did not come, failed, or has other buckets left.
-            Exception: what the step raised; the bucket waits for ``capture``.
+            Exception: an error of the step; the bucket waits for ``capture``.
         """
         with self._between_steps("capture"):
             if self._config.policy == "disabled":
                 return False
-            graph = self._capturing.elect(ready=ready and not self.graphs.suspended)
+            graph = self._scheduler.elect(ready=ready and not self.graphs.suspended)
             if graph is None:
                 return False
             self._capture([graph])
@@ -534,33 +546,18 @@ class Runner:
         self._steps.clear()
         self._step.clock.tick()
         try:
-            self._capturing.round(graphs, profile)
+            self._scheduler.round(graphs, profile)
         finally:
             self._steps.clear()
 
-    def _facts(self) -> dict[str, Any]:
-        """Return what all ranks must have in common."""
-        return {
-            "phase": self.phase,
-            "mode": self._config.to_dict(everything=True),
-            "buckets": list(self.buckets),
-            "variants": [dict(options) for options in self.graphs.variants.values()],
-            "steps_per_launch": self._steps_per_launch,
-            "inputs": {n: f"{s.dtype} {s.dims}" for n, s in self._step.inputs.slots.items()},
-            "backend": self.backend.name,
-            "backend_version": self.backend.version,
-            "torch": torch.__version__,
-            "devgraph": __version__,
-        }
-
-    # Life.
+    # Lifecycle.
 
     def invalidate(self, reason: str = "") -> None:
-        """Close all graphs, because what they captured (weights, buffers) is no longer valid.
+        """Close all graphs, because captured weights or buffers are no longer valid.
 
-        Steps run eagerly until ``capture`` captures again; with ``capture="lazy"`` or
-        ``"background"`` buckets come back as they did at first. Bound tensors are bound again
-        where and as they are now.
+        This does not capture again: steps run eagerly until ``capture`` is called. With
+        ``capture="lazy"`` or ``"background"``, buckets come back as they did at first. Bound
+        tensors are bound again with their present address and layout.
         """
         with self._between_steps("invalidate"):
             self._steps.clear()
@@ -568,10 +565,11 @@ class Runner:
             self.buffers.rebind()
 
     def pin(self, *buckets: int, pinned: bool = True) -> None:
-        """Keep the executables of ``buckets``, all if none is named, whatever ``memory`` says.
+        """Exempt the executables of ``buckets`` from eviction; without arguments, of all buckets.
 
         Args:
-            pinned: False to let them go with the others again.
+            *buckets: the buckets.
+            pinned: False to end the exemption.
 
         Raises:
             InputError: there is no such bucket.
@@ -590,15 +588,22 @@ class Runner:
         """Run eagerly until ``resume``; graphs are kept. Idempotent.
 
         Args:
-            release: "memory" gives the device memory of the graphs' pool, with its executables,
-                back to the device; steps of other runners on that pool run eagerly as well.
+            release: "memory" returns the device memory of the pool and of its executables to the
+                device. Steps of other runners on that pool then run eagerly as well.
 
         Raises:
-            CapabilityError: the pool cannot do that: see ``Pool.release``, and ``releasable`` in
-                the configuration.
+            CapabilityError: the pool cannot release memory: set ``releasable`` in the
+                configuration.
+            InputError: ``release`` has another value.
         """
         with self._between_steps("suspend"):
             if release == "memory":
+                if not self.pool.releasable:
+                    raise CapabilityError(
+                        f"suspend(release='memory') of {self._name} needs a pool that can release "
+                        f"its memory; set releasable=True in the configuration of the runner, or "
+                        f"pass pool=backend.make_pool(releasable=True)"
+                    )
                 self.pool.release()
             elif release is not None:
                 raise InputError(f"release must be 'memory' or None, got {brief(release)}")
@@ -606,10 +611,10 @@ class Runner:
             self._steps.clear()
 
     def resume(self) -> None:
-        """Use the graphs again, in the memory that they were captured in. Idempotent.
+        """Use the graphs again, at the addresses of their capture. Idempotent.
 
         Raises:
-            ResourceError: there is no device memory for them; the runner stays suspended.
+            ResourceError: there is not enough device memory; the runner stays suspended.
         """
         with self._between_steps("resume"):
             self.pool.restore()
@@ -624,7 +629,7 @@ class Runner:
             self._closed = True
             self._steps.clear()
             self._step.clock.tick()
-            self._capturing.close()
+            self.graphs.each(BucketGraph.close)
 
     def __enter__(self) -> Runner:
         return self
@@ -647,6 +652,7 @@ class Runner:
 
     @property
     def buckets(self) -> Buckets:
+        """The bucket sizes, ascending."""
         return self.graphs.buckets
 
     @property
@@ -656,13 +662,16 @@ class Runner:
 
     @property
     def captures_first(self) -> bool:
-        """Whether ``capture`` is to be called before the first step, which would run eagerly."""
+        """Whether steps run eagerly until ``capture`` is called."""
         return self._config.capture == "eager"
 
     @property
     def effective_policy(self) -> str:
-        """The policy that graphs run under now; ``disabled`` while there is none to run, and
-        ``emulated`` where steps take their place."""
+        """The policy that graphs run under now.
+
+        It is ``disabled`` while there is no graph to run, and ``emulated`` if eager steps replace
+        the graphs.
+        """
         if not self.graphs.captured or self.graphs.suspended or self._closed:
             return "disabled"
         return "emulated" if self._config.emulate else self._config.policy
@@ -671,30 +680,30 @@ class Runner:
         """Return a snapshot of the counters.
 
         Args:
-            timing: with the device's time of replays. The first such call begins to take it, which
-                costs every later step some microseconds.
+            timing: include the device time of replays. The first such call starts the timers, which
+                cost every later step some microseconds.
         """
         if timing:
             with self._between_steps("time"):
                 for graph in self.graphs:
                     if graph.timing is None:
-                        graph.timing = Timing(self.backend)
-                        self._steps.clear()  # which are bound without
+                        graph.timing = ReplayTimer(self.backend)
+                        self._steps.clear()  # Bound steps have no timer.
                     graph.timing.read()
         return self._stats(())
 
     def plan(self, *, sample: bool = False) -> RunnerStats:
-        """Return what ``stats`` does: buckets with their rows and bytes.
+        """Return the statistics of ``stats``, with the rows and bytes of every bucket.
 
         Args:
-            sample: capture the two largest graphs into a throwaway pool, if they are not all
+            sample: capture the two largest graphs into a temporary pool, unless all graphs are
                 captured, and estimate the rest from them. Outputs of earlier runs are overwritten.
         """
         with self._between_steps("plan"):
             if not sample or len(self.graphs) == len(self.graphs.captured):
                 return self._stats(())
             self._step.clock.tick()
-            return self._stats(self._capturing.sample_bytes())
+            return self._stats(self._scheduler.sample_bytes())
 
     def _stats(self, estimates: Sequence[int]) -> RunnerStats:
         return RunnerStats.of(
@@ -711,7 +720,7 @@ class Runner:
             input_bytes=self.buffers.nbytes,
             output_bytes=self._step.outputs.nbytes,
             executables=self.pool.recordings.residency(),
-            replay_pace=self._capturing.pace,
+            replay_pace=self._scheduler.pace,
         )
 
     def explain(self) -> str:
@@ -719,8 +728,6 @@ class Runner:
         lines = [str(self.stats())]
         for graph in self.graphs:
             detail = f": {graph.detail}" if graph.detail else ""
-            if graph.speedup is not None:
-                detail = f", {graph.speedup:.2f} times as fast as eager{detail}"
             lines.append(f"  bucket {graph.key}: {graph.state}{detail}")
             if graph.captured is not None:
                 lines += [f"    {line}" for line in graph.captured.explain().splitlines()]
@@ -734,17 +741,18 @@ class Runner:
         rtol: float | None = None,
         atol: float | None = None,
     ) -> RunnerReport:
-        """Replay every captured graph against eager runs on fresh random inputs.
+        """Replay every captured graph and compare it with eager runs on fresh random inputs.
 
-        A replay must equal the same padded batch run eagerly bit for bit, also with padding that
-        is poisoned, and the real batch run eagerly within tolerance (another number of rows may
-        choose other kernels). Where a compiler chose other kernels than eager, every comparison
-        with eager is within tolerance.
+        A replay must equal an eager run of the same padded batch bit for bit, also with poisoned
+        padding. It must equal an eager run of the real batch within tolerance, because another
+        number of rows may choose other kernels. If a compiler chose other kernels than eager, every
+        comparison with eager has that tolerance.
 
         Args:
             cases: batch sizes to try per bucket: the full one, the smallest, and between.
             host_args: host arguments for all cases; those of capture by default.
-            rtol, atol: tolerances against the real batch; torch's by default.
+            rtol: relative tolerance against the real batch; torch's default if None.
+            atol: absolute tolerance against the real batch; torch's default if None.
         """
         with self._between_steps("prove"):
             whole("cases", cases)
@@ -753,10 +761,27 @@ class Runner:
             return Proof(self._step, host_args, near).of(self.graphs, cases, self._implied)
 
 
+def _common_facts(runner: Runner) -> dict[str, Any]:
+    """Return the settings that all ranks must have in common."""
+    return {
+        "phase": runner.phase,
+        "mode": runner._config.to_dict(everything=True),
+        "buckets": list(runner.buckets),
+        "variants": [dict(options) for options in runner.graphs.variants.values()],
+        "steps_per_launch": runner._steps_per_launch,
+        "inputs": {n: f"{s.dtype} {s.dims}" for n, s in runner._step.inputs.slots.items()},
+        "backend": runner.backend.name,
+        "backend_version": runner.backend.version,
+        "torch": torch.__version__,
+        "devgraph": __version__,
+    }
+
+
 def _report_uncovered(buckets: Buckets, capacity: int, counts: str, options: Options) -> None:
+    """Warn of sizes that have no bucket within the padding factor."""
     config = options.config
     missing = buckets.uncovered(capacity, config.max_padding)
-    # Below the smallest bucket the defaults leave sizes out as well.
+    # The default buckets leave out sizes below the smallest one as well; those are no surprise.
     if config.policy != "disabled" and missing and missing[-1][0] > buckets[0]:
         logger.warning(
             "%s: steps of %s %s run eagerly: no bucket of %s holds them with at most %g times "
@@ -770,7 +795,7 @@ def _report_uncovered(buckets: Buckets, capacity: int, counts: str, options: Opt
 
 
 def _check_config(options: Options) -> None:
-    """Raise ConfigError or CapabilityError for what this version cannot do, before building."""
+    """Raise ConfigError or CapabilityError for a configuration that cannot work."""
     config = options.config
     if config.policy != "disabled":
         get_policy(config.policy)
@@ -781,16 +806,17 @@ def _check_config(options: Options) -> None:
         )
     if options.max_graphs is not None and config.capture != "lazy":
         raise ConfigError(
-            f"max_graphs={options.max_graphs} is for graphs that are captured when they are wanted "
-            f"(capture='lazy'), not with capture={config.capture!r}; list the buckets to have"
+            f"max_graphs={options.max_graphs} needs capture='lazy', which captures graphs when "
+            f"batches want them, not capture={config.capture!r}; list the buckets to have instead"
         )
 
 
 def _pool_with(share: object, pool: Pool | None) -> Pool:
-    """Return the pool of a runner that shares buffers, whose runs must follow the other's.
+    """Return the pool for a runner that shares buffers; both runners must use the same pool.
 
     Raises:
-        ConfigError: another pool was given. ConfigTypeError: ``share`` is no runner.
+        ConfigError: another pool was given.
+        ConfigTypeError: ``share`` is not a runner.
     """
     if not isinstance(share, Runner):
         raise ConfigTypeError(f"share must be another runner, got {brief(share)}")
@@ -803,12 +829,8 @@ def _pool_with(share: object, pool: Pool | None) -> Pool:
     return share.pool
 
 
-def _counted(size: Size) -> str:
-    return f"{size.requests} requests and {size.tokens} tokens"
-
-
 def _require_decision(decision: object) -> None:
     if decision is not None and not isinstance(decision, Decision):
         raise InputTypeError(
-            f"decision must be what can_run or agree returned, got {brief(decision)}"
+            f"decision must be a decision of can_run or agree, got {brief(decision)}"
         )

@@ -41,8 +41,14 @@ def test_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
         ('{"decode": {"compiler": "indctor"}}', ["decode.compiler", "Did you mean 'inductor'?"]),
         ('{"decode": {"capture": "lazi"}}', ["decode.capture", "Did you mean 'lazy'?"]),
         ('{"decode": {"max_padding": NaN}}', ["NaN"]),
-        ('{"decode": {"memory": 1.0}}', ["decode.memory", "nor a share, which is below 1", "1.0"]),
-        ('{"decode": {"memory": 1.5}}', ["decode.memory", "nor a share, which is below 1", "1.5"]),
+        (
+            '{"decode": {"executable_budget": 1.0}}',
+            ["decode.executable_budget", "nor a share, which is below 1", "1.0"],
+        ),
+        (
+            '{"decode": {"executable_budget": 1.5}}',
+            ["decode.executable_budget", "nor a share, which is below 1", "1.5"],
+        ),
         ('{"decode": "full", "decode": "disabled"}', ["'decode'", "twice"]),
         ('{"decode": {"buckets": [9], "max_bs": 8}}', ["decode", "9", "max_bs=8"]),
     ],

@@ -122,16 +122,14 @@ def phase_configs() -> st.SearchStrategy[PhaseConfig]:
         "compiler": st.sampled_from(["eager", "inductor"]),
         "capture": st.sampled_from(["eager", "lazy", "background"]),
         "lazy_hits": st.integers(1, 9),
-        "learned": st.none() | st.text(min_size=1),
         "warmup": st.integers(0, 9),
         "strict": st.booleans(),
         "verify": st.sampled_from([None, "start"])
         | st.builds(Verify, start=st.booleans(), every=st.integers(1, 10**6)),
         "emulate": st.booleans(),
         "releasable": st.booleans(),
-        "min_speedup": st.none() | st.floats(0.001, 1e6),
-        "memory": st.none() | st.floats(0, 1, exclude_max=True) | st.integers(2, 10**12),
-        "memory_budget_bytes": st.none() | st.integers(1, 1 << 40),
+        "executable_budget": st.none() | st.floats(0, 1, exclude_max=True) | st.integers(2, 10**12),
+        "graph_budget_bytes": st.none() | st.integers(1, 1 << 40),
         "time_budget_s": st.none() | st.floats(0.001, 1e6),
         "miss_budget": st.none() | st.integers(0, 1000),
     }

@@ -51,7 +51,7 @@ class RandomRunner:
             "buckets": buckets,
             "capture": rng.choice(["eager", "eager", "lazy", "background"]),
             "max_padding": rng.choice([2.0, 8.0]),
-            "memory": rng.choice([None, None, 0, 4000]),
+            "executable_budget": rng.choice([None, None, 0, 4000]),
         }
         options: dict[str, Any] = {
             "outputs": self._outputs(),

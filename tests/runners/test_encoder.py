@@ -166,29 +166,10 @@ def test_graphs_of_exact_shapes_make_room_for_those_that_ran_last():
     assert runner.prove().ok
 
 
-def test_bounded_graphs_of_the_next_start_are_those_that_were_used_most(tmp_path):
-    config = {
-        "capture": "lazy",
-        "lazy_hits": 2,
-        "max_padding": 1,
-        "learned": str(tmp_path / "buckets.json"),
-    }
-    options = {"budgets": range(1, 9), "max_items": 1, "max_graphs": 2, "config": config}
-    with encoder_of(**options) as first:
-        for length in (3, 3, 3, 5, 5, 5, 5, 8, 8, 2):  # 8 takes the place of 3
-            check(first, (length,), seed=length)
-        assert [graph.key.bucket for graph in first.graphs.captured] == [8, 5]
-    with encoder_of(**options) as second:
-        assert [second.idle() for _ in range(3)] == [True, True, False]
-        assert [graph.key.bucket for graph in second.graphs.captured] == [5, 3]
-        for length in (2, 2, 3, 40):  # 2 takes the place of 5, which no batch of this start used
-            check(second, (length,), seed=length)
-        assert [graph.key.bucket for graph in second.graphs.captured] == [3, 2]
-        assert second.stats().eager == {"not_captured": 2, "over_largest_bucket": 1}
-
-
 def test_a_bound_on_graphs_is_for_lazy_captures():
-    with pytest.raises(dg.ConfigError, match=r"max_graphs=2 is for graphs .* capture='eager'"):
+    with pytest.raises(
+        dg.ConfigError, match=r"max_graphs=2 needs capture='lazy'.* capture='eager'"
+    ):
         encoder_of(max_graphs=2)
     with pytest.raises(dg.ConfigError, match="max_graphs: expected at least 1, got 0"):
         encoder_of(max_graphs=0, config={"capture": "lazy"})

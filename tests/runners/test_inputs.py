@@ -168,7 +168,7 @@ def test_a_step_that_writes_its_inputs_finds_pad_values_at_each_warm_up():
         return batch.ids.float() + batch.rows
 
     runner = decode_of(step, (IDS, ROWS), config={"buckets": [4], "warmup": 3}, max_requests=4)
-    assert len(seen) == 3  # the first of them shows the outputs
+    assert len(seen) == 4  # The first run shows the outputs; three warm-up runs follow.
     assert all(rows.eq(31).all() for rows in seen)
     assert runner.run({"ids": tokens(1, 2), "rows": tokens(5, 6)}).tolist() == [106, 108]
     assert runner.run({"ids": tokens(1, 2), "rows": tokens(5, 6)}).tolist() == [106, 108]

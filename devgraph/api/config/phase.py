@@ -62,6 +62,15 @@ def path_of(setting: Setting) -> str:
     return f"{phase}.{key}" if backend is None else f"backends.{backend}.{phase}.{key}"
 
 
+REMOVED_KEYS: Mapping[str, str] = {
+    "memory": "use executable_budget",
+    "memory_budget_bytes": "use graph_budget_bytes",
+    "min_speedup": "use dg.graphed(step, min_speedup=...), which compares a graph with eager",
+    "learned": "leave it out; background captures go from the largest bucket to the smallest",
+}
+"""Keys of earlier versions, each with its replacement."""
+
+
 def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) -> ConfigError:
     """Return the error for a name that does not exist: where, what exists, what is nearest."""
     names = tuple(known)
@@ -69,6 +78,8 @@ def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) ->
         return ConfigTypeError(
             f"{path}: a {what} is a string, got {shown(name)}. {did_you_mean('', names)}"
         )
+    if what == "key" and name in REMOVED_KEYS:
+        return ConfigError(f"{path}: the key {name!r} was removed: {REMOVED_KEYS[name]}")
     hint = did_you_mean(name, names, OTHER_NAMES)
     return ConfigError(f"{path}: there is no {what} {name!r}. {hint}")
 
@@ -340,17 +351,10 @@ class PhaseConfig:
     lazy_hits: int = _key(
         _COUNT, "Batches that want a bucket before `lazy` captures it.", default=2
     )
-    learned: str | None = _key(
-        optional(text("the path of a file")),
-        "File that keeps how often buckets were hit and which failed, by runner, versions and "
-        "device: `background` captures in the order of use at the next start. None: no file.",
-        default=None,
-    )
     warmup: int = _key(
         number(int, 0),
-        "Eager runs before each capture; one that fails after fewer than two is made anew after "
-        "two. With 0 only the largest of each variant runs, once, to see what it returns: for "
-        "steps that keep nothing from their first run of a size.",
+        "Eager runs before each capture. A capture that fails after fewer than two is retried once "
+        "after two. Use 0 only if the step keeps nothing from its first run of a size.",
         default=1,
     )
     strict: bool = _key(
@@ -370,13 +374,7 @@ class PhaseConfig:
         "steps of the phase. None: never.",
         default=None,
     )
-    min_speedup: float | None = _key(
-        optional(number(float, 0, above=True)),
-        "Each graph is timed against its step run eagerly, and a bucket whose graph is not so many "
-        "times as fast is dropped: 1.0 drops those that lose. None: nothing is timed.",
-        default=None,
-    )
-    memory: float | None = _key(
+    executable_budget: float | None = _key(
         optional({**number(float, 0), "read": _read_memory}),
         "Bytes that executables and recordings of the pool may take, or below 1 a share of the "
         "device's memory; the least recently used go, and are made again at their next launch. Of "
@@ -389,10 +387,10 @@ class PhaseConfig:
         '`suspend(release="memory")`.',
         default=False,
     )
-    memory_budget_bytes: int | None = _key(
+    graph_budget_bytes: int | None = _key(
         optional(_COUNT),
-        "Device memory for the graphs of this phase; buckets beyond it are dropped. None: no "
-        "limit.",
+        "Device memory that captures of this phase may take. Buckets beyond it are dropped. None: "
+        "no limit.",
         default=None,
     )
     time_budget_s: float | None = _key(

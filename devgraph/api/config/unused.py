@@ -39,8 +39,6 @@ UNUSED: tuple[Unused, ...] = (
         ("prefill",),
     ),
     Unused("lazy_hits", lambda phase: phase.capture != "lazy", "only capture='lazy' counts hits"),
-    Unused("min_speedup", lambda phase: phase.emulate, "an emulated graph is the step itself"),
-    Unused("learned", lambda phase: phase.capture == "eager", "all buckets come at start"),
     Unused("verify", lambda phase: phase.emulate, "an emulated graph is the step itself"),
     Unused(
         "miss_budget",

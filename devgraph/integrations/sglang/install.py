@@ -133,16 +133,17 @@ def engine_mode(text: str, backend: str) -> EngineMode:
     """
     config = DeviceGraphConfig.from_json(text).for_backend(backend)
     phases = {"decode": config.decode, "prefill": config.prefill}
-    limits = tuple(value.memory for value in phases.values() if value.memory is not None)
+    budgets = (value.executable_budget for value in phases.values())
+    limits = tuple(budget for budget in budgets if budget is not None)
     return EngineMode(text, {name: _values(name, value) for name, value in phases.items()}, limits)
 
 
 def _values(phase: str, config: PhaseConfig) -> dict[str, Any]:
-    extra = sorted(config.explicit - {*_KEYS, "memory"})
+    extra = sorted(config.explicit - {*_KEYS, "executable_budget"})
     if extra:
         raise ConfigError(
             f"{MODE_VARIABLE}: SGLang has nothing like {', '.join(extra)} of {phase}; it can be "
-            f"given {', '.join(_KEYS)} and memory. Use SGLang's own options for the rest."
+            f"given {', '.join(_KEYS)} and executable_budget. Use SGLang's options for the rest."
         )
     if "policy" in config.explicit and config.policy not in _POLICIES:
         raise ConfigError(

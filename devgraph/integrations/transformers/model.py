@@ -50,7 +50,7 @@ from devgraph.integrations.transformers.probe import (
 )
 from devgraph.integrations.transformers.requests import Piece
 from devgraph.runners.batch import Batch
-from devgraph.runners.decode import Loop
+from devgraph.runners.loop import Loop
 from devgraph.runners.slots import InputSlot, Pad, Size
 
 logger = logging.getLogger(__name__)

@@ -451,7 +451,7 @@ def test_a_loop_may_fork_to_other_streams(kit: Kit) -> None:
 @declares("loops", "remakes_executables")
 def test_a_loop_whose_executable_was_dropped_is_made_again(kit: Kit) -> None:
     model = Counting(kit)
-    runner = model.runner(kit, config={"policy": "full", "memory": 0})
+    runner = model.runner(kit, config={"policy": "full", "executable_budget": 0})
     for seed, left in enumerate([[3], [2, 9, 4], [1, 1, 1, 1], [5, 2], [3]]):
         model.check(kit, runner, left, seed)
     kept = runner.stats().executables

@@ -190,7 +190,9 @@ def test_named_phases_are_put_in_and_the_others_left_to_sglang(made: Any) -> Non
 
 
 def test_memory_is_the_budget_of_what_graphs_launch(engine: Any) -> None:
-    sglang.install(mode='{"decode": {"memory": 4096}, "prefill": {"memory": 8192}}')
+    sglang.install(
+        mode='{"decode": {"executable_budget": 4096}, "prefill": {"executable_budget": 8192}}'
+    )
     first, _ = backends.shared().memory.shared(None)
     assert first.recordings.budget_bytes == 4096
     sglang.uninstall()

@@ -1,0 +1,130 @@
+"""Options: keywords, environment variables and facts of the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import devgraph as dg
+from tests.support.runner_steps import (
+    X,
+    double,
+    double_runner,
+    encoder_of,
+    rows_of_x,
+)
+
+
+def test_strictness_comes_from_the_configuration_unless_the_engine_says():
+    assert_raises = double_runner(config={"strict": True}, captured=False)
+    with pytest.raises(dg.StateError):
+        assert_raises.run({"x": rows_of_x(1)})
+    lenient = double_runner(config={"strict": True}, strict=False, captured=False)
+    assert lenient.run({"x": rows_of_x(1)}).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"max_requests": 4}, "decode.max_requests=4 has no effect: decode is sized by"),
+        ({"lazy_hits": 3}, "decode.lazy_hits=3 has no effect: only capture='lazy' counts"),
+        ({"policy": "breakable", "miss_budget": 3}, "decode.miss_budget=3 has no effect"),
+    ],
+)
+def test_settings_without_effect_are_warned_about(config: dict[str, Any], said: str):
+    with pytest.warns(dg.DeviceGraphWarning) as caught:
+        double_runner(config=config, captured=False)
+    [one] = caught
+    assert said in str(one.message)
+
+
+def test_the_environment_makes_every_runner_emulate(monkeypatch):
+    monkeypatch.setenv("DEVGRAPH_EMULATE", "1")
+    runner = double_runner()
+    runner.run({"x": rows_of_x(3)})
+    assert runner.effective_policy == "emulated" and runner.stats().graph_steps == 1
+
+
+def test_ranges_are_yes_or_no() -> None:
+    with pytest.raises(dg.ConfigTypeError, match="ranges"):
+        double_runner(ranges="yes")
+
+
+@pytest.mark.parametrize("name", ["", 3])
+def test_a_name_that_is_not_a_text_is_refused(name: Any) -> None:
+    with pytest.raises(dg.ConfigTypeError, match="the name of a runner must be a string"):
+        double_runner(name=name)
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(dg.ConfigError, match="unknown runner option 'max_graph'.*max_graphs"):
+        double_runner(max_graph=3)
+
+
+@pytest.mark.parametrize(
+    ("key", "replacement"),
+    [
+        ("memory", "use executable_budget"),
+        ("memory_budget_bytes", "use graph_budget_bytes"),
+        ("min_speedup", r"use dg.graphed\(step, min_speedup=...\)"),
+        ("learned", "leave it out"),
+    ],
+)
+def test_a_removed_key_is_refused_with_its_replacement(key: str, replacement: str) -> None:
+    with pytest.raises(dg.ConfigError, match=f"'{key}' was removed: {replacement}"):
+        double_runner(config={key: 1})
+    text = json.dumps({"decode": {key: 1}})
+    with pytest.raises(dg.ConfigError, match=f"'{key}' was removed: {replacement}"):
+        dg.DeviceGraphConfig.from_json(text)
+
+
+_UNSAFE = dg.EngineFacts(memory_saver=True)
+"""Segments of a breakable graph would share tensors across a release of memory."""
+
+
+def _prefill(config: Any, facts: Any) -> dg.PrefillRunner:
+    return dg.PrefillRunner(
+        double,
+        [X],
+        config=config,
+        facts=facts,
+        backend="cpu",
+        max_tokens=8,
+        max_requests=2,
+    )
+
+
+def test_a_safety_rule_refuses_an_explicit_choice_that_the_facts_contradict() -> None:
+    with pytest.raises(dg.ConfigError, match=r"prefill.policy=\"breakable\".*memory-saver"):
+        _prefill("breakable", _UNSAFE)
+    assert _prefill("breakable", dg.EngineFacts()).effective_policy == "disabled"  # not captured
+
+
+def test_a_safety_rule_changes_a_default_that_the_facts_contradict() -> None:
+    runner = _prefill(None, _UNSAFE)
+    runner.capture()
+    assert (runner.stats().requested, runner.stats().captures) == ("disabled", 0)
+    assert torch.equal(runner.run({"x": rows_of_x(3)}), rows_of_x(3) * 2)
+    plain = _prefill(None, dg.EngineFacts())
+    plain.capture()
+    assert plain.effective_policy == "breakable"
+
+
+def test_facts_of_the_backend_are_those_of_the_runner() -> None:
+    """The rules see the capabilities of the backend, whatever backend the facts name."""
+    facts = dg.EngineFacts(backend="npu", compilers=())
+    with pytest.raises(dg.ConfigError, match="piecewise"):
+        double_runner(config={"policy": "piecewise", "compiler": "inductor"}, facts=facts)
+
+
+def test_an_encoder_takes_facts_but_no_rule_covers_it() -> None:
+    encoder = encoder_of(facts=_UNSAFE, config="breakable")
+    assert encoder.effective_policy == "breakable"
+
+
+def test_facts_of_another_kind_are_refused() -> None:
+    with pytest.raises(dg.ConfigTypeError, match=r"facts must be dg.EngineFacts\(...\), got"):
+        double_runner(facts={"lora": True})
