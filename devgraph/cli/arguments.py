@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +21,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 KINDS = ("host_sync", "host_value", "data_dependent_shape", "rng", "escaping_allocation", "refused")
 """Kinds of findings of ``check``."""
-
-ENCODERS: Mapping[str, Mapping[str, Any]] = {
-    "siglip-base": {
-        "layers": 12,
-        "hidden": 768,
-        "heads": 12,
-        "inner": 3072,
-        "patch": 16,
-        "grids": (7, 10, 14, 21, 28),
-        "budgets": (256, 512, 1024),
-    },
-    "tiny": {
-        "layers": 2,
-        "hidden": 32,
-        "heads": 2,
-        "inner": 64,
-        "patch": 4,
-        "grids": (2, 3, 4, 6, 8),
-        "budgets": (40, 64),
-    },
-}
-"""Vision towers of ``bench --encoder`` by name: their sizes, the patches along each side of the
-images (positions are for the middle one), and token budgets."""
-
-IMAGES = 64
-"""Images that ``bench --encoder`` encodes."""
 
 SIZES = {
     "layers": (8, "decoder layers"),
@@ -184,9 +158,6 @@ def _bench(add: Options) -> None:
     add.backend()
     for name, (size, meaning) in SIZES.items():
         add.number(f"--{name}", f"{meaning} (default: {size})")
-    text = "instead, encode images of five sizes with a vision tower (default: siglip-base)"
-    add("--encoder", text, nargs="?", const="siglip-base", choices=[*ENCODERS])
-    add.number("--images", f"of --encoder (default: {IMAGES})")
     text = "of weights and caches (default: float32)"
     add("--dtype", text, choices=DTYPES, default="float32")
     add.number("--kv-len", "rows to attend over (default: half the window)")

@@ -14,8 +14,8 @@ from devgraph import __version__
 from devgraph.api.backend import Backend
 from devgraph.api.policy import policies
 from devgraph.api.registry import get_backend
-from devgraph.cli.arguments import ENCODERS, SIZES, check_compilers
-from devgraph.cli.contenders import measure, measure_encoder
+from devgraph.cli.arguments import SIZES, check_compilers
+from devgraph.cli.contenders import measure
 from devgraph.cli.measure import Comparison
 from devgraph.cli.tables import (
     CommandError,
@@ -25,7 +25,6 @@ from devgraph.cli.tables import (
     ratio,
     say,
     time_text,
-    working,
     write_file,
 )
 from devgraph.runners.report import format_bytes
@@ -37,23 +36,33 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"cannot write the chart {args.plot}: charts are SVG, name it *.svg")
     if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
         raise CommandError(f"cannot write {args.plot}: there is no such folder")
-    for name in (*SIZES, "kv_len", "compiler") if args.encoder else ("images",):
-        if getattr(args, name) is not None:
-            beside = "with" if args.encoder else "without"
-            raise CommandError(f"--{name.replace('_', '-')} does not go {beside} --encoder")
     check_compilers(args, args.policy or policies())
     backend = get_backend(args.backend)
     with torch.inference_mode():
-        what, compared = (_encoder if args.encoder else _decoder)(backend, args)
+        work, compared = _decoder(backend, args)
+    return finish(backend, args, work, compared)
+
+
+def finish(
+    backend: Backend, args: argparse.Namespace, work: Mapping[str, Any], compared: Comparison
+) -> int:
+    """Print a comparison, write its chart if ``--plot`` asks for it, and return the exit code.
+
+    Args:
+        backend: the backend that ran the work.
+        args: the options ``json``, ``plot``, ``steps`` and ``repeats``.
+        work: the name of the work and its sizes, for the title.
+        compared: the measured rows.
+    """
     report = {
-        "title": f"{what['work']} on {backend.device_name}",
+        "title": f"{work['work']} on {backend.device_name}",
         "devgraph": __version__,
         "torch": torch.__version__,
         "backend": backend.name,
         "device_type": backend.device.type,
         "device": backend.device_name,
         "threads": torch.get_num_threads(),
-        **what,
+        **work,
         "steps": args.steps,
         "repeats": args.repeats,
         "rows": compared.rows,
@@ -70,23 +79,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _decoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any], Comparison]:
-    """Return what a step of a decoder was, and what it costs."""
+    """Return the sizes of the decode step, and its measured rows."""
     sizes = {name: getattr(args, name) or size for name, (size, _) in SIZES.items()}
     kv_len = args.kv_len or sizes["window"] // 2 or 1
     if kv_len > sizes["window"]:
         raise CommandError(
             f"--kv-len must be from 1 to the window of {sizes['window']}, got {kv_len}"
         )
-    what = {"work": "one decode step", "shape": {**sizes, "dtype": args.dtype}, "kv_len": kv_len}
-    return what, measure(backend, sizes, kv_len, args)
-
-
-def _encoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any], Comparison]:
-    """Return what an image of a vision tower was, and what it costs."""
-    shape = {**ENCODERS[args.encoder], "dtype": args.dtype}
-    with working("encoding"):
-        compared = measure_encoder(backend, args)
-    return {"work": f"one image of SigLIP ({args.encoder})", "shape": shape}, compared
+    work = {"work": "one decode step", "shape": {**sizes, "dtype": args.dtype}, "kv_len": kv_len}
+    return work, measure(backend, sizes, kv_len, args)
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -148,8 +148,6 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
         (["--plot", ""], "charts are SVG"),
         (["--steps", "9" * 5000], "--steps: expected a whole number"),
         (["--compiler", "inductor"], "--compiler is of the policy piecewise"),
-        (["--images", "3"], "--images does not go without --encoder"),
-        (["--encoder", "tiny"], "--layers does not go with --encoder"),
     ],
 )
 def test_unusable_request_is_one_clear_error(
