@@ -562,16 +562,14 @@ class DeviceGraph(abc.ABC):
     def __del__(self) -> None:
         try:
             if self._state not in (GraphState.CLOSED, GraphState.EMPTY):
-                lock, held = self.pool.lock, list[bool]()
-                try:
-                    held.extend(map(lock.acquire, (False,)))  # one call, as in Device.locked
-                    if held[0]:
+                lock = self.pool.lock
+                if lock.acquire(blocking=False):
+                    try:
                         self._clear(GraphState.CLOSED, self._free)
-                    else:  # whose thread may wait for a lock that this one holds
-                        self._end_later()
-                finally:
-                    if held and held[0]:
+                    finally:
                         lock.release()
+                else:  # the thread that holds it may wait for a lock of this thread
+                    self._end_later()
         # The lock is refused in a forked child; at the interpreter's end modules are gone.
         except Exception:
             pass
