@@ -130,3 +130,48 @@ def test_result_of_a_region_stays_conjugated(policy: str) -> None:
             y, total = captured.replay(gain=2.5)
             assert y.is_conj()
             assert torch.equal(total, step(x, gain=2.5)[1])
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+@pytest.mark.parametrize("place", ["list", "attribute", "global"])
+def test_result_that_is_also_stored_is_refused(policy: str, place: str) -> None:
+    """FAULTS 41."""
+    stored: list[torch.Tensor] = []
+
+    class Holder:
+        pass
+
+    holder: Any = Holder()
+
+    @dg.region(host_args=("n",))
+    def body(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        out = x * n
+        if place == "list":
+            stored.append(out)
+        elif place == "attribute":
+            holder.last = out
+        else:
+            globals()["_last"] = out
+            _ = _last  # noqa: F821
+        return out[1:]
+
+    fn = lambda x, *, n: body(x, n=n) + 1  # noqa: E731
+    with pytest.raises(dg.RegionError, match=r"return a clone\(\)"):
+        dg.capture(fn, torch.randn(4), policy=policy, backend="cpu", host_args={"n": 2})
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_parameter_that_a_region_returns_stays_itself(policy: str) -> None:
+    module = torch.nn.Linear(3, 3)
+
+    @dg.region(host_args=("n",))
+    def weight(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return module.weight.detach()
+
+    fn = lambda x, *, n: (x @ weight(x, n=n)) * 2  # noqa: E731
+    x = torch.randn(2, 3)
+    with dg.capture(fn, x, policy=policy, backend="cpu", host_args={"n": 1}) as captured:
+        for n in (2, 1):
+            with torch.no_grad():
+                module.weight.normal_()
+            assert torch.equal(captured.replay(n=n), fn(x, n=n))

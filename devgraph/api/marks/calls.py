@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -48,51 +48,30 @@ def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _references(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many references Python has to each of ``tensors``, the sequence's own included."""
-    return [
-        sys.getrefcount(tensors[index])
-        - _WHILE_ASKED
-        - _WHILE_VIEWED * (tensors[index]._use_count() > 1)  # type: ignore[attr-defined]
-        for index in range(len(tensors))
-    ]
+def _memories_held(fn: Callable[..., Any], *, parameters: bool = False) -> set[int]:
+    """Return the memory of the tensors that ``fn`` can store: its closure, globals and object.
 
-
-# What sys.getrefcount counts besides: the question, and, depending on torch, that a view or
-# something else beneath Python holds the tensor.
-_WHILE_ASKED = _WHILE_VIEWED = 0
-_lone = [torch.empty(1, device="cpu")]
-_WHILE_ASKED = _references(_lone)[0] - 1
-_view = _lone[0].view(1)
-_WHILE_VIEWED = _references(_lone)[0] - 1
-del _lone, _view
-
-
-def _named(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether anything in Python refers to one of ``tensors``, or to what they are views of, apart
-    from this sequence and one more place that holds the same."""
-    bases = [tensor if tensor._base is None else tensor._base for tensor in tensors]
-    both = [*tensors, *bases]
-    del bases
-    names = [id(tensor) for tensor in both]
-    own = names[: len(tensors)]
-    return any(
-        count > names.count(name) + 2 * own.count(name)
-        for name, count in zip(names, _references(both), strict=True)
-    )
-
-
-def _held(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors that Python does not name lie in the memory of ``tensors``.
-
-    What autograd saves is no sign of one, so nothing is known of what requires grad.
+    Looks one level into objects. ``parameters`` adds all parameters and buffers of modules.
     """
-    if any(tensor.requires_grad for tensor in tensors):
-        return False
-    roots = [tensor if tensor._base is None else tensor._base for tensor in tensors]
-    known = {id(tensor) for tensor in (*tensors, *roots)}
-    storage = tensors[0].untyped_storage()  # is one more holder
-    return bool(torch._C._storage_Use_Count(storage._cdata) > len(known) + 1)
+    fn = inspect.unwrap(fn)
+    holders = [getattr(fn, "__self__", None if inspect.isroutine(fn) else fn)]
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            holders.append(cell.cell_contents)
+    names = getattr(getattr(fn, "__code__", None), "co_names", ())
+    known = getattr(fn, "__globals__", {})
+    holders.extend(known[name] for name in names if name in known)
+    tensors: list[torch.Tensor] = []
+    for holder in holders:
+        if isinstance(holder, torch.Tensor | list | tuple | dict):
+            tensors.extend(tensors_in(holder))
+        elif not (inspect.isroutine(holder) or inspect.isclass(holder) or inspect.ismodule(holder)):
+            values = getattr(holder, "__dict__", {}).values()
+            fields = (value for value in values if isinstance(value, torch.Tensor | list | dict))
+            tensors.extend(tensor for value in fields for tensor in tensors_in(value))
+            if parameters and isinstance(holder, torch.nn.Module):
+                tensors.extend((*holder.parameters(), *holder.buffers()))
+    return {memory_of(tensor) for tensor in tensors if has_place(tensor)}
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -159,7 +138,7 @@ class _GradientStop(torch.autograd.Function):
 
 
 class _Passed(NamedTuple):
-    """A view of an argument that a region handed back."""
+    """A view of an argument, or of a tensor that the function holds, that a region returned."""
 
     address: int
     layout: tuple[object, ...]
@@ -169,61 +148,36 @@ class _Passed(NamedTuple):
         return cls(tensor.data_ptr(), (*_layout(tensor), tensor.is_conj(), tensor.is_neg()))
 
     def __str__(self) -> str:
-        return f"a view of an argument at address {self.address:#x}"
+        return f"a view of an argument or of a stored tensor, at address {self.address:#x}"
 
 
 class _Bridge:
-    """Where a result that is no view of an argument goes.
+    """Memory at a fixed address for a result that the body allocates.
 
-    Attributes:
-        target: what later runs write. It belongs to nobody else, so that its layout stays, and
-            autograd, which would remember every run, knows nothing of it.
-        kept: the result of the first run itself, if something else held its memory then and no
-            copy was made: a tensor that the function closes over, or a place that it stores its
-            result in, which lets go of this one when it gets the next.
-        pinned: that cannot be seen letting go.
+    It belongs to nobody else, so its layout stays. Autograd, which would remember every run, does
+    not follow it.
     """
 
-    __slots__ = ("kept", "pinned", "target")
+    __slots__ = ("target",)
 
-    def __init__(
-        self, target: torch.Tensor, kept: torch.Tensor | None = None, *, pinned: bool = False
-    ) -> None:
+    def __init__(self, target: torch.Tensor) -> None:
         self.target = target.detach()
-        self.kept = kept
-        self.pinned = pinned
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether results may be copied into ``target`` as they are."""
-        return self.kept is None and unexpanded(self.target) is self.target
-
-    def alias(self, pool: Pool) -> None:
-        """Hold no memory of ``pool``, which may reuse it."""
-        self.target = pool.alias(self.target)
-        self.kept = None if self.kept is None else pool.alias(self.kept)
-
-    def deliver(self, result: torch.Tensor) -> bool:
-        """Put the result of a later run where the first one went, unless that is another's."""
-        if self.kept is not None:
-            if result.data_ptr() == self.target.data_ptr():
-                return True
-            if self.pinned or _named([self.kept]):
-                return False
-        rewrite(self.target, result)
-        return True
+        return unexpanded(self.target) is self.target
 
     def __str__(self) -> str:
-        memory = "" if self.kept is None else " in memory that something else still holds"
-        return f"{describe(self.target)}{memory}"
+        return describe(self.target)
 
 
 class MarkedCall:
     """A recorded call: the mark, its tensors at fixed addresses, and where results go.
 
-    Results that are views of argument tensors are handed back as they are, and so are those whose
-    memory something else holds. Every other returned tensor is copied, as part of the call, into a
-    *bridge* buffer whose address never changes; bridges share memory where the results do.
+    Results that are views of arguments, or of tensors that the function held before the call, are
+    handed back. Every other result is copied, as part of the call, into a *bridge* buffer whose
+    address never changes. Bridges share memory where the results do.
 
     Args:
         pool: aliases what is its own.
@@ -283,11 +237,15 @@ class MarkedCall:
             body: replaces the marked function for this run (a capture stub).
             memory: makes what bridges are allocated in.
         """
+        # A stub's result tells nothing about the memory of the function's own.
+        own = body is None or body is self.mark.fn
+        before = _memories_held(self.mark.fn) if own else set()
         result = (body or self.mark.fn)(*args, **kwargs, **host)
         out, self._spec = pytree.tree_flatten(result)
         self._returned_none = result is None
-        del result
         with torch._C.DisableTorchFunction():
+            if own:
+                self._owned |= self._held_results(out, before)
             self._sharing = self._shared(out)
             self._known = [_Passed.of(o) if isinstance(o, torch.Tensor) else o for o in out]
         memories: dict[int, list[int]] = {}
@@ -295,18 +253,10 @@ class MarkedCall:
             memories.setdefault(first, []).append(index)
         for members in memories.values():
             results = [out[index] for index in members]
-            # What a stub returns says nothing of what the function will.
-            stub = body not in (None, self.mark.fn)
-            named, pinned = (False, False) if stub else (_named(results), _held(results))
-            if named or pinned:
-                copies = [r if r.requires_grad else r.detach() for r in results]
-                for index, kept, copy in zip(members, results, copies, strict=True):
-                    self._known[index] = _Bridge(copy, kept, pinned=not named)
-            else:
-                with memory():
-                    copies = _copies(results)
-                for index, copy in zip(members, copies, strict=True):
-                    self._known[index] = _Bridge(copy)
+            with memory():
+                copies = _copies(results)
+            for index, copy in zip(members, copies, strict=True):
+                self._known[index] = _Bridge(copy)
             if torch.is_grad_enabled() and any(r.requires_grad for r in results):
                 anchor = torch.empty((), requires_grad=True, device="cpu")
                 copies = [
@@ -319,6 +269,32 @@ class MarkedCall:
             for index, kept, copy in zip(members, results, copies, strict=True):
                 out[index] = one.setdefault(id(kept), copy)
         return pytree.tree_unflatten(out, self._spec)
+
+    def _held_results(self, leaves: Sequence[Any], before: set[int]) -> frozenset[int]:
+        """Return the memory of results that the function held before the call and handed back.
+
+        Raises:
+            RegionError: the function stored a new result, which later runs would not write.
+        """
+        results = {
+            memory_of(leaf)
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor) and has_place(leaf) and leaf.numel()
+        } - self._owned
+        if not results:
+            return frozenset()
+        if stored := results & (_memories_held(self.mark.fn) - before):
+            place = next(
+                index
+                for index, leaf in enumerate(leaves)
+                if isinstance(leaf, torch.Tensor) and memory_of(leaf) in stored
+            )
+            raise RegionError(
+                f"{self.mark.name} returned a tensor (result {place}) that it also stored, in a "
+                f"global, a closure or an attribute. Results have fixed addresses, so later runs "
+                f"would write one place and not the other: return a clone() of it."
+            )
+        return frozenset(results & _memories_held(self.mark.fn, parameters=True))
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
         """Return, for each result that is no view of an argument, the position of the first one in
@@ -347,7 +323,7 @@ class MarkedCall:
         """Keep the bridges as aliases: they live in the graph's pool and are its to reuse."""
         for known in self._known:
             if isinstance(known, _Bridge):
-                known.alias(self._pool)
+                known.target = self._pool.alias(known.target)
 
     def run(self, host: dict[str, Any]) -> None:
         """Run the body again with other host values, writing the same result addresses.
@@ -395,8 +371,8 @@ class MarkedCall:
                 f"return a clone() where they share memory for some values only."
             )
         for leaf, known in zip(leaves, self._known, strict=True):
-            if isinstance(known, _Bridge) and not known.deliver(leaf):
-                self._refuse(leaf, str(known))
+            if isinstance(known, _Bridge):
+                rewrite(known.target, leaf)
 
     def _check(self, leaf: Any, known: Any) -> None:
         if isinstance(known, _Bridge):
@@ -426,7 +402,7 @@ class MarkedCall:
                 return self._runner_of_none(host)
             assert self._spec is not None
             known = self._known[0] if self._spec.is_leaf() else None
-            if isinstance(known, _Bridge) and known.plain:
+            if isinstance(known, _Bridge) and known.is_plain:
                 return self._runner_of_one(host, known.target)
         return functools.partial(self.run, host)
 
