@@ -7,6 +7,9 @@ so that copies into them can be grouped and one range check tells whether a tens
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 import math
 import numbers
 import operator
@@ -25,6 +28,9 @@ from devgraph.api.errors import (
     brief,
     did_you_mean,
 )
+from devgraph.api.marks.host_values import same_value
+from devgraph.api.reach import PLAIN, Entry, containers, entries, tree_entries
+from devgraph.api.trees import leaves_of
 
 _ALIGNMENT = 256
 """Bytes between starts of buffers: what device allocators give, so that kernels that vectorise by
@@ -79,7 +85,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self._trees: dict[str, Any] = {}
         self.bound: dict[str, torch.Tensor] = {}
         """The bound tensors by name."""
-        self._watched = Bound((), ())
+        self._watched = Bound((), {})
         own = [self._memory] if total or not shared else []
         self._ranges = [byte_range(memory) for memory in (*own, *shared.values())]
         self.start = min(first for first, _ in self._ranges)
@@ -123,8 +129,10 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         or the list or dictionary that held it holds another.
 
         Args:
-            tree: a tensor, or nested lists, tuples and dictionaries of tensors (a cache per
-                layer). A tensor of a tree is named as ``name[0]`` or ``name['key']``.
+            tree: a tensor, a tree of tensors (a cache per layer), a module, whose parameters and
+                buffers are bound, or a function without arguments that returns a tree
+                (``lambda: model.cache``). Modules and functions are compared at each run, in
+                about 0.1 us a tensor. A tensor of a tree is named ``name[0]`` or ``name['key']``.
 
         Raises:
             InputError: the name is taken. InputTypeError: something in it is no strided tensor.
@@ -142,9 +150,9 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
     def rebind(self) -> None:
         """Take every bound tensor as it is now and where it lies now."""
-        self.bound = {k: t for name, tree in self._trees.items() for k, t in _leaves(name, tree)}
+        self.bound = {k: t for name, tree in self._trees.items() for k, t in bound_in(name, tree)}
         named = ((f"bound tensor {name!r}", tensor) for name, tensor in self.bound.items())
-        self._watched = Bound(named, self._trees.values())
+        self._watched = Bound(named, self._trees)
 
     def check(self) -> None:
         """Raise StateError when a bound tensor is not where and as it was when it was bound."""
@@ -178,38 +186,89 @@ class Bound:
 
     Args:
         named: the tensors, each behind what names it in errors.
-        trees: what they were found in.
+        owners: what holds them, by name: trees, objects, modules, and functions that return trees.
+        values: whether plain values in trees must stay as well.
+        weights: whether parameters and buffers of modules are compared.
+        places: further places whose tensors must stay.
     """
 
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]], trees: Iterable[Any]) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, torch.Tensor]],
+        owners: Mapping[str, Any],
+        *,
+        values: bool = False,
+        weights: bool = True,
+        places: Iterable[Entry] = (),
+    ) -> None:
         self._known = [(what, tensor, _look(tensor)) for what, tensor in named]
         self.tensors = [*{id(tensor): tensor for _, tensor, *_ in self._known}.values()]
         """Each once."""
         self._places = [*map(torch.Tensor.data_ptr, self.tensors)]
         self._alike: dict[bool, Callable[..., bool]] = {}
         """Whether tensors are as they were, by whether that is asked in inference mode."""
-        self._entries = [*_entries_in(trees)]
+        self._sources = [(name, fn, tensors_in(fn())) for name, fn in owners.items() if _calls(fn)]
+        held = {name: owner for name, owner in owners.items() if not _calls(owner)}
+        kept = (torch.Tensor, *PLAIN) if values else torch.Tensor
+        leaves = [entry for name, owner in held.items() for entry in tree_entries(name, owner)]
+        objects = (leaf for name, owner in held.items() for leaf in leaves_of(name, owner))
+        inner = [*entries(objects, weights=weights), *places]
+        self._entries = [
+            (entry.holder, entry.key, entry.value, entry)
+            for group, kind in ((leaves, kept), (inner, torch.Tensor))
+            for entry in group
+            if entry.holder is not None and isinstance(entry.value, kind)
+        ]
+        self._sizes = [(holder, len(holder), path) for path, holder in containers(held.items())]
 
     def check(self) -> None:
-        """Raise StateError when one is elsewhere or has another layout, and where a list or a
-        dictionary that held it holds another."""
+        """Raise StateError when a tensor is elsewhere, has another layout or was replaced."""
         tensors = self.tensors
         if tensors:
             alike = self._alike.get(torch.is_inference_mode_enabled())
             places = [*map(torch.Tensor.data_ptr, tensors)]
             if alike is None or places != self._places or not alike(*tensors):
                 self._look_closely()
-        for container, key, tensor in self._entries:
+        for holder, key, value, entry in self._entries:
             try:
-                same = container[key] is tensor
-            except LookupError:
-                same = False
+                same = holder[key] is value
+            except (LookupError, TypeError):
+                same = entry.now() is value
             if not same:
+                self._require_same(entry)
+        for holder, size, path in self._sizes:
+            if len(holder) != size:
                 raise StateError(
-                    f"entry {key!r} of a {type(container).__name__} among the bound tensors is not "
-                    f"the tensor of capture any more: the graph would use the old one. Write new "
-                    f"data into that tensor with copy_(), or capture again."
+                    f"{path} has {len(holder)} entries and had {size} at capture, which are in "
+                    f"the graph. Capture again."
                 )
+        for name, source, then in self._sources:
+            now = tensors_in(source())
+            if len(now) != len(then) or not all(map(_is_alike, now, then)):
+                raise StateError(
+                    f"bound {name!r} returns other tensors than at capture, and the graph would "
+                    f"use the old ones. Write new data into those with copy_(), or capture again "
+                    f"(in a runner: invalidate() and capture())."
+                )
+
+    def _require_same(self, entry: Entry) -> None:
+        now, holder = entry.now(), entry.holder
+        if isinstance(entry.value, torch.Tensor):
+            what = (
+                f"entry {entry.key!r} of a {type(holder).__name__}"
+                if holder is not None and isinstance(holder, list | dict) and entry.is_item
+                else entry.path
+            )
+            raise StateError(
+                f"{what} among the bound tensors is not the tensor of capture any more: the graph "
+                f"would use the old one. Write new data into that tensor with copy_(), or capture "
+                f"again."
+            )
+        if not same_value(now, entry.value):
+            raise StateError(
+                f"{entry.path} is {brief(now)} and was {brief(entry.value)} at capture, which is "
+                f"in the graph. Capture again, or make it a host argument of a marked function."
+            )
 
     def _look_closely(self) -> None:
         """Ask one tensor after the other, and from then on all together."""
@@ -223,6 +282,15 @@ class Bound:
                 )
         if all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in self.tensors):
             self._alike[torch.is_inference_mode_enabled()] = alike_to(self.tensors)
+
+
+def _calls(owner: Any) -> bool:
+    """Whether ``owner`` is a function that returns a tree, and not a module or an object."""
+    return inspect.isroutine(owner) or isinstance(owner, functools.partial)
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or _look(one) == _look(other)
 
 
 def _look(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
@@ -266,28 +334,26 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def _leaves(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        where = name + pytree.keystr(path)
-        if isinstance(leaf, torch.Tensor) and has_place(leaf):
-            yield where, leaf
+def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a tree, of a module, or of what a function returns, by their names.
+
+    Raises:
+        InputTypeError: something in it is not a strided tensor.
+    """
+    if _calls(owner):
+        owner = owner()
+    for path, leaf in leaves_of(name, owner):
+        if isinstance(leaf, torch.nn.Module):
+            state = itertools.chain(leaf.named_parameters(), leaf.named_buffers())
+            yield from ((f"{path}.{key}", tensor) for key, tensor in state if has_place(tensor))
+        elif isinstance(leaf, torch.Tensor) and has_place(leaf):
+            yield path, leaf
         elif leaf is not None:
             layout = f" of layout {leaf.layout}" if isinstance(leaf, torch.Tensor) else ""
             raise InputTypeError(
-                f"bound buffer {where!r} must be a tensor at a fixed address, or a list or "
-                f"dictionary of such, got {brief(leaf)}{layout}"
+                f"bound buffer {path!r} must be a tensor at a fixed address, a list or dictionary "
+                f"of such, a module, or a function that returns them, got {brief(leaf)}{layout}"
             )
-
-
-def _entries_in(values: Iterable[Any]) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """Yield every list or dictionary of ``values`` and what they hold, a key of it, and the tensor
-    that it holds there, and may come to hold another."""
-    for value in values:
-        if isinstance(value, list | dict):
-            entries = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((value, k, held) for k, held in entries if isinstance(held, torch.Tensor))
-        if isinstance(value, list | tuple | dict):
-            yield from _entries_in(value.values() if isinstance(value, dict) else value)
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
@@ -296,6 +362,17 @@ def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
         if step == 0 and size > 1:
             tensor = tensor.narrow(axis, 0, 1)
     return tensor
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements of ``tensor`` share memory: expanded tensors, sliding windows."""
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return tensor.numel() > 0
+            reach += step * (size - 1)
+    return False
 
 
 def has_place(tensor: torch.Tensor) -> bool:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from devgraph.api.backend import Backend, own_pool
-from devgraph.api.buffers import Bound, Place, has_place, place_of, tensors_in, unexpanded
 from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
     CaptureError,
@@ -24,12 +23,12 @@ from devgraph.api.errors import (
     whole,
 )
 from devgraph.api.graph import DeviceGraph, GraphInfo, summed
-from devgraph.api.inputs import Inputs, Pair, write
-from devgraph.api.marks.calls import describe
+from devgraph.api.inputs import Inputs, Pair, write, write_back
 from devgraph.api.marks.host_values import HostSpec
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.marks.names import Names, nodes_text
 from devgraph.api.modes import Settings
+from devgraph.api.owned import Owned, refuse_fakes, without_history
 from devgraph.api.policy import COMPILERS, compiles, get_policy
 from devgraph.api.policy.job import Job, Outputs, Plan, UpdateBudget
 from devgraph.api.pool import Pool
@@ -37,6 +36,7 @@ from devgraph.api.process import identity
 from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
 from devgraph.api.session import session, supported_error_mode
+from devgraph.api.snapshots import DEFAULT_LIMIT
 
 
 class Captured:
@@ -69,10 +69,9 @@ class Captured:
         self._lock = job.pool.lock
         self._waits = job.check
         self._broken = len(plan.segments) > 1 or not isinstance(plan.segments[0], DeviceGraph)
-        named = ((f"a tensor bound at capture ({t.dtype})", t) for t in job.tensors)
-        self._bound = Bound(named, (job.args, *job.kwargs.values()))
+        self._checks = job.owned.watch()
         self._host_names = job.spec.declared.keys()
-        self._inputs: Inputs | None = Inputs(job)
+        self._inputs: Inputs | None = Inputs(job.owned, job.spec.declared)
 
     @property
     def outputs(self) -> Any:
@@ -84,7 +83,7 @@ class Captured:
         """The captured graphs and eager segments in launch order."""
         return self._plan.segments
 
-    def replay(self, *inputs: Any, **named: Any) -> Any:
+    def replay(self, /, *inputs: Any, **named: Any) -> Any:
         """Run the captured work on the current stream and return ``outputs``.
 
         Args:
@@ -116,6 +115,9 @@ class Captured:
                 if pairs:
                     write(pairs)
                 self.run(values)
+                if pairs:
+                    assert self._job is not None
+                    write_back(pairs, self._job.owned.written)
             except Exception as error:
                 raise_if_lost(self.backend, error)
                 raise
@@ -155,7 +157,9 @@ class Captured:
             identity.require(self._process, "replay a capture")
         if current_scope() is not None:
             raise NestedCaptureError("cannot replay a capture inside a capture")
-        self._bound.check()
+        refuse_fakes("replay a capture")
+        for check in self._checks:
+            check()
 
     def prove(
         self,
@@ -225,7 +229,7 @@ class Captured:
             self.pool.require_free("close a capture")
             self._plan.close()
         self._job = self._inputs = None
-        self._bound = Bound((), ())
+        self._checks = []
 
     def __enter__(self) -> Captured:
         return self
@@ -257,16 +261,21 @@ def capture(
     budget: UpdateBudget | None = None,
     check: bool = False,
     name_nodes: bool | torch.nn.Module = False,
+    bound: Mapping[str, Any] | None = None,
+    snapshot_limit: int = DEFAULT_LIMIT,
 ) -> Captured:
     """Capture ``fn(*args, **kwargs, **host_args)`` and return what replays it.
 
-    The tensors among the arguments are bound: their addresses are in the graph, and new data is
-    written into them. Their contents, and the device's random state, are after the call what
-    they were before it.
+    The tensors in the arguments are bound: their addresses are in the graph, and new data is
+    written into them. After the call, they, the buffers of modules that the step reaches, and the
+    random generators that it reaches have their old values. Parameters keep what the step wrote.
+    Python state that the step changed is named in a ``DeviceGraphWarning``.
 
     Args:
         fn: the step. It receives host arguments as keywords; see ``region`` for their rules.
-        args, kwargs: its bound arguments.
+        args, kwargs: its bound arguments: tensors, plain values, and trees of lists, tuples,
+            mappings, dataclasses, attrs classes, namespaces and registered pytrees. The step gets
+            containers of its own. Of modules and other objects the tensors are bound.
         policy: "full", "breakable" or "piecewise".
         backend: a name or a backend.
         host_args: names and capture values of the host arguments.
@@ -286,6 +295,12 @@ def capture(
             its submodules do, for ``explain`` and for ``ranges`` of the graphs among ``segments``.
             Submodules are hooked for the time of the capture; pieces of "piecewise" call none.
         budget: what policy "full" may spend in a replay on host arguments that are new.
+        bound: what else the graph uses, by name: trees of tensors, modules, and functions that
+            return such trees (``lambda: model.cache``). Every replay compares them, in about
+            0.1 us a tensor, and refuses to run with a tensor that was replaced.
+        snapshot_limit: bytes of copies that the capture may take of tensors in arguments and in
+            ``bound`` and of buffers of modules, to give them their values back. Larger tensors in
+            arguments and in ``bound`` are hashed, and must not be written.
 
     Raises:
         CaptureError: the step cannot be captured; nothing is left behind.
@@ -293,7 +308,9 @@ def capture(
         HostArgumentError: ``host_args`` does not fit ``fn`` (a TypeError).
     """
     _require("fn", fn, callable(fn), "a callable")
-    _require("kwargs", kwargs, kwargs is None or isinstance(kwargs, Mapping), "a mapping")
+    for what, given in (("kwargs", kwargs), ("bound", bound)):
+        is_mapping = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+        _require(what, given, given is None or is_mapping, "a mapping with strings as keys")
     for what, called in (("before_break", before_break), ("after_warmup", after_warmup)):
         _require(what, called, called is None or callable(called), "a function")
     _require("budget", budget, isinstance(budget, UpdateBudget | None), "an UpdateBudget")
@@ -302,28 +319,22 @@ def capture(
     if twice:
         raise InputError(f"{', '.join(twice)}: given both in kwargs and in host_args")
     whole("warmup", warmup)
+    whole("snapshot_limit", snapshot_limit)
+    refuse_fakes("capture")
     device = backend if isinstance(backend, Backend) else get_backend(backend)
     chosen = get_policy(policy)
     memory = own_pool(device, pool)
-    bound = tensors_in((args, kwargs or {}))
-    for tensor in bound:
-        if not has_place(tensor):
-            raise InputTypeError(
-                f"an argument has layout {tensor.layout}{' (nested)' * tensor.is_nested}, and a "
-                f"replay needs tensors at fixed addresses. Bind its parts, and put it together in "
-                f"a function marked @dg.no_graph."
-            )
     if compiler is not None and compiler not in COMPILERS:
         raise InputError(f"no compiler {compiler!r}. {did_you_mean(str(compiler), COMPILERS)}")
+    owned = Owned(fn, args, kwargs or {}, bound)
     names = None if name_nodes is False else Names(name_nodes)
     job = Job(
         fn=fn,
-        args=args,
-        kwargs=dict(kwargs or {}),
+        owned=owned,
         spec=spec,
         backend=device,
         pool=memory,
-        outputs=Outputs(memory, bound),
+        outputs=Outputs(memory, (tensor for _, tensor in owned.tensors)),
         capture_error_mode=supported_error_mode(device, capture_error_mode),
         compiler=compiler,
         before_break=before_break,
@@ -335,7 +346,7 @@ def capture(
     started = time.perf_counter()
     with (
         session(memory, mode=job.capture_error_mode) as held,
-        _contents_kept(device, job.tensors) as same,
+        owned.kept(device, snapshot_limit) as same,
     ):
         with job.phase("warm-up"):
             ready = chosen.warm_up(job, warmup)
@@ -349,62 +360,13 @@ def capture(
             except CaptureError:
                 plan.close()
                 raise
+            plan.outputs = without_history(plan.outputs)
     return Captured(job, plan, policy, time.perf_counter() - started)
 
 
 def _require(what: str, value: object, fits: bool, wanted: str) -> None:
     if not fits:
         raise InputTypeError(f"{what} must be {wanted}, got {brief(value)}")
-
-
-@contextlib.contextmanager
-def _contents_kept(
-    backend: Backend, tensors: Sequence[torch.Tensor]
-) -> Iterator[Callable[[], None]]:
-    """Give the tensors and the random state their contents back afterwards, also on failure.
-
-    Yields what raises CaptureError if the layout or the memory of one is another than before.
-    """
-    with torch.inference_mode():
-        saved = [(tensor, tensor.clone()) for tensor in map(unexpanded, tensors)]
-    places = [place_of(tensor) for tensor in tensors]
-    rng = backend.get_rng_state()
-
-    def same() -> None:
-        for tensor, place in zip(tensors, places, strict=True):
-            if not _is_at(tensor, place):
-                raise CaptureError(
-                    f"the step changes an argument in place from {tuple(place[2])} strides "
-                    f"{place[3]} to {describe(tensor)}, or gives it other memory (t_(), resize_(), "
-                    f"set_(), ...). A replay would not. Make that change on a view of it: "
-                    f"view = tensor[...]."
-                )
-
-    def restore() -> None:
-        backend.set_rng_state(rng)
-        for tensor, place in zip(tensors, places, strict=True):
-            if not _is_at(tensor, place):
-                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                    tensor.set_(*place)
-        with torch.inference_mode():  # inference tensors may only be written in this mode
-            for tensor, content in saved:
-                tensor.copy_(content)
-
-    try:
-        yield same
-    except BaseException as error:
-        try:
-            with backend.off_stuck_stream():
-                restore()
-        except Exception as lost:
-            note(error, f"and the arguments could not be given their contents back: {lost}")
-        raise
-    restore()
-
-
-def _is_at(tensor: torch.Tensor, place: Place) -> bool:
-    storage, *layout = place_of(tensor)
-    return storage._cdata == place[0]._cdata and layout == [*place[1:]]
 
 
 def _about(graph: DeviceGraph) -> list[str]:

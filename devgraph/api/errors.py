@@ -56,6 +56,11 @@ class DeviceGraphError(Exception):
         self.__notes__ = [f"see docs/troubleshooting.md#{public.__name__.lower()}"]
 
 
+class DeviceGraphWarning(UserWarning):
+    """A setting was overridden, is spelled in an older way or has no effect, or a step changes
+    Python state."""
+
+
 class StateError(DeviceGraphError):
     """A call that the object's state does not allow; the message names the way out."""
 

@@ -137,6 +137,8 @@ class DeviceGraph(abc.ABC):
         """The updatable regions in capture order."""
         self.arguments: tuple[torch.Tensor, ...] = ()
         """Tensors of the caller that regions may touch, whether the capture touched them or not."""
+        self.generators: Sequence[torch.Generator] = ()
+        """Random generators of the caller that the capture may draw from."""
         self.names: Names | None = None
         """Assigns the nodes of the capture under way to named calls, if that was requested."""
         self.ranges: list[NodeRange] = []
@@ -524,7 +526,7 @@ class DeviceGraph(abc.ABC):
         """Free what was captured; called under the pool's lock."""
         self._leave_for(GraphState.DIRTY)  # an interrupt leaves the rest to the next call
         self.pool.recordings.drop(self)
-        self.hits, self.arguments, self.ranges = [], (), []
+        self.hits, self.arguments, self.ranges, self.generators = [], (), [], ()
         self.names = None
         self._host = {}
         self.key = None

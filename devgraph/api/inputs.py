@@ -1,21 +1,26 @@
-"""New inputs of a replay: checked against what a capture bound, and copied into its tensors."""
+"""New inputs of a replay: checked against the bound arguments, and copied into their tensors."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import byte_range, effective_strides, fits, overwrite, share_memory
+from devgraph.api.buffers import (
+    byte_range,
+    effective_strides,
+    fits,
+    overlaps_itself,
+    overwrite,
+    share_memory,
+    unexpanded,
+)
 from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.api.marks.host_values import same_value
-
-if TYPE_CHECKING:
-    from devgraph.api.policy.job import Job
+from devgraph.api.owned import Owned, require_place
+from devgraph.api.trees import children_of, same_kind
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A bound tensor and the new data for it."""
@@ -24,29 +29,30 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Inputs:
     """The arguments that a capture bound, for replays that are given new ones."""
 
-    def __init__(self, job: Job) -> None:
-        self._fn, self._host = job.fn, job.spec.declared
-        self._args, self._kwargs = job.args, job.kwargs
+    def __init__(self, owned: Owned, host: Collection[str]) -> None:
+        self._host = host
+        self._arguments, self._count = owned.arguments, owned.count
+        self._names = [*owned.arguments]
         self._share_memory = functools.cache(share_memory)
 
     def taken(
         self, given: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[list[Pair], dict[str, Any]]:
-        """Return what is to be copied for a replay with these arguments, and its host arguments.
+        """Return the pairs to copy for a replay with these arguments, and its host arguments.
 
         Raises:
-            InputError: data of another shape, dtype, device or structure than what is bound, or a
-                value that is no tensor and another than at capture.
+            InputError: data of another shape, dtype, device or structure than the bound argument,
+                or a plain value that differs from that of capture.
             HostArgumentError: there is no argument of that name (a TypeError).
         """
-        if len(given) > len(self._args):
+        if len(given) > self._count:
             raise InputError(
-                f"{len(given)} inputs were given and {len(self._args)} arguments are bound; a "
-                f"replay takes new data for these, in their order, and host arguments by name"
+                f"{len(given)} inputs were given and {self._count} arguments are bound; a replay "
+                f"takes new data for these, in their order, and host arguments by name"
             )
         pairs: list[Pair] = []
-        for index, value in enumerate(given):
-            pairs += _pairs(self._name(index), self._args[index], value)
+        for name, value in zip(self._names, given, strict=False):
+            pairs += _pairs(name, self._arguments[name], value)
         host = {}
         for name, value in named.items():
             if name in self._host:
@@ -67,8 +73,10 @@ class Inputs:
     def _require_agreement(
         self, targets: Sequence[torch.Tensor], new: Mapping[int, torch.Tensor]
     ) -> None:
-        """Raise InputError where ``targets`` share memory and their ``new`` data, by the target's
-        id, does not share it in the same way: the last copy would be in all of them."""
+        """Raise InputError if targets share memory and their new data does not, in the same way.
+
+        The last copy would be in all of them. ``new`` holds the data by the identity of the target.
+        """
         ordered = sorted(targets, key=torch.Tensor.data_ptr)
         for index, one in enumerate(ordered):
             end = byte_range(one)[1]
@@ -84,33 +92,16 @@ class Inputs:
                         f"for each"
                     )
 
-    @functools.cached_property
-    def _names(self) -> list[str]:
-        """The names of the bound positional arguments, as far as the callable tells."""
-        fn = self._fn.forward if isinstance(self._fn, torch.nn.Module) else self._fn
-        try:
-            parameters = inspect.signature(fn).parameters.values()
-        except (TypeError, ValueError):
-            return []
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return [p.name for p in parameters if p.kind in kinds][: len(self._args)]
-
-    def _name(self, index: int) -> str:
-        return self._names[index] if index < len(self._names) else f"argument {index}"
-
     def _named(self, name: str, given: int) -> Any:
-        if name in self._kwargs:
-            return self._kwargs[name]
-        if name not in self._names:
-            known = {*self._host, *self._kwargs, *self._names}
+        if name not in self._arguments:
+            known = {*self._host, *self._arguments}
             raise HostArgumentError(
                 f"unknown host argument {name!r}, and no bound argument has that name. "
                 f"{did_you_mean(name, known)}"
             )
-        index = self._names.index(name)
-        if index < given:
+        if name in self._names[:given]:
             raise InputError(f"input {name!r} was given twice: in its place and by name")
-        return self._args[index]
+        return self._arguments[name]
 
 
 def _agree(
@@ -135,30 +126,80 @@ def write(pairs: Sequence[Pair]) -> None:
         held.append(source.clone() if overlaps and source is not target else source)
     for (target, _), source in zip(pairs, held, strict=True):
         if source is not target:
-            overwrite(target, source)
+            _copy(target, source)
+
+
+def write_back(pairs: Sequence[Pair], written: Collection[int]) -> None:
+    """Copy bound tensors that the step wrote, by their ids, into the tensors that were given."""
+    for target, source in pairs:
+        if source is not target and id(target) in written:
+            _copy(source, target)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if overlaps_itself(unexpanded(target)):
+        target, source = _windowed(target), _windowed(source)
+    overwrite(target, source)
+
+
+def _windowed(windows: torch.Tensor) -> torch.Tensor:
+    """Return the memory below windows that overlap, each element once."""
+    first, last = byte_range(windows)
+    return windows.as_strided(((last - first) // windows.itemsize,), (1,))
 
 
 def _pairs(name: str, bound: Any, value: Any) -> list[Pair]:
-    leaves, spec = pytree.tree_flatten_with_path(bound)
-    values, given = pytree.tree_flatten(value)
-    if spec != given:
-        raise InputTypeError(
-            f"input {name!r} is {brief(value)}, and {brief(bound)} is bound; it must have the same "
-            f"structure"
-        )
-    pairs = []
-    for (path, target), source in zip(leaves, values, strict=True):
-        where = name + pytree.keystr(path)
-        if isinstance(target, torch.Tensor):
-            if not fits(target, source) or source.device != target.device:
-                raise _misfit(where, target, source)
-            pairs.append((target, source))
-        elif not same_value(target, source):
+    """Return the pairs of a bound tree and the new one, whose structures must agree."""
+    if isinstance(bound, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            require_place(f"input {name!r}", value)
+        elif children_of(value) is not None:
+            raise _other_structure(name, bound, value)
+        if not fits(bound, value) or value.device != bound.device:
+            raise _misfit(name, bound, value)
+        if overlaps_itself(unexpanded(bound)) and value.stride() != bound.stride():
             raise InputError(
-                f"input {where!r} is {brief(source)} and was {brief(target)} at capture, which is "
-                f"in the graph; capture again, or make it a host argument of a marked function"
+                f"input {name!r} has strides {value.stride()}, and windows that overlap are bound, "
+                f"with strides {bound.stride()}: one place in memory would get several values. "
+                f"Give windows over memory in the same way, such as unfold() returns."
             )
-    return pairs
+        return [(bound, value)]
+    children = children_of(bound)
+    if children is None:
+        if not (bound is value or same_value(bound, value)):
+            raise _other_value(name, bound, value)
+        return []
+    given = children_of(value) if same_kind(bound, value) else None
+    if given is None or len(given) != len(children):
+        raise _other_structure(name, bound, value)
+    new = dict(given)
+    if any(suffix not in new for suffix, _ in children):
+        raise _other_structure(name, bound, value)
+    return [
+        pair for suffix, child in children for pair in _pairs(name + suffix, child, new[suffix])
+    ]
+
+
+def _other_structure(where: str, bound: Any, value: Any) -> InputError:
+    return InputTypeError(
+        f"input {where!r} is {brief(value)}, and {brief(bound)} is bound; it must have the same "
+        f"structure"
+    )
+
+
+def _other_value(where: str, bound: Any, value: Any) -> InputError:
+    if hasattr(bound, "__dict__") and not callable(bound) and type(bound) is type(value):
+        return InputError(
+            f"input {where!r} is another {type(bound).__name__} than at capture, and a replay "
+            f"cannot copy what is in it: register it with torch.utils._pytree."
+            f"register_pytree_node, or hand its tensors over."
+        )
+    if children_of(value) is not None:
+        return _other_structure(where, bound, value)
+    return InputError(
+        f"input {where!r} is {brief(value)} and was {brief(bound)} at capture, which is in the "
+        f"graph; capture again, or make it a host argument of a marked function"
+    )
 
 
 def _misfit(where: str, target: torch.Tensor, source: Any) -> InputError:

@@ -14,6 +14,7 @@ from devgraph.api.backend import poison
 from devgraph.api.buffers import unexpanded
 from devgraph.api.errors import InputTypeError, brief, whole
 from devgraph.api.modes import Settings
+from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot
 
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Job
@@ -55,7 +56,11 @@ class Report:
     def __str__(self) -> str:
         if self.ok:
             how = "bit for bit" if self.exact else "within tolerance"
-            note = "" if self.varied else ", all on the same data: no argument is a tensor"
+            note = (
+                ""
+                if self.varied
+                else ", all on the same data: no argument holds floating-point data"
+            )
             return f"{self.cases} replays equal eager {how}{note}"
         if not self.cases:
             return "no replay was compared"
@@ -63,21 +68,26 @@ class Report:
 
 
 def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill ``tensor`` with other data of its own kind.
+    """Fill a floating-point tensor with noise of the kind of data that it holds.
 
-    Floating point gets normal noise. Integers are drawn from the values that the tensor already
-    holds, because they are often indices and other values could be out of range.
+    Values that could be probabilities stay probabilities, and values that are not negative stay so,
+    because operators check them. Integers and bools keep their values: they may be indices, offsets
+    or counts, and operators check those as well.
     """
-    cpu = torch.device("cpu")
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return
+    shape, cpu = tensor.shape, torch.device("cpu")
     with torch.inference_mode():
-        if tensor.is_floating_point() or tensor.is_complex():
-            kind = torch.complex64 if tensor.is_complex() else torch.float32
-            noise = torch.randn(tensor.shape, generator=generator, dtype=kind, device=cpu)
-            tensor.copy_(noise)
-        elif tensor.numel():
-            flat = tensor.detach().to(cpu).reshape(-1)
-            picks = torch.randint(flat.numel(), flat.shape, generator=generator, device=cpu)
-            tensor.copy_(flat[picks].reshape(tensor.shape))
+        if tensor.is_complex():
+            noise = torch.randn(shape, generator=generator, dtype=torch.complex64, device=cpu)
+        else:
+            data = tensor.float()
+            low, high = data.min().item(), data.max().item()
+            draw = torch.rand if low >= 0 and high <= 1 else torch.randn
+            noise = draw(shape, generator=generator, dtype=torch.float32, device=cpu)
+            if low >= 0:
+                noise = noise.abs()
+        tensor.copy_(noise)
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
@@ -148,30 +158,31 @@ class _Prover:
             compare if captured.exact else functools.partial(compare_near, rtol=rtol, atol=atol)
         )
         self._bound = [
-            (path, unexpanded(leaf))
-            for path, leaf in _named_tensors((job.args, job.kwargs), "argument ")
+            (f"argument {path}", unexpanded(leaf))
+            for path, leaf in job.owned.tensors[: len(job.owned.given)]
         ]
-        self._saved = [leaf.detach().clone() for _, leaf in self._bound]
+        given = sum(leaf.nbytes for _, leaf in self._bound)
+        self._limit = DEFAULT_LIMIT + given
         self._generator = torch.Generator().manual_seed(0)
 
-    def restore(self, contents: Sequence[torch.Tensor]) -> None:
-        with torch.inference_mode():
-            for (_, leaf), content in zip(self._bound, contents, strict=True):
-                leaf.copy_(content)
+    @property
+    def varied(self) -> int:
+        """The number of bound tensors that ``randomize`` fills."""
+        return sum(leaf.is_floating_point() or leaf.is_complex() for _, leaf in self._bound)
+
+    def snapshot(self) -> Snapshot:
+        return self._job.owned.snapshot(self._job.backend, self._limit)
 
     def case(self, index: int, host: Mapping[str, Any]) -> list[Failure]:
         backend = self._job.backend
-        self.restore(self._saved)
         for _, leaf in self._bound:
             randomize(leaf, self._generator)
-        inputs = [leaf.detach().clone() for _, leaf in self._bound]
-        rng = backend.get_rng_state()
+        begin = self.snapshot()
         with self._captured.settings.restored():
-            result = self._job.fn(*self._job.args, **self._job.kwargs, **host)
+            result = self._job.call(host)
         expected = [(n, t.detach().clone()) for n, t in self._results(result)]
-        self.restore(inputs)
+        begin.restore()
         self._poison_outputs()
-        backend.set_rng_state(rng)
         replayed = self._captured.replay(**host)
         backend.synchronize()
         failures = []
@@ -223,13 +234,13 @@ def prove(
     prover = _Prover(captured, job, rtol, atol)
     failures: list[Failure] = []
     count = 0
+    before = prover.snapshot()
     try:
         for host in sets:
             for _ in range(cases):
                 failures.extend(prover.case(count, dict(host)))
                 count += 1
+                before.restore()
     finally:
-        prover.restore(prover._saved)
-    return Report(
-        cases=count, failures=tuple(failures), exact=captured.exact, varied=len(prover._bound)
-    )
+        before.restore()
+    return Report(cases=count, failures=tuple(failures), exact=captured.exact, varied=prover.varied)

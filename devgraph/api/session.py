@@ -179,5 +179,13 @@ def _explanation(backend: Device, error: Exception) -> DeviceGraphError | None:
             f"call the compiled one in a function marked @dg.no_graph and capture with "
             f"policy='breakable'."
         )
+    said = str(error).lower()
+    if type(error) is RuntimeError and "generator" in said and "captur" in said:
+        return CaptureError(
+            f"the step seeds a random generator, sets its state, or draws from one that the "
+            f"capture does not know, at {raising_line(error)}. Seed outside the step. Hand a "
+            f"generator of your own to the step as an argument. A checkpoint needs "
+            f"preserve_rng_state=False. ({error})"
+        )
     lacking = None if isinstance(error, ResourceError) else backend.shortage(error)
     return None if lacking is None else ResourceError(lacking)

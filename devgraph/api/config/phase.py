@@ -17,13 +17,9 @@ from typing import Any
 import attrs
 
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
+from devgraph.api.errors import DeviceGraphWarning as DeviceGraphWarning
 from devgraph.api.policy import COMPILERS, policies
 from devgraph.api.registry import OTHER_NAMES
-
-
-class DeviceGraphWarning(UserWarning):
-    """Something in a configuration was overridden, is spelled in an older way, or has no effect."""
-
 
 PHASES = ("decode", "prefill")
 DEFAULT_POLICY: Mapping[str, str] = {"decode": "full", "prefill": "breakable"}

@@ -34,7 +34,7 @@ class SourceLine:
 
 def is_machinery(frame: FrameType) -> bool:
     """Whether ``frame`` runs code of torch, of devgraph's own rooms, or of their helpers."""
-    return _is_machinery(frame.f_globals.get("__name__", ""))
+    return is_machinery_module(frame.f_globals.get("__name__", ""))
 
 
 def traced_line(error: BaseException) -> SourceLine | None:
@@ -51,12 +51,13 @@ def _is_machinery_file(file: str) -> bool:
     path, torch_folder = Path(file), Path(str(sys.modules["torch"].__file__)).parent
     for folder in (torch_folder.parent, Path(__file__).parents[3], Path(functools.__file__).parent):
         if path.is_relative_to(folder):
-            return _is_machinery(".".join(path.relative_to(folder).parts))
+            return is_machinery_module(".".join(path.relative_to(folder).parts))
     return False
 
 
 @functools.cache
-def _is_machinery(module: str) -> bool:
+def is_machinery_module(module: str) -> bool:
+    """Whether a module of this name is torch's, devgraph's own or the standard library's."""
     return module.partition(".")[0] in _MACHINERY and not module.startswith(_ON_TOP)
 
 
@@ -65,7 +66,7 @@ def user_line() -> SourceLine:
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
     # Every operation that is recorded asks, through a stack of some twenty frames of machinery.
-    while frame is not None and _is_machinery(frame.f_globals.get("__name__", "")):
+    while frame is not None and is_machinery_module(frame.f_globals.get("__name__", "")):
         outermost, frame = frame, frame.f_back
     found = frame or outermost
     assert found is not None

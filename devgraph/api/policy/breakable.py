@@ -148,6 +148,7 @@ class _BreakableScope(Scope):
     ) -> None:
         self._job = job
         self._session = session
+        self._generators = job.owned.generators()
         self._stubs = stubs
         self._unrun: list[DeviceGraph] = []
         self.segments: list[Any] = []
@@ -157,6 +158,7 @@ class _BreakableScope(Scope):
     def open(self) -> None:
         job = self._job
         graph = job.backend.make_graph(job.pool)
+        graph.generators = self._generators
         self._session.begin(graph, arguments=job.tensors, names=job.names)
 
     def finish_segment(self) -> None:

@@ -168,6 +168,7 @@ class FullPlan:
         """Capture the whole callable for a key whose nodes differ, or return None if it fails."""
         job, started = self._job, time.perf_counter()
         graph = job.backend.make_graph(job.pool)
+        graph.generators = job.owned.generators()
         scope = GraphScope(graph, host=host)
         try:
             with (
@@ -275,6 +276,7 @@ class _Full(Policy):
 
     def _captured(self, job: Job, session: Session, *, unrolls: str = "") -> FullPlan:
         graph = job.backend.make_graph(job.pool)
+        graph.generators = job.owned.generators()
         scope = GraphScope(graph, unrolls=unrolls)
         with session.recording(scope):
             session.begin(graph, spec=job.spec, arguments=job.tensors, names=job.names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
@@ -12,12 +12,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import effective_strides, overwrite, tensors_in
+from devgraph.api.buffers import effective_strides, overwrite
 from devgraph.api.errors import FrozenValueError, InputTypeError, brief, finite, whole
 from devgraph.api.marks.host_values import HostSpec, exact_types_refused, is_tracked
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.names import Names
 from devgraph.api.marks.source import SourceLine
+from devgraph.api.owned import Owned
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
 
@@ -132,8 +133,8 @@ class Job:
     """What a policy is asked to capture."""
 
     fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    owned: Owned
+    """The arguments of the step, and what else it can reach."""
     spec: HostSpec
     backend: Backend
     pool: Pool
@@ -157,14 +158,23 @@ class Job:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The bound tensors."""
-        return tuple(tensors_in((self.args, self.kwargs)))
+        return tuple(tensor for _, tensor in self.owned.tensors)
+
+    def call(self, host: Mapping[str, Any]) -> Any:
+        """Run the step once with containers of its own.
+
+        Raises:
+            CaptureError: the step rebinds a tensor; see ``Owned.run``.
+        """
+        with self.owned.run() as (args, kwargs):
+            return self.fn(*args, **kwargs, **host)
 
     def call_tracked(self, asked: dict[str, SourceLine] | None = None) -> Any:
         """Call the step with tracked host arguments; see ``HostSpec.tracked``."""
         if not self.spec.declared:
-            return self.fn(*self.args, **self.kwargs)
+            return self.call({})
         with exact_types_refused():
-            return self.fn(*self.args, **self.kwargs, **self.spec.tracked(asked))
+            return self.call(self.spec.tracked(asked))
 
     def warmed_up(self) -> None:
         """Say that a warm-up run is done."""
@@ -212,7 +222,7 @@ class Policy(Protocol):
         Libraries set themselves up lazily in these runs, on the stream of the capture.
         """
         for _ in range(runs):
-            job.outputs.hold(job.fn(*job.args, **job.kwargs, **job.spec.declared))
+            job.outputs.hold(job.call(job.spec.declared))
             job.warmed_up()
         return job
 

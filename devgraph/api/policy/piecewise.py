@@ -54,6 +54,7 @@ from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call
 from devgraph.api.marks.source import SourceLine, node_line, traced_line, user_line
 from devgraph.api.modes import Modes, Settings, autocast_uncached
+from devgraph.api.owned import Owned
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Plan, Policy, refuse_host_values
 from devgraph.api.session import Session
@@ -495,7 +496,8 @@ class _Entry:
                 outputs = self._forward(*inputs)
                 step.job.outputs.hold(outputs)
                 return outputs
-        job = attrs.evolve(step.job, fn=self._captured, args=inputs, kwargs={})
+        owned = Owned(self._captured, inputs, {})
+        job = attrs.evolve(step.job, fn=self._captured, owned=owned)
         step.plan = plan = capture_segments(job, step.session)
         # The tracer may drop the code, and a step what it had made for one call only.
         plan.held = (self, inputs)
@@ -581,8 +583,8 @@ class _CompiledStep:
         job, before, started = self.job, self.build, time.perf_counter()
         outer = _running.set(self)
         try:
-            with _settings(), entered(_Tracing()):
-                result = self._step(*job.args, **job.kwargs, **self.tokens)
+            with job.owned.run() as (args, kwargs), _settings(), entered(_Tracing()):
+                result = self._step(*args, **kwargs, **self.tokens)
         finally:
             _running.reset(outer)
         if self.build is not before:

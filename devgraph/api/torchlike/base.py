@@ -12,7 +12,7 @@ import ctypes
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -319,6 +319,7 @@ class TorchGraph(DeviceGraph):
         self._uses = self.pool.uses
         self._native = self.backend.make_native_graph()
         try:
+            self.backend.register_generators(self._native, self.generators)
             self.backend.begin_native(self._native, self.pool, mode)
         except BaseException:
             self._native = None
@@ -542,6 +543,16 @@ class TorchBackend(Backend):
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         context: contextlib.AbstractContextManager[Any] = self.namespace.device(self._device)
         return context
+
+    def register_generators(self, native: Any, generators: Iterable[torch.Generator]) -> None:
+        """Let a native graph advance random generators of the caller at each replay.
+
+        A torch that cannot raises an error when the capture draws from one.
+        """
+        register = getattr(native, "register_generator_state", None)
+        for generator in generators:
+            if register is not None and generator.device.type == self._device.type:
+                register(generator)
 
     def get_rng_state(self) -> torch.Tensor:
         state: torch.Tensor = self.namespace.get_rng_state(self._device)

@@ -13,7 +13,7 @@ import itertools
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -264,7 +264,7 @@ class NodeGraph(TorchGraph):
                 runtime.destroy_executable(runtime.instantiate(own.raw.graph))
             except RuntimeCallError as error:
                 raise LoopError("failed", f"a loop has no executable: {error}") from error
-        if self._nodes and self.backend.draws_random(self._native, self.pool):
+        if self._nodes and self.backend.draws_random(self._native, self.pool, self.generators):
             if self._repeated:  # each turn would draw the numbers of the first
                 raise LoopError("random", "a step with a loop draws random numbers")
             own.prologue = self._native.replay
@@ -577,7 +577,9 @@ class NodeBackend(TorchBackend):
 
         return run
 
-    def draws_random(self, native: Any, pool: TorchPool) -> bool:
+    def draws_random(
+        self, native: Any, pool: TorchPool, own: Iterable[torch.Generator] = ()
+    ) -> bool:
         """Whether what ``native`` captured draws random numbers; a replay of it launches nothing.
         Called in the session, behind the capture.
 
@@ -590,13 +592,14 @@ class NodeBackend(TorchBackend):
             self._lazy_generators = not _replay_calls_operations(pool.keeper)
         if self._lazy_generators is not False:
             return _replay_calls_operations(native)
-        generator = self.namespace.default_generators[self._device.index or 0]
-        before = generator.get_offset()
+        default = self.namespace.default_generators[self._device.index or 0]
+        generators = [default, *(g for g in own if g.device.type == self._device.type)]
+        before = [generator.get_offset() for generator in generators]
         native.replay()
-        if generator.get_offset() == before:
-            return False
-        generator.set_offset(before)
-        return True
+        after = [generator.get_offset() for generator in generators]
+        for generator, offset in zip(generators, before, strict=True):
+            generator.set_offset(offset)
+        return after != before
 
 
 class _Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]

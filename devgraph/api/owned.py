@@ -1,0 +1,363 @@
+"""State that a capture owns: the arguments, and everything that it puts back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import types
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
+
+from devgraph.api.backend import Backend
+from devgraph.api.buffers import Bound, bound_in, has_place
+from devgraph.api.errors import (
+    CaptureError,
+    DeviceGraphWarning,
+    InputTypeError,
+    StateError,
+    brief,
+    note,
+)
+from devgraph.api.reach import PLAIN, Entry, Watch, entries, names_in
+from devgraph.api.snapshots import Snapshot
+from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
+
+_CHECKED = 4
+"""Number of tensors of modules that every replay compares. An assignment makes it compare all."""
+
+
+class Owned:
+    """The state of one step: its arguments, the trees in ``bound=``, and all that it can reach.
+
+    Args:
+        fn: the step.
+        args, kwargs: its bound arguments.
+        bound: further trees and modules that graphs use, by name; see ``StaticBuffers.bind``.
+
+    Attributes:
+        arguments: the arguments by name.
+        tensors: the tensors in arguments and in ``bound``, each with its name.
+        written: identities of the tensors in arguments that the step writes.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        bound: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._fn, self._kwargs = fn, [*kwargs]
+        self._bound = dict(bound or {})
+        names = parameter_names(fn, len(args), kwargs)
+        self.arguments: dict[str, Any] = {**dict(zip(names, args, strict=True)), **kwargs}
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self._inner: list[Any] = []
+        for name, argument in self.arguments.items():
+            for path, leaf in leaves_of(name, argument):
+                if isinstance(leaf, torch.Tensor):
+                    require_place(path, leaf)
+                    self.tensors.append((path, leaf))
+                elif not isinstance(leaf, PLAIN):
+                    self._inner.append((path, leaf))
+        self.count = len(args)
+        """Number of positional arguments."""
+        self._given = len(self.tensors)
+        for entry in entries(self._inner, weights=False):
+            if isinstance(entry.value, torch.Tensor) and has_place(entry.value):
+                self.tensors.append((entry.path, entry.value))
+        self._in_arguments = len(self.tensors)
+        self._bound_tensors = [pair for item in self._bound.items() for pair in bound_in(*item)]
+        self.tensors += [(p, t) for p, t in self._bound_tensors if not _is_weight(t)]
+        self._roots = [*self._inner, *_roots_of(fn)]
+        self.written: set[int] = set()
+        self._state: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def given(self) -> list[torch.Tensor]:
+        """The tensors in arguments that new inputs of a replay are copied into."""
+        return [tensor for _, tensor in self.tensors[: self._given]]
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Yield arguments with containers of the step's own, for one run of it.
+
+        Raises:
+            CaptureError: the step replaced, added or removed an entry or an attribute that holds a
+                tensor; the caller's objects are then as before.
+        """
+        copies: dict[int, Copied] = {}
+        copied = [own_copy(name, value, copies) for name, value in self.arguments.items()]
+        watch = Watch(self._roots)
+        count = self.count
+        versions = [tensor._version for tensor in self.given if not tensor.is_inference()]
+        try:
+            yield tuple(copied[:count]), dict(zip(self._kwargs, copied[count:], strict=True))
+        except BaseException:
+            watch.rebound(lambda *_: None)
+            raise
+        seen = (tensor for tensor in self.given if not tensor.is_inference())
+        for tensor, version in zip(seen, versions, strict=True):
+            if tensor._version != version:
+                self.written.add(id(tensor))
+        path = watch.rebound(self._note_state)
+        change = ("replaces", path) if path else None
+        for item in copies.values():
+            change = change or change_in(item, self._note_state)
+        if change is not None:
+            raise CaptureError(_rebinding(*change))
+
+    def _note_state(self, path: str, old: Any, new: Any) -> None:
+        self._state[path] = (self._state.get(path, (old,))[0], new)
+
+    @contextlib.contextmanager
+    def kept(self, backend: Backend, limit: int | None) -> Iterator[Callable[[], None]]:
+        """Give tensors and random generators their values back after the block, also on failure.
+
+        Yields a function that raises CaptureError if the step changed the memory or the layout of
+        a tensor.
+        """
+        snapshot = self.snapshot(backend, limit)
+        try:
+            yield snapshot.require_places
+            self.written |= {id(tensor) for tensor in snapshot.written(self.given)}
+        except BaseException as error:
+            try:
+                with backend.off_stuck_stream():
+                    snapshot.restore()
+            except Exception as lost:
+                note(error, f"and the arguments could not be given their contents back: {lost}")
+            raise
+        snapshot.restore()
+        snapshot.require_unwritten()
+        if self._state:
+            changes = "; ".join(
+                f"{path} from {brief(old)} to {brief(new)}"
+                for path, (old, new) in self._state.items()
+            )
+            warnings.warn(
+                f"warm-up and capture changed Python state: {changes}. A replay does not change "
+                f"it, and uses the values of capture. Keep such state in tensors, or change it "
+                f"outside the step.",
+                DeviceGraphWarning,
+                stacklevel=4,
+            )
+
+    def snapshot(self, backend: Backend, limit: int | None = None) -> Snapshot:
+        """Save the state that the step may change, except the parameters of modules."""
+        state = [
+            (entry.path, entry.value)
+            for entry in entries(self._roots)
+            if isinstance(entry.value, torch.Tensor) and not _is_weight(entry.value)
+        ]
+        return Snapshot(backend, self.tensors, self.generators(), limit=limit, optional=state)
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the random generators that the step can reach."""
+        inner = (leaf for _, leaf in self._inner)
+        values = itertools.chain(inner, (entry.value for entry in entries(self._roots)))
+        return [*{id(v): v for v in values if isinstance(v, torch.Generator)}.values()]
+
+    def watch(self) -> list[Callable[[], None]]:
+        """Return the checks that every replay makes; each raises StateError."""
+        modules = [leaf for _, leaf in self._inner if isinstance(leaf, torch.nn.Module)]
+        owners, places = dict(self.arguments), []
+        owner = self._fn if isinstance(self._fn, torch.nn.Module) else _receiver(self._fn)
+        if isinstance(owner, torch.nn.Module):
+            modules.append(owner)
+            owners["self"] = owner
+        elif owner is not None:
+            used = names_in(self._fn.__func__.__code__)  # type: ignore[attr-defined]
+            held = getattr(owner, "__dict__", {})
+            places = [Entry(f"self.{n}", held, n, v) for n, v in held.items() if n in used]
+        count = self._in_arguments
+        named = [(f"a tensor bound at capture ({p}, {t.dtype})", t) for p, t in self.tensors]
+        checks = [Bound(named[:count], owners, values=True, weights=False, places=places).check]
+        if self._bound:
+            weights = [(f"bound tensor {p!r}", t) for p, t in self._bound_tensors]
+            checks.append(Bound(weights, self._bound).check)
+        if modules:
+            checks.append(Weights(modules).check)
+        return checks
+
+
+def parameter_names(fn: Callable[..., Any], count: int, taken: Collection[str]) -> list[str]:
+    """Return a name for each of the first ``count`` positional parameters of ``fn``."""
+    target = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    try:
+        parameters = [*inspect.signature(target).parameters.values()]
+    except (TypeError, ValueError):
+        parameters = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+    names += [""] * (count - len(names))
+    return [
+        name if name and name not in taken else f"argument {index}"
+        for index, name in enumerate(names)
+    ]
+
+
+def require_place(path: str, tensor: torch.Tensor) -> None:
+    """Raise InputTypeError if a tensor has no memory of its own with a fixed address."""
+    kind = type(tensor).__name__
+    if isinstance(tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise InputTypeError(
+            f"{path} is a {kind} of a tracer or of a transform of torch.func (vmap, grad, ...), "
+            f"which has no memory. Capture and replay outside of it."
+        )
+    if is_traceable_wrapper_subclass(tensor):
+        raise InputTypeError(
+            f"{path} is a {kind}, a tensor subclass that wraps others and has no memory of its "
+            f"own. Hand over the tensors that it wraps, and put it together in the step."
+        )
+    if not has_place(tensor):
+        raise InputTypeError(
+            f"{path} has layout {tensor.layout}{' (nested)' * tensor.is_nested}, and a replay "
+            f"needs tensors at fixed addresses. Bind its parts, and put it together in a function "
+            f"marked @dg.no_graph."
+        )
+
+
+def refuse_fakes(what: str) -> None:
+    """Raise CaptureError where torch traces with tensors that have no memory."""
+    if torch._C._len_torch_dispatch_stack() and any(
+        isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()
+    ):
+        raise CaptureError(
+            f"cannot {what} under FakeTensorMode, in which tensors have no memory. Leave that mode "
+            f"(torch.compile and torch.export trace in it), or mark the caller so that it is not "
+            f"traced (torch.compiler.disable)."
+        )
+
+
+class Weights:
+    """The parameters and buffers of modules, which assignments replace.
+
+    torch reports every assignment to a module. A replay compares all tensors after one, and else a
+    few, so that its cost does not grow with the module.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        _report_assignments()
+        self._modules = [*modules]
+        self._held = [
+            (table, key, tensor, path)
+            for module in self._modules
+            for path, inner in module.named_modules()
+            for table in (inner._parameters, inner._buffers)
+            for key, tensor in table.items()
+        ]
+        self._children = [
+            (inner._modules, dict(inner._modules))
+            for module in self._modules
+            for inner in module.modules()
+        ]
+        self._first = self._held[:_CHECKED]
+        self._addresses = [_address(tensor) for _, _, tensor, _ in self._first]
+        self._assignments = _assignments[0]
+
+    def check(self) -> None:
+        """Raise StateError if a tensor of a module was replaced."""
+        if self._assignments != _assignments[0]:
+            assignments = _assignments[0]
+            self._compare(self._held)
+            for table, children in self._children:
+                if table != children:
+                    raise StateError(f"a module of the step has other submodules {_AGAIN}")
+            self._assignments = assignments
+            return
+        for (table, key, tensor, path), address in zip(self._first, self._addresses, strict=True):
+            if table.get(key) is not tensor or _address(tensor) != address:
+                self._refuse(path, key)
+
+    def _compare(self, held: Iterable[Any]) -> None:
+        for table, key, tensor, path in held:
+            if table.get(key) is not tensor:
+                self._refuse(path, key)
+
+    def _refuse(self, path: str, key: str) -> NoReturn:
+        name = f"{path}.{key}" if path else key
+        raise StateError(
+            f"{name!r} of a module is not the tensor of capture any more, or has other memory "
+            f"{_AGAIN}"
+        )
+
+
+_AGAIN = (
+    "than at capture: the graph would use the old one. Write new data into it with copy_() (as "
+    "load_state_dict() without assign=True does), or capture again."
+)
+
+_assignments = [0]
+"""Number of assignments to modules that torch reported."""
+
+
+@functools.cache
+def _report_assignments() -> None:
+    def count(*_: Any) -> None:
+        _assignments[0] += 1
+
+    register_module_parameter_registration_hook(count)
+    register_module_buffer_registration_hook(count)
+    register_module_module_registration_hook(count)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return tensor.data_ptr() if tensor is not None and has_place(tensor) else 0
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _receiver(fn: Any) -> Any:
+    return fn.__self__ if isinstance(fn, types.MethodType) else None
+
+
+def _roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Return where the state of a step begins; steps of devgraph's own have none."""
+    target = fn
+    while isinstance(target, functools.partial):
+        target = target.func
+    space = getattr(getattr(target, "__func__", target), "__globals__", {})
+    if str(space.get("__name__", "")).startswith("devgraph."):
+        return []
+    return [("self" if isinstance(fn, torch.nn.Module) else "the step", fn)]
+
+
+def _rebinding(verb: str, path: str) -> str:
+    if verb == "replaces":
+        return (
+            f"the step replaces {path}: write into it with copy_(). A replay repeats the work of "
+            f"the device and assigns nothing, so that a step must write in place."
+        )
+    return (
+        f"the step {verb} {path}: a replay would not. Return the tensor, or write in place into "
+        f"one that is there before the capture."
+    )
+
+
+def without_history(outputs: Any) -> Any:
+    """Return outputs that take no part in autograd: a replay has no backward.
+
+    Leaves that the step returns as they are, such as parameters, stay.
+    """
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach() if t.grad_fn is not None else t, outputs
+    )

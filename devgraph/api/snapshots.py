@@ -1,0 +1,179 @@
+"""Snapshots: contents of tensors and states of random generators, to be put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from devgraph.api.backend import Backend
+from devgraph.api.buffers import (
+    Place,
+    byte_range,
+    has_place,
+    overlaps_itself,
+    place_of,
+)
+from devgraph.api.errors import CaptureError
+from devgraph.api.marks.calls import describe
+
+DEFAULT_LIMIT = 2**30
+"""Bytes of copies that one snapshot may take, if the caller does not say otherwise."""
+
+_CHUNK = 2**20
+"""Words of memory that are hashed at a time."""
+
+
+class _Saved(NamedTuple):
+    name: str
+    tensor: torch.Tensor
+    place: Place
+    memory: torch.Tensor
+    """The tensor, or its bytes where several elements share memory."""
+    content: torch.Tensor | None
+    """A copy, or None above the limit."""
+    digest: torch.Tensor | None
+    """A hash of the memory above the limit."""
+
+
+class Snapshot:
+    """The contents of tensors, the states of generators and the state of the backend's generator.
+
+    Args:
+        backend: whose default generator is saved, beside that of the host.
+        named: the tensors, each behind its name.
+        generators: further generators.
+        limit: bytes of copies; the smallest tensors are copied, and the rest is hashed.
+        optional: tensors that are saved if the limit allows it, and else left as they are.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        named: Iterable[tuple[str, torch.Tensor]],
+        generators: Iterable[torch.Generator] = (),
+        *,
+        limit: int | None = None,
+        optional: Iterable[tuple[str, torch.Tensor]] = (),
+    ) -> None:
+        self._backend = backend
+        self._random = backend.get_rng_state()
+        self._host_random = torch.get_rng_state()
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._left = DEFAULT_LIMIT if limit is None else limit
+        self._saved: list[_Saved] = []
+        seen: set[int] = set()
+        with torch.inference_mode():
+            for needed, group in ((True, named), (False, optional)):
+                tensors = {id(tensor): (name, tensor) for name, tensor in group}
+                for key, (name, tensor) in sorted(tensors.items(), key=lambda item: _size(item[1])):
+                    if key not in seen and has_place(tensor):
+                        seen.add(key)
+                        self._save(name, tensor, needed)
+
+    def _save(self, name: str, tensor: torch.Tensor, needed: bool) -> None:
+        # Bytes also of contiguous tensors: not every dtype has a kernel that copies it.
+        flat = tensor.is_contiguous() or overlaps_itself(tensor)
+        memory = _bytes_of(tensor) if flat else tensor.detach()
+        place, content, digest = place_of(tensor), None, None
+        if memory.nbytes <= self._left:
+            self._left -= memory.nbytes
+            content = memory.clone()
+        elif needed:
+            digest = hash_of(tensor)
+        else:
+            return
+        self._saved.append(_Saved(name, tensor, place, memory, content, digest))
+
+    def require_places(self) -> None:
+        """Raise CaptureError if a tensor has other memory or another layout than before."""
+        for name, tensor, place, *_ in self._saved:
+            if not is_at(tensor, place):
+                raise CaptureError(
+                    f"the step changes {name} in place from {tuple(place[2])} strides {place[3]} "
+                    f"to {describe(tensor)}, or gives it other memory (t_(), resize_(), set_(), "
+                    f"...). A replay would not. Make that change on a view of it: "
+                    f"view = tensor[...]."
+                )
+
+    def written(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of ``tensors`` whose contents are not the saved ones."""
+        saved = {id(item.tensor): item for item in self._saved}
+        with torch.inference_mode():
+            return [
+                tensor
+                for tensor in tensors
+                if (item := saved.get(id(tensor))) is not None
+                and item.content is not None
+                and not _same_bytes(item.content, item.memory)
+            ]
+
+    def restore(self) -> None:
+        """Give tensors and generators their contents back, and tensors their layouts."""
+        self._backend.set_rng_state(self._random)
+        torch.set_rng_state(self._host_random)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        for _, tensor, place, *_ in self._saved:
+            if not is_at(tensor, place):
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    tensor.set_(*place)
+        with torch.inference_mode():  # inference tensors may only be written in this mode
+            for saved in self._saved:
+                if saved.content is not None:
+                    saved.memory.copy_(saved.content)
+
+    def require_unwritten(self) -> None:
+        """Raise CaptureError if a tensor above the limit has other contents than before."""
+        with torch.inference_mode():
+            for name, tensor, _, _, _, digest in self._saved:
+                if digest is not None and not torch.equal(hash_of(tensor), digest):
+                    raise CaptureError(
+                        f"warm-up or capture wrote {name}, and its {tensor.nbytes} bytes are above "
+                        f"the limit for copies, so that its old values are lost. Let the pad rule "
+                        f"of the inputs keep padding from writing real state (pad=), or raise "
+                        f"snapshot_limit=."
+                    )
+
+
+def _size(named: tuple[str, torch.Tensor]) -> int:
+    return named[1].nbytes if has_place(named[1]) else 0
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all memory between the first and the last byte of ``tensor``."""
+    (first, last), storage = byte_range(tensor), tensor.untyped_storage()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    flat.set_(storage, first - storage.data_ptr(), (last - first,), (1,))
+    return flat
+
+
+def hash_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a hash of the memory of ``tensor``, one number on its device."""
+    memory = _bytes_of(tensor)
+    cut = len(memory) - len(memory) % 8
+    start = memory.storage_offset() % 8
+    words = memory[:cut].view(torch.int64) if not start else memory[:cut].clone().view(torch.int64)
+    weights = _weights(memory.device)
+    total = memory[cut:].sum(dtype=torch.int64)
+    for chunk in torch.split(words, _CHUNK):
+        total = total * 31 + (chunk * weights[: len(chunk)]).sum()
+    return total
+
+
+def _weights(device: torch.device) -> torch.Tensor:
+    count = torch.arange(_CHUNK, device=device, dtype=torch.int64)
+    return count * 0x5851F42D4C957F2D + 0x14057B7EF767814F | 1
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    plain = [t.resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (one, other)]
+    left, right = (t.view(torch.uint8) if t.numel() else t for t in plain)
+    return torch.equal(left, right)
+
+
+def is_at(tensor: torch.Tensor, place: Place) -> bool:
+    """Whether ``tensor`` has the memory and the layout of ``place``."""
+    storage, *layout = place_of(tensor)
+    return storage._cdata == place[0]._cdata and layout == [*place[1:]]

@@ -1,0 +1,197 @@
+"""Trees of arguments: the containers that a capture takes apart, copies and compares."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import types
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from devgraph.api.errors import InputError
+
+Children = list[tuple[str, Any]]
+"""The children of a container, each behind its path suffix, such as ``['key']`` or ``.name``."""
+
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size})
+_DEEPEST = 200
+
+
+def children_of(node: Any) -> Children | None:
+    """Return the children of a container, or None for a leaf.
+
+    Containers are lists, tuples, mappings, dataclasses, attrs classes, namespaces, and the classes
+    that are registered with ``torch.utils._pytree``.
+    """
+    kind = type(node)
+    if kind in _PLAIN or isinstance(node, torch.Tensor | torch.nn.Module | type):
+        return None
+    if kind is dict or (isinstance(node, Mapping) and not _registered(kind)):
+        return [(f"[{key!r}]", child) for key, child in node.items()]
+    if kind is list or kind is tuple:
+        return [(f"[{index}]", child) for index, child in enumerate(node)]
+    if isinstance(node, tuple) and hasattr(kind, "_fields"):
+        return [(f".{name}", child) for name, child in zip(kind._fields, node, strict=True)]
+    if _registered(kind):
+        flatten = pytree.SUPPORTED_NODES[kind]
+        if flatten.flatten_with_keys_fn is not None:
+            pairs, _ = flatten.flatten_with_keys_fn(node)
+            return [(str(key), child) for key, child in pairs]
+        return [(f"[{index}]", child) for index, child in enumerate(flatten.flatten_fn(node)[0])]
+    if isinstance(node, list | tuple):
+        return [(f"[{index}]", child) for index, child in enumerate(node)]
+    if names := fields_of(node):
+        return [(f".{name}", getattr(node, name)) for name in names if hasattr(node, name)]
+    return None
+
+
+def fields_of(node: Any) -> list[str]:
+    """Return the names of the fields of a dataclass, an attrs class or a namespace."""
+    if dataclasses.is_dataclass(node):
+        return [field.name for field in dataclasses.fields(node)]
+    if attrs.has(type(node)):
+        return [field.name for field in attrs.fields(type(node))]
+    return [*vars(node)] if isinstance(node, _NAMESPACES) else []
+
+
+def rebuilt(node: Any, children: Iterable[Any]) -> Any:
+    """Return a container like ``node`` with other children, in the order of ``children_of``."""
+    kind, children = type(node), list(children)
+    if kind is list:
+        return children
+    if kind is dict:
+        return dict(zip(node, children, strict=True))
+    if isinstance(node, Mapping) and not _registered(kind):
+        return _rebuilt_mapping(node, dict(zip(node, children, strict=True)))
+    if isinstance(node, tuple) and not _registered(kind):
+        made = tuple.__new__(kind, children)
+        vars(made).update(vars(node)) if hasattr(made, "__dict__") else None
+        return made
+    if _registered(kind):
+        registered = pytree.SUPPORTED_NODES[kind]
+        return registered.unflatten_fn(children, registered.flatten_fn(node)[1])
+    made = copy.copy(node)
+    if isinstance(node, list):
+        made[:] = children
+        return made
+    names = [name for name in fields_of(node) if hasattr(node, name)]
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(made, name, child)  # also of a frozen class
+    return made
+
+
+def _rebuilt_mapping(node: Any, items: dict[Any, Any]) -> Any:
+    if isinstance(node, types.MappingProxyType):
+        return types.MappingProxyType(items)
+    made = copy.copy(node)
+    if isinstance(made, UserDict):
+        made.data = items
+        return made
+    try:
+        for key, child in items.items():
+            if isinstance(made, dict):
+                dict.__setitem__(made, key, child)
+            else:
+                made[key] = child
+    except TypeError:
+        return node  # an immutable mapping, which the step cannot change either
+    return made
+
+
+def same_kind(one: Any, other: Any) -> bool:
+    """Whether two containers have one class and, if it is a registered one, equal contexts."""
+    kind = type(one)
+    if type(other) is not kind:
+        return False
+    if kind in (list, tuple, dict) or not _registered(kind) or isinstance(one, Mapping):
+        return True
+    flatten = pytree.SUPPORTED_NODES[kind].flatten_fn
+    return bool(flatten(one)[1] == flatten(other)[1])
+
+
+def _registered(kind: type) -> bool:
+    return kind in pytree.SUPPORTED_NODES
+
+
+def leaves_of(path: str, node: Any, depth: int = 0) -> Iterable[tuple[str, Any]]:
+    """Yield the leaves of a tree, each behind its path.
+
+    Raises:
+        InputError: a container contains itself.
+    """
+    children = children_of(node)
+    if children is None:
+        yield path, node
+        return
+    if depth > _DEEPEST:
+        raise InputError(f"{path[:60]}... is nested too deeply, or contains itself")
+    for suffix, child in children:
+        yield from leaves_of(path + suffix, child, depth + 1)
+
+
+class Copied(NamedTuple):
+    """A container that a step was given in place of the caller's."""
+
+    path: str
+    copy: Any
+    children: Children
+
+
+def own_copy(path: str, node: Any, copies: dict[int, Copied]) -> Any:
+    """Return a tree with containers of its own and the leaves of ``node``.
+
+    ``copies`` holds the copies so far by the identity of the container. New ones are added to it,
+    so that a container that occurs twice is copied once.
+    """
+    if id(node) in copies:
+        return copies[id(node)].copy
+    children = children_of(node)
+    if children is None or _is_value(node, children):
+        return node
+    own = [(suffix, own_copy(path + suffix, child, copies)) for suffix, child in children]
+    made = rebuilt(node, (child for _, child in own))
+    copies[id(node)] = Copied(path, made, own)
+    return made
+
+
+def _is_value(node: Any, children: Children) -> bool:
+    """Whether ``node`` is an object without tensors, such as a configuration."""
+    if isinstance(node, list | dict | tuple) or not fields_of(node):
+        return False
+    return not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_of("", node))
+
+
+def change_in(
+    copied: Copied, note_state: Callable[[str, Any, Any], None]
+) -> tuple[str, str] | None:
+    """Return the change that the step made to a container of its own, as a verb and a path.
+
+    None if there is no change that concerns a tensor or the keys. ``note_state`` is called with the
+    path, the old and the new value of each plain value that changed.
+    """
+    before, after = dict(copied.children), dict(children_of(copied.copy) or ())
+    for suffix in [*before, *after]:
+        path = copied.path + suffix
+        if suffix not in after:
+            return "removes", path
+        if suffix not in before:
+            return "adds", path
+        old, new = before[suffix], after[suffix]
+        if old is new:
+            continue
+        if holds_tensors(old) or holds_tensors(new):
+            return "replaces", path
+        note_state(path, old, new)
+    return None
+
+
+def holds_tensors(node: Any) -> bool:
+    """Whether ``node`` is a tensor or a tree with tensors."""
+    return any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_of("", node))

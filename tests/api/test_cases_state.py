@@ -1,0 +1,482 @@
+"""State of the caller: containers, objects, modules, generators, and what a capture puts back."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import devgraph as dg
+from devgraph.testing.conformance.support import Kit
+
+POLICIES = ("full", "breakable")
+pytestmark = [
+    pytest.mark.parametrize("policy", POLICIES),
+]
+Cap = Any
+
+
+@pytest.fixture
+def cap(kit: Kit, policy: str) -> Iterator[Cap]:
+    """``dg.capture`` on the backend under test."""
+
+    def make(fn: Any, *args: Any, **options: Any) -> dg.Captured:
+        return kit.capture(fn, *args, policy=policy, **options)
+
+    yield make
+
+
+# Containers.
+
+
+def test_replaced_entry_is_refused_and_the_caller_keeps_its_own(kit: Kit, cap: Cap) -> None:
+    """FAULTS 45."""
+    batch = {"h": kit.tensor(3), "x": kit.tensor(3, seed=1)}
+    before = dict(batch)
+
+    def step(d: dict[str, Any]) -> Any:
+        d["h"] = torch.tanh(d["h"] + d["x"])
+        return d["h"] * 1
+
+    with pytest.raises(dg.CaptureError, match=r"replaces d\['h'\]: write into it with copy_"):
+        cap(step, batch)
+    assert all(batch[name] is before[name] for name in before)
+
+    def in_place(d: dict[str, Any]) -> Any:
+        d["h"].copy_(torch.tanh(d["h"] + d["x"]))
+        return d["h"] * 1
+
+    want = batch["h"].clone()
+    captured = cap(in_place, batch)
+    kit.same(batch["h"], want, "after the capture")
+    for seed in (5, 6):
+        kit.refill(batch["x"], seed)
+        want = torch.tanh(want + batch["x"])
+        kit.same(captured.replay(), want)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "added": (lambda d, x: d.update(y=x * 2), r"adds d\['y'\]"),
+    "removed": (lambda d, x: d.pop("h"), r"removes d\['h'\]"),
+    "list": (lambda d, x: d["l"].append(x * 2), r"adds d\['l'\]\[1\]"),
+    "list entry": (lambda d, x: d["l"].__setitem__(0, x * 2), r"replaces d\['l'\]\[0\]"),
+    "field": (lambda d, x: setattr(d["n"], "t", x * 2), r"replaces d\['n'\]\.t"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_container_is_refused_by_its_name(kit: Kit, cap: Cap, change: str) -> None:
+    """FAULTS 45."""
+    edit, words = CHANGES[change]
+    d = {"h": kit.tensor(3), "l": [kit.tensor(3)], "n": types.SimpleNamespace(t=kit.tensor(3))}
+    before = {**d, "l0": d["l"][0], "t": d["n"].t}
+
+    def step(d: dict[str, Any], x: Any) -> Any:
+        edit(d, x)
+        return x + 1
+
+    with pytest.raises(dg.CaptureError, match=words):
+        cap(step, d, kit.tensor(3))
+    assert {*d} == {"h", "l", "n"} and len(d["l"]) == 1
+    assert d["h"] is before["h"] and d["l"][0] is before["l0"] and d["n"].t is before["t"]
+
+
+def test_list_that_grows_at_the_caller_is_refused(kit: Kit, cap: Cap) -> None:
+    tensors = [kit.tensor(3), kit.tensor(3, seed=1)]
+    captured = cap(lambda ts: sum(ts) * 2, tensors)
+    kit.same(captured.replay(), sum(tensors) * 2)
+    tensors.append(kit.tensor(3, seed=2))
+    with pytest.raises(dg.StateError, match="3 entries and had 2 at capture"):
+        captured.replay()
+    tensors.pop()
+    captured.replay()
+    del tensors[1]
+    with pytest.raises(dg.StateError):
+        captured.replay()
+
+
+def test_plain_entry_that_the_caller_changes_is_refused(kit: Kit, cap: Cap) -> None:
+    d = {"x": kit.tensor(3), "n": 2}
+    captured = cap(lambda d: d["x"] * d["n"], d)
+    kit.same(captured.replay(), d["x"] * 2)
+    d["n"] = 3
+    with pytest.raises(dg.StateError, match=r"d\['n'\] is 3 and was 2"):
+        captured.replay()
+
+
+# Objects as arguments.
+
+
+@dataclasses.dataclass
+class Plain:
+    x: Any
+    scale: float = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Any
+    scale: float = 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    x: Any
+    scale: float = 2.0
+
+
+@attrs.define
+class Attrs:
+    x: Any
+    scale: float = 2.0
+
+
+@attrs.frozen
+class FrozenAttrs:
+    x: Any
+    scale: float = 2.0
+
+
+class Registered:
+    def __init__(self, x: Any, scale: float) -> None:
+        self.x, self.scale = x, scale
+
+
+pytree.register_pytree_node(
+    Registered, lambda r: ([r.x], r.scale), lambda c, scale: Registered(c[0], scale)
+)
+Pair = namedtuple("Pair", ["x", "scale"])
+KINDS: dict[str, Any] = {
+    "dataclass": Plain,
+    "frozen dataclass": Frozen,
+    "dataclass with slots": Slots,
+    "attrs": Attrs,
+    "frozen attrs": FrozenAttrs,
+    "registered": Registered,
+    "namedtuple": Pair,
+    "namespace": lambda x, scale: types.SimpleNamespace(x=x, scale=scale),
+    "nested": lambda x, scale: types.SimpleNamespace(x=x, scale=scale, inner=[Plain(x)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_object_is_a_tree_of_its_fields(kit: Kit, cap: Cap, kind: str) -> None:
+    """FAULTS 46."""
+    make = KINDS[kind]
+    given = make(kit.tensor(3), 2.0)
+
+    def step(batch: Any) -> Any:
+        return batch.x * batch.scale
+
+    captured = cap(step, given)
+    other = make(kit.tensor(3, seed=4), 2.0)
+    kit.same(captured.replay(other), other.x * 2.0)
+    kit.refill(given.x, 9)
+    kit.same(captured.replay(), given.x * 2.0)
+    with pytest.raises(dg.InputError):
+        captured.replay(make(kit.tensor(3), 3.0))
+    with pytest.raises(dg.InputError):
+        captured.replay(make(kit.tensor(4), 2.0))
+    with pytest.raises(dg.InputTypeError, match="structure"):
+        captured.replay((other.x, 2.0))
+    if kind in ("dataclass", "dataclass with slots", "attrs", "registered", "namespace"):
+        given.x = kit.tensor(3, seed=8)
+        with pytest.raises(dg.StateError, match="not the tensor of capture"):
+            captured.replay()
+
+
+@pytest.mark.parametrize("kind", [UserDict, OrderedDict, types.MappingProxyType])
+def test_mapping_is_a_tree_whatever_its_order(kit: Kit, cap: Cap, kind: Any) -> None:
+    x, y = kit.tensor(3), kit.tensor(3, seed=1)
+    captured = cap(lambda m: m["x"] - m["y"], kind({"x": x, "y": y}))
+    new = kind({"y": kit.tensor(3, seed=2), "x": kit.tensor(3, seed=3)})
+    kit.same(captured.replay(new), new["x"] - new["y"])
+
+
+class Holder:
+    """An object of the user's that is not a tree."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+        self.length = 0
+
+
+def test_other_object_is_bound_with_its_tensors(kit: Kit, cap: Cap) -> None:
+    """FAULTS 46."""
+    holder = Holder(kit.tensor(3))
+    captured = cap(lambda h: h.x * 2, holder)
+    kit.refill(holder.x, 5)
+    kit.same(captured.replay(holder), holder.x * 2)
+    with pytest.raises(dg.InputError, match="register it .*, or hand its tensors over"):
+        captured.replay(Holder(kit.tensor(3)))
+    holder.x = kit.tensor(3, seed=6)
+    with pytest.raises(dg.StateError, match="not the tensor of capture"):
+        captured.replay()
+
+
+def test_object_whose_tensor_the_step_replaces_is_refused(kit: Kit, cap: Cap) -> None:
+    """FAULTS 45."""
+    holder = Holder(kit.tensor(3))
+    before = holder.x
+
+    def step(h: Any) -> Any:
+        h.x = h.x + 1
+        return h.x * 2
+
+    with pytest.raises(dg.CaptureError, match=r"replaces h\.x: .* write in place"):
+        cap(step, holder)
+    assert holder.x is before
+
+
+def test_python_state_that_warm_up_moves_is_named(kit: Kit, cap: Cap) -> None:
+    """FAULTS 47."""
+    holder = Holder(kit.tensor(3))
+
+    def step(h: Any) -> Any:
+        h.length += 1
+        return h.x * 2
+
+    with pytest.warns(dg.DeviceGraphWarning, match=r"h\.length from 0 to"):
+        cap(step, holder)
+
+
+def test_written_argument_is_written_for_the_caller_too(kit: Kit, cap: Cap) -> None:
+    def step(x: Any, cache: Any) -> Any:
+        cache.add_(x)
+        return cache * 1
+
+    x, cache = kit.tensor(3), kit.tensor(3, seed=1)
+    captured = cap(step, x, cache)
+    other = kit.tensor(3, seed=2)
+    for _ in range(2):
+        want = other + x
+        kit.same(captured.replay(x, other), want)
+        kit.same(other, want, "the caller's own cache")
+
+
+def test_windows_that_overlap_take_new_data(kit: Kit, cap: Cap) -> None:
+    def windows(seed: int) -> Any:
+        return kit.tensor(6, seed=seed).unfold(0, 3, 1)
+
+    bound = windows(0)
+    captured = cap(lambda w: w * 2, bound)
+    kit.same(captured.replay(), bound * 2)
+    new = windows(4)
+    want = new * 2
+    kit.same(captured.replay(new), want)
+    with pytest.raises(dg.InputError, match="windows that overlap"):
+        captured.replay(new.contiguous())
+    assert captured.prove().ok
+
+
+# Modules.
+
+
+class Counter(torch.nn.Module):
+    n: torch.Tensor
+
+    def __init__(self, start: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("n", start)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n = self.n + 1
+        return x * self.n
+
+
+@pytest.mark.parametrize("how", ["module", "method", "closure", "argument", "attribute"])
+def test_attribute_that_the_step_replaces_is_refused(kit: Kit, cap: Cap, how: str) -> None:
+    """FAULTS 45."""
+    module = Counter(kit.tensor(3))
+    if how == "attribute":
+        del module.n
+        module.n = kit.tensor(3)
+    before, x = module.n, kit.tensor(3, seed=1)
+    fns = {
+        "module": module,
+        "attribute": module,
+        "method": module.forward,
+        "closure": lambda x: module(x),
+        "argument": lambda x, m: m(x),
+    }
+    args = (x, module) if how == "argument" else (x,)
+    with pytest.raises(dg.CaptureError, match=r"replaces \w+\.n: .* write in place"):
+        cap(fns[how], *args)
+    assert module.n is before
+
+
+_h = torch.zeros(3)
+
+
+def test_global_that_the_step_replaces_is_refused(kit: Kit, cap: Cap) -> None:
+    """FAULTS 45."""
+    global _h
+    _h = before = kit.tensor(3)
+
+    def step(x: Any) -> Any:
+        global _h
+        _h = _h + x
+        return _h * 1
+
+    with pytest.raises(dg.CaptureError, match="replaces _h"):
+        cap(step, kit.tensor(3, seed=1))
+    assert _h is before
+
+
+@pytest.mark.parametrize("how", ["module", "closure", "argument"])
+def test_buffers_and_written_tensors_are_put_back(kit: Kit, cap: Cap, how: str) -> None:
+    """FAULTS 47."""
+    norm = torch.nn.BatchNorm1d(4).to(kit.device)
+    twin = torch.nn.BatchNorm1d(4).to(kit.device)
+    x = kit.tensor(8, 4)
+    fns = {"module": norm, "closure": lambda x: norm(x), "argument": lambda x, m: m(x)}
+    captured = cap(fns[how], *((x, norm) if how == "argument" else (x,)))
+    kit.same(dict(norm.named_buffers()), dict(twin.named_buffers()), "after the capture")
+    for seed in (3, 4):
+        kit.refill(x, seed)
+        kit.same(captured.replay(), twin(x).detach())
+        kit.same(dict(norm.named_buffers()), dict(twin.named_buffers()), "after a replay")
+
+
+def test_state_is_put_back_after_a_failed_capture(kit: Kit, cap: Cap) -> None:
+    """FAULTS 47."""
+    norm, x, count = torch.nn.BatchNorm1d(4).to(kit.device), kit.tensor(8, 4), kit.tensor(4)
+    before = {name: t.clone() for name, t in norm.named_buffers()}
+    kept = count.clone()
+
+    def step(x: Any, count: Any) -> Any:
+        count.add_(1)
+        if dg.is_capturing():
+            raise KeyError("broken")
+        return norm(x)
+
+    with pytest.raises(KeyError):
+        cap(step, x, count)
+    kit.same(dict(norm.named_buffers()), before)
+    kit.same(count, kept)
+
+
+def test_tensor_above_the_limit_must_not_be_written(kit: Kit, cap: Cap) -> None:
+    """FAULTS 47."""
+    x, cache = kit.tensor(3), kit.tensor(1000)
+
+    def step(x: Any, cache: Any) -> Any:
+        cache[:3].add_(x)
+        return cache[:3] * 1
+
+    with pytest.raises(dg.CaptureError, match=r"wrote cache, .*pad rule"):
+        cap(step, x, cache, snapshot_limit=100)
+    captured = cap(lambda x, cache: cache[:3] + x, x, cache, snapshot_limit=100)
+    kit.same(captured.replay(), cache[:3] + x)
+
+
+EXCHANGES: dict[str, Any] = {
+    "parameter": lambda m, t: setattr(m, "weight", torch.nn.Parameter(t)),
+    "data": lambda m, t: setattr(m.weight, "data", t),
+    "load": lambda m, t: m.load_state_dict({"weight": t, "bias": m.bias}, assign=True),
+}
+
+
+@pytest.mark.parametrize("given", ["module", "argument", "bound", "bound method", "bound source"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_exchanged_weights_are_noticed(kit: Kit, cap: Cap, exchange: str, given: str) -> None:
+    """FAULTS 10."""
+    module, x = torch.nn.Linear(3, 3).to(kit.device), kit.tensor(2, 3)
+    with torch.no_grad():
+        captured = {
+            "module": lambda: cap(module, x),
+            "argument": lambda: cap(lambda x, m: m(x), x, module),
+            "bound": lambda: cap(lambda x: module(x), x, bound={"weights": module}),
+            "bound method": lambda: cap(module.forward, x),
+            "bound source": lambda: cap(
+                lambda x: module(x), x, bound={"weights": lambda: [module.weight, module.bias]}
+            ),
+        }[given]()
+        kit.same(captured.replay(), module(x))
+        kept = module.weight
+        EXCHANGES[exchange](module, kit.tensor(3, 3, seed=3))
+        with pytest.raises(dg.StateError):
+            captured.replay()
+        if exchange == "parameter":
+            module.weight = kept
+            kit.same(captured.replay(), module(x))
+
+
+def test_assignment_deep_in_a_large_module_is_noticed(kit: Kit, cap: Cap) -> None:
+    """FAULTS 10."""
+    layers = [torch.nn.Linear(3, 3) for _ in range(8)]
+    module, x = torch.nn.Sequential(*layers).to(kit.device), kit.tensor(2, 3)
+    captured = cap(module, x)
+    torch.nn.Linear(3, 3)  # of no concern
+    captured.replay()
+    layers[-1].bias = torch.nn.Parameter(kit.tensor(3))
+    with pytest.raises(dg.StateError, match=r"'7\.bias' of a module"):
+        captured.replay()
+
+
+def test_outputs_of_a_replay_claim_no_gradients(kit: Kit, cap: Cap) -> None:
+    module, x = torch.nn.Linear(3, 3).to(kit.device), kit.tensor(2, 3)
+    captured = cap(lambda x: {"y": module(x), "w": module.weight}, x)
+    out = captured(kit.tensor(2, 3, seed=1))
+    assert not out["y"].requires_grad and out["y"].grad_fn is None
+    assert out["w"] is module.weight
+
+
+# Random numbers.
+
+
+@pytest.mark.parametrize("how", ["closure", "argument", "object"])
+def test_own_generator_is_put_back_and_replays_draw_from_it(kit: Kit, cap: Cap, how: str) -> None:
+    """FAULTS 48."""
+    if not kit.backend.capabilities.rng:
+        pytest.skip("the backend replays no random numbers")
+    generator = torch.Generator(kit.device).manual_seed(7)
+    holder = types.SimpleNamespace(g=generator)
+    twin = torch.Generator(kit.device).manual_seed(7)
+    x = kit.tensor(4)
+
+    def draw(x: Any, g: Any) -> Any:
+        return x + torch.rand(4, generator=g, device=kit.device)
+
+    captured = {
+        "closure": lambda: cap(lambda x: draw(x, generator), x),
+        "argument": lambda: cap(draw, x, generator),
+        "object": lambda: cap(lambda x, h: draw(x, h.g), x, holder),
+    }[how]()
+    assert torch.equal(generator.get_state(), twin.get_state())
+    for _ in range(3):
+        kit.same(captured.replay(), draw(x, twin))
+    state = generator.get_state()
+    assert captured.prove().ok
+    assert torch.equal(generator.get_state(), state)
+
+
+# Small.
+
+
+def test_argument_names_of_any_kind_are_refused_well(kit: Kit, cap: Cap) -> None:
+    captured = cap(lambda x: x + 1, kit.tensor(3))
+    with pytest.raises(dg.HostArgumentError, match="unknown host argument 'self'"):
+        captured.replay(self=3)
+    with pytest.raises(dg.InputTypeError, match="kwargs must be a mapping with strings"):
+        cap(lambda x: x + 1, kit.tensor(3), kwargs={1: 2})
+
+
+def test_replay_under_vmap_and_capture_of_fake_tensors_are_refused(kit: Kit, cap: Cap) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    captured = cap(lambda x: x + 1, kit.tensor(3))
+    with pytest.raises(dg.DeviceGraphError, match="vmap"):
+        torch.func.vmap(lambda row: captured.replay(row))(kit.tensor(2, 3))
+    with FakeTensorMode(), pytest.raises(dg.DeviceGraphError, match="FakeTensorMode"):
+        cap(lambda x: x + 1, torch.ones(3))
+    with FakeTensorMode(), pytest.raises(dg.DeviceGraphError, match="FakeTensorMode"):
+        captured.replay()
+    kit.same(captured.replay(), captured.outputs.clone())
