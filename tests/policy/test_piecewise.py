@@ -89,7 +89,7 @@ class Bench:
 
     def check(self, capture: Any, step: Callable[..., Any], *, near: bool = False, **host: Any):
         """Replay with new data in the first bound tensor and compare with eager."""
-        bound = capture._bound.tensors[0]
+        bound = capture._job.owned.given[0]
         bound.normal_()
         with torch.no_grad():
             expected = step(bound, **host)
