@@ -1,18 +1,73 @@
 """``devgraph bench`` on every backend of this machine, or on the one that ``--backend`` names.
 
-All options are those of ``devgraph bench``.
+All options are those of ``devgraph bench``. The public package breakable-cuda-graphs is timed on
+the same step where it is installed.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
 
 import devgraph as dg
-from devgraph.__main__ import main
+from devgraph.cli import app, bench
+from devgraph.cli.contenders import Decoder, attention
+
+PACKAGE, MODULE = "breakable-cuda-graphs", "breakable_cuda_graphs"
+"""The public package for breaks, and its module."""
+
+
+def public_breakable(
+    backend: dg.Backend, model: Decoder, ids: Tensor, where: Tensor, kv_len: int
+) -> Callable[..., Tensor] | None:
+    """Capture the step with the public package, with its breaks at the same function.
+
+    The package passes no arguments to eager bodies, so the body reads the length from a variable.
+
+    Returns:
+        The replay, or None without the package or its backend.
+    """
+    if backend.name != "cuda" or importlib.util.find_spec(MODULE) is None:
+        return None
+    package = importlib.import_module(MODULE)
+    graph, length = package.BreakableCUDAGraph(), kv_len
+
+    def attend(*tensors: Tensor) -> None:
+        attention(*tensors, kv_len=length)
+
+    def replay(*, kv_len: int) -> Tensor:
+        nonlocal length
+        length = kv_len
+        graph.replay()
+        return outputs
+
+    streams = torch.get_device_module(ids.device)
+    side = streams.Stream()
+    side.wait_stream(streams.current_stream())
+    with streams.stream(side):
+        for _ in range(2):
+            model(ids, where, kv_len=kv_len)
+    streams.current_stream().wait_stream(side)
+    with package.breakable_graph(graph):
+        outputs = model.step(ids, where, package.no_graph(attend))
+    return replay
+
+
+def main(argv: Sequence[str]) -> int:
+    """Time the step on one backend or on all; return the largest exit code."""
+    names = [info.name for info in dg.backends() if info.available]
+    if any(word.split("=")[0] == "--backend" for word in argv):
+        runs = [list(argv)]
+    else:
+        runs = [["--backend", name, *argv] for name in names]
+    peers = {PACKAGE: public_breakable}
+    return max(bench.run(app._parser().parse_args(["bench", *run]), peers) for run in runs)
+
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    if any(one.split("=")[0] == "--backend" for one in given):
-        sys.exit(main(["bench", *given]))
-    names = [info.name for info in dg.backends() if info.available]
-    sys.exit(max(main(["bench", "--backend", name, *given]) for name in names))
+    sys.exit(main(sys.argv[1:]))

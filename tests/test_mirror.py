@@ -24,7 +24,7 @@ WHOLE = {
     "api/test_interrupts.py": "an interrupt at any instruction of any module",
     "cpu/test_check.py": "all that a device refuses or freezes of a step, found in one run",
     "cpu/test_model.py": "a whole model through the recorder and the tape",
-    "cuda/test_bench.py": "``devgraph bench`` beside the public package for breakable graphs",
+    "cuda/test_bench.py": "benchmarks/run.py beside the public package for breakable graphs",
     "cuda/test_breakable.py": "breaks on a device: side streams, failures, stale graphs",
     "cuda/test_faults.py": "what only the texts of its own runtime can show",
     "cuda/test_mutants.py": "broken backends, which the suite must catch",

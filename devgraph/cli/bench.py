@@ -15,7 +15,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.policy import policies
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import SIZES, check_compilers
-from devgraph.cli.contenders import measure
+from devgraph.cli.contenders import Peer, measure
 from devgraph.cli.measure import Comparison
 from devgraph.cli.tables import (
     CommandError,
@@ -30,8 +30,13 @@ from devgraph.cli.tables import (
 from devgraph.runners.report import format_bytes
 
 
-def run(args: argparse.Namespace) -> int:
-    """Time everything and print it; 1 when a policy fails or its outputs are not those of eager."""
+def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> int:
+    """Time all contenders; return 1 if a policy fails or its outputs differ from eager.
+
+    Args:
+        args: the options of the command.
+        peers: other packages to time on the same step, by name.
+    """
     if args.plot is not None and not args.plot.endswith(".svg"):
         raise CommandError(f"cannot write the chart {args.plot}: charts are SVG, name it *.svg")
     if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
@@ -39,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     check_compilers(args, args.policy or policies())
     backend = get_backend(args.backend)
     with torch.inference_mode():
-        work, compared = _decoder(backend, args)
+        work, compared = _decoder(backend, args, peers or {})
     return finish(backend, args, work, compared)
 
 
@@ -78,7 +83,9 @@ def finish(
     return 0 if all(row["equal"] for row in compared.rows) and not compared.failed else 1
 
 
-def _decoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any], Comparison]:
+def _decoder(
+    backend: Backend, args: argparse.Namespace, peers: Mapping[str, Peer]
+) -> tuple[dict[str, Any], Comparison]:
     """Return the sizes of the decode step, and its measured rows."""
     sizes = {name: getattr(args, name) or size for name, (size, _) in SIZES.items()}
     kv_len = args.kv_len or sizes["window"] // 2 or 1
@@ -87,7 +94,7 @@ def _decoder(backend: Backend, args: argparse.Namespace) -> tuple[dict[str, Any]
             f"--kv-len must be from 1 to the window of {sizes['window']}, got {kv_len}"
         )
     work = {"work": "one decode step", "shape": {**sizes, "dtype": args.dtype}, "kv_len": kv_len}
-    return work, measure(backend, sizes, kv_len, args)
+    return work, measure(backend, sizes, kv_len, args, peers)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -116,14 +123,22 @@ def _print(report: dict[str, Any]) -> None:
         ],
     }
     columns = {k: v for k, v in columns.items() if any(cell is not None for cell in v)}
+    times = ["", "host", "wall", "host vs eager", "wall vs eager", "equals eager"]
     shape = {**report["shape"], **{k: report[k] for k in ("kv_len",) if k in report}}
     print_table(
         f"{report['work']} on {report['backend']} ({report['device']}, {report['threads']} CPU "
         f"threads, torch {report['torch']}): "
         + ", ".join(f"{name} {value}" for name, value in shape.items()),
-        list(columns),
-        zip(*columns.values(), strict=True),
-        numbers=list(columns)[1:-1],
+        times,
+        zip(*(columns[name] for name in times), strict=True),
+        numbers=times[1:-1],
+    )
+    captures = ["", *(name for name in columns if name not in times)]
+    print_table(
+        "captures",
+        captures,
+        [row for row in zip(*(columns[name] for name in captures), strict=True) if any(row[1:])],
+        numbers=captures[1:],
     )
     say(
         f"medians of {report['repeats']} repeats of {report['steps']} steps each; host: until the "

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
-import importlib.util
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,11 +20,18 @@ from devgraph.api.policy import breaks, compiles, policies
 from devgraph.cli.measure import Comparison, Contender, Lengths
 from devgraph.cli.tables import working
 
+Peer = Callable[[Backend, "Decoder", Tensor, Tensor, int], Callable[..., Tensor] | None]
+"""Captures the step with another package and returns its replay; None where it cannot run."""
+
 
 def measure(
-    backend: Backend, sizes: Mapping[str, int], kv_len: int, args: argparse.Namespace
+    backend: Backend,
+    sizes: Mapping[str, int],
+    kv_len: int,
+    args: argparse.Namespace,
+    peers: Mapping[str, Peer],
 ) -> Comparison:
-    """Return what every way that can run costs for one step of a decoder of these sizes."""
+    """Time one step of a decoder of these sizes in every way that can run here."""
     compared = Comparison(backend, args)
     model = Decoder(backend.device, getattr(torch, args.dtype), **sizes)
     ids = torch.arange(sizes["batch"], device=backend.device) % sizes["vocabulary"]
@@ -51,9 +56,10 @@ def measure(
                     if not _takes_lengths(captured):
                         frozen += replays
                     ways += replays
-            public = public_breakable(backend, model, ids, row, kv_len)
-            if public is not None:
-                ways.append(Contender(_PUBLIC, public, _in_turn(kv_len)))
+            for name, make in peers.items():
+                replay = make(backend, model, ids, row, kv_len)
+                if replay is not None:
+                    ways.append(Contender(name, replay, _in_turn(kv_len)))
         # Data that no capture saw, and another length.
         model.fill_caches()  # steps during captures wrote there, and their tokens are no data
         ids.copy_((ids + 1) % sizes["vocabulary"])
@@ -196,41 +202,3 @@ class Decoder(nn.Module):
             x = layer(x, row, attend=attend)
         logits: Tensor = self.head(self.norm(x))
         return logits
-
-
-_PUBLIC, _MODULE = "breakable-cuda-graphs", "breakable_cuda_graphs"
-"""The public package for breaks, and what is imported of it."""
-
-
-def public_breakable(
-    backend: Backend, model: Decoder, ids: Tensor, where: Tensor, kv_len: int
-) -> Callable[..., Tensor] | None:
-    """Return the step as the package replays it, with its breaks at the same function.
-
-    None without the package or its backend. The length, which the package hands to no eager body,
-    is a variable that the body reads.
-    """
-    if backend.name != "cuda" or importlib.util.find_spec(_MODULE) is None:
-        return None
-    package = importlib.import_module(_MODULE)
-    graph, length = package.BreakableCUDAGraph(), kv_len
-
-    def attend(*tensors: Tensor) -> None:
-        attention(*tensors, kv_len=length)
-
-    def replay(*, kv_len: int) -> Tensor:
-        nonlocal length
-        length = kv_len
-        graph.replay()
-        return outputs
-
-    streams = torch.get_device_module(ids.device)
-    side = streams.Stream()
-    side.wait_stream(streams.current_stream())
-    with streams.stream(side):
-        for _ in range(2):
-            model(ids, where, kv_len=kv_len)
-    streams.current_stream().wait_stream(side)
-    with package.breakable_graph(graph):
-        outputs = model.step(ids, where, package.no_graph(attend))
-    return replay
