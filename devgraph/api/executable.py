@@ -229,8 +229,9 @@ class Recordings:
         """Keep ``recording`` and bring the others within the budget."""
         place = (id(owner), key)
         self._remove(place)
-        self._items[place] = item = _Item(weakref.ref(owner), recording, used=next(self.clock))
-        self._charge(item, recording.bytes, own=key is _OWN)
+        self._items[place] = _Item(
+            weakref.ref(owner), recording, used=next(self.clock), charged=recording.bytes
+        )
         self.trim()
 
     def drop_excess(self, owner: object) -> None:
@@ -302,6 +303,10 @@ class Recordings:
 
     def trim(self) -> None:
         """Shrink, then evict, the least recently used items until the budget holds."""
+        charges = [(place, item.charged) for place, item in list(self._items.items())]
+        # An interrupt may have stopped an earlier method before it updated the sums.
+        self.bytes = sum(charged for _, charged in charges)
+        self._own_bytes = sum(charged for (_, key), charged in charges if key is _OWN)
         if self._excess <= 0:
             return
         newest = self._by_use()[-1:]
@@ -363,13 +368,15 @@ class Recordings:
             self._own_bytes += change
 
     def _remove(self, place: tuple[int, Hashable]) -> None:
-        item = self._items.pop(place, None)
+        item = self._items.get(place)
         if item is not None:
-            self._charge(item, 0, own=place[1] is _OWN)
+            item.recording.shrink()  # first, so that an interrupt leaves no executable without item
+            if self._items.pop(place, None) is item:
+                self._charge(item, 0, own=place[1] is _OWN)
             item.recording.close()
 
 
-class EvictableExecutable:
+class EvictableExecutable(Recording):
     """The own executable of a graph, made at a launch and rebuilt on demand after an eviction.
 
     Callables returned by ``bound`` survive evictions: each call looks up the executable and
@@ -402,7 +409,11 @@ class EvictableExecutable:
         """Launches of the target, by stream."""
         self.used = 0
         """Stamp of the last launch."""
-        self.bytes = nbytes
+        self._bytes = nbytes
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes
 
     def launch(self) -> None:
         """Launch once; make the target before if need be.
@@ -431,7 +442,7 @@ class EvictableExecutable:
 
         return launch
 
-    def close(self) -> None:
+    def shrink(self) -> None:
         """Give up the memory until the next launch. Idempotent."""
         self._executable = None
         self._bound.clear()
