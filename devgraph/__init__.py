@@ -14,6 +14,9 @@ from devgraph.api import bound_on_use as _bound_on_use
 if TYPE_CHECKING:
     from devgraph.api.backend import Backend as Backend
     from devgraph.api.buffers import StaticBuffers as StaticBuffers
+    from devgraph.api.callables import Graphed as Graphed
+    from devgraph.api.callables import graphed as graphed
+    from devgraph.api.callables import ungraphed as ungraphed
     from devgraph.api.capabilities import Capabilities as Capabilities
     from devgraph.api.capture import Captured as Captured
     from devgraph.api.capture import capture as capture
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from devgraph.api.registry import backends as backends
     from devgraph.api.registry import get_backend as get_backend
     from devgraph.api.registry import register as register
+    from devgraph.api.training import make_graphed_callables as make_graphed_callables
     from devgraph.runners import Decision as Decision
     from devgraph.runners import DecodeRunner as DecodeRunner
     from devgraph.runners import EncoderRunner as EncoderRunner

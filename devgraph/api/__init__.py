@@ -27,11 +27,13 @@ HOMES = {
     "devgraph.api.config.resolve": ("resolve",),
     "devgraph.api.errors": tuple(_errors),
     "devgraph.api.graph": ("DeviceGraph", "GraphInfo", "GraphState"),
+    "devgraph.api.callables": ("Graphed", "graphed", "ungraphed"),
     "devgraph.api.marks.marks": ("graph_break", "is_capturing", "no_graph", "region"),
     "devgraph.api.policy.job": ("UpdateBudget",),
     "devgraph.api.pool": ("Pool",),
     "devgraph.api.prove": ("Report",),
     "devgraph.api.registry": ("BackendInfo", "backends", "get_backend", "register"),
+    "devgraph.api.training": ("make_graphed_callables",),
 }
 """Public names by the module that defines them."""
 

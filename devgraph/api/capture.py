@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -160,6 +160,16 @@ class Captured:
         refuse_fakes("replay a capture")
         for check in self._checks:
             check()
+
+    def require_current(self) -> None:
+        """Raise StateError if a bound tensor or a weight was replaced since the capture."""
+        for check in self._checks:
+            check()
+
+    @property
+    def written(self) -> Collection[int]:
+        """Identities of the tensors in arguments that the step writes."""
+        return () if self._job is None else self._job.owned.written
 
     def prove(
         self,

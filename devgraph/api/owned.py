@@ -308,6 +308,12 @@ _assignments = [0]
 """Number of assignments to modules that torch reported."""
 
 
+def assignment_count() -> int:
+    """Return a number that changes whenever a parameter, buffer or submodule is assigned."""
+    _report_assignments()
+    return _assignments[0]
+
+
 @functools.cache
 def _report_assignments() -> None:
     def count(*_: Any) -> None:

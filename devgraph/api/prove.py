@@ -48,6 +48,16 @@ class Report:
     varied: int
     """Bound tensors that held other data in each case. Tensors inside objects are not bound."""
 
+    @staticmethod
+    def merged(reports: Sequence[Report]) -> Report:
+        """Return one report of several proofs."""
+        return Report(
+            cases=sum(report.cases for report in reports),
+            failures=tuple(failure for report in reports for failure in report.failures),
+            exact=all(report.exact for report in reports),
+            varied=sum(report.varied for report in reports),
+        )
+
     @property
     def ok(self) -> bool:
         """Whether at least one case ran and none differed."""

@@ -1,0 +1,678 @@
+"""``graphed``: a callable that runs in graphs, one for each kind of its arguments.
+
+The first call with a key runs eagerly and the second one captures. The key has the structure of the
+arguments, the shape, dtype, device and layout of each tensor, the value of everything else, and the
+grad mode and autocast of the call. With gradients, a forward and a backward graph run behind one
+autograd function (``training.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import itertools
+import logging
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import attrs
+import torch
+
+from devgraph.api.backend import Backend
+from devgraph.api.capture import Captured, capture
+from devgraph.api.errors import (
+    CaptureError,
+    DeviceGraphError,
+    DeviceGraphWarning,
+    DeviceLost,
+    InputError,
+    InputTypeError,
+    StateError,
+    brief,
+    finite,
+    whole,
+)
+from devgraph.api.marks.marks import current_scope
+from devgraph.api.modes import current_autocast
+from devgraph.api.owned import assignment_count, parameter_names
+from devgraph.api.pool import Pool
+from devgraph.api.process import identity
+from devgraph.api.prove import Report
+from devgraph.api.registry import get_backend
+from devgraph.api.training import (
+    Results,
+    StaticInputs,
+    TrainingGraphs,
+    capture_steps,
+    differentiable_leaves,
+    tensors_of,
+)
+from devgraph.api.trees import children_of, leaves_of
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = frozenset({type(None), bool, int, complex, str, bytes, torch.dtype, torch.device})
+_TIMED = 3
+"""Calls that are timed before and after a capture, if ``min_speedup`` asks for it."""
+
+_FLOAT_KEYS = 4
+"""Keys that differ only in floats before a warning names the float."""
+
+
+class EagerReason(str, enum.Enum):
+    """Reason for a call without a graph; a key of ``stats()["eager"]``."""
+
+    FIRST_CALL = "first_call"
+    """The key is new, or is being timed before its capture."""
+    TOO_SLOW = "too_slow"
+    """The graph did not reach ``min_speedup``."""
+    CAPTURE_FAILED = "capture_failed"
+    """The step cannot be captured; a warning has the cause."""
+    OTHER_DEVICE = "other_device"
+    """A tensor is not on the device of the backend."""
+    IN_CAPTURE = "in_capture"
+    """The call is part of another capture, which records it."""
+    SWITCHED_OFF = "switched_off"
+    """The call is inside ``with step.eager()``."""
+    BREAKS_WITH_GRADIENTS = "breaks_with_gradients"
+    """Gradients need policy ``full`` and no host arguments."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@attrs.frozen(kw_only=True)
+class _Options:
+    backend: str | Backend
+    policy: str
+    max_graphs: int
+    warmup: int
+    min_speedup: float | None
+    host_args: Mapping[str, Any] | None
+    pool: Pool | None
+    strict: bool
+    clone: bool
+
+
+@attrs.define(eq=False)
+class _Entry:
+    """The calls of one key."""
+
+    calls: int = 0
+    graph: _Inference | TrainingGraphs | None = None
+    reason: EagerReason | None = None
+    """Reason for which the key always runs eagerly."""
+    has_gradients: bool = False
+    """Whether results of the first call required gradients."""
+    used: int = 0
+    """Stamp of the last use."""
+    eager_seconds: list[float] = attrs.field(factory=list)
+    graph_seconds: list[float] = attrs.field(factory=list)
+
+
+class Graphed:
+    """A callable that runs in graphs; made by ``graphed``."""
+
+    def __init__(self, fn: Callable[..., Any], module: torch.nn.Module | None, options: Any):
+        self._fn = fn
+        self._module = module
+        self._options: _Options = options
+        self._entries: dict[Any, _Entry] = {}
+        self._clock = itertools.count(1)
+        self._counts: Counter[str] = Counter()
+        self._eager_counts: Counter[EagerReason] = Counter()
+        self._float_keys: Counter[Any] = Counter()
+        self._switched_off = 0
+        self._closed = False
+        self._process = identity.token
+        self._pool = options.pool
+        self._backend: Backend | None = None
+        self._weights: tuple[int, list[torch.Tensor], list[torch.nn.Module]] | None = None
+        self._host_names = frozenset(options.host_args or ())
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function in a graph if its key has one."""
+        if torch.compiler.is_compiling():
+            return self._fn(*args, **kwargs)
+        if self._closed:
+            raise StateError(
+                f"{self!r} is closed. Call dg.ungraphed(module) to give a module its forward back, "
+                f"or make a new one with dg.graphed()."
+            )
+        if identity.token is not self._process:
+            identity.require(self._process, "call a graphed function")
+        if current_scope() is not None:
+            return self._run_eagerly(EagerReason.IN_CAPTURE, args, kwargs)
+        if self._switched_off:
+            return self._run_eagerly(EagerReason.SWITCHED_OFF, args, kwargs)
+        host = {name: kwargs.pop(name) for name in self._host_names if name in kwargs}
+        key: list[Any] = []
+        tensors: list[torch.Tensor] = []
+        for argument in args:
+            _flatten(argument, key, tensors)
+        for name, argument in kwargs.items():
+            key.append(name)
+            _flatten(argument, key, tensors)
+        with_gradients = torch.is_grad_enabled() and self._requires_grad(tensors)
+        key += (with_gradients, torch.is_inference_mode_enabled(), current_autocast())
+        if self._module is not None:
+            key.append(tuple([module.training for module in self._inner_modules()]))
+        try:
+            entry = self._entries.get(tuple(key))
+        except TypeError:
+            self._refuse_unhashable(args, kwargs)
+            raise
+        if entry is None or entry.graph is None or entry.graph_seconds is not _NO_TIMES:
+            return self._slow_call(tuple(key), entry, args, kwargs, host, tensors, with_gradients)
+        entry.used = next(self._clock)
+        graph = entry.graph
+        with graph.pool.lock:
+            if not graph.is_current():
+                self._drop(entry, "recaptures")
+                return self._slow_call(
+                    tuple(key), entry, args, kwargs, host, tensors, with_gradients
+                )
+            self._counts["replays"] += 1
+            return graph.run(tensors, host)
+
+    # Keys.
+
+    def _requires_grad(self, tensors: list[torch.Tensor]) -> bool:
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+        return any(parameter.requires_grad for parameter in self._parameters())
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that the function can reach, in a fixed order."""
+        if self._weights is None or self._weights[0] != assignment_count():
+            leaves = differentiable_leaves(self._fn)
+            modules = [] if self._module is None else [*self._module.modules()]
+            self._weights = assignment_count(), leaves, modules
+            assert self._weights is not None
+        return self._weights[1]
+
+    def _inner_modules(self) -> list[torch.nn.Module]:
+        self._parameters()
+        assert self._weights is not None
+        return self._weights[2]
+
+    def _refuse_unhashable(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for path, leaf in self._leaves(args, kwargs):
+            if not isinstance(leaf, torch.Tensor):
+                try:
+                    hash(leaf)
+                except TypeError:
+                    raise InputTypeError(
+                        f"{path} is {brief(leaf)}, which is not hashable, so that no graph can be "
+                        f"chosen by its value. Pass a hashable value or a tensor, or register the "
+                        f"class with torch.utils._pytree.register_pytree_node."
+                    ) from None
+
+    def _leaves(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Any]]:
+        names = parameter_names(self._fn, len(args), kwargs)
+        for name, argument in [*zip(names, args, strict=True), *kwargs.items()]:
+            yield from leaves_of(name, argument)
+
+    # Calls without a graph.
+
+    def _run_eagerly(self, reason: EagerReason, args: Any, kwargs: Any) -> Any:
+        self._eager_counts[reason] += 1
+        return self._fn(*args, **kwargs)
+
+    def _slow_call(
+        self,
+        key: tuple[Any, ...],
+        entry: _Entry | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        host: dict[str, Any],
+        tensors: list[torch.Tensor],
+        with_gradients: bool,
+    ) -> Any:
+        """Make a call that runs eagerly, is timed, or captures first."""
+        options = self._options
+        if entry is None:
+            entry = self._entries.setdefault(key, _Entry())
+            self._note_floats(key, args, kwargs)
+        if entry.reason is None:
+            entry.reason = self._obstacle(tensors, with_gradients)
+        entry.calls += 1
+        timed = options.min_speedup is not None and not with_gradients
+        wanted = 1 + (_TIMED if timed else 0)
+        if entry.reason is not None or entry.calls <= wanted:
+            reason = entry.reason or EagerReason.FIRST_CALL
+            if options.strict and reason is not EagerReason.FIRST_CALL:
+                raise CaptureError(f"{self!r} cannot run in a graph under strict: {reason}")
+            with self._timed(entry.eager_seconds if timed and entry.calls > 1 else None):
+                result = self._run_eagerly(reason, args, {**kwargs, **host})
+            if with_gradients and entry.calls == 1:
+                entry.has_gradients = any(t.requires_grad for t in tensors_of(result))
+            return result
+        if entry.graph is None:
+            try:
+                self._capture(entry, args, kwargs, host)
+            except DeviceLost:
+                raise
+            except Exception as error:
+                if options.strict or not isinstance(error, DeviceGraphError):
+                    raise
+                entry.reason = EagerReason.CAPTURE_FAILED
+                warnings.warn(
+                    f"{self!r} runs eagerly for these arguments, because they cannot be captured: "
+                    f"{error}",
+                    DeviceGraphWarning,
+                    stacklevel=3,
+                )
+                return self._run_eagerly(entry.reason, args, {**kwargs, **host})
+        graph = entry.graph
+        assert graph is not None
+        if not timed:
+            entry.graph_seconds = _NO_TIMES
+        entry.used = next(self._clock)
+        with graph.pool.lock, self._timed(entry.graph_seconds if timed else None):
+            self._counts["replays"] += 1
+            result = graph.run(tensors, host)
+        if timed and len(entry.graph_seconds) >= _TIMED:
+            self._judge(entry)
+        return result
+
+    def _obstacle(self, tensors: list[torch.Tensor], with_gradients: bool) -> EagerReason | None:
+        kind = self._device().device.type
+        if any(tensor.device.type != kind for tensor in tensors):
+            return EagerReason.OTHER_DEVICE
+        if with_gradients and (self._options.policy != "full" or self._host_names):
+            return EagerReason.BREAKS_WITH_GRADIENTS
+        return None
+
+    def _note_floats(
+        self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        masked = tuple(float if isinstance(part, _Float) else part for part in key)
+        if masked == key:
+            return
+        self._float_keys[masked] += 1
+        if self._float_keys[masked] == _FLOAT_KEYS:
+            names = [path for path, leaf in self._leaves(args, kwargs) if isinstance(leaf, float)]
+            warnings.warn(
+                f"{', '.join(names)} of {self!r} changes with the calls, and each value needs a "
+                f"graph of its own. Pass a tensor, or name it in host_args= if only marked "
+                f"functions use it.",
+                DeviceGraphWarning,
+                stacklevel=4,
+            )
+
+    @contextlib.contextmanager
+    def _timed(self, seconds: list[float] | None) -> Iterator[None]:
+        if seconds is None:
+            yield
+            return
+        backend = self._device()
+        backend.synchronize()
+        started = time.perf_counter()
+        yield
+        backend.synchronize()
+        seconds.append(time.perf_counter() - started)
+
+    def _judge(self, entry: _Entry) -> None:
+        """Keep a graph that reaches ``min_speedup``, or close it for good."""
+        eager, graph = map(statistics.median, (entry.eager_seconds, entry.graph_seconds))
+        assert self._options.min_speedup is not None
+        if eager < graph * self._options.min_speedup:
+            self._drop(entry, "dropped")
+            entry.reason = EagerReason.TOO_SLOW
+            logger.info("%r: graph %.1f us, eager %.1f us", self, graph * 1e6, eager * 1e6)
+        else:
+            entry.graph_seconds = _NO_TIMES
+
+    # Graphs.
+
+    def _device(self) -> Backend:
+        if self._backend is None:
+            if self._options.pool is not None:
+                self._backend = self._options.pool.backend  # type: ignore[assignment]
+            else:
+                given = self._options.backend
+                self._backend = given if isinstance(given, Backend) else get_backend(given)
+            assert self._backend is not None
+        return self._backend
+
+    def _capture(
+        self,
+        entry: _Entry,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        host: Mapping[str, Any],
+    ) -> None:
+        backend = self._device()
+        if self._pool is None:
+            self._pool = backend.make_pool()
+        while sum(other.graph is not None for other in self._entries.values()) >= (
+            self._options.max_graphs
+        ):
+            oldest = min(
+                (other for other in self._entries.values() if other.graph is not None),
+                key=lambda other: other.used,
+            )
+            self._drop(oldest, "evictions")
+        static_inputs = StaticInputs(args, kwargs)
+        if entry.has_gradients:
+            parameters = [p for p in self._parameters() if p.requires_grad]
+            graph = TrainingGraphs(
+                self._fn, static_inputs, self._pool, parameters, clone=self._options.clone
+            )
+            capture_steps([graph], self._options.warmup)
+            entry.graph = graph
+        else:
+            declared = {**(self._options.host_args or {}), **host}
+            captured = capture(
+                self._fn,
+                *static_inputs.args,
+                kwargs=static_inputs.kwargs,
+                policy=self._options.policy,
+                backend=backend,
+                host_args=declared or None,
+                warmup=self._options.warmup,
+                pool=self._pool,
+            )
+            entry.graph = _Inference(captured, static_inputs, clone=self._options.clone)
+        self._counts["captures"] += 1
+
+    def _drop(self, entry: _Entry, counter: str) -> None:
+        graph, entry.graph = entry.graph, None
+        entry.graph_seconds = []
+        self._counts[counter] += 1
+        if graph is not None:
+            graph.close()
+
+    # Reports.
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters: captures, replays, evictions, eager calls by reason, bytes."""
+        live = [entry.graph for entry in self._entries.values() if entry.graph is not None]
+        return {
+            "keys": len(self._entries),
+            "graphs": len(live),
+            **{
+                name: self._counts[name]
+                for name in ("captures", "replays", "recaptures", "evictions", "dropped")
+            },
+            "eager": {str(reason): count for reason, count in self._eager_counts.items()},
+            "pool_bytes": 0 if self._pool is None else self._pool.bytes,
+        }
+
+    def explain(self) -> str:
+        """Return the graphs, or the reason for eager calls, of each key as text."""
+        lines = [repr(self)]
+        for number, entry in enumerate(self._entries.values()):
+            state = entry.reason or "not captured"
+            lines.append(f"key {number}: {entry.graph.explain() if entry.graph else state}")
+        return "\n".join(lines)
+
+    def prove(self, cases: int = 3) -> Report:
+        """Compare each graph with eager on fresh inputs; see ``Captured.prove``.
+
+        Raises:
+            StateError: no graph is captured yet.
+        """
+        reports = [entry.graph.prove(cases) for entry in self._entries.values() if entry.graph]
+        if not reports:
+            raise StateError(f"{self!r} has no graph to prove; call it twice with the same shapes")
+        return Report.merged(reports)
+
+    def invalidate(self) -> None:
+        """Close all graphs; calls are captured again at the second call with a key."""
+        for entry in self._entries.values():
+            if entry.graph is not None:
+                entry.graph.close()
+        self._entries.clear()
+        self._float_keys.clear()
+
+    def close(self) -> None:
+        """Free all graphs. Later calls raise StateError. Idempotent."""
+        self.invalidate()
+        self._closed = True
+
+    @contextlib.contextmanager
+    def eager(self) -> Iterator[None]:
+        """Run all calls in the block eagerly."""
+        self._switched_off += 1
+        try:
+            yield
+        finally:
+            self._switched_off -= 1
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Return the graphed method of one instance, which is kept in its ``__dict__``."""
+        if instance is None:
+            return self
+        name = f"_graphed_{getattr(self._fn, '__name__', id(self))}"
+        space = getattr(instance, "__dict__", None)
+        if space is None:
+            raise InputTypeError(
+                f"{type(instance).__name__} has __slots__ and no __dict__, in which the graphs of "
+                f"its graphed method live. Graph a function instead: dg.graphed(instance.method)."
+            )
+        if name not in space:
+            module = instance if isinstance(instance, torch.nn.Module) else None
+            method = self._fn.__get__(instance, owner)
+            space[name] = Graphed(method, module, self._options)
+        return space[name]
+
+    def __repr__(self) -> str:
+        return f"<Graphed {getattr(self._fn, '__qualname__', brief(self._fn))}>"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError(
+            "a graphed callable owns device resources and cannot be copied or pickled: call "
+            "dg.ungraphed(module) first"
+        )
+
+    def __reduce__(self) -> Any:
+        return self.__deepcopy__(None)
+
+
+_NO_TIMES: list[float] = []
+"""Stands for the times of an entry that is not, or no longer, timed."""
+
+
+class _Float(str):
+    """A float in a key, as text: it tells -0.0 from 0.0, and nan equals itself."""
+
+    __slots__ = ()
+
+
+def _flatten(node: Any, key: list[Any], tensors: list[torch.Tensor]) -> None:
+    """Append the part of the key of ``node``, and its tensors in order."""
+    kind = type(node)
+    if kind is torch.Tensor or isinstance(node, torch.Tensor):
+        if isinstance(node, torch.nn.Parameter):
+            key.append(id(node))  # parameters are bound, not copied
+        else:
+            first = next((i for i, other in enumerate(tensors) if other is node), -1)
+            layout = None if node.is_contiguous() else node.stride()
+            key.append(
+                (kind, node.shape, node.dtype, node.device, layout, node.requires_grad, first)
+            )
+        tensors.append(node)
+    elif kind in _PLAIN:
+        key.append((kind, node))
+    elif kind is float:
+        key.append(_Float(node.hex()))
+    elif kind is tuple or kind is list:
+        key.append((kind, len(node)))
+        for child in node:
+            _flatten(child, key, tensors)
+    elif kind is dict:
+        key.append((kind, tuple(node)))
+        for child in node.values():
+            _flatten(child, key, tensors)
+    else:
+        children = children_of(node)
+        if children is None:
+            key.append((kind, node))
+        else:
+            key.append((kind, tuple([suffix for suffix, _ in children])))
+            for _, child in children:
+                _flatten(child, key, tensors)
+
+
+class _Inference:
+    """The graph of one key without gradients."""
+
+    def __init__(self, captured: Captured, static_inputs: StaticInputs, *, clone: bool) -> None:
+        self._captured = captured
+        self._static_inputs = static_inputs
+        self.pool = captured.pool
+        self._results = Results(captured.outputs, static_inputs, clone=clone)
+
+    def is_current(self) -> bool:
+        """Whether the weights of the step are those of the capture."""
+        try:
+            self._captured.require_current()
+        except StateError:
+            return False
+        return True
+
+    def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
+        """Replay with the tensors of a call; called under the pool's lock."""
+        self.pool.order()
+        self._static_inputs.load(tensors)
+        self._captured.replay(**host)
+        if written := self._captured.written:
+            self._static_inputs.store(tensors, written)
+        return self._results.of(tensors)
+
+    def prove(self, cases: int) -> Report:
+        return self._captured.prove(cases)
+
+    def explain(self) -> str:
+        return self._captured.explain()
+
+    def close(self) -> None:
+        self._captured.close()
+
+
+@overload
+def graphed(
+    fn_or_module: None = None,
+    *,
+    backend: str | Backend = ...,
+    policy: str = ...,
+    max_graphs: int = ...,
+    warmup: int = ...,
+    min_speedup: float | None = ...,
+    host_args: Mapping[str, Any] | None = ...,
+    pool: Pool | None = ...,
+    strict: bool = ...,
+    clone: bool = ...,
+) -> Callable[[Callable[..., Any]], Graphed]: ...
+
+
+@overload
+def graphed(
+    fn_or_module: Callable[..., Any],
+    *,
+    backend: str | Backend = ...,
+    policy: str = ...,
+    max_graphs: int = ...,
+    warmup: int = ...,
+    min_speedup: float | None = ...,
+    host_args: Mapping[str, Any] | None = ...,
+    pool: Pool | None = ...,
+    strict: bool = ...,
+    clone: bool = ...,
+) -> Graphed: ...
+
+
+def graphed(
+    fn_or_module: Callable[..., Any] | None = None,
+    *,
+    backend: str | Backend = "auto",
+    policy: str = "full",
+    max_graphs: int = 8,
+    warmup: int = 1,
+    min_speedup: float | None = None,
+    host_args: Mapping[str, Any] | None = None,
+    pool: Pool | None = None,
+    strict: bool = False,
+    clone: bool = True,
+) -> Any:
+    """Return a callable that runs ``fn_or_module`` in graphs, one for each kind of arguments.
+
+    For a module, the callable also becomes its ``forward``; ``ungraphed`` undoes that. Without
+    ``fn_or_module`` this is a decorator, for functions and for methods, each instance of which has
+    graphs of its own.
+
+    A key is captured at its second call. Parameters and buffers that were replaced are noticed, and
+    the key is captured again; in-place changes need nothing.
+
+    Args:
+        fn_or_module: a function, a bound method or a module.
+        backend: name of the backend, or a backend.
+        policy: "full", "breakable" or "piecewise". Gradients need "full".
+        max_graphs: number of keys with graphs; the least recently used one is closed.
+        warmup: eager runs before each capture.
+        min_speedup: minimum ratio of eager time to graph time, such as 1.05. The first calls of a
+            key are timed, and a graph below the ratio is closed. None keeps all graphs.
+        host_args: names and capture values of host arguments; see ``capture``.
+        pool: memory to share with other captures; None makes a pool.
+        strict: raise if a call after the first of a key cannot run in a graph.
+        clone: return copies of the outputs. False returns the static outputs, which the next call
+            with the same key overwrites.
+
+    Raises:
+        InputError: an argument is out of range; InputTypeError: of another kind.
+    """
+    options = _Options(
+        backend=backend,
+        policy=policy,
+        max_graphs=whole("max_graphs", max_graphs, 1),
+        warmup=whole("warmup", warmup),
+        min_speedup=None if min_speedup is None else finite("min_speedup", min_speedup),
+        host_args=host_args,
+        pool=pool,
+        strict=strict,
+        clone=clone,
+    )
+    if fn_or_module is None:
+        return lambda fn: graphed(fn, **attrs.asdict(options, recurse=False))
+    if not callable(fn_or_module):
+        raise InputTypeError(f"graphed takes a function or a module, got {brief(fn_or_module)}")
+    if isinstance(fn_or_module, torch.nn.Module):
+        if isinstance(vars(fn_or_module).get("forward"), Graphed):
+            raise StateError("the module is graphed already; call dg.ungraphed(module) first")
+        step = Graphed(fn_or_module.forward, fn_or_module, options)
+        fn_or_module.forward = step
+        return step
+    receiver = getattr(fn_or_module, "__self__", None)
+    module = receiver if isinstance(receiver, torch.nn.Module) else None
+    return Graphed(fn_or_module, module, options)
+
+
+def ungraphed(module: torch.nn.Module) -> torch.nn.Module:
+    """Close the graphs of a graphed module and give it its old ``forward`` back.
+
+    Raises:
+        InputError: the module is not graphed.
+    """
+    step = vars(module).get("forward")
+    if not isinstance(step, Graphed):
+        raise InputError(f"{type(module).__name__} is not graphed")
+    step.close()
+    fn = step._fn
+    if getattr(fn, "__func__", None) is getattr(
+        type(module).forward, "__func__", type(module).forward
+    ):
+        del module.forward
+    else:
+        module.forward = fn
+    return module

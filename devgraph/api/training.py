@@ -1,0 +1,493 @@
+"""Graphed training: a forward and a backward graph behind one autograd function."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from devgraph.api.backend import Backend
+from devgraph.api.buffers import overwrite
+from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief
+from devgraph.api.graph import DeviceGraph
+from devgraph.api.marks.scopes import GraphScope
+from devgraph.api.owned import Owned, require_place
+from devgraph.api.pool import Pool
+from devgraph.api.prove import Failure, Report, compare, randomize
+from devgraph.api.reach import entries
+from devgraph.api.registry import get_backend
+from devgraph.api.session import session
+from devgraph.api.snapshots import DEFAULT_LIMIT
+from devgraph.api.trees import children_of, leaves_of, rebuilt
+
+
+class StaticInputs:
+    """The arguments of a step with tensors of its own, into which later calls are copied."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._by_id: dict[int, torch.Tensor] = {}
+        self.args = tuple([self._own(argument) for argument in args])
+        self.kwargs = {name: self._own(argument) for name, argument in kwargs.items()}
+        self._copied = [
+            (index, tensor)
+            for index, tensor in enumerate(self.tensors)
+            if not isinstance(tensor, torch.nn.Parameter)
+        ]
+
+    def _own(self, node: Any) -> Any:
+        if isinstance(node, torch.nn.Parameter):
+            self.tensors.append(node)
+            return node
+        if isinstance(node, torch.Tensor):
+            require_place("a tensor of the call", node)
+            if id(node) not in self._by_id:
+                static = node.detach().clone().requires_grad_(node.requires_grad)
+                self._by_id[id(node)] = static
+            self.tensors.append(self._by_id[id(node)])
+            return self.tensors[-1]
+        children = children_of(node)
+        if children is None:
+            return node
+        return rebuilt(node, [self._own(child) for _, child in children])
+
+    def arguments_with(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with other tensors, in order."""
+        left = iter(tensors)
+
+        def replaced(node: Any) -> Any:
+            if isinstance(node, torch.Tensor):
+                return next(left)
+            children = children_of(node)
+            return node if children is None else rebuilt(node, [replaced(c) for _, c in children])
+
+        args = [replaced(argument) for argument in self.args]
+        return args, {name: replaced(argument) for name, argument in self.kwargs.items()}
+
+    def load(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the tensors of a call into the static ones."""
+        pairs = [
+            (static, source)
+            for index, static in self._copied
+            if (source := tensors[index]) is not static
+        ]
+        if len(pairs) > 1:
+            try:
+                with torch.no_grad():
+                    torch._foreach_copy_([static for static, _ in pairs], [s for _, s in pairs])
+                return
+            except (NotImplementedError, RuntimeError):
+                pass  # some dtypes have no such kernel
+        for static, source in pairs:
+            overwrite(static, source)
+
+    def store(self, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
+        """Copy static tensors that the step writes, by their ids, back to those of a call."""
+        for index, static in self._copied:
+            if id(static) in written and tensors[index] is not static:
+                overwrite(tensors[index], static)
+
+
+class Results:
+    """The outputs of a step as calls hand them out."""
+
+    def __init__(self, outputs: Any, static_inputs: StaticInputs, *, clone: bool) -> None:
+        self._outputs = outputs
+        self._positions: dict[int, int] = {}
+        for index, static in enumerate(static_inputs.tensors):
+            self._positions.setdefault(id(static), index)
+        self._clone = clone
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return self._given(self._outputs, tensors)
+
+    def _given(self, node: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        if isinstance(node, torch.Tensor):
+            position = self._positions.get(id(node))
+            if position is not None:
+                return tensors[position]  # the step returns its argument
+            if self._clone and not isinstance(node, torch.nn.Parameter):
+                return node.clone()
+            return node
+        children = children_of(node)
+        if children is None:
+            return node
+        return rebuilt(node, [self._given(child, tensors) for _, child in children])
+
+
+class TrainingGraphs:
+    """The forward and the backward graph of one key.
+
+    The memory of activations stays reserved: the backward graph reads it, whatever other graphs of
+    the pool are captured later.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        static_inputs: StaticInputs,
+        pool: Pool,
+        parameters: Sequence[torch.Tensor],
+        *,
+        clone: bool,
+        allow_unused: bool = True,
+    ) -> None:
+        self.fn, self.static_inputs, self.pool = fn, static_inputs, pool
+        self._clone, self._allow_unused = clone, allow_unused
+        self.owned = Owned(fn, static_inputs.args, static_inputs.kwargs)
+        self._given = list({id(t): t for t in static_inputs.tensors}.values())
+        self._parameters = [p for p in parameters if all(p is not t for t in self._given)]
+        self._wanted = [t for t in [*self._given, *self._parameters] if t.requires_grad]
+        backend: Any = pool.backend
+        self._forward: DeviceGraph = backend.make_graph(pool)
+        self._backward: DeviceGraph = backend.make_graph(pool)
+        self._outputs: Any = None
+        self._differentiable: list[torch.Tensor] = []
+        self._output_grads: list[torch.Tensor] = []
+        self._grads: list[torch.Tensor | None] = []
+        self._epoch = 0
+        self._checks: list[Callable[[], None]] = []
+
+    # Capture, in a session.
+
+    def warm_up(self) -> None:
+        with self.owned.run() as (args, kwargs):
+            outputs = tensors_of(self.fn(*args, **kwargs))
+        with_grad = [tensor for tensor in outputs if tensor.requires_grad]
+        if with_grad:
+            self._gradients(with_grad, [torch.ones_like(t) for t in with_grad])
+
+    def capture_forward(self, held: Any) -> None:
+        with held.recording(GraphScope(self._forward)):
+            held.begin(self._forward, arguments=tuple(self._given))
+            with self.owned.run() as (args, kwargs):
+                self._outputs = self.fn(*args, **kwargs)
+            held.end()
+        self._tensors = tensors_of(self._outputs)
+        self._differentiable = [tensor for tensor in self._tensors if tensor.requires_grad]
+        self._output_grads = [torch.zeros_like(t) for t in self._differentiable]
+
+    def capture_backward(self, held: Any) -> None:
+        if not self._differentiable:
+            raise CaptureError(
+                "no output of the step depends on a tensor that requires gradients. Call it under "
+                "torch.no_grad()."
+            )
+        with held.recording(GraphScope(self._backward)):
+            held.begin(self._backward, arguments=tuple(self._output_grads))
+            self._grads = self._gradients(self._differentiable, self._output_grads)
+            held.end()
+        self._checks = self.owned.watch()
+        fresh = [tensor.detach() for tensor in self._tensors]
+        self._results = Results(fresh, self.static_inputs, clone=self._clone)
+
+    def _gradients(
+        self, outputs: list[torch.Tensor], grads: list[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        return [
+            *torch.autograd.grad(
+                outputs, self._wanted, grads, allow_unused=self._allow_unused, retain_graph=True
+            )
+        ]
+
+    # Calls.
+
+    def is_current(self) -> bool:
+        """Whether the weights of the step are those of the capture."""
+        try:
+            for check in self._checks:
+                check()
+        except StateError:
+            return False
+        return True
+
+    def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
+        """Replay the forward graph; its outputs are connected to the backward graph."""
+        apply: Any = _Function.apply
+        outputs = iter(apply(self, *tensors, *self._parameters))
+
+        def connected(node: Any) -> Any:
+            if isinstance(node, torch.Tensor):
+                return next(outputs)
+            children = children_of(node)
+            if children is None:
+                return node
+            return rebuilt(node, [connected(child) for _, child in children])
+
+        return connected(self._outputs)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, tuple[torch.Tensor, ...]]:
+        """Replay the forward graph; return the epoch and its outputs in order."""
+        with self.pool.lock:
+            self.pool.order()
+            self.static_inputs.load(tensors)
+            self._forward.replay()
+            self._epoch += 1
+            if self.owned.written:
+                self.static_inputs.store(tensors, self.owned.written)
+            return self._epoch, tuple(self._results.of(tensors))
+
+    @property
+    def constant(self) -> list[int]:
+        """Positions of outputs that take no part in autograd."""
+        return [index for index, t in enumerate(self._tensors) if not t.requires_grad]
+
+    def backward(self, epoch: int, grads: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Replay the backward graph; return the gradients of the inputs of ``_Function``.
+
+        Raises:
+            StateError: a later forward overwrote the activations.
+        """
+        with self.pool.lock:
+            if epoch != self._epoch:
+                raise StateError(
+                    "backward of an earlier call of a graphed function: a later call with the same "
+                    "shapes has overwritten its activations. Call backward before the next call, "
+                    "or use one graphed callable for each of the calls."
+                )
+            self._release_grads()
+            self.pool.order()
+            given = [
+                grad
+                for grad, tensor in zip(grads, self._tensors, strict=True)
+                if tensor.requires_grad
+            ]
+            for target, grad in zip(self._output_grads, given, strict=True):
+                if grad is None:
+                    target.zero_()
+                else:
+                    overwrite(target, grad)
+            self._backward.replay()
+            by_tensor = dict(zip(map(id, self._wanted), self._grads, strict=True))
+            result: list[torch.Tensor | None] = []
+            seen: set[int] = set()
+            for tensor in self.static_inputs.tensors:
+                grad = None if id(tensor) in seen else by_tensor.get(id(tensor))
+                seen.add(id(tensor))
+                result.append(None if grad is None else grad.clone())
+            for parameter in self._parameters:
+                grad = by_tensor.get(id(parameter))
+                result.append(None if grad is None else grad.detach())
+            return result
+
+    def _release_grads(self) -> None:
+        """Give parameters whose ``grad`` is the graph's own memory a copy of it.
+
+        Autograd keeps a first gradient without a copy. The next replay would overwrite it.
+        """
+        for parameter, grad in zip(self._wanted, self._grads, strict=True):
+            held = parameter.grad if parameter.is_leaf else None
+            if grad is not None and held is not None and held.data_ptr() == grad.data_ptr():
+                parameter.grad = held.clone()
+
+    # Reports.
+
+    def prove(self, cases: int) -> Report:
+        """Compare outputs and gradients with eager on fresh inputs."""
+        generator, failures = torch.Generator().manual_seed(0), []
+        for index in range(cases):
+            tensors = [tensor.detach().clone() for tensor in self.static_inputs.tensors]
+            for tensor, static in zip(tensors, self.static_inputs.tensors, strict=True):
+                randomize(tensor, generator)
+                tensor.requires_grad_(static.requires_grad)
+            eager, graph = (
+                self._results_of(run, tensors) for run in (self._run_eagerly, self._run_graphs)
+            )
+            for (name, want), (_, got) in zip(eager, graph, strict=True):
+                if message := compare(want, got):
+                    failures.append(Failure(case=index, host_args={}, where=name, message=message))
+        return Report(
+            cases=cases,
+            failures=tuple(failures),
+            exact=True,
+            varied=len(self.static_inputs.tensors),
+        )
+
+    def _results_of(
+        self, run: Callable[..., list[torch.Tensor]], tensors: list[torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Return outputs and gradients of a run, with the state of the step put back."""
+        wanted = [*(t for t in tensors if t.requires_grad), *self._parameters]
+        backend: Any = self.pool.backend
+        with self.owned.kept(backend, None), torch.enable_grad():
+            outputs = run(tensors)
+            differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+            ones = [torch.ones_like(tensor) for tensor in differentiable]
+            grads = torch.autograd.grad(differentiable, wanted, ones, allow_unused=True)
+        named = [(f"output {index}", t.detach().clone()) for index, t in enumerate(outputs)]
+        return [
+            *named,
+            *((f"gradient {i}", g.clone()) for i, g in enumerate(grads) if g is not None),
+        ]
+
+    def _run_eagerly(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        args, kwargs = self.static_inputs.arguments_with(tensors)
+        return tensors_of(self.fn(*args, **kwargs))
+
+    def _run_graphs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors_of(self.run(tensors, {}))
+
+    def explain(self) -> str:
+        infos = [graph.info() for graph in (self._forward, self._backward)]
+        return "forward {} nodes, backward {} nodes".format(*[info.nodes for info in infos])
+
+    def close(self) -> None:
+        self._checks = []
+        self._outputs, self._tensors, self._differentiable = None, [], []
+        self._grads = []
+        for graph in (self._forward, self._backward):
+            graph.close()
+
+
+class _Function(torch.autograd.Function):
+    """The autograd function of a ``TrainingGraphs``."""
+
+    @staticmethod
+    def forward(ctx: Any, step: TrainingGraphs, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        ctx.epoch, outputs = step.forward(tensors[: len(step.static_inputs.tensors)])
+        ctx.mark_non_differentiable(*[outputs[index] for index in step.constant])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        return (None, *ctx.step.backward(ctx.epoch, grads))
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for _, leaf in leaves_of("", tree) if isinstance(leaf, torch.Tensor)]
+
+
+def capture_steps(steps: Sequence[TrainingGraphs], warmup: int) -> None:
+    """Capture forwards in order and backwards in reverse order, all or nothing."""
+    pool = steps[0].pool
+    backend: Any = pool.backend
+    try:
+        with contextlib.ExitStack() as stack:
+            held = stack.enter_context(session(pool))
+            for step in steps:
+                stack.enter_context(step.owned.kept(backend, DEFAULT_LIMIT))
+            for step in steps:
+                for _ in range(warmup):
+                    step.warm_up()
+            backend.synchronize()
+            for step in steps:
+                step.capture_forward(held)
+            for step in reversed(steps):
+                step.capture_backward(held)
+    except BaseException:
+        for step in steps:
+            step.close()
+        raise
+
+
+def make_graphed_callables(
+    callables: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    pool: Pool | None = None,
+) -> Any:
+    """Return graphed versions of callables for training; the signature is that of torch.
+
+    Forwards are captured in the order of ``callables`` and backwards in reverse order, so that the
+    callables of one step share a pool. A module is graphed in place: its ``forward`` runs in graphs
+    as long as its training state is that of the capture, and eagerly otherwise.
+
+    Args:
+        callables: a function or module, or a tuple of them.
+        sample_args: tensors for each callable, with the shapes, dtypes, devices and
+            ``requires_grad`` of later calls: a tuple, or a tuple of tuples for several callables.
+        num_warmup_iters: eager runs before the capture.
+        allow_unused_input: whether inputs may take no part in the outputs.
+        pool: memory to share with other captures; None makes a pool of the device's backend.
+
+    Raises:
+        InputTypeError: a sample argument is not a tree of tensors.
+        InputError: a module has buffers that require gradients, or the numbers do not fit.
+        CaptureError: a callable cannot be captured.
+    """
+    single = not isinstance(callables, tuple)
+    functions = (callables,) if single else callables
+    samples = (sample_args,) if single else sample_args
+    if len(functions) != len(samples):
+        raise InputError(f"{len(functions)} callables and {len(samples)} tuples of sample_args")
+    steps: list[TrainingGraphs] = []
+    for function, sample in zip(functions, samples, strict=True):
+        leaves = [*leaves_of("sample_args", sample)]
+        for path, leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise InputTypeError(f"{path} is {brief(leaf)}; sample_args hold tensors only")
+        if isinstance(function, torch.nn.Module):
+            wrong = [name for name, b in function.named_buffers() if b.requires_grad]
+            if wrong:
+                raise InputError(f"buffer {wrong[0]!r} requires gradients; make it a parameter")
+        if pool is None:
+            pool = _backend_of(leaves).make_pool()
+        is_module = isinstance(function, torch.nn.Module)
+        target = function.forward if is_module else function
+        parameters = [leaf for leaf in differentiable_leaves(target) if leaf.requires_grad]
+        static_inputs = StaticInputs(tuple(sample), {})
+        steps.append(
+            TrainingGraphs(
+                target,
+                static_inputs,
+                pool,
+                parameters,
+                clone=False,
+                allow_unused=allow_unused_input,
+            )
+        )
+    capture_steps(steps, num_warmup_iters)
+    made = tuple(map(_callable_of, functions, steps))
+    return made[0] if single else made
+
+
+def _backend_of(leaves: Sequence[tuple[str, torch.Tensor]]) -> Backend:
+    """Return the backend of the first tensor's device."""
+    backend = get_backend("auto")
+    if leaves and leaves[0][1].device.type != backend.device.type:
+        return get_backend(leaves[0][1].device.type)
+    return backend
+
+
+def _callable_of(function: Any, step: TrainingGraphs) -> Any:
+    """Return ``function`` in graphs: a module itself, with another forward, or a new function."""
+    plain = step.fn
+    training = function.training if isinstance(function, torch.nn.Module) else None
+
+    @functools.wraps(plain)
+    def graphed_call(*args: Any) -> Any:
+        if training is not None and function.training is not training:
+            return plain(*args)
+        tensors = tensors_of(args)
+        wanted = [(t.shape, t.dtype, t.device, t.requires_grad) for t in step.static_inputs.tensors]
+        given = [(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
+        if given != wanted:
+            raise InputError(
+                f"a graphed callable was captured for {wanted} and is given {given} (shape, dtype, "
+                f"device, requires_grad). Give it the same, or use dg.graphed for several shapes."
+            )
+        return step.run(tensors, {})
+
+    if training is None:
+        return graphed_call
+    function.forward = graphed_call
+    return function
+
+
+def differentiable_leaves(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    """Return the leaf tensors that ``fn`` can reach and that can have gradients."""
+    reached = [entry.value for entry in entries([("", fn)])]
+    tensors = {id(value): value for value in reached if isinstance(value, torch.Tensor)}
+    return [
+        tensor
+        for tensor in tensors.values()
+        if tensor.is_leaf and (tensor.is_floating_point() or tensor.is_complex())
+    ]

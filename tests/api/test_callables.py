@@ -1,0 +1,372 @@
+"""Graphed callables: keys, state, gradients, threads, and every reason for an eager call."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import devgraph as dg
+from devgraph.api.callables import EagerReason
+
+
+def graphed(fn: Any = None, **options: Any) -> Any:
+    return dg.graphed(fn, backend="cpu", **options)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.equal(got, want)
+
+
+# Keys.
+
+
+def test_second_call_is_captured_and_later_ones_replay_with_new_data() -> None:
+    runs = []
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x * 2 + y
+
+    step = graphed(fn)
+    for _ in range(5):
+        x, y = torch.randn(4), torch.randn(4)
+        same(step(x, y), x * 2 + y)
+    calls = len(runs)
+    for _ in range(5):
+        step(torch.randn(4), torch.randn(4))
+    assert len(runs) == calls
+    stats = step.stats()
+    assert (stats["captures"], stats["graphs"], stats["eager"]) == (1, 1, {"first_call": 1})
+
+
+def test_shapes_dtypes_and_constants_have_graphs_of_their_own() -> None:
+    step = graphed(lambda x, scale: x * scale)
+    for _ in range(3):
+        for x in (torch.ones(2), torch.ones(3), torch.ones(2, dtype=torch.float64)):
+            for scale in (2, 2.0, True, 3):
+                got = step(x, scale)
+                assert got.dtype == (x * scale).dtype
+                same(got, x * scale)
+    assert step.stats()["keys"] == 12
+
+
+def test_negative_zero_and_nan_are_keys_by_their_bits() -> None:
+    step = graphed(lambda x, c: torch.copysign(x, torch.tensor(c)) if c == c else x * c)
+    x = torch.ones(2)
+    for _ in range(3):
+        assert step(x, 0.0).tolist() == [1.0, 1.0]
+        assert step(x, -0.0).tolist() == [-1.0, -1.0]
+        assert step(x, float("nan")).isnan().all()
+    assert step.stats()["keys"] == 3
+
+
+def test_trees_of_tensors_keep_their_structure() -> None:
+    step = graphed(lambda batch, *, flag: {"sum": batch["a"] + batch["b"][0], "flag": flag})
+    for _ in range(4):
+        a, b = torch.randn(3), torch.randn(3)
+        got = step({"a": a, "b": (b, 1)}, flag=None)
+        same(got["sum"], a + b)
+        assert got["flag"] is None
+    assert step.stats()["captures"] == 1
+
+
+def test_unhashable_constant_is_refused_by_name() -> None:
+    step = graphed(lambda x, options: x)
+    with pytest.raises(dg.InputTypeError, match=r"options is .*not hashable"):
+        step(torch.ones(1), {1, 2})
+
+
+def test_float_that_changes_with_each_call_is_named_once() -> None:
+    step = graphed(lambda x, time: x * time)
+    with pytest.warns(dg.DeviceGraphWarning, match=r"time of .* changes with the calls"):
+        for index in range(8):
+            same(step(torch.ones(2), index / 8), torch.ones(2) * (index / 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.ones(2), 0.99)
+
+
+def test_least_recently_used_graph_is_closed_at_the_limit() -> None:
+    step = graphed(lambda x: x + 1, max_graphs=2)
+    for size in (1, 2, 1, 2, 3, 3, 1, 2):
+        x = torch.randn(size)
+        same(step(x), x + 1)
+    stats = step.stats()
+    assert stats["graphs"] == 2
+    assert stats["evictions"] == 3
+
+
+def test_one_tensor_in_two_places_is_another_key_than_two() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * y
+
+    step = graphed(fn)
+    for _ in range(3):
+        x, y = torch.ones(2), torch.ones(2)
+        assert step(x, y).tolist() == [2, 2]
+        assert x.tolist() == [2, 2]
+        z = torch.ones(2)
+        assert step(z, z).tolist() == [4, 4]
+
+
+def test_arguments_that_the_step_writes_are_written() -> None:
+    def fn(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        return cache.add_(x)
+
+    step = graphed(fn)
+    for index in range(4):
+        cache = torch.full((2,), float(index))
+        got = step(torch.ones(2), cache)
+        assert got is cache
+        assert cache.tolist() == [index + 1] * 2
+
+
+def test_results_are_copies_unless_asked_otherwise() -> None:
+    for clone in (True, False):
+        step = graphed(lambda x: x * 2, clone=clone)
+        results = [step(torch.full((2,), float(i))) for i in range(4)]
+        assert (results[2].tolist() == [4, 4]) is clone
+        assert results[3].tolist() == [6, 6]
+
+
+# Modules and state.
+
+
+def test_module_runs_in_graphs_and_gets_its_forward_back() -> None:
+    module = nn.Linear(3, 2)
+    step = graphed(module)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(5, 3)
+            same(module(x), nn.functional.linear(x, module.weight, module.bias))
+    assert step.stats()["captures"] == 1
+    with pytest.raises(dg.StateError, match="graphed already"):
+        graphed(module)
+    assert dg.ungraphed(module) is module
+    assert "forward" not in vars(module)
+    copy.deepcopy(module)
+    with pytest.raises(dg.StateError, match="closed"):
+        step(torch.randn(5, 3))
+    with pytest.raises(dg.InputError, match="is not graphed"):
+        dg.ungraphed(module)
+
+
+@pytest.mark.parametrize("how", ["assign", "load", "data", "copy"])
+def test_replaced_weights_are_used_at_the_next_call(how: str) -> None:
+    module = nn.Linear(3, 2)
+    step = graphed(module)
+    x = torch.randn(5, 3)
+    with torch.no_grad():
+        for _ in range(3):
+            module(x)
+        new = torch.randn(2, 3)
+        if how == "assign":
+            module.weight = nn.Parameter(new)
+        elif how == "load":
+            module.load_state_dict({"weight": new, "bias": module.bias}, assign=True)
+        elif how == "data":
+            module.weight.data = new
+        else:
+            module.weight.copy_(new)
+        for _ in range(3):
+            same(module(x), nn.functional.linear(x, new, module.bias))
+    assert step.stats()["recaptures"] == (0 if how == "copy" else 1)
+
+
+def test_buffers_are_updated_once_a_call() -> None:
+    ours, theirs = (nn.BatchNorm1d(3) for _ in range(2))
+    graphed(ours)
+    with torch.no_grad():
+        for _ in range(5):
+            x = torch.randn(6, 3)
+            same(ours(x), theirs(x))
+            for name, buffer in theirs.named_buffers():
+                same(ours.get_buffer(name), buffer)
+
+
+def test_training_and_evaluation_have_graphs_of_their_own() -> None:
+    module, plain = (nn.Sequential(nn.BatchNorm1d(3)) for _ in range(2))
+    graphed(module)
+    with torch.no_grad():
+        for training in (True, False, True, False, True, False):
+            module.train(training), plain.train(training)
+            x = torch.randn(6, 3)
+            same(module(x), plain(x))
+        plain[0].train(), module[0].train()
+        for _ in range(3):
+            x = torch.randn(6, 3)
+            same(module(x), plain(x))
+
+
+def test_method_has_graphs_for_each_instance_and_dies_with_it() -> None:
+    class Policy:
+        def __init__(self, scale: float) -> None:
+            self.scale = torch.full((2,), scale)
+
+        @dg.graphed(backend="cpu", max_graphs=4)
+        def act(self, x: torch.Tensor) -> torch.Tensor:
+            """Scale."""
+            return x * self.scale
+
+    assert Policy.act.__doc__ == "Scale."
+    one, two = Policy(2.0), Policy(3.0)
+    for _ in range(4):
+        x = torch.randn(2)
+        same(one.act(x), x * 2)
+        same(two.act(x), x * 3)
+    assert one.act.stats()["captures"] == 1
+    assert one.act is not two.act
+    gone: list[int] = []
+    import weakref
+
+    weakref.finalize(one, gone.append, 1)
+    del one
+    gc.collect()
+    assert gone == [1]
+
+
+def test_method_of_an_instance_without_dict_is_refused() -> None:
+    class Slotted:
+        __slots__ = ()
+
+        @dg.graphed(backend="cpu")
+        def act(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(dg.InputTypeError, match="__slots__"):
+        Slotted().act(torch.ones(1))
+
+
+# Eager calls.
+
+
+def test_reasons_of_eager_calls_are_counted() -> None:
+    step = graphed(lambda x: x + 1)
+    x = torch.ones(2)
+    for _ in range(3):
+        step(x)
+    with step.eager():
+        step(x)
+    outer = dg.capture(lambda x: step(x) * 2, x, backend="cpu")
+    same(outer.replay(), (x + 1) * 2)
+    assert step.stats()["eager"]["switched_off"] == 1
+    assert step.stats()["eager"]["in_capture"] >= 1
+
+
+def test_step_that_cannot_be_captured_runs_eagerly_and_says_why() -> None:
+    step = graphed(lambda x: x * x.sum().item())
+    x = torch.ones(2)
+    step(x)
+    with pytest.warns(dg.DeviceGraphWarning, match="cannot be captured"):
+        same(step(x), x * 2)
+    same(step(x), x * 2)
+    assert step.stats()["eager"] == {"first_call": 1, "capture_failed": 2}
+    strict = graphed(lambda x: x * x.sum().item(), strict=True)
+    strict(x)
+    with pytest.raises(dg.HostReadError):
+        strict(x)
+
+
+def test_graph_that_does_not_pay_is_dropped() -> None:
+    step = graphed(lambda x: x + 1, min_speedup=1000.0)
+    for _ in range(12):
+        x = torch.randn(2)
+        same(step(x), x + 1)
+    stats = step.stats()
+    assert (stats["graphs"], stats["dropped"]) == (0, 1)
+    assert stats["eager"][EagerReason.TOO_SLOW] >= 4
+    kept = graphed(lambda x: x + 1, min_speedup=0.0001)
+    for _ in range(12):
+        kept(torch.randn(2))
+    assert kept.stats()["graphs"] == 1
+
+
+def test_host_arguments_reach_marked_functions() -> None:
+    @dg.region(host_args=("length",), mutates=("out",))
+    def total(x: torch.Tensor, out: torch.Tensor, *, length: int) -> None:
+        out.copy_(x[:length].sum())
+
+    def fn(x: torch.Tensor, *, length: int) -> torch.Tensor:
+        out = torch.empty(())
+        total(x * 2, out, length=length)
+        return out + 1
+
+    step = graphed(fn, host_args={"length": 1})
+    for length in (1, 2, 3, 4, 2):
+        x = torch.randn(8)
+        same(step(x, length=length), (x * 2)[:length].sum() + 1)
+    assert step.stats()["keys"] == 1
+
+
+def test_invalidated_graphs_are_captured_again_and_closed_ones_refuse() -> None:
+    step = graphed(lambda x: x + 1)
+    for _ in range(3):
+        step(torch.ones(1))
+    step.invalidate()
+    assert step.stats()["graphs"] == 0
+    for _ in range(3):
+        assert step(torch.ones(1)).item() == 2
+    assert step.stats()["captures"] == 2
+    step.close()
+    step.close()
+    with pytest.raises(dg.StateError, match="closed"):
+        step(torch.ones(1))
+
+
+def test_graphed_is_not_copied_or_pickled() -> None:
+    with pytest.raises(TypeError, match="ungraphed"):
+        copy.deepcopy(graphed(lambda x: x))
+
+
+@pytest.mark.parametrize("options", [{"max_graphs": 0}, {"warmup": -1}, {"min_speedup": "fast"}])
+def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(dg.DeviceGraphError):
+        graphed(lambda x: x, **options)
+
+
+def test_threads_that_share_a_graphed_callable_get_their_own_results() -> None:
+    step = graphed(lambda x: (x + 1) * 2)
+    wrong: list[Any] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            x = torch.randn(16, generator=generator)
+            if not torch.equal(step(x), (x + 1) * 2):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_proof_covers_every_graph() -> None:
+    step = graphed(lambda x: x + 1)
+    with pytest.raises(dg.StateError, match="no graph to prove"):
+        step.prove()
+    for _ in range(2):
+        step(torch.ones(1)), step(torch.ones(2))
+    report = step.prove()
+    assert report.ok
+    assert report.cases == 6
+
+
+def test_explanation_names_graphs_and_reasons() -> None:
+    step = graphed(lambda x: x + 1)
+    for _ in range(2):
+        step(torch.ones(1))
+    step(torch.ones(2))
+    text = step.explain()
+    assert "policy full" in text
+    assert "not captured" in text

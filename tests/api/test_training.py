@@ -1,0 +1,194 @@
+"""Graphed training: gradients equal eager, accumulate, and refuse what graphs cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import devgraph as dg
+
+
+def graphed(fn: Any = None, **options: Any) -> Any:
+    return dg.graphed(fn, backend="cpu", **options)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.equal(got, want)
+
+
+def _train(make: Callable[[], nn.Module], run: Callable[[nn.Module], nn.Module], steps: int) -> Any:
+    torch.manual_seed(0)
+    module = run(make())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for index in range(steps):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(8, 4, generator=generator)
+        optimizer.zero_grad()
+        loss = module(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    return torch.stack(losses), [p.detach().clone() for p in module.parameters()]
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
+
+
+def _as_graphed(module: nn.Module) -> nn.Module:
+    graphed(module)
+    return module
+
+
+def _as_torch_does(module: nn.Module) -> nn.Module:
+    return dg.make_graphed_callables(module, (torch.randn(8, 4),))
+
+
+@pytest.mark.parametrize("run", [_as_graphed, _as_torch_does])
+def test_training_equals_eager_bit_for_bit(run: Callable[[nn.Module], nn.Module]) -> None:
+    want, weights = _train(_mlp, lambda module: module, 6)
+    got, ours = _train(_mlp, run, 6)
+    same(got, want)
+    for one, other in zip(ours, weights, strict=True):
+        same(one, other)
+
+
+def test_gradients_accumulate_over_calls() -> None:
+    module, plain = _mlp(), _mlp()
+    plain.load_state_dict(module.state_dict())
+    graphed(module)
+    for _ in range(4):
+        x = torch.randn(8, 4)
+        module(x).sum().backward()
+        plain(x).sum().backward()
+        for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            same(one.grad, other.grad)
+
+
+def test_gradients_reach_inputs_and_earlier_layers() -> None:
+    first, module, plain = nn.Linear(4, 4), _mlp(), _mlp()
+    plain.load_state_dict(module.state_dict())
+    graphed(module)
+    for _ in range(4):
+        x = torch.randn(8, 4, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        first.zero_grad()
+        module(first(x)).sum().backward()
+        ours = first.weight.grad
+        first.weight.grad = None
+        plain(first(y)).sum().backward()
+        assert ours is not None and x.grad is not None and y.grad is not None
+        same(ours, first.weight.grad)
+        same(x.grad, y.grad)
+
+
+def test_backward_after_a_later_forward_is_refused() -> None:
+    module = _mlp()
+    graphed(module)
+    for _ in range(3):
+        module(torch.randn(8, 4)).sum().backward()
+    first = module(torch.randn(8, 4))
+    module(torch.randn(8, 4))
+    with pytest.raises(dg.StateError, match="overwritten its activations"):
+        first.sum().backward()
+
+
+def test_frozen_and_unfrozen_parameters_have_graphs_of_their_own() -> None:
+    module, plain = _mlp(), _mlp()
+    plain.load_state_dict(module.state_dict())
+    graphed(module)
+    for frozen in (False, False, False, True, True, True):
+        for one in (module, plain):
+            one[0].requires_grad_(not frozen)
+            one.zero_grad()
+        x = torch.randn(8, 4)
+        module(x).sum().backward()
+        plain(x).sum().backward()
+        for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            if one.grad is not None and other.grad is not None:
+                same(one.grad, other.grad)
+
+
+def test_dropout_draws_afresh_in_each_step() -> None:
+    module = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
+    graphed(module)
+    x = torch.ones(1, 4)
+    masks = {tuple((module(x) == 0).flatten().tolist()) for _ in range(6)}
+    assert len(masks) == 6
+
+
+def test_several_callables_share_a_pool_in_call_order() -> None:
+    torch.manual_seed(0)
+    parts, plain = [_mlp_part() for _ in range(3)], [_mlp_part() for _ in range(3)]
+    for one, other in zip(plain, parts, strict=True):
+        one.load_state_dict(other.state_dict())
+    sample = (torch.randn(8, 4, requires_grad=True),)
+    ours = dg.make_graphed_callables(tuple(parts), (sample,) * 3)
+    for _ in range(4):
+        x = torch.randn(8, 4)
+        got, want = x.clone().requires_grad_(), x.clone().requires_grad_()
+        one: Any = got
+        other: Any = want
+        for part, eager in zip(ours, plain, strict=True):
+            one, other = part(one), eager(other)
+        same(one, other)
+        one.sum().backward(), other.sum().backward()
+        same(got.grad, want.grad)
+        for mine, theirs in zip(parts, plain, strict=True):
+            same(mine[0].weight.grad, theirs[0].weight.grad)
+            mine.zero_grad(), theirs.zero_grad()
+
+
+def _mlp_part() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def test_graphed_callables_refuse_what_torch_refuses() -> None:
+    with pytest.raises(dg.InputTypeError, match="tensors only"):
+        dg.make_graphed_callables(lambda x: x, (1,))
+    with pytest.raises(dg.InputError, match="2 callables and 1"):
+        dg.make_graphed_callables((_mlp(), _mlp()), ((torch.ones(1),),))
+    module = nn.Linear(2, 2)
+    module.register_buffer("odd", torch.ones(1, requires_grad=True))
+    with pytest.raises(dg.InputError, match="'odd' requires gradients"):
+        dg.make_graphed_callables(module, (torch.ones(1, 2),))
+    step = dg.make_graphed_callables(_mlp(), (torch.randn(8, 4),))
+    with pytest.raises(dg.InputError, match="captured for"):
+        step(torch.randn(9, 4))
+
+
+def test_proof_of_a_training_graph_compares_gradients() -> None:
+    module = _mlp()
+    step = graphed(module)
+    for _ in range(3):
+        module(torch.randn(8, 4)).sum().backward()
+    assert step.prove().ok
+    module[0].weight.data = torch.randn(8, 4)
+    assert not step.prove().ok
+
+
+def test_function_that_switches_gradients_off_needs_no_backward() -> None:
+    module = nn.Linear(4, 4)
+    step = graphed(torch.no_grad()(lambda x: module(x).argmax(-1)))
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        same(step(x), module(x).argmax(-1))
+    assert step.stats()["captures"] == 1
+
+
+def test_autocast_of_the_call_is_part_of_the_key() -> None:
+    module = nn.Linear(4, 4)
+    graphed(module)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            assert module(x).dtype == torch.float32
+            with torch.autocast("cpu", torch.bfloat16):
+                assert module(x).dtype == torch.bfloat16
