@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,14 @@ from devgraph.api.callables import EagerReason
 
 
 def graphed(fn: Any = None, **options: Any) -> Any:
-    return dg.graphed(fn, backend="cpu", **options)
+    return dg.graphed(fn, backend=torch.get_default_device().type, **options)
+
+
+@pytest.fixture(autouse=True)
+def _default_device(devgraph_backend: Any) -> Iterator[None]:
+    """Create tensors and modules on the device of the backend under test."""
+    with torch.device(devgraph_backend.device):
+        yield
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -211,7 +219,7 @@ def test_method_has_graphs_for_each_instance_and_dies_with_it() -> None:
         def __init__(self, scale: float) -> None:
             self.scale = torch.full((2,), scale)
 
-        @dg.graphed(backend="cpu", max_graphs=4)
+        @dg.graphed(max_graphs=4)
         def act(self, x: torch.Tensor) -> torch.Tensor:
             """Scale."""
             return x * self.scale
@@ -237,7 +245,7 @@ def test_method_of_an_instance_without_dict_is_refused() -> None:
     class Slotted:
         __slots__ = ()
 
-        @dg.graphed(backend="cpu")
+        @dg.graphed()
         def act(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
@@ -255,7 +263,7 @@ def test_reasons_of_eager_calls_are_counted() -> None:
         step(x)
     with step.eager():
         step(x)
-    outer = dg.capture(lambda x: step(x) * 2, x, backend="cpu")
+    outer = dg.capture(lambda x: step(x) * 2, x, backend=x.device.type)
     same(outer.replay(), (x + 1) * 2)
     assert step.stats()["eager"]["switched_off"] == 1
     assert step.stats()["eager"]["in_capture"] >= 1
@@ -333,13 +341,12 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_threads_that_share_a_graphed_callable_get_their_own_results() -> None:
-    step = graphed(lambda x: (x + 1) * 2)
+    step, device = graphed(lambda x: (x + 1) * 2), torch.get_default_device()
     wrong: list[Any] = []
 
     def work(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(50):
-            x = torch.randn(16, generator=generator)
+        for index in range(50):
+            x = torch.full((16,), seed + index / 50, device=device)
             if not torch.equal(step(x), (x + 1) * 2):
                 wrong.append(seed)
 

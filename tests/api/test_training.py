@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,14 @@ import devgraph as dg
 
 
 def graphed(fn: Any = None, **options: Any) -> Any:
-    return dg.graphed(fn, backend="cpu", **options)
+    return dg.graphed(fn, backend=torch.get_default_device().type, **options)
+
+
+@pytest.fixture(autouse=True)
+def _default_device(devgraph_backend: Any) -> Iterator[None]:
+    """Create tensors and modules on the device of the backend under test."""
+    with torch.device(devgraph_backend.device):
+        yield
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -26,8 +33,8 @@ def _train(make: Callable[[], nn.Module], run: Callable[[nn.Module], nn.Module],
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     losses = []
     for index in range(steps):
-        generator = torch.Generator().manual_seed(index)
-        x = torch.randn(8, 4, generator=generator)
+        torch.manual_seed(index)
+        x = torch.randn(8, 4)
         optimizer.zero_grad()
         loss = module(x).square().mean()
         loss.backward()
@@ -190,5 +197,5 @@ def test_autocast_of_the_call_is_part_of_the_key() -> None:
     with torch.no_grad():
         for _ in range(3):
             assert module(x).dtype == torch.float32
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(x.device.type, torch.bfloat16):
                 assert module(x).dtype == torch.bfloat16
