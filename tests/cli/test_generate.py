@@ -230,7 +230,7 @@ def test_missing_model_and_missing_prompts_are_clear_errors(
 ):
     result = run_cli(capsys, *_argv(tmp_path / "nothing", prompts=("a",)))
     assert result.code == 2
-    assert "cannot read a model from" in result.err
+    assert "there is no such folder or file" in result.err
     result = run_cli(capsys, *_argv(tmp_path, prompts=("a",)))  # a folder without a model
     assert result.code == 2
     assert "cannot read a model from" in result.err

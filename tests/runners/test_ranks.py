@@ -961,6 +961,7 @@ def test_ranks_agree_in_the_same_way_over_every_path_of_votes(prepared, path):
 
 
 def test_ranks_without_shared_memory_vote_over_the_group_or_refuse(monkeypatch, tmp_path):
+    """FAULTS 55."""
     monkeypatch.setattr(ranks_module, "_host_id", lambda: "")
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
@@ -1026,7 +1027,7 @@ def test_a_rank_that_is_killed_in_capture_is_named(prepared, scenario, victim):
 )
 @pytest.mark.parametrize("path", ["shared memory", "gloo", "two hosts"])
 def test_a_rank_that_does_not_vote_is_named(prepared, scenario, stuck, end, path):
-    """FAULTS 30 and 55."""
+    """FAULTS 30, 55."""
     found = prepared.run(f"{scenario} over {path}", timeout_s=TIMEOUT_S, stuck=stuck)
     assert found.pop(1)["end"] == end
     for error in survivors(found):
@@ -1091,6 +1092,7 @@ def test_a_rank_that_is_killed_before_a_capture_while_serving_is_named(prepared)
 
 
 def test_two_groups_of_one_world_agree_apart(prepared):
+    """FAULTS 55."""
     found = prepared.run("pairs")
     assert [found[rank].get("value", found[rank]) for rank in range(4)] == [
         [0, 2, 2, 2],

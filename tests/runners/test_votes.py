@@ -62,11 +62,13 @@ def test_every_vote_is_the_minimum_of_all_ranks(kind: str, size: int):
 
 @pytest.mark.slow
 def test_a_million_votes_with_loose_stores_are_right():
+    """FAULTS 55."""
     count = 1_000_000
     assert run_ranks("loose", size=2, count=count) == {rank: {"right": count} for rank in (0, 1)}
 
 
 def test_vote_after_an_interrupted_one_is_right_on_every_rank():
+    """FAULTS 55."""
     count = 400
     reports = run_ranks("interrupted", size=2, count=count)
     assert all("error" not in report for report in reports.values()), reports
@@ -74,6 +76,7 @@ def test_vote_after_an_interrupted_one_is_right_on_every_rank():
 
 
 def test_rank_that_is_killed_between_two_words_ends_the_others_with_an_error():
+    """FAULTS 55."""
     reports = run_ranks("killed", size=3, count=40)
     assert reports[2] == {"status": -9}
     for rank in (0, 1):
@@ -96,6 +99,7 @@ def test_long_vote_takes_several_rounds(page: str):
 
 
 def test_page_needs_memory_that_exists(monkeypatch: pytest.MonkeyPatch):
+    """FAULTS 55."""
     def full(file: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
