@@ -21,7 +21,6 @@ PENDING = (
     "devgraph/api/pool.py",
     "devgraph/api/prove.py",
     "devgraph/api/registry.py",
-    "devgraph/api/config/*.py",
     "devgraph/api/marks/*.py",
     "devgraph/api/policy/*.py",
     "devgraph/api/torchlike/*.py",

@@ -148,6 +148,7 @@ def test_settings_at_a_mark_hold_for_its_body(policy: str, name: str, around: st
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_a_replay_do_not_reach_breaks(name: str):
     """FAULTS 50."""
+
     @dg.no_graph
     def body(x):
         return settings_of(x.mul(2).add(1))
@@ -166,6 +167,7 @@ def test_settings_of_a_replay_do_not_reach_breaks(name: str):
 @pytest.mark.parametrize("enter", [Shift, lambda: torch.device("meta"), Lift])
 def test_piecewise_refuses_a_mark_inside_a_mode(enter):
     """FAULTS 50."""
+
     @dg.no_graph
     def body(x):
         return x + 1

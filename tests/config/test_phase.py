@@ -30,7 +30,7 @@ def test_phase_config_checks_and_normalises_values_given_in_python() -> None:
     assert phase.explicit == {"policy", "buckets", "max_padding"}
     with pytest.raises(ConfigError, match=r"buckets\[0\]"):
         PhaseConfig(policy="full", buckets=(-1,))
-    with pytest.raises(ConfigError, match="bucket 9 is over max_bs=8"):
+    with pytest.raises(ConfigError, match="bucket 9 exceeds max_bs=8"):
         PhaseConfig(policy="full", buckets=(9,), max_bs=8)
     with pytest.raises(ConfigError, match=r"backends\.x\.decode: the bucket 9"):
         DeviceGraphConfig(

@@ -100,6 +100,7 @@ def test_long_vote_takes_several_rounds(page: str):
 
 def test_page_needs_memory_that_exists(monkeypatch: pytest.MonkeyPatch):
     """FAULTS 55."""
+
     def full(file: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -1,0 +1,1 @@
+"""The mode configuration: sources, precedence, compatibility rules and clusters."""

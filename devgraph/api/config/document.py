@@ -1,8 +1,8 @@
-"""Reading mode configurations from JSON text and from JSON or YAML files.
+"""Readers of mode configurations in JSON text and in JSON or YAML files.
 
-Errors name the place: line, column and what stands there for text that does not parse, the JSON
-path (``backends.acme.prefill.policy``) for text that parses but says something that does not exist.
-Nothing is dropped on the way: a key that appears twice is an error, not a last-one-wins.
+Errors name the place. For text that does not parse, the place is a line, a column and the text
+there. For an unknown name it is the JSON path, such as ``backends.acme.prefill.policy``. A key that
+appears twice in one object is an error, so that no value is lost silently.
 """
 
 from __future__ import annotations
@@ -28,28 +28,33 @@ from devgraph.api.config.phase import (
 from devgraph.api.errors import ConfigError, ConfigTypeError, brief
 
 SECTION = "device_graph"
-"""The name of the section that holds a mode configuration in a larger file."""
+"""Name of the section that holds a mode configuration in a larger file."""
 
 
 def read_json(text: str, source: str) -> object:
     """Parse JSON strictly: no duplicate keys, no NaN or infinity.
 
-    Raises ``ConfigError`` that names ``source`` and, for broken text, line, column and the rest
-    of the line from there.
+    Args:
+        text: the JSON text.
+        source: the name of the text in errors.
+
+    Raises:
+        ConfigError: the text is not strict JSON; the message has the line and the column.
+        ConfigTypeError: ``text`` is not a string.
     """
 
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        found: dict[str, object] = {}
+        entries: dict[str, object] = {}
         for key, value in items:
-            if key in found:
+            if key in entries:
                 raise ConfigError(
                     f"{source}: the key {key!r} appears twice in one object; keep one of them"
                 )
-            found[key] = value
-        return found
+            entries[key] = value
+        return entries
 
     def constant(name: str) -> object:
-        raise ConfigError(f"{source}: {name} is not a value that JSON has")
+        raise ConfigError(f"{source}: {name} is not a JSON value")
 
     if not isinstance(text, str):
         raise ConfigTypeError(f"{source}: expected JSON text, got {type(text).__name__}")
@@ -58,52 +63,65 @@ def read_json(text: str, source: str) -> object:
     except ConfigError:
         raise
     except RecursionError:
-        raise ConfigError(f"{source}: nested too deeply to be read") from None
+        raise ConfigError(f"{source}: the text is nested too deeply") from None
     except json.JSONDecodeError as error:
-        here = error.doc[error.pos :].split("\n", 1)[0][:24]
-        at = f"at {here!r}" if here else "at its end"
+        rest = error.doc[error.pos :].split("\n", 1)[0][:24]
+        at = f"at {rest!r}" if rest else "at its end"
         raise ConfigError(
             f"{source}: broken JSON in line {error.lineno}, column {error.colno} ({at}): "
             f"{error.msg}"
         ) from error
-    except ValueError as error:  # Python reads no integer of thousands of digits
+    except ValueError as error:  # an integer with thousands of digits
         raise ConfigError(f"{source}: {error}") from error
 
 
 def read_mode(text: str, source: str) -> object:
-    """Parse a mode as ``read_json`` does; what is no JSON is told how a mode is written."""
+    """Parse the JSON text of a mode; the error for broken text shows how to write a mode.
+
+    Args:
+        text: the JSON text.
+        source: the name of the text in errors.
+
+    Raises:
+        ConfigError: as for ``read_json``.
+    """
     try:
         return read_json(text, source)
     except ConfigError as error:
         if not isinstance(error.__cause__, json.JSONDecodeError):
             raise
         raise ConfigError(
-            f'{error}. A mode is JSON, such as \'{{"decode": "full"}}\'; a policy alone is what '
-            f"--decode-device-graph-mode and --prefill-device-graph-mode take"
+            f'{error}. A mode is JSON, such as \'{{"decode": "full"}}\'; '
+            f"--decode-device-graph-mode and --prefill-device-graph-mode take a policy name"
         ) from error
 
 
 def read_file(path: str | os.PathLike[str]) -> object:
-    """Read a file: JSON where its name ends in ``.json``, else YAML, which needs PyYAML.
+    """Read a file as JSON if its name ends in ``.json``, else as YAML, which needs PyYAML.
 
-    Raises ``ConfigError`` for a file that cannot be read or does not parse.
+    Raises:
+        ConfigError: the file cannot be read or does not parse.
     """
     try:
         name = os.fspath(path)
-        text = Path(name).read_text(encoding="utf-8-sig")  # some editors begin files with a mark
-    except (OSError, ValueError, TypeError) as error:  # no UTF-8, a zero in its name, or no name
+        text = Path(name).read_text(encoding="utf-8-sig")  # skip a byte order mark
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+    ) as error:  # not UTF-8, a zero byte in the name, or not a name
         raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error}") from error
     return (read_json if name.lower().endswith(".json") else _read_yaml)(text, name)
 
 
 def read_section(path: str | os.PathLike[str]) -> object:
     """Return the ``device_graph`` section of a JSON or YAML file."""
-    found = read_file(path)
+    content = read_file(path)
     name = os.fspath(path)
-    document = as_object(found, name, f"an object with a {SECTION!r} section")
+    document = as_object(content, name, f"an object with a {SECTION!r} section")
     if SECTION not in document:
         raise ConfigError(
-            f"{name}: there is no section {SECTION!r}, but {brief([*document])}. Put the mode "
+            f"{name}: there is no section {SECTION!r}, only {brief([*document])}. Put the mode "
             f"configuration under the key {SECTION!r}."
         )
     return document[SECTION]
@@ -113,7 +131,7 @@ _PER_PHASE = 'an object with a policy per phase, such as {"decode": "full"}'
 
 
 def parse_mode(document: object, source: str, level: Level = Level.JSON) -> Source:
-    """Check ``{"decode": ..., "prefill": ..., "backends": {...}}`` and return what it says."""
+    """Check ``{"decode": ..., "prefill": ..., "backends": {...}}`` and return its settings."""
     general = dict(as_object(document, source, _PER_PHASE))
     overlays = as_object(
         general.pop("backends", {}), f"{source}: backends", "an object with one entry per backend"
@@ -137,7 +155,7 @@ def parse_mode(document: object, source: str, level: Level = Level.JSON) -> Sour
 def _checked(
     chosen: Mapping[Any, Any], backend: str | None, phase: str, where: str, notes: list[str]
 ) -> dict[Setting, Any]:
-    """Return the keys of one phase, checked."""
+    """Check the keys of one phase and return their values; add a note for each older name."""
     values: dict[str, Any] = {}
     check_names(where, chosen, KEYS, what="key")
     for key, item in chosen.items():
@@ -155,7 +173,7 @@ def _checked(
 
 def _read_yaml(text: str, name: str) -> object:
     try:
-        # By name, because PyYAML is optional and brings no types of its own.
+        # Imported by name, because PyYAML is optional and has no type annotations.
         yaml: Any = importlib.import_module("yaml")
     except ImportError as error:
         raise ConfigError(
@@ -164,12 +182,12 @@ def _read_yaml(text: str, name: str) -> object:
         ) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """PyYAML keeps the last of two equal keys; a configuration must not lose the first."""
+        """A loader that refuses repeated keys, where PyYAML would keep the last one."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: list[Any] = []
             for key, _ in node.value:
-                # "<<" is meant to be repeated and overridden.
+                # YAML allows the merge key "<<" several times.
                 if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
                     raise ConfigError(
                         f"{name}: the key {key.value!r} appears twice (line "
@@ -182,6 +200,6 @@ def _read_yaml(text: str, name: str) -> object:
         return yaml.load(text, Loader=Loader)
     except ConfigError:
         raise
-    except Exception as error:  # of a date or number that is none PyYAML lets Python's own out
+    except Exception as error:  # PyYAML passes on ValueError for wrong dates and numbers
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"{name}: broken YAML: {problem}") from error

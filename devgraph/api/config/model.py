@@ -1,9 +1,9 @@
-"""Which policy captures which phase, with which buckets: the mode configuration.
+"""The mode configuration: the policy and the buckets of each phase.
 
-A configuration can be written as JSON text, as a section of a JSON or YAML file, as command line
-flags (including the older flags of existing engines) or in Python; see docs/modes.md. It says what
-somebody *chose* apart from what is merely the default, because ``resolve`` may change a default
-where the engine cannot use it, but never a choice.
+A configuration is JSON text, a section of a JSON or YAML file, command line flags (including the
+older flags of existing engines) or a Python value; see docs/modes.md. It distinguishes explicit
+choices from defaults, because ``resolve`` may change a default that the engine cannot use, but
+never an explicit choice.
 """
 
 from __future__ import annotations
@@ -46,38 +46,39 @@ Overlays = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def _overlays(given: Mapping[str, Mapping[str, Any]] | Source) -> Overlays:
-    """Return what ``given`` says of single backends, checked, in the order of their names."""
+    """Return the checked parts of ``given`` for single backends, in alphabetical order."""
     source = given if isinstance(given, Source) else parse_mode({"backends": given}, "overlays")
     settings = source.settings
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    overlays: dict[str, dict[str, dict[str, Any]]] = {}
     for name in sorted({backend for backend, _, _ in settings if backend is not None}):
         for phase in PHASES:
             places = {key: (name, phase, key) for key in KEYS if (name, phase, key) in settings}
             if places:
                 values = {key: settings[place] for key, place in places.items()}
-                found.setdefault(name, {})[phase] = values
-    return found
+                overlays.setdefault(name, {})[phase] = values
+    return overlays
 
 
 @attrs.frozen(kw_only=True)
 class DeviceGraphConfig:
-    """The mode configuration of one deployment; the same value is valid on every node of it.
+    """The mode configuration of one deployment, valid on every node.
 
     >>> config = DeviceGraphConfig.from_json('{"decode": "full", "backends": {"cpu": {"prefill": '
     ...                                      '"full"}}}')
     >>> config.prefill.policy, config.for_backend("cpu").prefill.policy
     ('breakable', 'full')
 
-    Two configurations are equal when they have the same values; whether a value was chosen does
-    not count. ``DeviceGraphConfig.from_json(config.to_json()) == config`` always holds,
-    and the text keeps apart what was chosen and what is default.
+    Two configurations are equal if their values are equal; explicit choices and defaults compare
+    alike. ``DeviceGraphConfig.from_json(config.to_json()) == config`` always holds, and the text
+    preserves the difference between choices and defaults.
     """
 
     decode: PhaseConfig = attrs.field(default=None, converter=_decode)
     prefill: PhaseConfig = attrs.field(default=None, converter=_prefill)
     overlays: Overlays = attrs.field(factory=dict, converter=_overlays, hash=False)
-    """The parts for single backends, in the form of ``backends`` in the JSON text; apply them with
-    ``for_backend``."""
+    """The parts for single backends, in the form of ``backends`` in the JSON text.
+
+    ``for_backend`` applies them."""
 
     def __attrs_post_init__(self) -> None:
         for phase in PHASES:
@@ -85,22 +86,28 @@ class DeviceGraphConfig:
             if value.policy != DEFAULT_POLICY[phase] and "policy" not in value.explicit:
                 chosen = value.with_checked({}, value.explicit | {"policy"})
                 object.__setattr__(self, phase, chosen)
-        for backend in self.overlays:  # a contradiction there must show on every node
+        for backend in self.overlays:  # every node reports a contradiction, not only that backend
             self._under(backend)
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "mode configuration") -> DeviceGraphConfig:
         """Read the JSON text of ``--device-graph-mode``.
 
-        A part for a backend that is not registered here is kept and warned about. ``source`` names
-        the text in messages. Raises ``ConfigError`` with the position in broken text or the JSON
-        path of what does not exist, and the nearest name.
+        The part for a backend that is not registered here is kept, with a warning.
+
+        Args:
+            text: the JSON text.
+            source: the name of the text in messages.
+
+        Raises:
+            ConfigError: the text is wrong. The message has the position in broken text, or the
+                JSON path of an unknown name and the nearest existing name.
         """
         return cls._from_sources([parse_mode(read_mode(text, source), source)])
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> DeviceGraphConfig:
-        """Like ``from_json``, for text that is parsed already."""
+        """Read parsed JSON text, as ``from_json`` does."""
         return cls._from_sources([parse_mode(document, "mode configuration")])
 
     @classmethod
@@ -112,10 +119,17 @@ class DeviceGraphConfig:
     ) -> DeviceGraphConfig:
         """Read parsed command line arguments, of ``add_cli_args`` or of an engine's own parser.
 
-        From the strongest to the weakest: ``--device-graph-mode``, the flags per phase, older
-        flags, ``--device-graph-config``, the defaults; merged per key. Each older flag is warned
-        about once with its new spelling, each override with both names. With ``parser``, a value
-        that equals the parser's own default counts as not given.
+        Sources are merged per key. Their order from the strongest to the weakest is
+        ``--device-graph-mode``, the flags per phase, older flags, ``--device-graph-config``, the
+        defaults. Each older flag causes one warning with its new spelling, and each override a
+        warning with both names.
+
+        Args:
+            namespace: the parsed arguments.
+            parser: if given, values that equal its defaults count as not given.
+
+        Raises:
+            ConfigError: a value is wrong.
         """
         return cls._from_sources(sources_of(namespace, parser))
 
@@ -129,10 +143,10 @@ class DeviceGraphConfig:
             phases[phase] = phase_config(None, phase).with_checked(chosen, frozenset(chosen))
         config = cls(**phases, overlays=merged)
         unknown = set(config.backends).difference(BUILT_IN)
-        known = names() if unknown else ()  # installed packages may have more, and take long to ask
+        known = names() if unknown else ()  # entry points are slow to read
         messages = [
             f"no backend {name!r} is registered on this node, so its part of the "
-            f"configuration is not used here. {did_you_mean(name, known, OTHER_NAMES)}"
+            f"configuration has no effect here. {did_you_mean(name, known, OTHER_NAMES)}"
             for name in sorted(unknown.difference(known))
         ]
         for message in (*merged.notes, *messages):
@@ -141,7 +155,7 @@ class DeviceGraphConfig:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names of the backends that have a part of their own."""
+        """Names of the backends that have a part of their own."""
         return tuple(self.overlays)
 
     def phase(self, name: str) -> PhaseConfig:
@@ -150,13 +164,13 @@ class DeviceGraphConfig:
         return self.decode if name == "decode" else self.prefill
 
     def for_backend(self, name: str) -> DeviceGraphConfig:
-        """Return what holds on one backend: its own part laid over the general part, per key."""
+        """Return the configuration for a backend: its part overrides the general part per key."""
         if not isinstance(name, str):
             raise ConfigTypeError(f"a backend is named by a string, got {name!r}")
         return DeviceGraphConfig(**self._under(name))
 
     def _under(self, backend: str) -> dict[str, Any]:
-        """Return each phase with the backend's part, if there is one, laid over it."""
+        """Return both phases with the changes of the part for the backend, if it has one."""
         phases: dict[str, Any] = {phase: self.phase(phase) for phase in PHASES}
         for phase, changes in self.overlays.get(backend, {}).items():
             explicit = phases[phase].explicit | set(changes)
@@ -167,27 +181,27 @@ class DeviceGraphConfig:
         return phases
 
     def to_dict(self, *, everything: bool = False) -> dict[str, Any]:
-        """Return the choices in the form of the JSON text; with ``everything``, all keys."""
-        found: dict[str, Any] = {}
+        """Return the explicit choices, or all keys, in the form of the JSON text."""
+        document: dict[str, Any] = {}
         for phase in PHASES:
             values = self.phase(phase).to_dict(everything=everything)
             if values:
-                found[phase] = _short(values)
+                document[phase] = _short(values)
         if self.overlays:
-            found["backends"] = {
+            document["backends"] = {
                 backend: {
                     phase: _short({key: plain(value) for key, value in values.items()})
                     for phase, values in part.items()
                 }
                 for backend, part in self.overlays.items()
             }
-        return found
+        return document
 
     def to_json(self, *, everything: bool = False) -> str:
         """Return the text for ``--device-graph-mode`` that makes the same choices.
 
-        Defaults that nobody chose are left out, so that they stay defaults where the text is
-        read; ``everything`` writes them too, for people and digests.
+        The text omits defaults, so that they stay defaults for its reader. ``everything`` includes
+        them, for people and digests.
         """
         return json.dumps(self.to_dict(everything=everything))
 

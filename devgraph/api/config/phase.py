@@ -1,8 +1,8 @@
-"""One phase of a mode: every key is declared here, once.
+"""The configuration of one phase, with a single declaration of each key.
 
-A field of ``PhaseConfig`` declares a key: its type, its default, what it means and the reader that
-its value passes through, whether it comes from JSON text, a flag, a file or Python. The flags per
-phase, the table in docs/modes.md and the texts of errors are made from these declarations.
+A field of ``PhaseConfig`` declares the type, the default, the meaning and the reader of a key. The
+reader checks values from JSON text, flags, files and Python alike. The flags per phase, the table
+in docs/modes.md and the texts of errors are generated from these declarations.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from devgraph.api.registry import OTHER_NAMES
 PHASES = ("decode", "prefill")
 DEFAULT_POLICY: Mapping[str, str] = {"decode": "full", "prefill": "breakable"}
 RUNNER_POLICY: Mapping[str, str] = {**DEFAULT_POLICY, "encoder": "full"}
-"""The default of each kind of runner. An encoder is no phase of a mode: the engine gives its runner
-a ``PhaseConfig`` of its own."""
+"""Default policy of each kind of runner. An encoder is not a phase of the mode; the engine passes a
+``PhaseConfig`` to its runner."""
 
 OLDER_POLICIES: Mapping[str, str] = {
     "tc_piecewise": "piecewise",
     "tcpiecewise": "piecewise",
     "tcpcg": "piecewise",
 }
-"""Names that engines gave to a policy before; accepted with a warning."""
+"""Older names of policies, accepted with a warning."""
 
 VERIFY_VARIABLE = "DEVGRAPH_VERIFY"
-"""Environment variable with a value of the key ``verify`` for phases where nobody chose one."""
+"""Environment variable with the default of the key ``verify``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -49,7 +49,7 @@ class Verify:
 
 
 Setting = tuple[str | None, str, str]
-"""Where one value lives: backend (None for the part that holds on every backend), phase, key."""
+"""The place of a value: backend (None for the general part), phase and key."""
 
 
 def path_of(setting: Setting) -> str:
@@ -68,7 +68,7 @@ REMOVED_KEYS: Mapping[str, str] = {
 
 
 def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) -> ConfigError:
-    """Return the error for a name that does not exist: where, what exists, what is nearest."""
+    """Return the error for an unknown name, with the existing names and the nearest one."""
     names = tuple(known)
     if not isinstance(name, str):
         return ConfigTypeError(
@@ -81,33 +81,33 @@ def unknown_name(path: str, name: object, known: Iterable[str], *, what: str) ->
 
 
 def check_names(path: str, names: Iterable[object], known: Collection[str], *, what: str) -> None:
-    """Raise ``unknown_name`` for the first of ``names`` that is not ``known``."""
+    """Raise the error of ``unknown_name`` for the first name that is not in ``known``."""
     for name in names:
         if name not in known:
             raise unknown_name(path, name, known, what=what)
 
 
 def choices() -> tuple[str, ...]:
-    """Return what a phase may choose: every policy, and ``disabled``."""
+    """Return the values of the key ``policy``: every policy, and ``disabled``."""
     return (*policies(), "disabled")
 
 
 def over_maximum(buckets: tuple[int, ...] | None, max_bs: int | None) -> str | None:
-    """Return what is wrong with these two keys of one place together, if anything is."""
+    """Return the contradiction between ``buckets`` and ``max_bs`` in words, or None."""
     if not buckets or max_bs is None or buckets[-1] <= max_bs:
         return None
-    return f"the bucket {buckets[-1]} is over max_bs={max_bs}; remove the bucket or raise max_bs"
+    return f"the bucket {buckets[-1]} exceeds max_bs={max_bs}; remove the bucket or raise max_bs"
 
 
 def shown(value: object) -> str:
-    """Return ``value`` and its kind in the words of JSON."""
+    """Return ``value`` and its JSON type as text."""
     kinds = {bool: "a boolean", type(None): "null", str: "a string", dict: "an object"}
     return f"{brief(value)} ({kinds.get(type(value), type(value).__name__)})"
 
 
 def as_object(value: object, where: str, what: str = "an object") -> Mapping[Any, Any]:
-    """Return ``value`` if it is an object of JSON; ``what`` is expected, for errors."""
-    if isinstance(value, (dict, Mapping)):  # the first is the usual one, and cheaper to ask
+    """Return ``value`` if it is a JSON object; an error says that it expected ``what``."""
+    if isinstance(value, (dict, Mapping)):  # checking dict first is faster
         return value
     raise ConfigTypeError(f"{where}: expected {what}, got {shown(value)}")
 
@@ -121,45 +121,47 @@ def plain(value: Any) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Key:
-    """One key of a phase; ``PhaseConfig`` declares it."""
+    """One key of a phase."""
 
     name: str
     default: Any
-    """``attrs.NOTHING`` where it depends on the phase."""
+    """``attrs.NOTHING`` if the default depends on the phase."""
     read: Callable[[object, str], Any]
-    """Takes a value and the path that an error begins with; returns what ``PhaseConfig`` holds, or
-    raises ``ConfigError``, for a value of the wrong kind ``ConfigTypeError``."""
+    """The reader: takes a value and its path for errors, and returns the value of the field.
+
+    It raises ``ConfigError`` for a wrong value and ``ConfigTypeError`` for a wrong type."""
     kind: str
-    """What it accepts, in words, unless ``names`` says it."""
+    """The accepted values in words, if there is no list of ``names``."""
     optional: bool
-    """Whether it accepts null too, for no value."""
+    """Whether the key accepts null."""
     names: Callable[[], tuple[str, ...]] | None
+    """A callable that returns the accepted names, or None."""
     shape: str
-    """Of a flag that sets it: ``text``, ``integer`` or ``integers``."""
+    """The value of the flag: ``text``, ``integer`` or ``integers``."""
     meaning: str
     flag: str | None
-    """The end of the flag per phase that sets it."""
+    """The suffix of the flag per phase, or None if the key has no flag."""
 
     @property
     def accepts(self) -> str:
-        """What it accepts besides null, in words."""
+        """The accepted values in words, without null."""
         if self.names is None:
             return self.kind
         *others, last = (f"`{name}`" for name in self.names())
         return f"{', '.join(others)} or {last}"
 
 
-# What keys accept: the part of a declaration that several keys share.
+# The parts of declarations that several keys share.
 
 
-def choice(what: str, names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
-    """One of ``names``; ``what`` they are, for errors."""
+def choice(noun: str, names: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
+    """Declare one of ``names``, which errors call by ``noun``."""
 
     def read(value: object, path: str) -> str:
         known = names()
         if isinstance(value, str) and value in known:
             return value
-        raise unknown_name(path, value, known, what=what)
+        raise unknown_name(path, value, known, what=noun)
 
     return {"names": names, "read": read}
 
@@ -170,7 +172,7 @@ def _policy(value: object, path: str) -> Any:
 
 
 def number(kind: type[int] | type[float], least: int, *, above: bool = False) -> dict[str, Any]:
-    """A number of at least ``least``, or ``above`` it."""
+    """Declare a number of at least ``least``, or greater than it with ``above``."""
     what = "an integer" if kind is int else "a number"
     wanted = f"more than {least}" if above else f"at least {least}"
     largest = math.inf if kind is int else sys.float_info.max
@@ -187,17 +189,17 @@ def number(kind: type[int] | type[float], least: int, *, above: bool = False) ->
 
 
 def _read_memory(value: object, path: str) -> float:
-    found = number(float, 0)["read"](value, path)
-    if found == 1 or (found > 1 and found != int(found)):
+    budget = number(float, 0)["read"](value, path)
+    if budget == 1 or (budget > 1 and budget != int(budget)):
         raise ConfigError(
-            f"{path}: {value!r} is neither a number of bytes nor a share, which is below 1; null "
-            f"is no limit"
+            f"{path}: {value!r} is neither a number of bytes nor a share below 1; null means no "
+            f"limit"
         )
-    return float(found)
+    return float(budget)
 
 
 def optional(declared: dict[str, Any]) -> dict[str, Any]:
-    """What ``declared`` takes, or null."""
+    """Extend a declaration so that the key accepts null."""
     read = declared["read"]
     return {
         **declared,
@@ -206,15 +208,15 @@ def optional(declared: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def text(what: str) -> dict[str, Any]:
-    """A text that is not empty; ``what`` it is."""
+def text(description: str) -> dict[str, Any]:
+    """Declare a text that is not empty."""
 
     def read(value: object, path: str) -> str:
         if isinstance(value, str) and value:
             return value
-        raise ConfigTypeError(f"{path}: expected {what}, got {shown(value)}")
+        raise ConfigTypeError(f"{path}: expected {description}, got {shown(value)}")
 
-    return {"kind": what, "read": read}
+    return {"kind": description, "read": read}
 
 
 def _flag(value: object, path: str) -> bool:
@@ -224,7 +226,7 @@ def _flag(value: object, path: str) -> bool:
 
 
 FLAG: Mapping[str, Any] = {"kind": "`true` or `false`", "read": _flag}
-"""What is on or off."""
+"""The declaration of a boolean."""
 
 
 def _buckets(value: object, path: str) -> tuple[int, ...]:
@@ -238,14 +240,14 @@ def _buckets(value: object, path: str) -> tuple[int, ...]:
     }
     if not sizes:
         raise ConfigError(
-            f"{path}: the list is empty. Name at least one size, leave the key out for the "
-            f"defaults, or switch graphs off with the policy 'disabled'"
+            f"{path}: the list is empty. Name at least one size, omit the key to use the "
+            f"defaults, or disable graphs with the policy 'disabled'"
         )
     return tuple(sorted(sizes))
 
 
 def read_verify(value: object, path: str) -> Verify | None:
-    """Return the value of the key ``verify``; ``path`` begins the message of a ``ConfigError``."""
+    """Check a value of the key ``verify`` and return it; ``path`` is its place in errors."""
     if value is None or isinstance(value, Verify):
         return value
     if value == "start":
@@ -281,7 +283,7 @@ def verify_from_environment() -> Verify | None:
 
 _COUNT = number(int, 1)
 count: Callable[[object, str], int] = _COUNT["read"]
-"""Reads an integer of at least 1."""
+"""The reader of integers of at least 1."""
 _POLICY_NAME = choice("policy", choices)["read"]
 
 
@@ -292,118 +294,119 @@ def _key(accepts: Mapping[str, Any], meaning: str, default: Any, flag: str | Non
 
 @attrs.frozen(kw_only=True)
 class PhaseConfig:
-    """How one phase is captured and replayed.
+    """The configuration of the captures and replays of one phase.
 
-    Values are checked and normalised on construction; ``ConfigError`` names the key.
+    The constructor checks and normalises all values; a ``ConfigError`` names the key.
     """
 
     policy: str = _key(
         {"names": choices, "read": _policy},
-        "How steps are captured; under `disabled` they run eagerly.",
+        "The capture policy of steps. With `disabled`, steps run eagerly.",
         default=attrs.NOTHING,
         flag="mode",
     )
     buckets: tuple[int, ...] | None = _key(
         optional({"kind": "integers of at least 1", "shape": "integers", "read": _buckets}),
-        "Sizes to capture, exactly these: requests for decode, tokens for prefill. None: the "
-        "defaults.",
+        "The exact sizes to capture: requests for decode, tokens for prefill. None: the defaults.",
         default=None,
         flag="bs",
     )
     max_bs: int | None = _key(
         optional(_COUNT),
-        "The largest of the default sizes, which is always a bucket. None: the runner's capacity.",
+        "The largest default size, which is always a bucket. None: the capacity of the runner.",
         default=None,
         flag="max-bs",
     )
-    align: int = _key(_COUNT, "Every bucket is a multiple of this.", default=1)
+    align: int = _key(_COUNT, "The number that divides every bucket.", default=1)
     max_requests: int | None = _key(
         optional(_COUNT),
-        "Request slots of a full prefill graph; a batch of more requests runs eagerly. None: the "
-        "runner's capacity.",
+        "Request slots of a full prefill graph. Batches with more requests run eagerly. None: the "
+        "capacity of the runner.",
         default=None,
     )
     max_seq_len: int | None = _key(
         optional(_COUNT),
-        "A batch whose longest sequence is longer than this runs eagerly. None: no limit.",
+        "Maximum sequence length in graphs. Batches with a longer sequence run eagerly. None: no "
+        "limit.",
         default=None,
     )
     max_padding: float = _key(
         number(float, 1),
-        "A batch that would be padded to more than this many times its rows runs eagerly.",
+        "Maximum ratio of padded rows to rows. Batches that need more padding run eagerly.",
         default=2.0,
     )
     compiler: str = _key(
         choice("compiler", lambda: COMPILERS),
-        "Compiles the pieces of the policy `piecewise`: `eager` (no compilation) or `inductor`.",
+        "The compiler of the pieces of `piecewise`: `eager` (no compilation) or `inductor`.",
         default="eager",
     )
     capture: str = _key(
         choice("capture mode", lambda: ("eager", "lazy", "background")),
-        "When buckets are captured: `eager` all at start, `lazy` after `lazy_hits` batches that "
-        "wanted one, `background` one per idle call while serving.",
+        "The time of capture: `eager` captures all buckets at start, `lazy` a bucket after "
+        "`lazy_hits` batches that need it, `background` one bucket per idle call while serving.",
         default="eager",
     )
     lazy_hits: int = _key(
-        _COUNT, "Batches that want a bucket before `lazy` captures it.", default=2
+        _COUNT, "Number of batches that need a bucket before `lazy` captures it.", default=2
     )
     warmup: int = _key(
         number(int, 0),
-        "Eager runs before each capture. A capture that fails after fewer than two is retried once "
-        "after two. Use 0 only if the step keeps nothing from its first run of a size.",
+        "Number of eager runs before each capture. A capture that fails after fewer than two runs "
+        "is retried once after two. Use 0 only if the step caches nothing in its first run of a "
+        "size.",
         default=1,
     )
     strict: bool = _key(
         FLAG,
-        "Raise where a batch would otherwise run eagerly, with the reason.",
+        "Raise an error with the reason instead of running a batch eagerly.",
         default=False,
     )
     emulate: bool = _key(
         FLAG,
-        "Run the steps of graphs eagerly, with everything else as it is: padded static buffers, "
-        "`prepare`, tail and outputs. What still differs is not the graph's fault.",
+        "Run the steps of graphs eagerly but keep the rest of the path: padded static buffers, "
+        "`prepare`, tail and outputs. Differences that remain are not caused by graphs.",
         default=False,
     )
-    verify: Verify | None = _key(  # noqa: RUF009 - it declares a field
+    verify: Verify | None = _key(  # noqa: RUF009 - declares a field
         optional({"kind": '`"start"` or `{"start": true, "every": 1000}`', "read": read_verify}),
-        "When graphs are replayed against eager: after capture, and again after every so many "
-        "steps of the phase. None: never.",
+        "Comparison of graphs with eager runs: after capture, and again every so many steps of the "
+        "phase. None: never.",
         default=None,
     )
     executable_budget: float | None = _key(
         optional({**number(float, 0), "read": _read_memory}),
-        "Bytes that executables and recordings of the pool may take, or below 1 a share of the "
-        "device's memory; the least recently used go, and are made again at their next launch. Of "
-        "phases that share a pool the lowest holds. None: executables stay.",
+        "Maximum bytes of executables and recordings of the pool, or, below 1, a share of the "
+        "device's memory. The least recently used are evicted and rebuilt at their next launch. "
+        "The lowest budget of the phases that share a pool applies. None: no limit.",
         default=None,
     )
     releasable: bool = _key(
         FLAG,
-        "The pool that is made for this phase can give its memory back to the device: "
+        "Make the pool of this phase able to return its memory to the device with "
         '`suspend(release="memory")`.',
         default=False,
     )
     graph_budget_bytes: int | None = _key(
         optional(_COUNT),
-        "Device memory that captures of this phase may take. Buckets beyond it are dropped. None: "
+        "Maximum device memory of the captures of this phase. Buckets beyond it are dropped. None: "
         "no limit.",
         default=None,
     )
     time_budget_s: float | None = _key(
         optional(number(float, 0, above=True)),
-        "Seconds to spend on capture; buckets beyond it are dropped. None: no limit.",
+        "Maximum seconds of capture. Buckets beyond it are dropped. None: no limit.",
         default=None,
     )
     miss_budget: int | None = _key(
         optional(number(int, 0)),
-        "New host-argument keys that `full` records when they are first seen; a step with a known "
-        "key earns one back. Past it a new key runs breakable until it comes again. None: 8, and "
-        "no limit on a backend that runs the regions' host code for known keys as well.",
+        "Number of new host-argument keys that `full` records at their first step. A step with a "
+        "known key adds one to it. Beyond it, the first step of a new key runs breakable. None: 8, "
+        "or no limit on a backend that runs the host code of regions for known keys too.",
         default=None,
     )
     explicit: frozenset[str] = attrs.field(default=frozenset({"policy"}), eq=False)
-    """The keys that somebody chose, which rules may not change. Any value other than the default
-    is added to them. Does not count for equality."""
+    """The explicitly chosen keys, which rules may not change. Keys with values other than the
+    default are always among them. Equality ignores this field."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in KEYS.items():
@@ -414,19 +417,25 @@ class PhaseConfig:
         self._settle()
 
     def with_checked(self, values: Mapping[str, Any], explicit: frozenset[str]) -> PhaseConfig:
-        """Return this phase with ``values`` that were checked before, chosen as ``explicit`` says.
+        """Return a copy with new values, which must have been checked.
 
-        Raises ``ConfigError`` if they contradict each other.
+        Args:
+            values: values by key.
+            explicit: the explicitly chosen keys of the copy.
+
+        Raises:
+            ConfigError: two values contradict each other.
         """
-        made = object.__new__(PhaseConfig)
+        config = object.__new__(PhaseConfig)
         for name in KEYS:
-            object.__setattr__(made, name, values[name] if name in values else getattr(self, name))
-        object.__setattr__(made, "explicit", explicit)
-        made._settle()
-        return made
+            value = values[name] if name in values else getattr(self, name)
+            object.__setattr__(config, name, value)
+        object.__setattr__(config, "explicit", explicit)
+        config._settle()
+        return config
 
     def _settle(self) -> None:
-        """Compare the keys with each other, and count what is no default as chosen."""
+        """Refuse contradictions, and mark keys with values other than the default as explicit."""
         problem = over_maximum(self.buckets, self.max_bs)
         if problem:
             raise ConfigError(problem)
@@ -437,7 +446,7 @@ class PhaseConfig:
         object.__setattr__(self, "explicit", frozenset(chosen))
 
     def to_dict(self, *, everything: bool = False) -> dict[str, Any]:
-        """Return the chosen keys with their values as JSON has them, or all keys."""
+        """Return the explicit keys (with ``everything``, all keys) and their JSON values."""
         names = [name for name in KEYS if everything or name in self.explicit]
         return {name: plain(getattr(self, name)) for name in names}
 
@@ -451,7 +460,7 @@ KEYS: Mapping[str, Key] = {
     for field in attrs.fields(PhaseConfig)
     if field.metadata
 }
-"""Every key by name, in the order in which keys are shown."""
+"""All keys by name, in the order of the documentation."""
 
 
 _DEFAULTS = {
@@ -461,7 +470,7 @@ _DEFAULTS = {
 
 
 def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: str) -> PhaseConfig:
-    """Return the configuration of a phase: given, by policy name, as a mapping, or the default."""
+    """Return the configuration of a phase; a policy name, a mapping and None are converted."""
     if isinstance(config, PhaseConfig):
         return config
     if config is None:
@@ -473,6 +482,6 @@ def phase_config(config: PhaseConfig | str | Mapping[str, Any] | None, phase: st
         chosen = {"policy": RUNNER_POLICY[phase], **config}
         return PhaseConfig(**chosen, explicit=frozenset(config))
     raise ConfigTypeError(
-        f"config of {phase} is one phase, such as DeviceGraphConfig().decode, a policy name or a "
-        f"mapping; got {type(config).__name__}"
+        f"the configuration of {phase} must be one phase such as DeviceGraphConfig().decode, a "
+        f"policy name or a mapping, got {type(config).__name__}"
     )

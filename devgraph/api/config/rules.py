@@ -9,8 +9,8 @@ decides its effect on an explicit choice:
 - ``scope`` says that a phase does not occur on this node. It sets the choice aside, because one
   configuration serves all nodes.
 
-A rule applies to every registered policy (devgraph/api/policy) except those that promise what the
-rule spares.
+A rule applies to every registered policy (devgraph/api/policy), except to policies whose promises
+include all promises that the rule spares.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ RULES: tuple[Rule, ...] = (
         explanation="this node never prefills, so prefill graphs would only take memory",
         source=f"{_SGLANG}/pull/30409",
     ),
-    # What the engine does around a step.
+    # Work of the engine around a step.
     _safety(
         "weight-offload",
         when=lambda facts, _: facts.weight_offload,
