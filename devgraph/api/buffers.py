@@ -12,13 +12,10 @@ import inspect
 import itertools
 import math
 import numbers
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
-from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import (
     InputError,
@@ -30,6 +27,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.reach import PLAIN, Entry, containers, entries, tree_entries
+from devgraph.api.tensors import alike_to, byte_range, has_place, tensors_in
 from devgraph.api.trees import leaves_of
 
 _ALIGNMENT = 256
@@ -301,39 +299,6 @@ def _text(place: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, 
     return f"{tuple(shape)} strides {stride} of {dtype} at {place:#x}"
 
 
-def alike_to(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return what tells whether as many tensors are like ``tensors``, all asked in one call.
-
-    Alike are their types, shapes, strides, dtypes, devices and modes, and whether autograd follows
-    them. The same tensor given twice is like no two.
-    """
-    shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
-    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
-
-
-_LEAVES = frozenset({type(None), bool, int, float, str})
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return every tensor in nested tuples, lists and dicts, in their order."""
-    found: list[torch.Tensor] = []
-    todo = [tree]
-    while todo:  # Marked calls and operations ask often, and torch's walk is a generator a node.
-        node = todo.pop()
-        kind = type(node)
-        if isinstance(node, torch.Tensor):
-            found.append(node)
-        elif kind is tuple or kind is list:
-            todo.extend(reversed(node))
-        elif kind is dict:
-            todo.extend(reversed(node.values()))
-        elif kind not in _LEAVES:
-            leaves = pytree.tree_leaves(node)
-            found.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return found
-
-
 def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a tree, of a module, or of what a function returns, by their names.
 
@@ -356,80 +321,6 @@ def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
             )
 
 
-def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` without the repetitions of expanded dimensions, which cannot be written."""
-    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if step == 0 and size > 1:
-            tensor = tensor.narrow(axis, 0, 1)
-    return tensor
-
-
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether several elements of ``tensor`` share memory: expanded tensors, sliding windows."""
-    reach = 0
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if step <= reach:
-                return tensor.numel() > 0
-            reach += step * (size - 1)
-    return False
-
-
-def has_place(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` has an address and strides; sparse and nested ones have none."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
-"""Memory, and offset, size and strides in it: all that changes of layout in place can change."""
-
-
-def seen_by(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """Return ``plain``, a tensor over the memory of ``tensor``, conjugated and negated as that."""
-    plain = plain.conj() if tensor.is_conj() and not plain.is_conj() else plain
-    return torch._neg_view(plain) if tensor.is_neg() and not plain.is_neg() else plain
-
-
-def place_of(tensor: torch.Tensor) -> Place:
-    """Return where ``tensor`` lies now."""
-    return (tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride())
-
-
-def rewrite(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` into ``target`` without autograd; expanded dimensions are those of both."""
-    dense = unexpanded(target)
-    if dense is not target:
-        source = source.as_strided(dense.shape, source.stride())
-    dense.copy_(source.detach() if source.requires_grad else source)
-
-
-def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``rewrite`` whichever modes of inference and autograd the caller is in."""
-    # In this order: leaving inference mode switches gradients on.
-    with torch.inference_mode(target.is_inference()), torch.no_grad():
-        rewrite(target, source)
-
-
-def fits(target: torch.Tensor, source: Any) -> bool:
-    """Whether the data of ``source`` can stand in ``target``."""
-    return (
-        isinstance(source, torch.Tensor)
-        and has_place(source)
-        and (source.dtype, source.shape) == (target.dtype, target.shape)
-        and all(map(operator.le, unexpanded(source).shape, unexpanded(target).shape))
-    )
-
-
-def effective_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides that address anything: those of dimensions of size one, and of a tensor
-    without elements, are 0."""
-    if not tensor.numel():
-        return (0,) * tensor.ndim
-    return tuple(
-        step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-
-
 def _zeros(nbytes: int, device: torch.device | str) -> torch.Tensor:
     try:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -450,39 +341,6 @@ def _require_specs(specs: object) -> None:
     )
     if not fits:
         raise InputTypeError(f"specs are a mapping of names to (shape, dtype), got {brief(specs)}")
-
-
-def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of the first byte of a strided tensor and of the one behind its last."""
-    first = tensor.data_ptr()
-    if not tensor.numel():  # torch tells no address of it
-        first = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
-        return first, first
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (reach + 1) * tensor.element_size()
-
-
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two strided tensors have a byte in common."""
-    (start, end), (first, last) = byte_range(one), byte_range(other)
-    if max(start, first) >= min(end, last):
-        return False
-    (starts, length), (others, size) = _runs(one), _runs(other)
-    before = torch.searchsorted(starts, others + size) - 1  # the last that begins before its end
-    return bool((starts[before.clamp(min=0)] + length > others)[before >= 0].any())
-
-
-def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return where the runs of bytes that ``tensor`` consists of begin, in their order, and the
-    length of each."""
-    starts, length = torch.tensor([tensor.data_ptr()], device="cpu"), tensor.itemsize
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if step * tensor.itemsize == length and len(starts) == 1:
-            length *= size
-        elif step:
-            moved = step * tensor.itemsize * torch.arange(size, device="cpu")
-            starts = (starts + moved[:, None]).flatten()
-    return starts.sort().values, length
 
 
 def _nbytes(name: str, shape: Sequence[int], dtype: torch.dtype) -> int:

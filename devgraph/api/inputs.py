@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-from devgraph.api.buffers import (
+from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
+from devgraph.api.marks.host_values import same_value
+from devgraph.api.owned import Owned, require_place
+from devgraph.api.tensors import (
     byte_range,
     effective_strides,
     fits,
@@ -17,9 +20,6 @@ from devgraph.api.buffers import (
     share_memory,
     unexpanded,
 )
-from devgraph.api.errors import HostArgumentError, InputError, InputTypeError, brief, did_you_mean
-from devgraph.api.marks.host_values import same_value
-from devgraph.api.owned import Owned, require_place
 from devgraph.api.trees import children_of, same_kind
 
 Pair = tuple[torch.Tensor, torch.Tensor]

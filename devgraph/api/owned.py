@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 )
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import Bound, bound_in, has_place
+from devgraph.api.buffers import Bound, bound_in
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphWarning,
@@ -36,6 +36,7 @@ from devgraph.api.errors import (
 )
 from devgraph.api.reach import PLAIN, Entry, Watch, entries, names_in
 from devgraph.api.snapshots import Snapshot
+from devgraph.api.tensors import has_place
 from devgraph.api.trees import Copied, change_in, leaves_of, own_copy
 
 _CHECKED = 4

@@ -11,10 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import poison
-from devgraph.api.buffers import unexpanded
 from devgraph.api.errors import InputTypeError, brief, whole
 from devgraph.api.modes import Settings
 from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot
+from devgraph.api.tensors import unexpanded
 
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Job

@@ -8,15 +8,8 @@ from typing import NamedTuple
 import torch
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import (
-    Place,
-    byte_range,
-    has_place,
-    overlaps_itself,
-    place_of,
-)
 from devgraph.api.errors import CaptureError
-from devgraph.api.marks.calls import describe
+from devgraph.api.tensors import Place, byte_range, describe, has_place, overlaps_itself, place_of
 
 DEFAULT_LIMIT = 2**30
 """Bytes of copies that one snapshot may take, if the caller does not say otherwise."""

@@ -11,7 +11,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import overwrite
 from devgraph.api.errors import CaptureError, InputError, InputTypeError, StateError, brief
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.scopes import GraphScope
@@ -22,6 +21,7 @@ from devgraph.api.reach import entries
 from devgraph.api.registry import get_backend
 from devgraph.api.session import session
 from devgraph.api.snapshots import DEFAULT_LIMIT
+from devgraph.api.tensors import overwrite
 from devgraph.api.trees import children_of, leaves_of, rebuilt
 
 

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.backend import Backend, own_pool
-from devgraph.api.buffers import tensors_in
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.errors import FrozenValueError
 from devgraph.api.executable import Call, EvictableExecutable, Executable, Recording
@@ -25,6 +24,7 @@ from devgraph.api.marks.marks import Absorbed, Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call
 from devgraph.api.marks.source import raising_line, user_line
 from devgraph.api.pool import Pool
+from devgraph.api.tensors import tensors_in
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.modes import Dispatching, Functions
 from devgraph.cpu.recorder import CompiledPiece, Knowledge, Recorder

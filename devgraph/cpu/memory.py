@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.api.buffers import seen_by
+from devgraph.api.tensors import seen_by
 
 ALIGNMENT = 64
 """Bytes; torch's own CPU allocator guarantees it, and equal bits of matrix kernels depend on it."""

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import RegionError
-from devgraph.api.marks.calls import describe
 from devgraph.api.marks.source import user_line
+from devgraph.api.tensors import describe
 from devgraph.api.torchlike.guards import draws
 from devgraph.cpu import violations
 from devgraph.cpu.memory import BlockPool, Hold

@@ -10,12 +10,12 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.api.buffers import seen_by
 from devgraph.api.errors import UpdateError
 from devgraph.api.executable import Call, Executable, Recording, call_weakly
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Mark
+from devgraph.api.tensors import seen_by
 from devgraph.api.torchlike.base import TorchGraph, TorchPool
 from devgraph.api.torchlike.guards import RandomGuard
 from devgraph.npu.channel import Job

@@ -9,8 +9,8 @@ import torch
 from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from devgraph.api.buffers import tensors_in
 from devgraph.api.marks.host_reads import host_read_error
+from devgraph.api.tensors import tensors_in
 
 _READS = frozenset(
     """

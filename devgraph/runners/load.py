@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from devgraph.api.buffers import alike_to
+from devgraph.api.tensors import alike_to
 from devgraph.runners.inputs import InputArena, Staging
 from devgraph.runners.slots import InputSlot, Pad, Padding, Size, cut, raw_dtype
 

@@ -20,8 +20,9 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import StaticBuffers, has_place
+from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, StaleOutputError, brief
+from devgraph.api.tensors import has_place
 from devgraph.runners.decisions import Variant
 from devgraph.runners.slots import OutputSlot, Size
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import devgraph as dg
-from devgraph.api.buffers import StaticBuffers, byte_range
+from devgraph.api.buffers import StaticBuffers
 
 
 def make(**specs):
@@ -154,13 +154,6 @@ def test_overlap_counts_every_byte_a_tensor_can_reach():
     assert buffers.overlaps(buffers.view("x", (2, 4)).t())
     assert not buffers.overlaps(torch.zeros(8))
     assert not buffers.overlaps(buffers["x"][:0])
-
-
-def test_byte_range_of_a_strided_view_ends_behind_its_last_element():
-    base = torch.zeros(4, 6, dtype=torch.int16)
-    first, last = byte_range(base[1:3, 2:5])
-    assert first == base.data_ptr() + (6 + 2) * 2
-    assert last == base.data_ptr() + (12 + 4) * 2 + 2
 
 
 def test_buffers_made_under_inference_mode_can_be_written_outside_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -156,6 +157,20 @@ def test_result_that_is_also_stored_is_refused(policy: str, place: str) -> None:
         return out[1:]
 
     fn = lambda x, *, n: body(x, n=n) + 1  # noqa: E731
+    with pytest.raises(dg.RegionError, match=r"return a clone\(\)"):
+        dg.capture(fn, torch.randn(4), policy=policy, backend="cpu", host_args={"n": 2})
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_result_in_memory_that_a_cache_hides_is_refused(policy: str) -> None:
+    """FAULTS 41."""
+    state = functools.cache(lambda: torch.zeros(4))
+
+    @dg.region(host_args=("n",))
+    def body(x: torch.Tensor, *, n: int) -> torch.Tensor:
+        return state().add_(n)
+
+    fn = lambda x, *, n: body(x, n=n) + x  # noqa: E731
     with pytest.raises(dg.RegionError, match=r"return a clone\(\)"):
         dg.capture(fn, torch.randn(4), policy=policy, backend="cpu", host_args={"n": 2})
 

@@ -10,48 +10,43 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import (
+from devgraph.api.errors import CaptureError, RegionError, note
+from devgraph.api.marks.marks import Mark
+from devgraph.api.modes import Settings
+from devgraph.api.tensors import (
     Place,
     byte_range,
+    describe,
     effective_strides,
     has_place,
+    memory_of,
     place_of,
     rewrite,
     seen_by,
     tensors_in,
     unexpanded,
 )
-from devgraph.api.errors import CaptureError, RegionError, note
-from devgraph.api.marks.marks import Mark
-from devgraph.api.modes import Settings
 
 if TYPE_CHECKING:
     from devgraph.api.pool import Pool
-
-
-def describe(value: object) -> str:
-    """Return dtype, shape, stride and device of a tensor for a message; of others the repr."""
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    kind = f"strides {value.stride()}" if has_place(value) else str(value.layout)
-    return f"{value.dtype} {tuple(value.shape)} {kind} on {value.device}"
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.dtype, tensor.shape, effective_strides(tensor), tensor.device)
 
 
-def memory_of(tensor: torch.Tensor) -> int:
-    """Return where the memory of ``tensor`` begins, which views of it share."""
-    return tensor.untyped_storage().data_ptr()
+def _memories_held(
+    fn: Callable[..., Any], *, stored: bool = True, parameters: bool = False
+) -> set[int]:
+    """Return the memory of the tensors that ``fn`` can reach: its closure, globals and object.
 
-
-def _memories_held(fn: Callable[..., Any], *, parameters: bool = False) -> set[int]:
-    """Return the memory of the tensors that ``fn`` can store: its closure, globals and object.
-
-    Looks one level into objects. ``parameters`` adds all parameters and buffers of modules.
+    Args:
+        fn: function or callable object.
+        stored: include tensors, and tensors one level inside containers and objects.
+        parameters: include all parameters and buffers of modules.
     """
     fn = inspect.unwrap(fn)
     holders = [getattr(fn, "__self__", None if inspect.isroutine(fn) else fn)]
@@ -59,18 +54,20 @@ def _memories_held(fn: Callable[..., Any], *, parameters: bool = False) -> set[i
         with contextlib.suppress(ValueError):  # an empty cell
             holders.append(cell.cell_contents)
     names = getattr(getattr(fn, "__code__", None), "co_names", ())
-    known = getattr(fn, "__globals__", {})
-    holders.extend(known[name] for name in names if name in known)
+    variables = getattr(fn, "__globals__", {})
+    holders.extend(variables[name] for name in names if name in variables)
     tensors: list[torch.Tensor] = []
     for holder in holders:
+        if parameters and isinstance(holder, torch.nn.Module):
+            tensors.extend((*holder.parameters(), *holder.buffers()))
+        if not stored:
+            continue
         if isinstance(holder, torch.Tensor | list | tuple | dict):
             tensors.extend(tensors_in(holder))
         elif not (inspect.isroutine(holder) or inspect.isclass(holder) or inspect.ismodule(holder)):
             values = getattr(holder, "__dict__", {}).values()
             fields = (value for value in values if isinstance(value, torch.Tensor | list | dict))
-            tensors.extend(tensor for value in fields for tensor in tensors_in(value))
-            if parameters and isinstance(holder, torch.nn.Module):
-                tensors.extend((*holder.parameters(), *holder.buffers()))
+            tensors.extend(tensor for field in fields for tensor in tensors_in(field))
     return {memory_of(tensor) for tensor in tensors if has_place(tensor)}
 
 
@@ -135,6 +132,22 @@ class _GradientStop(torch.autograd.Function):
             f"work: a replay would lack its gradients. Mark the function that runs forward and "
             f"backward instead, or detach() the result."
         )
+
+
+class _Watched:
+    """A result that a region allocated, without a reference to its memory."""
+
+    __slots__ = ("_storage", "position", "requires_grad")
+
+    def __init__(self, position: int, tensor: torch.Tensor) -> None:
+        self.position = position
+        self.requires_grad = tensor.requires_grad
+        self._storage: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anything still holds the memory."""
+        return not self._storage.expired()
 
 
 class _Passed(NamedTuple):
@@ -243,9 +256,11 @@ class MarkedCall:
         result = (body or self.mark.fn)(*args, **kwargs, **host)
         out, self._spec = pytree.tree_flatten(result)
         self._returned_none = result is None
+        del result
+        watched: dict[int, _Watched] = {}
         with torch._C.DisableTorchFunction():
             if own:
-                self._owned |= self._held_results(out, before)
+                watched = self._pass_held(out, before)
             self._sharing = self._shared(out)
             self._known = [_Passed.of(o) if isinstance(o, torch.Tensor) else o for o in out]
         memories: dict[int, list[int]] = {}
@@ -268,33 +283,45 @@ class MarkedCall:
             one: dict[int, torch.Tensor] = {}  # a tensor that is returned twice stays one
             for index, kept, copy in zip(members, results, copies, strict=True):
                 out[index] = one.setdefault(id(kept), copy)
+            del results, kept, one
+        self._refuse_stored(watched)
         return pytree.tree_unflatten(out, self._spec)
 
-    def _held_results(self, leaves: Sequence[Any], before: set[int]) -> frozenset[int]:
-        """Return the memory of results that the function held before the call and handed back.
+    def _pass_held(self, leaves: Sequence[Any], before: set[int]) -> dict[int, _Watched]:
+        """Pass on the results that the function held before the call; watch all others.
 
-        Raises:
-            RegionError: the function stored a new result, which later runs would not write.
+        Parameters are found only here, because few regions return memory that is not their own.
         """
-        results = {
-            memory_of(leaf)
-            for leaf in leaves
+        watched = {
+            memory_of(leaf): _Watched(index, leaf)
+            for index, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and has_place(leaf) and leaf.numel()
-        } - self._owned
-        if not results:
-            return frozenset()
-        if stored := results & (_memories_held(self.mark.fn) - before):
-            place = next(
-                index
-                for index, leaf in enumerate(leaves)
-                if isinstance(leaf, torch.Tensor) and memory_of(leaf) in stored
-            )
+        }
+        for memory in self._owned:
+            watched.pop(memory, None)
+        if watched:
+            held = before | _memories_held(self.mark.fn, parameters=True, stored=False)
+            self._owned |= held.intersection(watched)
+            watched = {memory: seen for memory, seen in watched.items() if memory not in held}
+        return watched
+
+    def _refuse_stored(self, watched: dict[int, _Watched]) -> None:
+        """Raise RegionError if the memory of a result outlives the call.
+
+        Autograd may keep a result that requires grad, so such a result counts as stored only if
+        the function holds it visibly.
+        """
+        alive = {memory: seen for memory, seen in watched.items() if seen.is_alive}
+        if any(seen.requires_grad for seen in alive.values()):
+            held = _memories_held(self.mark.fn)
+            alive = {m: seen for m, seen in alive.items() if not seen.requires_grad or m in held}
+        for seen in alive.values():
             raise RegionError(
-                f"{self.mark.name} returned a tensor (result {place}) that it also stored, in a "
-                f"global, a closure or an attribute. Results have fixed addresses, so later runs "
-                f"would write one place and not the other: return a clone() of it."
+                f"{self.mark.name} returned a tensor (result {seen.position}) that is also stored "
+                f"elsewhere, such as in a global, a closure, an attribute or a cache. Results have "
+                f"fixed addresses, so later runs would write one place and not the other: return a "
+                f"clone() of it."
             )
-        return frozenset(results & _memories_held(self.mark.fn, parameters=True))
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
         """Return, for each result that is no view of an argument, the position of the first one in

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import CaptureError, FrozenValueError, brief
 from devgraph.api.marks.host_values import HostSpec, is_tracked, taken_from
 from devgraph.api.marks.marks import (
@@ -21,6 +20,7 @@ from devgraph.api.marks.marks import (
     refuse_no_graph,
 )
 from devgraph.api.marks.source import user_line
+from devgraph.api.tensors import tensors_in
 
 if TYPE_CHECKING:
     from devgraph.api.graph import DeviceGraph

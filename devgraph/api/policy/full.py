@@ -19,10 +19,8 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.buffers import effective_strides, fits, overwrite
 from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError, brief
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks.calls import describe, memory_of
 from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.scopes import GraphScope, LoopError
@@ -30,6 +28,7 @@ from devgraph.api.modes import Settings
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Policy, UpdateBudget
 from devgraph.api.session import Session, session
+from devgraph.api.tensors import describe, effective_strides, fits, memory_of, overwrite
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.buffers import effective_strides, overwrite
 from devgraph.api.errors import FrozenValueError, InputTypeError, brief, finite, whole
 from devgraph.api.marks.host_values import HostSpec, exact_types_refused, is_tracked
 from devgraph.api.marks.marks import Mark
@@ -21,6 +20,7 @@ from devgraph.api.marks.source import SourceLine
 from devgraph.api.owned import Owned
 from devgraph.api.pool import Pool
 from devgraph.api.session import Session
+from devgraph.api.tensors import effective_strides, overwrite
 
 
 class Outputs:

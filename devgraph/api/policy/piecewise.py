@@ -37,7 +37,6 @@ from torch.fx.passes.split_module import split_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from devgraph.api.buffers import tensors_in
 from devgraph.api.errors import (
     CapabilityError,
     CaptureError,
@@ -48,7 +47,6 @@ from devgraph.api.errors import (
     RegionError,
 )
 from devgraph.api.marks import marks
-from devgraph.api.marks.calls import describe
 from devgraph.api.marks.host_values import HostSpec, frozen, taken_from
 from devgraph.api.marks.marks import Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call
@@ -58,6 +56,7 @@ from devgraph.api.owned import Owned
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Plan, Policy, refuse_host_values
 from devgraph.api.session import Session
+from devgraph.api.tensors import describe, tensors_in
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 
 from devgraph.api.backend import Backend, own_pool
-from devgraph.api.buffers import seen_by
 from devgraph.api.capabilities import Capabilities
 from devgraph.api.device import raise_if_lost, require_alive
 from devgraph.api.errors import BackendUnavailableError, ResourceError, UnjoinedStreamError
@@ -26,6 +25,7 @@ from devgraph.api.executable import Call, Executable
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.pool import Pool
 from devgraph.api.process import keep_forever
+from devgraph.api.tensors import seen_by
 from devgraph.api.torchlike.guards import RandomGuard
 
 logger = logging.getLogger(__name__)

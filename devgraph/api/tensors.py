@@ -1,0 +1,165 @@
+"""Geometry of tensors: addresses, byte ranges, strides, shared memory, and copies into place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+from torch.utils import _pytree as pytree
+
+Place = tuple[torch.UntypedStorage, int, torch.Size, tuple[int, ...]]
+"""Storage, offset, shape and strides: everything that in-place layout changes can change."""
+
+_LEAVES = frozenset({type(None), bool, int, float, str})
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return all tensors in nested tuples, lists and dictionaries, in order."""
+    tensors: list[torch.Tensor] = []
+    pending = [tree]
+    # torch's own traversal costs one generator per node, and marked calls traverse often.
+    while pending:
+        node = pending.pop()
+        kind = type(node)
+        if isinstance(node, torch.Tensor):
+            tensors.append(node)
+        elif kind is tuple or kind is list:
+            pending.extend(reversed(node))
+        elif kind is dict:
+            pending.extend(reversed(node.values()))
+        elif kind not in _LEAVES:
+            leaves = pytree.tree_leaves(node)
+            tensors.extend(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return tensors
+
+
+def describe(value: object) -> str:
+    """Return dtype, shape, strides and device of a tensor for a message, or the repr of a value."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    kind = f"strides {value.stride()}" if has_place(value) else str(value.layout)
+    return f"{value.dtype} {tuple(value.shape)} {kind} on {value.device}"
+
+
+def has_place(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has an address and strides. Sparse and nested tensors have none."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return the current place of ``tensor``."""
+    return (tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return the address of the storage, which is equal for all views of it."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of a strided tensor and the end of its last byte."""
+    first = tensor.data_ptr()
+    if not tensor.numel():  # data_ptr() of an empty tensor is 0
+        first = memory_of(tensor) + int(tensor.storage_offset()) * tensor.itemsize
+        return first, first
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (reach + 1) * tensor.element_size()
+
+
+def effective_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides with 0 where a stride addresses nothing.
+
+    A stride addresses nothing in a dimension of size one, or in a tensor without elements.
+    """
+    if not tensor.numel():
+        return (0,) * tensor.ndim
+    return tuple(
+        step if size > 1 else 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors have at least one byte in common."""
+    (start, end), (first, last) = byte_range(one), byte_range(other)
+    if max(start, first) >= min(end, last):
+        return False
+    (starts, length), (others, size) = _runs(one), _runs(other)
+    # For each run of ``other``: the last run of ``one`` that begins before its end.
+    before = torch.searchsorted(starts, others + size) - 1
+    return bool((starts[before.clamp(min=0)] + length > others)[before >= 0].any())
+
+
+def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the sorted start addresses of the contiguous runs of ``tensor``, and their length."""
+    starts, length = torch.tensor([tensor.data_ptr()], device="cpu"), tensor.itemsize
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if step * tensor.itemsize == length and len(starts) == 1:
+            length *= size
+        elif step:
+            offsets = step * tensor.itemsize * torch.arange(size, device="cpu")
+            starts = (starts + offsets[:, None]).flatten()
+    return starts.sort().values, length
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of ``tensor`` share memory, as in expanded tensors and sliding windows."""
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if step <= reach:
+                return tensor.numel() > 0
+            reach += step * (size - 1)
+    return False
+
+
+def alike_to(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return a callable that compares its tensors with ``tensors`` in one call.
+
+    It compares types, shapes, strides, dtypes, devices, dispatch modes and ``requires_grad``. It
+    returns False if one tensor is given twice.
+    """
+    shapes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+
+
+def seen_by(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Return ``plain`` with the conjugate and negative bits of ``tensor``."""
+    plain = plain.conj() if tensor.is_conj() and not plain.is_conj() else plain
+    return torch._neg_view(plain) if tensor.is_neg() and not plain.is_neg() else plain
+
+
+def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` with expanded dimensions narrowed to one, so that it can be written."""
+    for axis, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if step == 0 and size > 1:
+            tensor = tensor.narrow(axis, 0, 1)
+    return tensor
+
+
+def fits(target: torch.Tensor, source: Any) -> bool:
+    """Whether ``source`` can be copied into ``target`` without loss."""
+    return (
+        isinstance(source, torch.Tensor)
+        and has_place(source)
+        and (source.dtype, source.shape) == (target.dtype, target.shape)
+        and all(map(operator.le, unexpanded(source).shape, unexpanded(target).shape))
+    )
+
+
+def rewrite(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into ``target`` without autograd. Both have the same expanded dimensions."""
+    dense = unexpanded(target)
+    if dense is not target:
+        source = source.as_strided(dense.shape, source.stride())
+    dense.copy_(source.detach() if source.requires_grad else source)
+
+
+def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy as ``rewrite``, under any inference or gradient mode of the caller."""
+    # Leaving inference mode enables gradients, so no_grad must be entered last.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        rewrite(target, source)
