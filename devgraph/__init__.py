@@ -1,6 +1,6 @@
 """devgraph: one API for the device graphs of every vendor.
 
-Names are bound on first use: importing devgraph imports no vendor package, not even torch.
+Names are bound on first use. Importing devgraph imports neither torch nor a vendor package.
 """
 
 from __future__ import annotations

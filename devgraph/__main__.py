@@ -1,4 +1,4 @@
-"""``python -m devgraph``: the command line."""
+"""The command line, run by ``python -m devgraph``."""
 
 from __future__ import annotations
 

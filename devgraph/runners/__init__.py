@@ -1,4 +1,4 @@
-"""Runners: batches in fixed buffers, and the choice of a bucket."""
+"""Runners, which keep batches in fixed buffers and choose a bucket for each step."""
 
 from __future__ import annotations
 

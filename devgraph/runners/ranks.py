@@ -1,9 +1,9 @@
-"""Agreement between ranks: the same graphs everywhere, captured in lockstep, replayed together.
+"""Agreement between ranks, which capture the same graphs in lockstep and replay them together.
 
-Everything goes over a ``torch.distributed`` store (or a gloo group), never through a device
-collective: a rank that is late, different or gone must be named by the others, and a device
-collective can only hang. Each exchange has a tag; a rank posts its value under the tag and waits
-for the others' with a timeout.
+Exchanges use a ``torch.distributed`` store, a gloo group or shared memory, never a device
+collective. Ranks must name a peer that is late, different or gone, but a device collective would
+hang. Each exchange has a tag. A rank posts its value under the tag and waits for the values of the
+others with a timeout.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
-"""Seconds after which a waiting rank looks for failures of the others, again and again."""
+"""Seconds between two checks of a waiting rank for failures of the others."""
 
 _ROLL_CALL_S = 2.0
-"""Seconds for an answer to a roll call: whoever waits for the same hears it within ``_LOOK_S``."""
+"""Timeout of a roll call in seconds. Ranks in the same exchange notice it within ``_LOOK_S``."""
 
 _NEUTRAL = 2**31
-"""In a vote of minima: this rank has no opinion."""
+"""The vote of a rank without an opinion."""
 
 _SPIN_S = 0.002
-"""Seconds that ``wait`` asks without a pause: about one decode step of a small model."""
+"""Seconds of polling without pauses, about one decode step of a small model."""
 
 
 def several_ranks() -> bool:
@@ -56,7 +56,7 @@ def several_ranks() -> bool:
 
 
 class PeerFailed(AgreementError):
-    """Another rank gave up the exchange that this rank waits in."""
+    """An exchange that another rank gave up."""
 
 
 class RankGroup:
@@ -67,10 +67,10 @@ class RankGroup:
             ``PrefixStore``, ``HashStore`` between threads); None for a rank that is alone.
         rank: this rank, from 0.
         size: number of ranks.
-        timeout_s: the longest that a rank waits for the others in one exchange; it must cover the
-            slowest capture of a bucket.
-        vote: for the vote of each step, instead of the store: receives a list of ints and returns
-            their element-wise minimum over all ranks.
+        timeout_s: maximum time that a rank waits for the others in one exchange. It must exceed
+            the slowest capture of a bucket.
+        vote: the vote of the engine, used for each step instead of the store. It receives a list
+            of ints and returns their element-wise minimum over all ranks.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class RankGroup:
     ) -> None:
         rank, size = whole("rank", rank, 0, ConfigError), whole("size", size, 1, ConfigError)
         if rank >= size:
-            raise ConfigError(f"rank {rank} is not within a group of {size}")
+            raise ConfigError(f"rank {rank} is not in a group of {size} ranks")
         if store is None and size > 1:
             raise ConfigError(f"a group of {size} ranks needs a store that they share")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
             raise ConfigTypeError(f"timeout_s must be seconds, got {brief(timeout_s)}")
-        if not timeout_s > 0:  # nan is not, either
-            raise ConfigError(f"timeout_s must be over 0, got {timeout_s}")
+        if not timeout_s > 0:  # also refuses nan
+            raise ConfigError(f"timeout_s must be greater than 0, got {timeout_s}")
         if vote is not None and not callable(vote):
             raise ConfigTypeError(f"vote must be a function, got {brief(vote)}")
         self.rank = rank
@@ -110,22 +110,21 @@ class RankGroup:
         timeout_s: float = 120.0,
         shared: bool | Literal["auto"] = "auto",
     ) -> RankGroup:
-        """Make one from a gloo process group (None: the default group).
+        """Create a group from a gloo process group.
 
         Ranks of one host vote through shared memory, and hosts vote among themselves over gloo,
-        one rank for each host. All other exchanges go over the store that the process group was
-        made with, which outlives its ranks under ``torchrun``. Every rank of the group must call
-        this.
+        one rank for each host. All other exchanges use the store of the process group, which
+        outlives the ranks under ``torchrun``. Every rank of the group must call this method.
 
         Args:
-            group: the process group.
+            group: the process group; None is the default group.
             timeout_s: maximum time that a rank waits for the others in one exchange.
-            shared: "auto" leaves votes to the group where a host offers no shared memory, or where
-                no host has several ranks. True refuses there, False always leaves them to the
-                group. All ranks must pass the same value.
+            shared: True requires votes through shared memory, and False never uses them. "auto"
+                votes over the process group if a host has no shared memory or if no host has
+                several ranks. All ranks must pass the same value.
 
         Raises:
-            ConfigError: the group has no gloo backend, or ``shared=True`` cannot be fulfilled.
+            ConfigError: the group has no gloo backend, or ``shared=True`` is not possible.
         """
         from torch._C._distributed_c10d import PrefixStore
 
@@ -134,24 +133,24 @@ class RankGroup:
         kind = str(dist.get_backend(group))
         if "gloo" not in kind:
             raise ConfigError(
-                f"ranks agree on the host, and this process group uses {kind!r}; make one with "
-                f"torch.distributed.new_group(backend='gloo') and pass that"
+                f"ranks agree through gloo, but this process group uses {kind!r}; pass one from "
+                f"torch.distributed.new_group(backend='gloo')"
             )
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         store = store_of(group)
-        # A number of its own keeps the exchanges of several RankGroups of one group apart.
+        # A serial number separates the exchanges of several RankGroups of one process group.
         serial: list[Any] = [store.add("devgraph/groups", 1) if rank == 0 else None]
         first = 0 if group is None else dist.get_global_rank(group, 0)
         dist.broadcast_object_list(serial, src=first, group=group)
-        own = PrefixStore(f"devgraph/{serial[0]}", store)
-        ranks = cls(own, rank, size=size, timeout_s=timeout_s)
+        prefixed = PrefixStore(f"devgraph/{serial[0]}", store)
+        ranks = cls(prefixed, rank, size=size, timeout_s=timeout_s)
         ranks._vote = functools.partial(_gloo_vote, ranks, group)
         if shared:
             ranks._share_votes(group, required=shared is True)
         return ranks
 
     def _share_votes(self, group: ProcessGroup | None, *, required: bool) -> None:
-        """Vote through shared memory from now on, if every host can."""
+        """Switch votes to shared memory if every host has it."""
         hosts = self.gather("host", _host_id())
         members = [rank for rank in range(self.size) if hosts[rank] == hosts[self.rank]]
         leaders = sorted(hosts.index(host) for host in set(hosts))
@@ -169,7 +168,7 @@ class RankGroup:
             logger.warning("ranks vote over the process group: %s", problem)
 
     def _open_page(self, members: list[int], leaders: list[int], group: ProcessGroup | None) -> str:
-        """Open the page of this host on all ranks; return the problem of the first that cannot."""
+        """Open the page of this host on each rank; return the first problem of any rank, or ""."""
         from devgraph.runners import votes  # needs a POSIX system
 
         path = problem = ""
@@ -196,7 +195,7 @@ class RankGroup:
             problem = next(filter(None, self.gather("page problem", problem)), "")
         finally:
             if path:
-                os.unlink(path)  # the memory is freed with the last rank that has it open
+                os.unlink(path)  # the last rank that has it open frees the memory
         if shared_votes is not None and not problem:
             self._vote = shared_votes
         return problem
@@ -204,7 +203,7 @@ class RankGroup:
     def _votes_of(
         self, leaders: list[int], group: ProcessGroup | None
     ) -> Callable[[list[int]], Finish] | None:
-        """Return the function that begins a vote of ``leaders``; None on all other ranks."""
+        """Return a callable that begins a vote of ``leaders``; None on all other ranks."""
         if len(leaders) == 1 or self.rank not in leaders:
             return None
         world = [rank if group is None else dist.get_global_rank(group, rank) for rank in leaders]
@@ -212,26 +211,27 @@ class RankGroup:
         return functools.partial(_begin_gloo_vote, self, between)
 
     def handshake(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Make sure that all ranks have the same facts.
+        """Check that all ranks have the same facts.
 
         Raises:
-            AgreementError: a rank differs (names it, shows both values), refused or did not come.
+            AgreementError: a rank has other facts, refused or did not come. The message names the
+                rank and both values.
         """
-        mine = json.dumps(dict(facts), sort_keys=True, default=str)
-        texts = self.gather(f"{name}/facts", mine)
+        own = json.dumps(dict(facts), sort_keys=True, default=str)
+        texts = self.gather(f"{name}/facts", own)
         if len(set(texts)) == 1:
             return
         everyone = [json.loads(text) for text in texts]
-        for rank, found in enumerate(everyone):
-            if isinstance(found, str):
-                raise AgreementError(f"rank {rank} of {name} {found}")
+        for rank, answer in enumerate(everyone):
+            if isinstance(answer, str):
+                raise AgreementError(f"rank {rank} of {name} {answer}")
         raise AgreementError(
             f"the ranks of {name} do not agree: {'; '.join(_differences(everyone))}. "
-            f"All ranks of a group must be configured alike."
+            f"All ranks of a group need the same configuration."
         )
 
     def refuse(self, name: str, error: Exception) -> None:
-        """Let the ranks in the handshake ``name`` know that this one takes no part in it."""
+        """Tell the ranks in the handshake ``name`` that this rank does not take part."""
         self.post(f"{name}/facts", json.dumps(f"raised {type(error).__name__}: {error}"))
 
     def gather(
@@ -243,18 +243,19 @@ class RankGroup:
         timeout_s: float | None = None,
         forget: bool = False,
     ) -> list[str]:
-        """Return the value that each rank gave for ``tag``, by rank.
+        """Return the values of all ranks for ``tag``, in the order of ranks.
 
         Args:
-            tag: name of the exchange. The same tag may be used again: the n-th use on one rank
-                meets the n-th use on the others.
-            escape: a tag that a rank posts to instead when it gives up.
-            timeout_s: instead of the group's.
-            forget: delete what an earlier use of the tag left, of a tag that is used without end.
+            tag: the name of the exchange. A tag can be reused: the n-th use on one rank belongs to
+                the n-th use on the others.
+            value: the value of this rank.
+            escape: the tag to which a rank posts if it gives up.
+            timeout_s: the timeout, if it differs from the timeout of the group.
+            forget: delete the values of earlier uses, for a tag that is reused without limit.
 
         Raises:
-            PeerFailed: a rank that has not come posted to ``escape``; carries what it posted.
-            AgreementError: ranks did not come within the timeout; names them.
+            PeerFailed: a missing rank posted to ``escape``. The message has its text.
+            AgreementError: ranks did not come within the timeout. The message names them.
         """
         if self.size == 1:
             return [value]
@@ -271,8 +272,8 @@ class RankGroup:
                 if waited > limit:
                     raise AgreementError(
                         f"rank {self.rank} waited {limit:g} s at {tag!r} for "
-                        f"{_listed(waiting)}, which did not come: it is dead, stuck or late. Look "
-                        f"at its log; raise timeout_s if it was only slow."
+                        f"{_listed(waiting)}, which did not come: dead, stuck or late. Look "
+                        f"at the log there; raise timeout_s if the rank was only slow."
                     )
             if forget:
                 self._discard(tag)
@@ -288,27 +289,27 @@ class RankGroup:
                 self._post(tag, value)
 
     def minimum(self, tag: str, values: Sequence[int]) -> list[int]:
-        """Return the element-wise minimum over ranks, through the engine's vote if it gave one.
+        """Return the element-wise minimum over all ranks.
 
         Raises:
-            AgreementError: a rank did not vote, which is named if it is gone or stuck, or it voted
-                on something else.
+            AgreementError: a rank did not vote, or voted on another tag. The message names ranks
+                that are gone or stuck.
         """
         if self.size == 1:
             return list(values)
         code = zlib.crc32(tag.encode())
         try:
-            low, high, *found = self._vote(tag, [code, -code, *values])
+            low, high, *minima = self._vote(tag, [code, -code, *values])
         except AgreementError:
             raise
         except Exception as error:
             self._roll_call(tag, f"the vote {tag!r} failed on rank {self.rank} ({error})", error)
         if low != -high:
             raise AgreementError(
-                f"rank {self.rank} votes on {tag!r} and another rank on something else: all ranks "
-                f"make the same calls of agree and idle, in the same order"
+                f"rank {self.rank} votes on {tag!r}, but another rank votes on another tag. All "
+                f"ranks must call agree and idle in the same order."
             )
-        return found
+        return minima
 
     def agree(
         self,
@@ -319,23 +320,24 @@ class RankGroup:
         unable: Reason | None = None,
         dummy: bool = False,
     ) -> Decision:
-        """Return what all ranks of runner ``name`` do in this step, by one vote of minima; None
-        stands for no requests.
+        """Return the common decision of all ranks for this step, from a single vote.
 
         Args:
-            variants: those that the runner declares, in the same order on every rank.
-            unable: why this rank could launch no graph for the requests of others.
-            dummy: whether ranks make a step where none has requests.
+            decision: the decision of this rank; None if it has no requests.
+            variants: the variants of the runner, in the same order on every rank.
+            name: the name of the runner.
+            unable: the reason why this rank cannot launch a graph for requests of other ranks.
+            dummy: run a step even if no rank has requests.
 
         Raises:
-            AgreementError: ranks want different variants, or one did not vote.
+            AgreementError: ranks request different variants, or a rank did not vote.
         """
         if self.size == 1:
             return decision or Decision.eager(Reason.EMPTY_BATCH)
         bucket, variant = 0, None
         busy = decision if decision and decision.reason is not Reason.EMPTY_BATCH else None
         if busy is None:
-            able = 1 if unable else 2  # Alone it makes no step: there may be nothing to run.
+            able = 1 if unable else 2  # this rank alone does not cause a step
         else:
             able, unable = 2 if busy.ok else 0, None
             if busy.key is not None:
@@ -352,28 +354,31 @@ class RankGroup:
         assert key is not None
         if low != -high:
             raise AgreementError(
-                f"the ranks of {name} want different variants in one step: {dict(variants[low])} "
-                f"and {dict(variants[-high])}; give all ranks of a step the same variant"
+                f"the ranks of {name} request different variants in one step: "
+                f"{dict(variants[low])} and {dict(variants[-high])}; pass the same variant on all "
+                f"ranks of a step"
             )
         return Decision.graph(key)
 
     def elect(self, wanted: int | None, name: str, *, ready: bool, state: str) -> int | None:
-        """Return which graph of runner ``name`` all ranks capture now, by one vote of minima.
+        """Return the number of the graph that all ranks capture now, from a single vote.
 
         Args:
-            wanted: the number of the one that this rank would capture.
-            ready: whether this rank has time for it.
-            state: what numbers mean, which must be the same on all ranks.
+            wanted: the number of the graph that this rank would capture, or None.
+            name: the name of the runner.
+            ready: whether this rank has time for a capture.
+            state: a text that identifies the numbering, which must agree on all ranks.
 
         Returns:
-            the lowest number that a rank wants; None where none does or one is not ready.
+            The lowest wanted number; None if no rank wants a capture or a rank is not ready.
 
         Raises:
-            AgreementError: ranks differ in ``state``, or one did not vote.
+            AgreementError: ranks differ in ``state``, or a rank did not vote.
         """
-        code, mine = zlib.crc32(state.encode()), _NEUTRAL if wanted is None else wanted
-        # As many numbers as in ``agree``: a rank that is there by mistake must not break the vote.
-        able, number, low, high = self.minimum(f"{name}/idle", (int(ready), mine, code, -code))
+        code, ballot = zlib.crc32(state.encode()), _NEUTRAL if wanted is None else wanted
+        # The vote has as many numbers as in ``agree``. A rank that calls ``agree`` by mistake then
+        # gets an error about the tag.
+        able, number, low, high = self.minimum(f"{name}/idle", (int(ready), ballot, code, -code))
         if low != -high:
             raise AgreementError(
                 f"the ranks of {name} have different buckets left to capture: call capture and "
@@ -382,21 +387,22 @@ class RankGroup:
         return None if not able or number == _NEUTRAL else number
 
     def wait(self, done: Callable[[], bool], what: str, *, escape: str | None = None) -> None:
-        """Return once ``done()`` says so: for work that ends only if the other ranks take part.
+        """Wait for work that needs the other ranks, until ``done()`` returns true.
 
-        A collective inside a graph has no timeout of its own: when a rank is gone, the device
-        waits for ever. Ask a fence behind the replay, ``group.wait(backend.fence(), "step")``,
-        before anything that waits for the device.
+        A collective inside a graph has no timeout: if a rank is gone, the device waits for ever.
+        Wait for a fence after the replay, ``group.wait(backend.fence(), "step")``, before any call
+        that blocks on the device.
 
         Args:
-            done: asked again and again; may block for a moment.
-            what: a name for what is waited for, the same on every rank.
-            escape: as for ``gather``.
+            done: a function that is polled; it may block briefly.
+            what: a name of the work, the same on every rank.
+            escape: the tag to which a rank posts if it gives up.
 
         Raises:
             PeerFailed: a rank posted to ``escape``.
-            AgreementError: it was not done within the timeout, or another rank gave up; names the
-                ranks that do not answer. The device is still waiting: abort the communicator.
+            AgreementError: the work did not finish within the timeout, or another rank gave up.
+                The message names the ranks that do not answer. The device still waits, so abort
+                the communicator.
         """
         everyone = [rank for rank in range(self.size) if rank != self.rank]
         for waited, look in _questions():
@@ -412,14 +418,14 @@ class RankGroup:
                 self._roll_call(what, why)
 
     def _roll_call(self, what: str, why: str, cause: BaseException | None = None) -> NoReturn:
-        """Raise ``AgreementError`` that names the ranks which do not answer."""
+        """Raise an ``AgreementError`` that names the ranks without an answer."""
         try:
             self.gather(f"{what}/roll call", "", timeout_s=min(self.timeout_s, _ROLL_CALL_S))
         except AgreementError as error:
             raise AgreementError(f"{why}. {error}") from cause
         raise AgreementError(
-            f"{why}, although every rank answers: a device or a connection is stuck. Abort the "
-            f"communicator and start the ranks again."
+            f"{why}, although every rank answers, so a device or a connection is stuck. Abort the "
+            f"communicator and restart the ranks."
         ) from cause
 
     def _store_vote(self, tag: str, values: list[int]) -> list[int]:
@@ -437,7 +443,7 @@ class RankGroup:
         return bool(self._store.check([name]))
 
     def _posted(self, tag: str, ranks: Sequence[int]) -> dict[int, str]:
-        """Return the keys of those of ``ranks`` that are further than this one with ``tag``."""
+        """Return the keys of the ranks that posted to ``tag`` more often than this rank."""
         key = f"devgraph/{tag}/{self._round[tag] + 1}"
         return {rank: f"{key}/{rank}" for rank in ranks if self._has(f"{key}/{rank}")}
 
@@ -447,7 +453,7 @@ class RankGroup:
                 raise PeerFailed(f"rank {rank}: {self._store.get(key).decode()}")
 
     def _discard(self, tag: str) -> None:
-        # Whoever completed round n has seen every rank leave round n - 1.
+        # A rank that completed round n knows that all ranks have left round n - 1.
         done = self._round[tag] - 1
         if done > 0:
             with contextlib.suppress(Exception):
@@ -462,14 +468,14 @@ class RankGroup:
         except Exception as error:
             raise AgreementError(
                 f"rank {self.rank} lost the store at {tag!r}: the process that hosts it, usually "
-                f"rank 0's, is gone ({error})"
+                f"rank 0, is gone ({error})"
             ) from error
 
 
 def _gloo_vote(
     ranks: RankGroup, group: ProcessGroup | None, tag: str, values: list[int]
 ) -> list[int]:
-    """Vote through an all-reduce on the host; faster than the store."""
+    """Vote through an all-reduce on the host, which is faster than the store."""
     return _begin_gloo_vote(ranks, group, values)(tag)
 
 
@@ -496,7 +502,7 @@ def _begin_gloo_vote(ranks: RankGroup, group: ProcessGroup | None, values: list[
 
 
 def _host_id() -> str:
-    """Return a name that ranks have in common exactly if they share memory, or ""."""
+    """Return an identifier that is equal for ranks that share memory; "" without shared memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/dev/shm').st_dev}"
@@ -505,17 +511,19 @@ def _host_id() -> str:
 
 
 def store_of(group: ProcessGroup | None) -> Any:
-    """Return the store that a process group was made with; None is the default group."""
-    found = dist.group.WORLD if group is None else group
-    assert found is not None
-    if hasattr(found, "get_group_store"):
-        return found.get_group_store()
-    return dist.distributed_c10d._get_process_group_store(found)
+    """Return the store of a process group; None is the default group."""
+    process_group = dist.group.WORLD if group is None else group
+    assert process_group is not None
+    if hasattr(process_group, "get_group_store"):
+        return process_group.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(process_group)
 
 
 def _questions() -> Iterator[tuple[float, bool]]:
-    """Yield for each question of one who waits the seconds since the first, and whether to look for
-    failures of the others now. There are no pauses between them at first, then up to 10 ms."""
+    """Pace a waiting loop: yield the seconds waited, and whether to check for failures now.
+
+    Pauses begin after ``_SPIN_S`` and grow to 10 ms.
+    """
     started, look = time.monotonic(), _LOOK_S
     pauses = itertools.chain.from_iterable([pause] * 20 for pause in (2e-5, 1e-4, 5e-4, 2e-3))
     while True:
@@ -527,7 +535,7 @@ def _questions() -> Iterator[tuple[float, bool]]:
 
 
 def ranks_of(group: Any) -> RankGroup:
-    """Return the agreement for a runner's ``group``: None, a RankGroup or a process group."""
+    """Convert the ``group`` of a runner (None, a RankGroup or a process group) to a RankGroup."""
     if group is None:
         return RankGroup(None, 0, size=1, timeout_s=math.inf)
     if isinstance(group, RankGroup):
@@ -546,13 +554,13 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _differences(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say for each differing fact which ranks are in the minority, and both values."""
-    found = []
+    """Return a text for each differing fact, with the ranks in the minority and both values."""
+    differences = []
     names = sorted({name for facts in everyone for name in facts})
     for name in names:
         values = [json.dumps(facts.get(name)) for facts in everyone]
         usual, _ = collections.Counter(values).most_common(1)[0]
         for value in sorted(set(values) - {usual}):
             odd = [rank for rank, have in enumerate(values) if have == value]
-            found.append(f"{_listed(odd)} has {name}={value}, others {usual}")
-    return found
+            differences.append(f"{_listed(odd)} has {name}={value}, others {usual}")
+    return differences

@@ -704,7 +704,7 @@ def test_a_rank_at_another_vote_is_told():
 
     for error in in_ranks(2, work):
         assert isinstance(error, dg.AgreementError)
-        assert "another rank on something else" in str(error)
+        assert "another rank votes on another tag" in str(error)
 
 
 def test_a_first_look_at_the_outputs_that_fails_is_heard_by_all_ranks():
@@ -740,12 +740,12 @@ def test_a_decision_of_another_runner_is_no_vote():
 @pytest.mark.parametrize(
     ("rank", "size", "timeout_s", "text"),
     [
-        (2, 2, 1, "rank 2 is not within a group of 2"),
+        (2, 2, 1, "rank 2 is not in a group of 2"),
         (-1, 2, 1, "rank must be at least 0"),
         ("0", 2, 1, "rank must be an int"),
         (0, None, 1, "size must be an int"),
-        (0, 2, 0, "timeout_s must be over 0"),
-        (0, 2, float("nan"), "timeout_s must be over 0"),
+        (0, 2, 0, "timeout_s must be greater than 0"),
+        (0, 2, float("nan"), "timeout_s must be greater than 0"),
         (0, 2, None, "timeout_s must be seconds"),
     ],
 )
