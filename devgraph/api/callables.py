@@ -25,6 +25,7 @@ import torch
 
 from devgraph.api.backend import Backend
 from devgraph.api.capture import Captured, capture
+from devgraph.api.device import raise_if_lost
 from devgraph.api.errors import (
     CaptureError,
     DeviceGraphError,
@@ -39,10 +40,11 @@ from devgraph.api.errors import (
 )
 from devgraph.api.marks.marks import current_scope
 from devgraph.api.modes import current_autocast
-from devgraph.api.owned import assignment_count, parameter_names
+from devgraph.api.owned import Weights, assignment_count, parameter_names
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Report
+from devgraph.api.reach import modules_of
 from devgraph.api.registry import get_backend
 from devgraph.api.training import (
     Results,
@@ -55,6 +57,10 @@ from devgraph.api.training import (
 from devgraph.api.trees import children_of, leaves_of
 
 logger = logging.getLogger(__name__)
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transform = torch._C._functorch.peek_interpreter_stack
+_NO_HOST: dict[str, Any] = {}
 
 _PLAIN = frozenset({type(None), bool, int, complex, str, bytes, torch.dtype, torch.device})
 _TIMED = 3
@@ -77,6 +83,8 @@ class EagerReason(str, enum.Enum):
     """A tensor is not on the device of the backend."""
     IN_CAPTURE = "in_capture"
     """The call is part of another capture, which records it."""
+    TRACED = "traced"
+    """The call is under a dispatch mode of torch or a transform of ``torch.func``."""
     SWITCHED_OFF = "switched_off"
     """The call is inside ``with step.eager()``."""
     BREAKS_WITH_GRADIENTS = "breaks_with_gradients"
@@ -132,7 +140,9 @@ class Graphed:
         self._process = identity.token
         self._pool = options.pool
         self._backend: Backend | None = None
-        self._weights: tuple[int, list[torch.Tensor], list[torch.nn.Module]] | None = None
+        self._watched = Weights(modules_of(fn))
+        self._replays = 0
+        self._leaves: tuple[int, list[torch.Tensor]] | None = None
         self._host_names = frozenset(options.host_args or ())
         functools.update_wrapper(self, fn, updated=())
 
@@ -151,7 +161,11 @@ class Graphed:
             return self._run_eagerly(EagerReason.IN_CAPTURE, args, kwargs)
         if self._switched_off:
             return self._run_eagerly(EagerReason.SWITCHED_OFF, args, kwargs)
-        host = {name: kwargs.pop(name) for name in self._host_names if name in kwargs}
+        if _dispatch_modes() or _transform() is not None:
+            return self._run_eagerly(EagerReason.TRACED, args, kwargs)
+        host = _NO_HOST
+        if self._host_names:
+            host = {name: kwargs.pop(name) for name in self._host_names if name in kwargs}
         key: list[Any] = []
         tensors: list[torch.Tensor] = []
         for argument in args:
@@ -162,7 +176,7 @@ class Graphed:
         with_gradients = torch.is_grad_enabled() and self._requires_grad(tensors)
         key += (with_gradients, torch.is_inference_mode_enabled(), current_autocast())
         if self._module is not None:
-            key.append(tuple([module.training for module in self._inner_modules()]))
+            key.append(tuple([module.training for module in self._watched.modules]))
         try:
             entry = self._entries.get(tuple(key))
         except TypeError:
@@ -172,14 +186,23 @@ class Graphed:
             return self._slow_call(tuple(key), entry, args, kwargs, host, tensors, with_gradients)
         entry.used = next(self._clock)
         graph = entry.graph
-        with graph.pool.lock:
-            if not graph.is_current():
-                self._drop(entry, "recaptures")
+        with graph.lock:
+            if not self._weights_hold():
+                self._drop_all("recaptures")
                 return self._slow_call(
                     tuple(key), entry, args, kwargs, host, tensors, with_gradients
                 )
-            self._counts["replays"] += 1
+            self._replays += 1
             return graph.run(tensors, host)
+
+    def _weights_hold(self) -> bool:
+        """Whether the parameters and buffers of all modules are those of the captures."""
+        try:
+            self._watched.check()
+        except StateError:
+            self._watched = Weights(modules_of(self._fn))
+            return False
+        return True
 
     # Keys.
 
@@ -190,21 +213,13 @@ class Graphed:
         return any(parameter.requires_grad for parameter in self._parameters())
 
     def _parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that the function can reach, in a fixed order."""
-        if self._weights is None or self._weights[0] != assignment_count():
-            leaves = differentiable_leaves(self._fn)
-            modules = [] if self._module is None else [*self._module.modules()]
-            self._weights = assignment_count(), leaves, modules
-            assert self._weights is not None
-        return self._weights[1]
-
-    def _inner_modules(self) -> list[torch.nn.Module]:
-        self._parameters()
-        assert self._weights is not None
-        return self._weights[2]
+        """Return the leaf tensors that the function can reach, in a fixed order."""
+        if self._leaves is None or self._leaves[0] != assignment_count():
+            self._leaves = assignment_count(), differentiable_leaves(self._fn)
+        return self._leaves[1]
 
     def _refuse_unhashable(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for path, leaf in self._leaves(args, kwargs):
+        for path, leaf in self._named_leaves(args, kwargs):
             if not isinstance(leaf, torch.Tensor):
                 try:
                     hash(leaf)
@@ -215,7 +230,7 @@ class Graphed:
                         f"class with torch.utils._pytree.register_pytree_node."
                     ) from None
 
-    def _leaves(
+    def _named_leaves(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[tuple[str, Any]]:
         names = parameter_names(self._fn, len(args), kwargs)
@@ -278,8 +293,8 @@ class Graphed:
         if not timed:
             entry.graph_seconds = _NO_TIMES
         entry.used = next(self._clock)
-        with graph.pool.lock, self._timed(entry.graph_seconds if timed else None):
-            self._counts["replays"] += 1
+        with graph.lock, self._timed(entry.graph_seconds if timed else None):
+            self._replays += 1
             result = graph.run(tensors, host)
         if timed and len(entry.graph_seconds) >= _TIMED:
             self._judge(entry)
@@ -301,7 +316,9 @@ class Graphed:
             return
         self._float_keys[masked] += 1
         if self._float_keys[masked] == _FLOAT_KEYS:
-            names = [path for path, leaf in self._leaves(args, kwargs) if isinstance(leaf, float)]
+            names = [
+                path for path, leaf in self._named_leaves(args, kwargs) if isinstance(leaf, float)
+            ]
             warnings.warn(
                 f"{', '.join(names)} of {self!r} changes with the calls, and each value needs a "
                 f"graph of its own. Pass a tensor, or name it in host_args= if only marked "
@@ -393,6 +410,11 @@ class Graphed:
         if graph is not None:
             graph.close()
 
+    def _drop_all(self, counter: str) -> None:
+        for entry in self._entries.values():
+            if entry.graph is not None:
+                self._drop(entry, counter)
+
     # Reports.
 
     def stats(self) -> dict[str, Any]:
@@ -401,10 +423,8 @@ class Graphed:
         return {
             "keys": len(self._entries),
             "graphs": len(live),
-            **{
-                name: self._counts[name]
-                for name in ("captures", "replays", "recaptures", "evictions", "dropped")
-            },
+            "replays": self._replays,
+            **{n: self._counts[n] for n in ("captures", "recaptures", "evictions", "dropped")},
             "eager": {str(reason): count for reason, count in self._eager_counts.items()},
             "pool_bytes": 0 if self._pool is None else self._pool.bytes,
         }
@@ -530,26 +550,27 @@ class _Inference:
 
     def __init__(self, captured: Captured, static_inputs: StaticInputs, *, clone: bool) -> None:
         self._captured = captured
-        self._static_inputs = static_inputs
-        self.pool = captured.pool
-        self._results = Results(captured.outputs, static_inputs, clone=clone)
-
-    def is_current(self) -> bool:
-        """Whether the weights of the step are those of the capture."""
-        try:
-            self._captured.require_current()
-        except StateError:
-            return False
-        return True
+        self._load, self._store = static_inputs.load, static_inputs.store
+        self.lock = captured.pool.lock
+        self._order = captured.pool.order
+        spec = captured.host_spec
+        self._fill = spec.fill if spec.declared else None
+        self._written = captured.written
+        self._results = Results(captured.outputs, static_inputs, clone=clone).of
 
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
         """Replay with the tensors of a call; called under the pool's lock."""
-        self.pool.order()
-        self._static_inputs.load(tensors)
-        self._captured.replay(**host)
-        if written := self._captured.written:
-            self._static_inputs.store(tensors, written)
-        return self._results.of(tensors)
+        self._order()
+        self._load(tensors)
+        captured = self._captured
+        try:
+            captured.run(host if self._fill is None else self._fill(host))
+        except Exception as error:
+            raise_if_lost(captured.backend, error)
+            raise
+        if self._written:
+            self._store(tensors, self._written)
+        return self._results(tensors)
 
     def prove(self, cases: int) -> Report:
         return self._captured.prove(cases)

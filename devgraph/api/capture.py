@@ -161,10 +161,10 @@ class Captured:
         for check in self._checks:
             check()
 
-    def require_current(self) -> None:
-        """Raise StateError if a bound tensor or a weight was replaced since the capture."""
-        for check in self._checks:
-            check()
+    @property
+    def host_spec(self) -> HostSpec:
+        """The declared host arguments."""
+        return self._spec
 
     @property
     def written(self) -> Collection[int]:

@@ -257,6 +257,7 @@ class Weights:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         _report_assignments()
         self._modules = [*modules]
+        self.modules = [inner for module in self._modules for inner in module.modules()]
         self._held = [
             (table, key, tensor, path)
             for module in self._modules

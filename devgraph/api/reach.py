@@ -215,3 +215,20 @@ class Watch:
             elif isinstance(now, PLAIN) and now != entry.value:
                 note_state(entry.path, entry.value, now)
         return first
+
+
+def modules_of(fn: Callable[..., Any]) -> list[torch.nn.Module]:
+    """Return the modules that a function can reach."""
+    todo: deque[tuple[Any, int]] = deque([(fn, 0)])
+    seen: set[int] = set()
+    modules: list[torch.nn.Module] = []
+    while todo and len(seen) < _MOST:
+        value, depth = todo.popleft()
+        if id(value) in seen or isinstance(value, torch.Tensor):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.nn.Module):
+            modules.append(value)
+        elif depth < _DEEPEST:
+            todo.extend((child, depth + 1) for _, _, _, child in _members("", value, True))
+    return modules

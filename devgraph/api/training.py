@@ -24,6 +24,19 @@ from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.api.tensors import overwrite
 from devgraph.api.trees import children_of, leaves_of, rebuilt
 
+_GROUPED = frozenset(
+    {
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int64,
+        torch.int32,
+        torch.bool,
+    }
+)
+"""Dtypes that one grouped copy takes on every device."""
+
 
 class StaticInputs:
     """The arguments of a step with tensors of its own, into which later calls are copied."""
@@ -38,6 +51,14 @@ class StaticInputs:
             for index, tensor in enumerate(self.tensors)
             if not isinstance(tensor, torch.nn.Parameter)
         ]
+        self._grouped: tuple[list[torch.Tensor], list[int]] | None = None
+        self._copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+        if all(t.dtype in _GROUPED and t.layout is torch.strided for _, t in self._copied):
+            self._grouped = [t for _, t in self._copied], [index for index, _ in self._copied]
+            if len(self._copied) == 1:
+                self._copy = lambda targets, sources: targets[0].copy_(sources[0])
+            elif not self._copied:
+                self._copy = lambda targets, sources: None
 
     def _own(self, node: Any) -> Any:
         if isinstance(node, torch.nn.Parameter):
@@ -70,20 +91,18 @@ class StaticInputs:
 
     def load(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the tensors of a call into the static ones."""
-        pairs = [
-            (static, source)
-            for index, static in self._copied
-            if (source := tensors[index]) is not static
-        ]
-        if len(pairs) > 1:
-            try:
+        if self._grouped is not None:
+            targets, indices = self._grouped
+            sources = [tensors[index] for index in indices]
+            if torch.is_grad_enabled():
                 with torch.no_grad():
-                    torch._foreach_copy_([static for static, _ in pairs], [s for _, s in pairs])
-                return
-            except (NotImplementedError, RuntimeError):
-                pass  # some dtypes have no such kernel
-        for static, source in pairs:
-            overwrite(static, source)
+                    self._copy(targets, sources)
+            else:
+                self._copy(targets, sources)
+            return
+        for index, static in self._copied:
+            if tensors[index] is not static:
+                overwrite(static, tensors[index])
 
     def store(self, tensors: Sequence[torch.Tensor], written: Collection[int]) -> None:
         """Copy static tensors that the step writes, by their ids, back to those of a call."""
@@ -102,7 +121,13 @@ class Results:
             self._positions.setdefault(id(static), index)
         self._clone = clone
 
+        only = outputs if isinstance(outputs, torch.Tensor) else None
+        self._only = only if clone and id(only) not in self._positions else None
+
     def of(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the results of a call with these tensors."""
+        if self._only is not None:
+            return self._only.clone()
         return self._given(self._outputs, tensors)
 
     def _given(self, node: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -137,6 +162,7 @@ class TrainingGraphs:
         allow_unused: bool = True,
     ) -> None:
         self.fn, self.static_inputs, self.pool = fn, static_inputs, pool
+        self.lock = pool.lock
         self._clone, self._allow_unused = clone, allow_unused
         self.owned = Owned(fn, static_inputs.args, static_inputs.kwargs)
         self._given = list({id(t): t for t in static_inputs.tensors}.values())
@@ -150,7 +176,6 @@ class TrainingGraphs:
         self._output_grads: list[torch.Tensor] = []
         self._grads: list[torch.Tensor | None] = []
         self._epoch = 0
-        self._checks: list[Callable[[], None]] = []
 
     # Capture, in a session.
 
@@ -181,7 +206,6 @@ class TrainingGraphs:
             held.begin(self._backward, arguments=tuple(self._output_grads))
             self._grads = self._gradients(self._differentiable, self._output_grads)
             held.end()
-        self._checks = self.owned.watch()
         fresh = [tensor.detach() for tensor in self._tensors]
         self._results = Results(fresh, self.static_inputs, clone=self._clone)
 
@@ -195,15 +219,6 @@ class TrainingGraphs:
         ]
 
     # Calls.
-
-    def is_current(self) -> bool:
-        """Whether the weights of the step are those of the capture."""
-        try:
-            for check in self._checks:
-                check()
-        except StateError:
-            return False
-        return True
 
     def run(self, tensors: Sequence[torch.Tensor], host: Mapping[str, Any]) -> Any:
         """Replay the forward graph; its outputs are connected to the backward graph."""
@@ -222,7 +237,7 @@ class TrainingGraphs:
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[int, tuple[torch.Tensor, ...]]:
         """Replay the forward graph; return the epoch and its outputs in order."""
-        with self.pool.lock:
+        with self.lock:
             self.pool.order()
             self.static_inputs.load(tensors)
             self._forward.replay()
@@ -242,7 +257,7 @@ class TrainingGraphs:
         Raises:
             StateError: a later forward overwrote the activations.
         """
-        with self.pool.lock:
+        with self.lock:
             if epoch != self._epoch:
                 raise StateError(
                     "backward of an earlier call of a graphed function: a later call with the same "
@@ -336,7 +351,6 @@ class TrainingGraphs:
         return "forward {} nodes, backward {} nodes".format(*[info.nodes for info in infos])
 
     def close(self) -> None:
-        self._checks = []
         self._outputs, self._tensors, self._differentiable = None, [], []
         self._grads = []
         for graph in (self._forward, self._backward):
