@@ -55,12 +55,13 @@ if TYPE_CHECKING:
     from devgraph.runners import PrefillRunner as PrefillRunner
     from devgraph.runners import RankGroup as RankGroup
     from devgraph.runners import Reason as Reason
+    from devgraph.runners import StateSlot as StateSlot
 
 _HOMES = {
     **_API_HOMES,
     "devgraph.runners": """
         Decision DecodeRunner EncoderRunner HostSlot InputSlot Loop LoopResult OutputSlot Pad
-        PrefillRunner RankGroup Reason
+        PrefillRunner RankGroup Reason StateSlot
     """.split(),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

@@ -234,7 +234,7 @@ class Engine:
             "pool": backend.make_pool(),
             "group": ranks,
             "max_requests": shape.requests,
-            "reset_state": model.forget,
+            "bound": {"keys": model.keys, "values": model.values},
         }
         self.prefill = dg.PrefillRunner(
             model.hidden,

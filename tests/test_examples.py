@@ -40,6 +40,13 @@ def test_quickstart_replays_what_eager_computes():
     assert any("region 0: attention" in line for line in rest)
 
 
+def test_recurrent_model_generates_what_it_does_without_graphs():
+    *requests, graphs = _run(str(EXAMPLES / "recurrent.py")).splitlines()
+    assert len(requests) == 3
+    assert all(line.endswith("last token as without graphs: True") for line in requests)
+    assert graphs == "decode steps in graphs: 15 of 15"
+
+
 def test_quickstart_of_the_readme_runs(tmp_path: Path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     quick = re.search(r"## Twenty lines\n+```python\n(.*?)```", readme, re.DOTALL)

@@ -13,6 +13,7 @@ from devgraph.runners.prove import RunnerReport
 from devgraph.runners.ranks import RankGroup
 from devgraph.runners.report import BucketStats, RunnerStats
 from devgraph.runners.slots import HostSlot, InputSlot, OutputSlot, Pad, Size
+from devgraph.runners.state import StateSlot
 
 __all__ = [
     "Batch",
@@ -34,5 +35,6 @@ __all__ = [
     "RunnerReport",
     "RunnerStats",
     "Size",
+    "StateSlot",
     "default_buckets",
 ]

@@ -71,6 +71,26 @@ class Live:
         self.tensors: Mapping[str, torch.Tensor] = {}
 
 
+class StateViews:
+    """``batch.state``: the current state by name, each ``[request slots + 1, *shape]``.
+
+    Attributes:
+        history: In a step of several tokens, a tuple by name with such a tensor for each token,
+            which takes the state after it. The last one is the current state. Otherwise None.
+    """
+
+    history: StateViews | None
+
+    def __init__(self, tensors: Mapping[str, Any], history: StateViews | None = None) -> None:
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        self.history = history
+
+    def __getattr__(self, name: str) -> Any:
+        names = [declared for declared in vars(self) if declared != "history"]
+        raise AttributeError(f"the batch has no state {name!r}. {did_you_mean(name, names)}")
+
+
 class Batch:
     """The data of one step: ``batch.<slot>`` tensors, ``batch.host``, and the sizes.
 
@@ -87,9 +107,13 @@ class Batch:
         tokens: Rows of the ``"tokens"`` slots, padding included.
         width: Tokens per request, or None.
         variant: The variant of this step.
+        state: The state of requests, if the runner declares any. ``state_slots`` has the request
+            slot of each row.
     """
 
     host: HostValues
+    state: StateViews
+    state_slots: torch.Tensor
 
     def __init__(
         self,
@@ -100,9 +124,12 @@ class Batch:
         variant: Mapping[str, Any],
         live: Live | None = None,
         live_names: frozenset[str] = frozenset(),
+        state: StateViews | None = None,
     ) -> None:
         for name, tensor in tensors.items():  # a loop, which tracers of code understand
             setattr(self, name, tensor)
+        if state is not None:
+            self.state = state
         self.host = HostValues(host)
         self.tokens = size.tokens
         self.width = size.width

@@ -467,7 +467,8 @@ class CaptureScheduler:
 
     def _spent_graph_budget(self) -> Reason | None:
         budget = self._config.graph_budget_bytes
-        if budget is not None and sum(graph.bytes for graph in self._graphs) > budget:
+        used = self._step.state_bytes + sum(graph.bytes for graph in self._graphs)
+        if budget is not None and used > budget:
             return Reason.MEMORY_BUDGET
         return None
 

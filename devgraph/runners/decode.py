@@ -9,9 +9,10 @@ from devgraph.api.errors import ConfigError, ConfigTypeError, brief, whole
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import ByRequests
 from devgraph.runners.loop import LOOP_SLOTS, Loop, looped_outputs
-from devgraph.runners.options import Options, RunnerOptions
+from devgraph.runners.options import Options, RunnerOptions, check_functions
 from devgraph.runners.runner import Runner
 from devgraph.runners.slots import ROW_PER_REQUEST, InputSlot, check_slots
+from devgraph.runners.state import StateStore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,7 +34,7 @@ class DecodeRunner(Runner):
         loop: take several steps in one launch, see ``Loop``. ``run`` then returns a ``LoopResult``,
             and the batch has an additional slot, ``running``.
         **options: see ``Options``: variants, host_args, config, facts, backend, pool, group, name,
-            strict, debug, bound, weights_epoch, reset_state, prepare, share, idle_dummy, ...
+            strict, debug, bound, state, weights_epoch, prepare, share, idle_dummy, ...
 
     Raises:
         ConfigError: the declaration cannot work, or ``facts`` contradict an explicit choice.
@@ -53,17 +54,31 @@ class DecodeRunner(Runner):
         capacity = whole("max_requests", max_requests, 1, ConfigError)
         if loop is not None and not isinstance(loop, Loop):
             raise ConfigTypeError(f"loop of a decode runner must be a dg.Loop, got {brief(loop)}")
-        slots = check_slots(inputs, LOOP_SLOTS if loop else ())
-        step = forward
+        chosen = Options.of("decode", capacity, options)
+        width = max(variant.get("width", 1) for variant in chosen.variants.values())
+        state = StateStore.of(
+            chosen.state,
+            capacity,
+            rows=chosen.state_rows,
+            backend=chosen.backend,
+            share=chosen.share,
+            width=width,
+        )
+        slots = check_slots(
+            inputs, LOOP_SLOTS if loop else (), None if state is None else state.input
+        )
+        check_functions(forward)
+        step = forward if state is None else state.around(forward)
         if loop is not None:
-            step = loop.around(forward, slots, outputs, ranks=options.get("group") is not None)
+            step = loop.around(step, slots, outputs, ranks=options.get("group") is not None)
             outputs = looped_outputs(outputs)
         super().__init__(
             slots=slots,
             function=step,
             outputs=outputs,
-            options=Options.of("decode", capacity, options),
+            options=chosen,
             capacity=capacity,
             counting=ByRequests("decode", capacity, None),
             steps_per_launch=loop.steps if loop else 1,
+            state=state,
         )

@@ -112,6 +112,8 @@ class EncoderRunner(Runner):
         capacity = sizes.maximum
         chosen = Options.of("encoder", capacity, options)
         settings = chosen.config
+        if chosen.state:
+            raise ConfigError("an encoder runner has no state: its items end with the run")
         most = count(max_items, "max_items")
         most = min(most, settings.max_requests or most)
         if settings.buckets is None:

@@ -12,7 +12,15 @@ from devgraph.api.backend import Backend
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, InputError, InputTypeError, brief, did_you_mean
 from devgraph.runners.outputs import LeasedTensor, released
-from devgraph.runners.slots import InputSlot, Pad, Size, raw, raw_dtype, raw_value
+from devgraph.runners.slots import (
+    STATE_SLOTS,
+    InputSlot,
+    Pad,
+    Size,
+    raw,
+    raw_dtype,
+    raw_value,
+)
 
 _ALIGNMENT = 16
 """Bytes between the starts of packed tensors."""
@@ -69,6 +77,8 @@ class InputArena:
         lent = {}
         for slot in slots:
             own = self.slots.get(slot.name)
+            if slot.name == STATE_SLOTS:  # Either runner may have the larger batches.
+                continue
             if own is None or (own.dtype, own.row_shape) != (slot.dtype, slot.row_shape):
                 continue
             lent[slot.name] = self.buffers[slot.name]

@@ -4,7 +4,7 @@ Limits on graphs form one scheme. The first four are keys of the phase configura
 
 | limit | unit | of | beyond the limit |
 |---|---|---|---|
-| ``graph_budget_bytes`` | bytes | memory of captures | the remaining buckets are dropped |
+| ``graph_budget_bytes`` | bytes | captures and request state | the remaining buckets are dropped |
 | ``time_budget_s`` | seconds | captures | the remaining buckets are dropped |
 | ``executable_budget`` | bytes or share | executables of the pool | the oldest are evicted |
 | ``miss_budget`` | recordings | new keys under ``full`` | such steps run breakable |
@@ -41,6 +41,7 @@ from devgraph.api.registry import get_backend
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Phase
 from devgraph.runners.decisions import Variant, check_variants
+from devgraph.runners.state import StateSlot
 
 DEBUG_VARIABLE = "DEVGRAPH_DEBUG"
 """Environment variable that sets ``debug`` if the engine does not."""
@@ -70,7 +71,8 @@ class RunnerOptions(TypedDict, total=False):
     debug: bool | None
     bound: Mapping[str, Any]
     weights_epoch: Callable[[], Hashable] | None
-    reset_state: Callable[[], None] | None
+    state: Sequence[StateSlot]
+    state_rows: int | None
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None
     share: Any
     idle_dummy: bool
@@ -111,13 +113,17 @@ class Options:
     DEVGRAPH_DEBUG."""
     bound: Mapping[str, Any] = attrs.field(factory=dict)
     """Tensors that graphs use in place (KV caches, weights), each a tensor or a tree of tensors (a
-    cache per layer). They are kept alive. A run refuses if one has moved or has another layout."""
+    cache per layer). They are kept alive. A run refuses if one has moved or has another layout.
+    Warm-up, capture and proofs restore their values, up to 1 GiB of the smallest ones."""
     weights_epoch: Callable[[], Hashable] | None = None
     """Returns a value that changes when weights are replaced. A graph is only used while the value
     equals that of its capture."""
-    reset_state: Callable[[], None] | None = None
-    """Undoes the effect of warm-up runs on the engine's state; called after the warm-up runs and
-    after each capture. Pad values should make it unnecessary; recurrent state may need it."""
+    state: Sequence[StateSlot] = ()
+    """State of fixed size that each request carries from step to step, as ``StateSlot`` objects.
+    ``run`` then takes ``state_slots``, and steps read and write ``batch.state``."""
+    state_rows: int | None = None
+    """Number of request slots of the state; ``max_requests`` by default. More of them hold the
+    state of requests that wait."""
     prepare: Callable[[Batch], Mapping[str, Any] | None] | None = None
     """Plans a step on the host. It is called with the batch, padded to its bucket, after every slot
     is filled and before the launch, and before every warm-up run, capture and eager step. It may
@@ -126,7 +132,8 @@ class Options:
     share: Any = None
     """Another runner of the pool. Input slots of the same name, dtype and row shape, and outputs of
     the same dtype and row shape, use its buffers (draft and target, prefill and decode). A run of
-    either runner then overwrites the outputs of both."""
+    either runner then overwrites the outputs of both. State slots of the same name are one state
+    in both."""
     idle_dummy: bool = False
     """Replay the smallest graph on pad values for an empty batch, as engines with collectives in
     their steps need; otherwise an empty batch does nothing."""
@@ -160,7 +167,7 @@ class Options:
             raise ConfigTypeError(
                 f"bound must be a mapping of names to tensors: {brief(self.bound)}"
             )
-        for key in ("weights_epoch", "reset_state", "prepare"):
+        for key in ("weights_epoch", "prepare"):
             if getattr(self, key) is not None and not callable(getattr(self, key)):
                 raise ConfigTypeError(f"{key} must be a function: {brief(getattr(self, key))}")
 
@@ -182,6 +189,12 @@ class Options:
         """
         names = [field.name for field in attrs.fields(cls)]
         for name in given:
+            if name == "reset_state":
+                raise ConfigError(
+                    "reset_state= was removed: bind the tensors that a step changes (bound=), so "
+                    "that they are restored after warm-up and capture, or declare the state of "
+                    "requests (state=[dg.StateSlot(...)])"
+                )
             if name not in names:
                 raise ConfigError(f"unknown runner option {name!r}. {did_you_mean(name, names)}")
         config = settings_of(given.get("config"), phase, capacity)

@@ -20,6 +20,7 @@ from devgraph.runners.slots import (
     OutputSlot,
     check_slots,
 )
+from devgraph.runners.state import StateStore
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,7 +73,14 @@ class PrefillRunner(Runner):
         requests = whole("max_requests", max_requests, 1, ConfigError)
         chosen = Options.of("prefill", capacity, options)
         settings = chosen.config
-        slots = check_slots(inputs)
+        state = StateStore.of(
+            chosen.state,
+            requests,
+            rows=chosen.state_rows,
+            backend=chosen.backend,
+            share=chosen.share,
+        )
+        slots = check_slots(inputs, (), None if state is None else state.input)
         if not any(slot.row_dim == "tokens" for slot in slots.values()):
             raise ConfigError("a prefill runner needs an input slot with a dim 'tokens'")
         whole_step = not breaks(settings.policy)
@@ -94,6 +102,7 @@ class PrefillRunner(Runner):
             run_slots=frozenset(
                 () if whole_step else (s.name for s in slots.values() if s.by_requests)
             ),
+            state=state,
         )
 
 

@@ -86,6 +86,8 @@ class RunnerStats:
     """Engine steps in one step of this count; see ``Loop``."""
     input_bytes: int
     output_bytes: int
+    state_bytes: int
+    """Bytes of the state of requests; a runner that shares the state counts 0."""
     executables: Residency
     """Executables of the pool, which other runners may share."""
     steps: int
@@ -176,6 +178,11 @@ class RunnerStats:
         return sum(self.eager.values())
 
     @property
+    def static_bytes(self) -> int:
+        """Bytes of all static buffers: inputs, outputs and state."""
+        return self.input_bytes + self.output_bytes + self.state_bytes
+
+    @property
     def padding_ratio(self) -> float:
         """Share of padding in the rows computed in graphs, from 0 to below 1."""
         total = self.real_rows + self.padded_rows
@@ -216,7 +223,7 @@ class RunnerStats:
             ("captures_total", "counter", "Graphs captured.", self.captures),
             ("capture_seconds_total", "counter", "Time spent capturing.", self.capture_seconds),
             ("graph_bytes", "gauge", "Device memory of the graphs.", self.graph_bytes),
-            ("static_bytes", "gauge", "Static buffers.", self.input_bytes + self.output_bytes),
+            ("static_bytes", "gauge", "Static buffers.", self.static_bytes),
             ("executable_bytes", "gauge", "Executables of the pool.", pool.bytes),
             ("executables_made_total", "counter", "Executables built.", pool.made),
             ("executables_evicted_total", "counter", "Executables dropped.", pool.evicted),
@@ -255,6 +262,7 @@ class RunnerStats:
                 f"  memory: graphs {format_bytes(self.graph_bytes)}"
                 f"{' (estimated)' * self.estimated}, inputs "
                 f"{format_bytes(self.input_bytes)}, outputs {format_bytes(self.output_bytes)}, "
+                f"state {format_bytes(self.state_bytes)}, "
                 f"executables {format_bytes(pool.bytes)}{budget} (made {pool.made} in "
                 f"{pool.seconds:.2f} s, evicted {pool.evicted})",
             ]

@@ -51,7 +51,8 @@ from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
 from devgraph.runners.prove import Proof, RunnerReport
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerStats
-from devgraph.runners.slots import InputSlot, Size
+from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size
+from devgraph.runners.state import StateStore
 from devgraph.runners.step import BoundSteps, GraphStep, Step
 from devgraph.runners.timing import ReplayTimer
 
@@ -73,6 +74,7 @@ class Runner:
         backend: the backend that captures and replays.
         pool: graph memory; pass it to other runners of the engine to share it.
         graphs: the graphs by variant and bucket, largest first.
+        state: the store of the state of requests, or None.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Runner:
         run_slots: frozenset[str] = frozenset(),
         steps_per_launch: int = 1,
         implied: Callable[[Size], Mapping[str, torch.Tensor]] | None = None,
+        state: StateStore | None = None,
     ) -> None:
         config, pool, backend, share = options.config, options.pool, options.backend, options.share
         _check_config(options)
@@ -123,6 +126,13 @@ class Runner:
         self._name = options.name
         self._steps_per_launch = steps_per_launch
         self._implied = implied
+        self.state = state
+        self._keeps_versions = (
+            state is not None
+            and state.earlier is not None
+            and counting.phase == "decode"
+            and steps_per_launch == 1
+        )
         self._step = Step(
             function=function,
             whole=whole_step or function,
@@ -130,11 +140,11 @@ class Runner:
             inputs=arena,
             outputs=OutputStore(outputs, lender and lender._step.outputs),
             host=HostArgs(options.host_args, partly=options.prepare is not None),
-            reset_state=options.reset_state or (lambda: None),
             clock=LeaseClock(options.name),
             options=options,
             backend=backend,
             pool=pool,
+            state=state,
         )
         self.graphs = Graphs(options, buckets, counting, pool)
         self._steps = BoundSteps(self._step, self.graphs)
@@ -161,6 +171,9 @@ class Runner:
         if config.executable_budget is not None:
             pool.limit(config.executable_budget)
         pool.register(arena.buffers)
+        if state is not None:
+            for buffers in state.memory:
+                pool.register(buffers)
 
     # Decisions.
 
@@ -234,6 +247,8 @@ class Runner:
         decision: Decision | None = None,
         longest: int | None = None,
         clone: bool = False,
+        state_slots: Sequence[int] | torch.Tensor | None = None,
+        accepted: Sequence[int | None] | None = None,
     ) -> Any:
         """Run one step and return its outputs, real rows only.
 
@@ -252,6 +267,9 @@ class Runner:
             decision: a decision of ``agree`` or ``can_run``; without it the runner decides itself.
             longest: as for ``can_run``.
             clone: return copies, which later runs do not overwrite.
+            state_slots: with ``state``, the request slot of each request.
+            accepted: with steps of several tokens, the number of tokens of its last step that each
+                request accepted, or None for all. The state rolls back to the last of them first.
 
         Returns:
             the outputs of the step; tensors without rows for an empty batch.
@@ -274,18 +292,44 @@ class Runner:
                 self._busy.append(self)
                 if not clone and self._step.clock.caller != get_ident():
                     self._step.clock.called_by(get_ident())
-                if decision is None and not self._decide_always and inputs is not None:
-                    step = self._steps.find(inputs, variant)
-                    if step is not None:
-                        if self._options.bound:
-                            self.buffers.check()
-                        return self._replay(step, inputs, host_args, clone)
-                return self._run_decided(inputs, host_args, variant, decision, longest, clone)
+                if self.state is None and state_slots is None and accepted is None:
+                    return self._run(inputs, host_args, variant, decision, longest, clone)
+                state = self._require_state("run")
+                if inputs is None:
+                    return self._run(inputs, host_args, variant, decision, longest, clone)
+                slots, known = state.admit(state_slots), inputs
+                if isinstance(inputs, Mapping):
+                    known = {**inputs, STATE_SLOTS: state.tensor(slots)}
+                if accepted is not None:
+                    self._require_open("run")
+                    self.pool.order()
+                    state.roll_back(slots, accepted)
+                out = self._run(known, host_args, variant, decision, longest, clone)
+                state.note(slots, self._width(known, variant))
+                return out
             except Exception as error:
                 raise_if_lost(self.backend, error)
                 raise
             finally:
                 self._busy.clear()
+
+    def _run(
+        self,
+        inputs: Mapping[str, Any] | None,
+        host_args: Mapping[str, Any] | None,
+        variant: Mapping[str, Any] | None,
+        decision: Decision | None,
+        longest: int | None,
+        clone: bool,
+    ) -> Any:
+        """Replay the graph of a batch of known size, or decide first."""
+        if decision is None and not self._decide_always and inputs is not None:
+            step = self._steps.find(inputs, variant)
+            if step is not None:
+                if self._options.bound:
+                    self.buffers.check()
+                return self._replay(step, inputs, host_args, clone)
+        return self._run_decided(inputs, host_args, variant, decision, longest, clone)
 
     def _run_decided(
         self,
@@ -477,6 +521,71 @@ class Runner:
         if self._closed:
             raise StateError(f"cannot {call}: {self._name} is closed; make a new one")
         require_alive(self.backend)
+
+    # State of requests.
+
+    def assign(self, slot: int) -> None:
+        """Zero the state of a request slot, for a new request.
+
+        Raises:
+            StateError: the runner declares no state, or is closed.
+            InputError: there is no such request slot. InputTypeError: it is not an integer.
+        """
+        with self._between_steps("assign"):
+            state = self._require_state("assign")
+            number = state.check(slot)
+            self.pool.order()
+            state.clear(number)
+
+    def export_state(self, slot: int, *, accepted: int | None = None) -> dict[str, torch.Tensor]:
+        """Return copies of the state of a request slot, by name.
+
+        Args:
+            slot: the request slot.
+            accepted: the number of accepted tokens of its last step; None for all.
+
+        Raises:
+            StateError, InputError, InputTypeError: as ``assign``, or as ``run`` for ``accepted``.
+        """
+        with self._between_steps("export_state"):
+            state = self._require_state("export_state")
+            number = state.check(slot)
+            self.pool.order()
+            return state.export(number, accepted)
+
+    def import_state(self, slot: int, rows: Mapping[str, torch.Tensor]) -> None:
+        """Write the state of a request slot, as ``export_state`` returned it.
+
+        Args:
+            slot: the request slot.
+            rows: a tensor for every state slot, on any device.
+
+        Raises:
+            StateError, InputError, InputTypeError: as ``assign``, or a tensor is missing, unknown
+                or does not fit; nothing was changed.
+        """
+        with self._between_steps("import_state"):
+            state = self._require_state("import_state")
+            number = state.check(slot)
+            self.pool.order()
+            state.load(number, rows)
+
+    def _require_state(self, call: str) -> StateStore:
+        if self.state is None:
+            raise StateError(
+                f"cannot {call} with state: {self._name} declares no state; pass "
+                f"state=[dg.StateSlot(name, shape, dtype)] to the runner"
+            )
+        return self.state
+
+    def _width(self, inputs: Mapping[str, Any], variant: Mapping[str, Any] | None) -> int:
+        """Return the tokens per request of a step that can be rolled back, else 0."""
+        if not self._keeps_versions:
+            return 0
+        requests, tokens = self._steps.measured(inputs)
+        if tokens is None:
+            return int((variant or {}).get("width", 1))
+        return tokens // requests if requests and tokens % requests == 0 else 0
 
     # Capture.
 
@@ -719,6 +828,7 @@ class Runner:
             steps_per_launch=self._steps_per_launch,
             input_bytes=self.buffers.nbytes,
             output_bytes=self._step.outputs.nbytes,
+            state_bytes=self._step.state_bytes,
             executables=self.pool.recordings.residency(),
             replay_pace=self._scheduler.pace,
         )

@@ -19,6 +19,9 @@ from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mea
 Dim = int | str
 Scalar = int | float | bool
 _ROW_DIMS = ("tokens", "requests", "requests+1")
+STATE_SLOTS = "state_slots"
+"""Name of the runner's input slot with the request slots of a batch."""
+
 _RESERVED = frozenset({"host", "real", "requests", "tokens", "variant", "width"})
 """Attributes of ``Batch`` that a slot of the same name would hide."""
 
@@ -310,22 +313,31 @@ ROW_PER_REQUEST = OutputSlot(rows="requests")
 ROW_PER_TOKEN = OutputSlot(rows="tokens")
 
 
-def check_slots(slots: Sequence[InputSlot], own: Sequence[InputSlot] = ()) -> dict[str, InputSlot]:
+def check_slots(
+    slots: Sequence[InputSlot], own: Sequence[InputSlot] = (), state: InputSlot | None = None
+) -> dict[str, InputSlot]:
     """Return the slots by name, followed by the runner's ``own``.
 
+    Args:
+        slots: The slots of the engine.
+        own: The slots of the runner.
+        state: The slot of the state of requests, if there is any. It reserves the name ``state``.
+
     Raises:
-        ConfigError: A name is declared twice, or no slot shows the size of a batch.
+        ConfigError: A name is declared twice or reserved, or no slot shows the size of a batch.
             ``ConfigTypeError``: Something is not an input slot.
     """
     by_name: dict[str, InputSlot] = {}
     if isinstance(slots, InputSlot) or not isinstance(slots, Iterable):
         raise ConfigTypeError(f"inputs must be a list of InputSlot objects, got {brief(slots)}")
     slots = [*slots]
-    for slot in (*slots, *own):
+    for slot in (*slots, *own, *([] if state is None else [state])):
         if not isinstance(slot, InputSlot):
             raise ConfigTypeError(f"inputs must be InputSlot objects, got {brief(slot)}")
         if slot.name in by_name:
             raise ConfigError(f"input slot {slot.name!r} is declared twice")
+        if slot.name == "state" and state is not None:
+            raise ConfigError("input slot 'state' would hide batch.state; rename it")
         by_name[slot.name] = slot
     if not any(slot.row_dim and slot.real is None for slot in slots):
         raise ConfigError(

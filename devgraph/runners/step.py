@@ -13,17 +13,22 @@ from devgraph.api.backend import Backend
 from devgraph.api.errors import InputError, InputTypeError, brief, note
 from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.pool import Pool
-from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, end_batch
+from devgraph.api.tensors import overwrite
+from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, StateViews, end_batch
 from devgraph.runners.decisions import GraphKey, canonical_variant
 from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.load import CopyPlan
 from devgraph.runners.options import Options
 from devgraph.runners.outputs import LeaseClock, LeasedTensor, OutputStore
-from devgraph.runners.slots import Size
+from devgraph.runners.slots import Size, raw
+from devgraph.runners.state import StateStore
 
 _Replay = Callable[[Mapping[str, Any]], None]
 """A replay with the given host arguments."""
+
+SNAPSHOT_BYTES = 2**30
+"""Maximum size of the copies of bound tensors and state that a trial takes, smallest first."""
 
 MAX_STEPS = 4096
 """Maximum number of cached steps. A step takes a few KiB, and binding it again about 20 us."""
@@ -42,20 +47,22 @@ class Step:
     inputs: InputArena
     outputs: OutputStore
     host: HostArgs
-    reset_state: Callable[[], None]
-    """Undoes the changes of runs on pad values; see ``Options.reset_state``."""
     clock: LeaseClock
     """Counts the runs. Each run overwrites the outputs of the previous one."""
     options: Options
     backend: Backend
     pool: Pool
     """The memory of the graphs."""
+    state: StateStore | None = None
+    """The state of requests."""
     live: Live = attrs.field(factory=Live)
     """The current run, as eager bodies of graphs see it."""
     autocast: Autocast | None = None
     """Autocast settings of the captures, for every run after them; before, of the last step."""
     captured: bool = False
     """Whether there was a capture."""
+    _saved: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list, init=False)
+    """Bound tensors and state of requests, with their values before the current trial."""
 
     def settle_autocast(self) -> None:
         """Fix the autocast settings of all captures and later steps.
@@ -81,14 +88,20 @@ class Step:
     def trial(self) -> Iterator[None]:
         """Run the block for no request: without gradients, under the autocast of captures.
 
-        Afterwards random numbers and the engine's state are restored, also if the block fails.
+        Afterwards random numbers, bound tensors and the state of requests have their old values,
+        also if the block fails. Above ``SNAPSHOT_BYTES`` the largest tensors are not restored, and
+        pad rules must protect them.
         """
         autocast = current_autocast() if self.autocast is None else self.autocast
         rng = self.backend.get_rng_state()
+        outer, self._saved = self._saved, self._snapshot()
 
         def restore() -> None:
-            self.backend.set_rng_state(rng)
-            self.reset_state()
+            try:
+                self.backend.set_rng_state(rng)
+                self.reset_state()
+            finally:
+                self._saved = outer
 
         try:
             with torch.no_grad(), autocast_of(autocast):
@@ -100,6 +113,23 @@ class Step:
                 note(error, f"and the changes of the step could not be undone: {lost}")
             raise
         restore()
+
+    def _snapshot(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        tensors = [*self.inputs.buffers.bound.values()]
+        if self.state is not None:
+            tensors += [tensor for b in self.state.memory for tensor in b.values()]
+        saved, remaining = [], SNAPSHOT_BYTES
+        for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes):
+            remaining -= tensor.nbytes
+            if remaining >= 0:
+                content = raw(tensor.detach())
+                saved.append((content, content.clone()))
+        return saved
+
+    def reset_state(self) -> None:
+        """Give bound tensors and the state of requests the values before the trial."""
+        for tensor, content in self._saved:
+            overwrite(tensor, content)
 
     def run_eagerly(
         self,
@@ -156,7 +186,8 @@ class Step:
             return result
         size = Size(0, 0)
         host = self.host.at_capture(size)
-        batch = Batch(self.inputs.views(size), size, host=host, variant=options)
+        state = self.state_views(size)
+        batch = Batch(self.inputs.views(size), size, host=host, variant=options, state=state)
         return self.called(self.tail, result, batch)
 
     def prepared(self, batch: Batch, host: Mapping[str, Any], size: Size) -> Mapping[str, Any]:
@@ -179,7 +210,19 @@ class Step:
             variant=graph.options,
             live=self.live,
             live_names=self.inputs.run_slots,
+            state=self.state_views(graph.size),
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of requests; 0 if it belongs to the runner to share with."""
+        if self.state is None or getattr(self.options.share, "state", None) is self.state:
+            return 0
+        return self.state.nbytes
+
+    def state_views(self, size: Size) -> StateViews | None:
+        """Return ``batch.state`` for a step of ``size``, or None for a runner without state."""
+        return None if self.state is None else self.state.views(size.width)
 
     def call_eagerly(
         self,
@@ -203,6 +246,7 @@ class Step:
             variant=options,
             live=self.live if run_slots else None,
             live_names=run_slots,
+            state=self.state_views(size),
         )
         try:
             batch.host = HostValues(self.prepared(batch, host, size))
@@ -348,7 +392,8 @@ class GraphStep:
         host = self._step.host.resolve(host_args, self.real, self.real)
         if self._planned:
             host = {**host, **self._planned}
-        batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options)
+        state = self._step.state_views(self.real)
+        batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options, state=state)
         try:
             return self._step.called(self.tail, self.outputs(), batch)
         except Exception as error:

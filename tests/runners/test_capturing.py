@@ -20,6 +20,7 @@ import devgraph as dg
 from devgraph import Reason
 from devgraph.cpu.tape import Tape
 from devgraph.runners import capturing as rounds_module
+from devgraph.runners import step as step_module
 from tests.support.runner_steps import (
     IDS,
     ROWS,
@@ -177,23 +178,37 @@ def test_what_a_warm_up_does_not_change_is_raised_at_once(monkeypatch):
     assert recorder.sizes == [8, -1]
 
 
-def test_state_is_reset_after_every_warm_up_and_capture():
-    state = torch.zeros(1)
-    resets = []
+def test_bound_tensors_are_restored_after_every_warm_up_and_capture():
+    """FAULTS 47."""
+    state = torch.full((1,), 5.0)
+    seen = []
 
     def step(batch):
+        if not dg.is_capturing():
+            seen.append(state.item())
         state.add_(1)
         return batch.x + state
 
-    def reset():
-        resets.append(state.item())
-        state.zero_()
+    runner = decode_of(
+        step, (X,), config={"buckets": [2], "warmup": 3}, max_requests=2, bound={"state": state}
+    )
+    assert state.item() == 5
+    assert set(seen) == {5}
+    assert runner.run({"x": torch.zeros(1, 3)}).eq(6).all()
+    assert runner.run({"x": torch.zeros(1, 3)}).eq(7).all()
 
-    runner = decode_of(step, (X,), config={"buckets": [2]}, max_requests=2, reset_state=reset)
-    assert state.item() == 0
-    assert max(resets) <= 2  # never more than one run of the step and the one before the round
-    assert runner.run({"x": torch.zeros(1, 3)}).eq(1).all()
-    assert runner.run({"x": torch.zeros(1, 3)}).eq(2).all()
+
+def test_bound_tensors_above_the_limit_of_copies_are_left_to_the_pad_rules(monkeypatch):
+    monkeypatch.setattr(step_module, "SNAPSHOT_BYTES", 12)
+    small, large = torch.zeros(2), torch.zeros(2)
+
+    def step(batch):
+        small.add_(1)
+        large.add_(1)
+        return batch.x * 2
+
+    decode_of(step, (X,), config={"buckets": [2]}, bound={"small": small, "large": large})
+    assert sorted([small.any().item(), large.any().item()]) == [False, True]
 
 
 def test_a_failure_of_the_step_is_raised_and_earlier_buckets_are_kept():
@@ -229,7 +244,7 @@ def test_a_failed_capture_leaves_random_numbers_and_the_state_of_the_engine(good
             raise KeyError("no such layer")
         return batch.x * 2
 
-    runner = decode_of(step, (X,), captured=False, reset_state=state.zero_)
+    runner = decode_of(step, (X,), captured=False, bound={"state": state})
     rng = torch.get_rng_state()
     with pytest.raises(KeyError):
         runner.capture()

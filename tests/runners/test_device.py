@@ -149,7 +149,7 @@ def test_runs_from_several_streams_and_threads_follow_each_other(devgraph_backen
 
 def test_prove_holds_on_the_device(devgraph_backend):
     step = Step(devgraph_backend.device)
-    runner = runner_on(devgraph_backend, step, reset_state=lambda: step.cache.fill_(0.5))
+    runner = runner_on(devgraph_backend, step, bound={"cache": step.cache})
     report = runner.prove(cases=3)
     assert report.ok, str(report)
 

@@ -128,3 +128,8 @@ def test_an_encoder_takes_facts_but_no_rule_covers_it() -> None:
 def test_facts_of_another_kind_are_refused() -> None:
     with pytest.raises(dg.ConfigTypeError, match=r"facts must be dg.EngineFacts\(...\), got"):
         double_runner(facts={"lora": True})
+
+
+def test_removed_option_names_its_replacement():
+    with pytest.raises(dg.ConfigError, match=r"reset_state= was removed: .*bound=.*StateSlot"):
+        double_runner(reset_state=print)

@@ -314,7 +314,7 @@ def test_a_spent_budget_on_one_rank_ends_the_capture_on_all():
         return states(
             ranked(
                 group,
-                reset_state=lambda: time.sleep(0.05 if rank == 0 else 0),
+                prepare=lambda batch: time.sleep(0.05 if rank == 0 else 0),
                 config={"time_budget_s": 0.03, "warmup": 2},
             )
         )

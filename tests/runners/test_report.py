@@ -127,7 +127,7 @@ def test_a_sampled_plan_estimates_without_capturing_for_real():
     assert runner.plan(sample=True) == measured
 
 
-def test_a_sampled_plan_ends_the_leases_and_resets_the_state():
+def test_a_sampled_plan_ends_the_leases_and_restores_bound_tensors():
     state = torch.zeros(1)
 
     def step(batch):
@@ -135,14 +135,14 @@ def test_a_sampled_plan_ends_the_leases_and_resets_the_state():
         return batch.x * 2
 
     config = {"capture": "lazy", "lazy_hits": 1, "buckets": [2, 4]}
-    runner = decode_of(step, (X,), config=config, debug=True, reset_state=state.zero_)
+    runner = decode_of(step, (X,), config=config, debug=True, bound={"state": state})
     for _ in range(2):
         out = runner.run({"x": rows_of_x(2)})
     assert runner.stats().graph_steps == 1
     runner.plan(sample=True)
     with pytest.raises(dg.StaleOutputError):
         out.sum()
-    assert state.item() == 0
+    assert state.item() == 2  # of the two steps
 
 
 def test_explain_names_segments_reasons_and_counters():
@@ -188,7 +188,8 @@ def sampled_slots():
 
 def test_prove_compares_every_bucket_on_fresh_data():
     step = CacheStep()
-    runner = decode_of(step, sampled_slots(), reset_state=lambda: step.cache.fill_(0.25))
+    step.cache.fill_(0.25)
+    runner = decode_of(step, sampled_slots(), bound={"cache": step.cache})
     report = runner.prove(cases=3)
     assert report.ok, str(report)
     assert report.cases == 1 + 1 + 2 + 3  # buckets 1 and 2 serve one size, 4 two, 8 four

@@ -87,6 +87,60 @@ def test_host_argument_that_grows_past_every_budget_is_right_at_each_step(
         same(got, want)
 
 
+def accumulated(batch: Any) -> torch.Tensor:
+    """Add each token to the state of its request, and return the state after it."""
+    slots, width = batch.state_slots, batch.width
+    state = batch.state.total[slots]
+    after: list[torch.Tensor] = []
+    for token in batch.x.view(-1, width, WIDTH).unbind(1):
+        state = state + token
+        if batch.state.history is not None:
+            batch.state.history.total[len(after)].index_copy_(0, slots, state)
+        after.append(state)
+    if batch.state.history is None:
+        batch.state.total.index_copy_(0, slots, state)
+    return torch.stack(after, 1).flatten(0, 1)
+
+
+def accumulator(kit: Kit, policy: str, **options: Any) -> Any:
+    x = dg.InputSlot("x", ("tokens", WIDTH), torch.float32, pad=dg.Pad.fill(float("nan")))
+    state = [dg.StateSlot("total", (WIDTH,), torch.float32)]
+    options = {"outputs": dg.OutputSlot(rows="tokens"), "config": policy, **options}
+    return runner_of(kit, accumulated, [x], state=state, **options)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_request_slot_never_shows_the_request_before_it(kit: Kit, policy: str) -> None:
+    runner = accumulator(kit, policy)
+    rounds = 1000 if policy == "full" else 50
+    for seed in range(rounds):
+        slots = [seed % 4, (seed + 1 + seed % 3) % 4]
+        for buffer in runner.state.buffers.values():
+            poison(buffer)
+        for slot_of_request in slots:
+            runner.assign(slot_of_request)
+        x, y = kit.tensor(2, WIDTH, seed=seed), kit.tensor(2, WIDTH, seed=seed + rounds)
+        same(runner.run({"x": x}, state_slots=slots, clone=True), x)
+        same(runner.run({"x": y}, state_slots=slots, clone=True), x + y)
+    assert runner.stats().graph_steps == 2 * rounds
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_state_rolls_back_to_the_last_accepted_token(kit: Kit, policy: str) -> None:
+    runner = accumulator(kit, policy, variants=[{}, {"width": 3}])
+    # Whole numbers, so that the order of additions does not matter.
+    x, y = ((kit.tensor(n, WIDTH, seed=n) * 8).round() for n in (6, 2))
+    sums = torch.cat([part.cumsum(0) for part in x.split(3)])
+    same(runner.run({"x": x}, state_slots=[3, 0], variant={"width": 3}, clone=True), sums)
+    out = runner.run({"x": y}, state_slots=[0, 3], accepted=[1, 2], clone=True)
+    same(out, torch.stack([sums[3], sums[1]]) + y)
+    same(runner.export_state(0, accepted=0)["total"], sums[3])
+    moved = runner.export_state(3)
+    runner.assign(3)
+    runner.import_state(1, moved)
+    same(runner.run({"x": y}, state_slots=[3, 1], clone=True), torch.stack([y[0], out[1] + y[1]]))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_padded_rows_change_neither_outputs_nor_state(kit: Kit, policy: str) -> None:
     """FAULTS 36."""
