@@ -34,6 +34,7 @@ from devgraph.api.errors import (
     brief,
     note,
 )
+from devgraph.api.marks.marks import current_scope
 from devgraph.api.reach import PLAIN, Entry, Watch, entries, names_in
 from devgraph.api.snapshots import Snapshot
 from devgraph.api.tensors import has_place
@@ -89,6 +90,12 @@ class Owned:
         self._roots = [*self._inner, *_roots_of(fn)]
         self.written: set[int] = set()
         self._state: dict[str, tuple[Any, Any]] = {}
+        self._watch: Watch | None = None
+        """The places that the step can reach, during a run that is captured."""
+        self._created: dict[str, torch.Tensor] | None = None
+        """Tensors that the first run of the step made for later ones."""
+        self._keeper: Callable[[Iterable[tuple[str, torch.Tensor]]], Snapshot] | None = None
+        self._after_first: Snapshot | None = None
 
     @property
     def given(self) -> list[torch.Tensor]:
@@ -96,33 +103,61 @@ class Owned:
         return [tensor for _, tensor in self.tensors[: self._given]]
 
     @contextlib.contextmanager
-    def run(self) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def run(self, *, strict: bool = False) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Yield arguments with containers of the step's own, for one run of it.
 
+        A run inside a capture must not replace, add or remove an entry or an attribute that holds
+        a tensor, except in eager bodies. Earlier runs may, because many steps set themselves up
+        in the first one; they must leave the containers in arguments as they are.
+
+        Args:
+            strict: whether this run must leave such places alone, although it is not captured.
+                The first run may add some.
+
         Raises:
-            CaptureError: the step replaced, added or removed an entry or an attribute that holds a
-                tensor; the caller's objects are then as before.
+            CaptureError: the step rebinds a tensor.
         """
         copies: dict[int, Copied] = {}
         copied = [own_copy(name, value, copies) for name, value in self.arguments.items()]
-        watch = Watch(self._roots)
+        captured = current_scope() is not None
+        is_first, self._created = self._created is None, self._created or {}
+        watch = Watch(self._roots) if captured or strict or is_first else None
+        outer, self._watch = self._watch, watch if captured else None
         count = self.count
         versions = [tensor._version for tensor in self.given if not tensor.is_inference()]
         try:
             yield tuple(copied[:count]), dict(zip(self._kwargs, copied[count:], strict=True))
-        except BaseException:
-            watch.rebound(lambda *_: None)
-            raise
+            changes = watch.changes() if watch else []
+        finally:
+            self._watch = outer
         seen = (tensor for tensor in self.given if not tensor.is_inference())
         for tensor, version in zip(seen, versions, strict=True):
             if tensor._version != version:
                 self.written.add(id(tensor))
-        path = watch.rebound(self._note_state)
-        change = ("replaces", path) if path else None
+        if is_first and not captured:
+            self._created = {p: t for item in changes for p, t in item.tensors}
+            if self._created and self._keeper is not None:
+                self._after_first = self._keeper(self._created.items())
+            changes = [item for item in changes if strict and item.verb != "adds"]
+        change = (changes[0].verb, changes[0].path) if changes else None
         for item in copies.values():
             change = change or change_in(item, self._note_state)
         if change is not None:
             raise CaptureError(_rebinding(*change))
+
+    @contextlib.contextmanager
+    def eager_body(self) -> Iterator[None]:
+        """Let the block rebind what it likes: a body that every replay runs again.
+
+        Raises:
+            CaptureError: the captured step rebound a tensor before.
+        """
+        if self._watch is not None:
+            for verb, path, _ in self._watch.changes():
+                raise CaptureError(_rebinding(verb, path))
+        yield
+        if self._watch is not None:
+            self._watch.settle()
 
     def _note_state(self, path: str, old: Any, new: Any) -> None:
         self._state[path] = (self._state.get(path, (old,))[0], new)
@@ -134,19 +169,23 @@ class Owned:
         Yields a function that raises CaptureError if the step changed the memory or the layout of
         a tensor.
         """
-        snapshot = self.snapshot(backend, limit)
+        snapshot, watch = self.snapshot(backend, limit), Watch(self._roots)
+        self._keeper = lambda tensors: Snapshot(backend, (), limit=limit, optional=tensors)
         try:
             yield snapshot.require_places
             self.written |= {id(tensor) for tensor in snapshot.written(self.given)}
         except BaseException as error:
+            watch.put_back()
             try:
                 with backend.off_stuck_stream():
                     snapshot.restore()
             except Exception as lost:
                 note(error, f"and the arguments could not be given their contents back: {lost}")
             raise
+        self._restore_created()
         snapshot.restore()
         snapshot.require_unwritten()
+        watch.changes(self._note_state)
         if self._state:
             changes = "; ".join(
                 f"{path} from {brief(old)} to {brief(new)}"
@@ -159,6 +198,22 @@ class Owned:
                 DeviceGraphWarning,
                 stacklevel=4,
             )
+
+    def _restore_created(self) -> None:
+        """Give tensors that the first run made their values after it back, and warn of that."""
+        created, snapshot = self._created or {}, self._after_first
+        written = [] if snapshot is None else snapshot.written(created.values())
+        if snapshot is None or not written:
+            return
+        snapshot.restore()
+        names = [path for path, tensor in created.items() if any(t is tensor for t in written)]
+        warnings.warn(
+            f"the first warm-up run made {', '.join(names)}, and later runs wrote it. It has its "
+            f"values after the first run, and replays go on from these. Make it before the "
+            f"capture, so that the capture gives it its first values back.",
+            DeviceGraphWarning,
+            stacklevel=5,
+        )
 
     def snapshot(self, backend: Backend, limit: int | None = None) -> Snapshot:
         """Save the state that the step may change, except the parameters of modules."""

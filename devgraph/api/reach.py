@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+import operator
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,12 +26,22 @@ _INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"}
 _CELL = "cell_contents"
 
 
+class _Absent:
+    """The content of a place that holds nothing."""
+
+    def __repr__(self) -> str:
+        return "absent"
+
+
+_ABSENT = _Absent()
+
+
 class Entry(NamedTuple):
     """One place that holds a value, and the value that it held."""
 
     path: str
     holder: Any
-    """A dictionary, a list, a cell of a closure, or an object with slots."""
+    """A dictionary, a list, a cell of a closure, or an object with attributes."""
     key: Any
     value: Any
 
@@ -39,25 +51,8 @@ class Entry(NamedTuple):
         return self.path.endswith("]")
 
     def now(self) -> Any:
-        """Return the value that the place holds now, or None if there is none."""
-        try:
-            if isinstance(self.holder, Mapping | list):
-                return self.holder[self.key]
-            return getattr(self.holder, self.key)
-        except (LookupError, AttributeError, ValueError):
-            return None
-
-    def put_back(self) -> None:
-        """Let the place hold its value again."""
-        if isinstance(self.holder, dict | list):
-            self.holder[self.key] = self.value
-        elif isinstance(self.holder, types.CellType):
-            self.holder.cell_contents = self.value
-        else:
-            object.__setattr__(self.holder, self.key, self.value)  # also of a frozen class
-
-
-_Found = tuple[str, Any, Any, Any]
+        """Return the value that the place holds now."""
+        return _read(self.holder, self.key)
 
 
 def tree_entries(path: str, node: Any) -> Iterator[Entry]:
@@ -102,6 +97,14 @@ def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterat
             its closure, its defaults and the globals that it names.
         weights: with the parameters and buffers of modules.
     """
+    for path, value in _walk(roots, weights):
+        for entry in _members(path, value, weights):
+            if isinstance(entry.value, (torch.Tensor, torch.Generator, *PLAIN)):
+                yield entry
+
+
+def _walk(roots: Iterable[tuple[str, Any]], weights: bool) -> Iterator[tuple[str, Any]]:
+    """Yield every object below ``roots`` that can hold others, each once."""
     todo = deque((name, value, 0) for name, value in roots)
     seen: set[int] = set()
     left = _MOST
@@ -112,64 +115,187 @@ def entries(roots: Iterable[tuple[str, Any]], *, weights: bool = True) -> Iterat
         seen.add(id(value))
         is_module = isinstance(value, torch.nn.Module)
         left -= not is_module
-        for name, holder, key, child in _members(path, value, weights):
-            if isinstance(child, (torch.Tensor, torch.Generator, *PLAIN)):
-                yield Entry(name, holder, key, child)
-            elif depth < _DEEPEST or is_module:
-                todo.append((name, child, depth + (not is_module)))
+        yield path, value
+        if depth < _DEEPEST or is_module:
+            todo.extend(
+                (entry.path, entry.value, depth + (not is_module))
+                for entry in _members(path, value, weights)
+                if not isinstance(entry.value, (torch.Tensor, torch.Generator, *PLAIN))
+            )
 
 
-def _members(path: str, value: Any, weights: bool) -> Iterator[_Found]:
+def _members(path: str, value: Any, weights: bool) -> Iterator[Entry]:
+    """Yield the values that ``value`` holds, in places that can change and in others."""
+    for place in _places(path, value, weights):
+        yield from place.entries()
+    for name, child in _fixed(path, value):
+        yield Entry(name, None, None, child)
+
+
+class _Place:
+    """A holder, with all its keys or some, and the values that it held.
+
+    Args:
+        form: the path of a key, as a format of ``path`` and ``key``.
+        keys: the keys; None for all that the holder has, also later.
+        without: keys that do not count.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        form: str,
+        holder: Any,
+        keys: Iterable[Any] | None = None,
+        without: Iterable[Any] = (),
+    ) -> None:
+        self._path, self._form, self.holder = path, form, holder
+        self._keys = None if keys is None else [*keys]
+        self._without = without
+        self.settle()
+
+    def settle(self) -> None:
+        """Take the present values as those that the holder held."""
+        self._held, self._values = self._now()
+
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        if self._keys is not None:
+            return self._keys, [_read(self.holder, key) for key in self._keys]
+        if isinstance(self.holder, dict):
+            return [*self.holder], [*self.holder.values()]
+        return [*range(len(self.holder))], [*self.holder]
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the keys with the values that the holder held."""
+        for key, value in zip(self._held, self._values, strict=True):
+            if value is not _ABSENT and key not in self._without:
+                yield Entry(self._at(key), self.holder, key, value)
+
+    def _at(self, key: Any) -> str:
+        return self._form.format(path=self._path, key=key)
+
+    def changes(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the path, the old and the new value of each key that changed."""
+        keys, values = self._now()
+        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
+            return
+        before = dict(zip(self._held, self._values, strict=True))
+        after = dict(zip(keys, values, strict=True))
+        for key in [*before, *(key for key in after if key not in before)]:
+            old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
+            if old is not new and key not in self._without:
+                yield self._at(key), old, new
+
+    def put_back(self) -> None:
+        """Let the holder hold its old values again."""
+        if isinstance(self.holder, list | deque):
+            self.holder.clear()
+            self.holder.extend(self._values)
+            return
+        if self._keys is None:
+            for key in [key for key in self.holder if key not in self._held]:
+                del self.holder[key]
+        for key, value in zip(self._held, self._values, strict=True):
+            if _read(self.holder, key) is not value:
+                _write(self.holder, key, value)
+
+
+_ATTRIBUTE, _ITEM, _NAME = "{path}.{key}", "{path}[{key!r}]", "{key}"
+
+
+def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
     if isinstance(value, torch.nn.Module):
         inner = vars(value)
         for table in ("_modules", "_parameters", "_buffers")[: 3 if weights else 1]:
-            held = inner.get(table, {})
-            yield from ((f"{path}.{name}", held, name, child) for name, child in held.items())
-        hooked = _set_by_hooks(value)
-        yield from (
-            (f"{path}.{name}", inner, name, child)
-            for name, child in [*inner.items()]
-            if name not in _INTERNAL and name not in hooked
-        )
+            yield _Place(path, _ATTRIBUTE, inner.get(table, {}))
+        yield _Place(path, _ATTRIBUTE, inner, without=_INTERNAL | _set_by_hooks(value))
     elif isinstance(value, types.FunctionType):
-        yield from _members_of_function(path, value)
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            yield _Place(path, name.replace("{", "{{"), cell, (_CELL,))
+        space, names = value.__globals__, names_in(value.__code__)
+        if not is_machinery_module(space.get("__name__", "")):
+            yield _Place(path, _NAME, space, sorted(names - _BUILTINS))
+            for name in names & space.keys():
+                if isinstance(module := space[name], types.ModuleType) and _is_users(module):
+                    used = sorted(names & vars(module).keys())
+                    yield _Place(name, _ATTRIBUTE, vars(module), used)
+    elif isinstance(value, dict | list | deque):
+        yield _Place(path, _ITEM, value)
+    elif isinstance(value, type):
+        if not is_machinery_module(value.__module__):
+            state = [name for name, child in vars(value).items() if _is_state(child)]
+            yield _Place(value.__name__, _ATTRIBUTE, value, state)
+    elif not isinstance(value, _PASSIVE) and _has_state(value):
+        yield _Place(path, _ATTRIBUTE, getattr(value, "__dict__", {}))
+        yield _Place(path, _ATTRIBUTE, value, _slots_of(type(value)))  # type: ignore[arg-type]
+
+
+def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what ``value`` holds in places that do not change, each behind its path."""
+    if isinstance(value, types.FunctionType):
+        for child in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            yield path, child
+        if (inner := vars(value).get("__wrapped__")) is not None:
+            yield path, inner
     elif isinstance(value, types.MethodType):
-        yield "self", None, None, value.__self__
-        yield path, None, None, value.__func__
+        yield "self", value.__self__
+        yield path, value.__func__
     elif isinstance(value, functools.partial):
-        for child in (value.func, *value.args):
-            yield path, None, None, child
-        yield path, None, None, value.keywords
-    elif isinstance(value, dict):
-        yield from ((f"{path}[{key!r}]", value, key, child) for key, child in [*value.items()])
-    elif isinstance(value, list):
-        yield from ((f"{path}[{at}]", value, at, child) for at, child in enumerate(value))
+        yield from ((path, child) for child in (value.func, *value.args))
+        yield path, value.keywords
     elif isinstance(value, tuple):
-        yield from ((f"{path}[{at}]", None, None, child) for at, child in enumerate(value))
-    elif not isinstance(value, type | types.ModuleType) and (
-        fields_of(value) or not is_machinery_module(type(value).__module__)
+        yield from ((f"{path}[{index}]", child) for index, child in enumerate(value))
+    elif isinstance(value, type):
+        if not is_machinery_module(value.__module__):
+            functions = (types.FunctionType, classmethod, staticmethod)
+            for child in vars(value).values():
+                if isinstance(child, functions):
+                    yield path, getattr(child, "__func__", child)
+    elif isinstance(value, torch.nn.Module) or (
+        not isinstance(value, (*_PASSIVE, dict, list, deque)) and _has_state(value)
     ):
-        held = getattr(value, "__dict__", {})
-        yield from ((f"{path}.{key}", held, key, child) for key, child in [*held.items()])
-        for name in _slots_of(type(value)):  # type: ignore[arg-type]
-            yield f"{path}.{name}", value, name, getattr(value, name, None)
+        yield path, type(value)
 
 
-def _members_of_function(path: str, fn: types.FunctionType) -> Iterator[_Found]:
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            yield name, cell, _CELL, cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-    for child in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
-        yield path, None, None, child
-    if (inner := vars(fn).get("__wrapped__")) is not None:
-        yield path, None, None, inner
-    space = fn.__globals__
-    if not is_machinery_module(space.get("__name__", "")):
-        for name in names_in(fn.__code__):
-            if name in space:
-                yield name, space, name, space[name]
+_PASSIVE = (types.ModuleType, types.MethodType, functools.partial, tuple, *PLAIN)
+_BUILTINS = frozenset(vars(builtins))
+
+
+def _has_state(value: Any) -> bool:
+    """Whether ``value`` is an object of the user's, and not one of Python's or of torch's."""
+    module = type(value).__module__
+    return bool(fields_of(value)) or module == "collections" or not is_machinery_module(module)
+
+
+def _is_users(module: types.ModuleType) -> bool:
+    return not is_machinery_module(module.__name__)
+
+
+def _is_state(child: Any) -> bool:
+    return isinstance(child, torch.Tensor | torch.Generator | list | dict | tuple | deque)
+
+
+def _read(holder: Any, key: Any) -> Any:
+    try:
+        if isinstance(holder, Mapping | list | deque):
+            return holder[key]
+        return getattr(holder, key)
+    except (LookupError, AttributeError, ValueError, TypeError):
+        return _ABSENT
+
+
+def _write(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, dict):
+        if value is _ABSENT:
+            holder.pop(key, None)
+        else:
+            holder[key] = value
+    elif isinstance(holder, types.CellType | type):
+        setattr(holder, key, value) if value is not _ABSENT else delattr(holder, key)
+    elif value is _ABSENT:
+        object.__delattr__(holder, key)
+    else:
+        object.__setattr__(holder, key, value)  # also of a frozen class
 
 
 @functools.lru_cache(maxsize=1024)
@@ -192,29 +318,67 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(m.__name__ for m in members if isinstance(m, types.MemberDescriptorType))
 
 
+class Change(NamedTuple):
+    """A place that came to hold other tensors."""
+
+    verb: str
+    """replaces, adds or removes"""
+    path: str
+    tensors: list[tuple[str, torch.Tensor]]
+    """The tensors that it holds now, each behind its path."""
+
+
 class Watch:
-    """The places that a step can reach, as they are before a run of it."""
+    """The places that a step can reach, with what they hold before a run of it."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        self._entries = [*entries(roots)]
+        self._places = [
+            place for path, value in _walk(roots, True) for place in _places(path, value, True)
+        ]
 
-    def rebound(self, note_state: Callable[[str, Any, Any], None]) -> str | None:
-        """Put the tensors back that were replaced, and return the path of the first one.
+    def changes(
+        self, note_state: Callable[[str, Any, Any], None] = lambda *_: None
+    ) -> list[Change]:
+        """Return the places that hold other tensors than before.
 
         Args:
             note_state: called with the path, the old and the new value of a plain value that
                 changed.
         """
-        first = None
-        for entry in self._entries:
-            if entry.holder is None or (now := entry.now()) is entry.value:
-                continue
-            if isinstance(entry.value, torch.Tensor):
-                entry.put_back()
-                first = first or entry.path
-            elif isinstance(now, PLAIN) and now != entry.value:
-                note_state(entry.path, entry.value, now)
-        return first
+        changes = []
+        for place in self._places:
+            for path, old, new in place.changes():
+                before, after = tensors_below(path, old), tensors_below(path, new)
+                if [id(tensor) for _, tensor in before] != [id(tensor) for _, tensor in after]:
+                    verb = "adds" if not before else "replaces" if after else "removes"
+                    changes.append(Change(verb, path, after))
+                elif isinstance(old, PLAIN) and isinstance(new, PLAIN) and old != new:
+                    note_state(path, old, new)
+        return changes
+
+    def put_back(self) -> None:
+        """Let every place that came to hold other tensors hold its old values again."""
+        for place in self._places:
+            if any(
+                tensors_below(path, old) or tensors_below(path, new)
+                for path, old, new in place.changes()
+            ):
+                place.put_back()
+
+    def settle(self) -> None:
+        """Take the present values as those before the run."""
+        for place in self._places:
+            place.settle()
+
+
+def tensors_below(path: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors in ``value``, each behind its path."""
+    if isinstance(value, torch.Tensor):
+        return [(path, value)]
+    if value is _ABSENT or isinstance(value, (type, types.FunctionType, *PLAIN)):
+        return []
+    inner = entries([(path, value)])
+    return [(e.path, e.value) for e in inner if isinstance(e.value, torch.Tensor)]
 
 
 def modules_of(fn: Callable[..., Any]) -> list[torch.nn.Module]:
@@ -230,5 +394,6 @@ def modules_of(fn: Callable[..., Any]) -> list[torch.nn.Module]:
         if isinstance(value, torch.nn.Module):
             modules.append(value)
         elif depth < _DEEPEST:
-            todo.extend((child, depth + 1) for _, _, _, child in _members("", value, True))
+            inner = (entry.value for entry in _members("", value, True))
+            todo.extend((child, depth + 1) for child in inner if not isinstance(child, type))
     return modules

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
 from collections.abc import Iterator
 from typing import Any
 
@@ -480,3 +480,134 @@ def test_replay_under_vmap_and_capture_of_fake_tensors_are_refused(kit: Kit, cap
     with FakeTensorMode(), pytest.raises(dg.DeviceGraphError, match="FakeTensorMode"):
         captured.replay()
     kit.same(captured.replay(), captured.outputs.clone())
+
+
+# Places that a step rebinds, wherever they are.
+
+
+class Recurrent(torch.nn.Module):
+    """Keeps its state in one of many ways."""
+
+    shared: Any = None
+
+    def __init__(self, how: str, start: Any) -> None:
+        super().__init__()
+        self.how, self.h = how, None
+        self.box: Any = types.SimpleNamespace(h=start)
+        self.states, self.pair, self.window = [start], (start, start), deque([start], 2)
+        self.start = start
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "lazy":
+            self.h = x * 1 if self.h is None else self.h + x
+            return self.h * 1
+        if self.how == "new attribute":
+            self.last = x * 2
+            return x * 1
+        if self.how == "tuple":
+            self.pair = (self.pair[0] + x, self.pair[1])
+            return self.pair[0] * 1
+        if self.how == "list":
+            self.states = [self.states[0] + x]
+            return self.states[0] * 1
+        if self.how == "append":
+            self.states.append(self.states[-1] + x)
+            return self.states[-1] * 1
+        if self.how == "deque":
+            self.window.append(self.window[-1] + x)
+            return self.window[-1] * 1
+        if self.how == "object":
+            self.box = types.SimpleNamespace(h=self.box.h + x)
+            return self.box.h * 1
+        if self.how == "inner":
+            self.box.h = self.box.h + x
+            return self.box.h * 1
+        Recurrent.shared = self.start + x
+        return Recurrent.shared * 1
+
+
+REBOUND = (
+    "lazy",
+    "new attribute",
+    "tuple",
+    "list",
+    "append",
+    "deque",
+    "object",
+    "inner",
+    "class",
+)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2])
+@pytest.mark.parametrize("how", REBOUND)
+def test_rebound_place_is_refused_and_put_back(kit: Kit, cap: Cap, how: str, warmup: int) -> None:
+    """FAULTS 45."""
+    start = kit.tensor(3)
+    module = Recurrent(how, start)
+    Recurrent.shared = start if how == "class" else None
+    box = module.box
+    with pytest.raises(dg.CaptureError, match=r"the step (replaces|adds|removes)"):
+        cap(module, kit.tensor(3, seed=1), warmup=warmup)
+    assert module.h is None and not hasattr(module, "last")
+    assert module.pair[0] is start and module.box is box and box.h is start
+    assert module.states == [start] and [*module.window] == [start]
+    assert Recurrent.shared is (start if how == "class" else None)
+
+
+def test_tensor_that_the_first_run_makes_is_right(kit: Kit, cap: Cap) -> None:
+    holder = types.SimpleNamespace(table=None)
+
+    def step(x: Any) -> Any:
+        if holder.table is None:
+            holder.table = x.new_ones(3) * 3
+        return x * holder.table
+
+    x = kit.tensor(3)
+    captured = cap(step, x)
+    for seed in (4, 5):
+        kit.refill(x, seed)
+        kit.same(captured.replay(), x * 3)
+
+
+def test_tensor_that_the_first_run_makes_and_later_ones_advance_is_named(
+    kit: Kit, cap: Cap
+) -> None:
+    """FAULTS 47."""
+    holder = types.SimpleNamespace(n=None)
+
+    def step(x: Any) -> Any:
+        if holder.n is None:
+            holder.n = torch.zeros_like(x)
+        holder.n.add_(1)
+        return x * holder.n
+
+    x = kit.tensor(3)
+    with pytest.warns(dg.DeviceGraphWarning, match=r"first warm-up run made holder\.n"):
+        captured = cap(step, x, warmup=3)
+    for count in (2, 3):
+        kit.same(captured.replay(), x * count)
+
+
+def test_eager_body_may_rebind(kit: Kit, policy: str) -> None:
+    if policy == "full":
+        pytest.skip("policy full has no eager bodies")
+    holder = types.SimpleNamespace(seen=[], last=kit.tensor(3))
+
+    @dg.no_graph
+    def log(h: Any) -> None:
+        holder.seen.append(h.clone())
+        holder.last = h + 1
+
+    x = kit.tensor(3)
+
+    def step(x: Any) -> Any:
+        log(x * 2)
+        return x + 1
+
+    captured = kit.capture(step, x, policy=policy)
+    count = len(holder.seen)
+    kit.refill(x, 7)
+    kit.same(captured.replay(), x + 1)
+    assert len(holder.seen) == count + 1
+    kit.same(holder.last, x * 2 + 1)

@@ -582,7 +582,7 @@ class _CompiledStep:
         job, before, started = self.job, self.build, time.perf_counter()
         outer = _running.set(self)
         try:
-            with job.owned.run() as (args, kwargs), _settings(), entered(_Tracing()):
+            with job.owned.run(strict=True) as (args, kwargs), _settings(), entered(_Tracing()):
                 result = self._step(*args, **kwargs, **self.tokens)
         finally:
             _running.reset(outer)
