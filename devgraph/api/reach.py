@@ -231,7 +231,7 @@ def _places(path: str, value: Any, weights: bool) -> Iterator[_Place]:
 
 
 def _fixed(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what ``value`` holds in places that do not change, each behind its path."""
+    """Yield the values that ``value`` holds in fixed places, each behind its path."""
     if isinstance(value, types.FunctionType):
         for child in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             yield path, child
