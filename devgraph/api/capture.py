@@ -30,11 +30,12 @@ from devgraph.api.marks.names import Names, nodes_text
 from devgraph.api.modes import Settings
 from devgraph.api.owned import Owned, refuse_fakes, without_history
 from devgraph.api.policy import COMPILERS, compiles, get_policy
-from devgraph.api.policy.job import Job, Outputs, Plan, UpdateBudget
+from devgraph.api.policy.job import Job, Plan, UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
 from devgraph.api.prove import Report, prove
 from devgraph.api.registry import get_backend
+from devgraph.api.results import Outputs
 from devgraph.api.session import session, supported_error_mode
 from devgraph.api.snapshots import DEFAULT_LIMIT
 

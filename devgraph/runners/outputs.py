@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from devgraph.api.buffers import StaticBuffers
 from devgraph.api.errors import ConfigError, ConfigTypeError, InputError, StaleOutputError, brief
+from devgraph.api.results import ResultCheck
 from devgraph.api.tensors import has_place
 from devgraph.runners.decisions import Variant
 from devgraph.runners.slots import OutputSlot, Size
@@ -225,34 +226,30 @@ class OutputStore:
     def writer(self, variant: Variant, size: Size) -> Callable[[Any], Any]:
         """Return a function that copies a result of ``size`` into the buffers.
 
-        It raises ConfigError when the result has not the structure, shape or dtype that the
-        largest bucket of the variant showed.
+        The function raises ConfigError if structure, shape or dtype of the result differ from
+        those that the largest bucket of the variant showed.
         """
         layout = self._layouts[variant]
         views = self._full_views(variant, size)
+        step = ResultCheck(
+            "the step",
+            before=f"for {layout.largest} it returned",
+            error=ConfigError,
+            now=f"for {size}",
+            remedy="The structure must not depend on the size of the batch, apart from the rows.",
+        )
 
         def write(result: Any) -> Any:
             leaves, spec = pytree.tree_flatten(result)
-            if spec != layout.spec:
-                raise ConfigError(
-                    f"the step returned {pytree.treespec_pprint(spec)} for {size} and "
-                    f"{pytree.treespec_pprint(layout.spec)} for {layout.largest}; the structure "
-                    f"must not depend on the size of the batch"
-                )
+            step.structure(spec, layout.spec)
             for value, view, leaf in zip(leaves, views, layout.leaves, strict=True):
                 if leaf is None or view is None:
-                    if value is None:
-                        continue
-                    raise ConfigError(
-                        f"an output was None for the largest batch and is {brief(value)} now"
-                    )
-                known = isinstance(value, torch.Tensor) and value.dtype is view.dtype
-                if not known or value.shape != view.shape:
-                    raise ConfigError(
-                        f"output {leaf.path} is {brief(value)} for {size}; expected {view.dtype} "
-                        f"{tuple(view.shape)}, because it is declared with "
-                        f"rows={leaf.slot.rows!r} along dim {leaf.slot.dim}"
-                    )
+                    if value is not None:
+                        step.refuse(brief(value), "None")
+                    continue
+                rows, dim = leaf.slot.rows, leaf.slot.dim
+                needs = f"output {leaf.path} is declared with rows={rows!r}, dim={dim} and needs"
+                attrs.evolve(step, before=needs).layout(value, view, strides=False)
                 view.copy_(value)
             return pytree.tree_unflatten(views, layout.spec)
 

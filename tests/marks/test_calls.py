@@ -157,7 +157,9 @@ def test_result_that_is_also_stored_is_refused(policy: str, place: str) -> None:
         return out[1:]
 
     fn = lambda x, *, n: body(x, n=n) + 1  # noqa: E731
-    with pytest.raises(dg.RegionError, match=r"return a clone\(\)"):
+    # The watch over the state of a step may refuse the assignment first.
+    refusals = dg.RegionError, dg.CaptureError
+    with pytest.raises(refusals, match=r"return a clone\(\)|with copy_\(\)"):
         dg.capture(fn, torch.randn(4), policy=policy, backend="cpu", host_args={"n": 2})
 
 

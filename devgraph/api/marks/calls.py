@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from devgraph.api.errors import CaptureError, RegionError, note
 from devgraph.api.marks.marks import Mark
 from devgraph.api.modes import Settings
+from devgraph.api.results import ResultCheck
 from devgraph.api.tensors import (
     Place,
     byte_range,
@@ -32,10 +33,6 @@ from devgraph.api.tensors import (
 
 if TYPE_CHECKING:
     from devgraph.api.pool import Pool
-
-
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (tensor.dtype, tensor.shape, effective_strides(tensor), tensor.device)
 
 
 def _memories_held(
@@ -158,31 +155,11 @@ class _Passed(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Passed:
-        return cls(tensor.data_ptr(), (*_layout(tensor), tensor.is_conj(), tensor.is_neg()))
+        layout = tensor.dtype, tensor.shape, effective_strides(tensor), tensor.device
+        return cls(tensor.data_ptr(), (*layout, tensor.is_conj(), tensor.is_neg()))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"a view of an argument or of a stored tensor, at address {self.address:#x}"
-
-
-class _Bridge:
-    """Memory at a fixed address for a result that the body allocates.
-
-    It belongs to nobody else, so its layout stays. Autograd, which would remember every run, does
-    not follow it.
-    """
-
-    __slots__ = ("target",)
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self.target = target.detach()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether results may be copied into ``target`` as they are."""
-        return unexpanded(self.target) is self.target
-
-    def __str__(self) -> str:
-        return describe(self.target)
 
 
 class MarkedCall:
@@ -201,7 +178,7 @@ class MarkedCall:
     """
 
     __slots__ = """
-        _known _owned _places _pool _returned_none _sharing _spec args index kwargs mark
+        _known _owned _places _pool _results _returned_none _sharing _spec args index kwargs mark
         nodes note settings
     """.split()
 
@@ -228,10 +205,11 @@ class MarkedCall:
             """Where the arguments lie at the call, until the first later run."""
             self._owned = frozenset(map(memory_of, placed))
         self._known: list[Any] = []
-        """What stands for each result: a ``_Bridge``, a ``_Passed``, or the value itself."""
+        """For each result: its bridge, a ``_Passed``, or the value itself."""
         self._sharing: list[tuple[int, int, int]] = []
         self._spec: pytree.TreeSpec | None = None
         self._returned_none = False
+        self._results = ResultCheck(mark.name)
 
     def first_run(
         self,
@@ -271,7 +249,7 @@ class MarkedCall:
             with memory():
                 copies = _copies(results)
             for index, copy in zip(members, copies, strict=True):
-                self._known[index] = _Bridge(copy)
+                self._known[index] = copy.detach()  # autograd would remember every run
             if torch.is_grad_enabled() and any(r.requires_grad for r in results):
                 anchor = torch.empty((), requires_grad=True, device="cpu")
                 copies = [
@@ -348,9 +326,10 @@ class MarkedCall:
 
     def alias_bridges(self) -> None:
         """Keep the bridges as aliases: they live in the graph's pool and are its to reuse."""
-        for known in self._known:
-            if isinstance(known, _Bridge):
-                known.target = self._pool.alias(known.target)
+        self._known = [
+            self._pool.alias(known) if isinstance(known, torch.Tensor) else known
+            for known in self._known
+        ]
 
     def run(self, host: dict[str, Any]) -> None:
         """Run the body again with other host values, writing the same result addresses.
@@ -383,11 +362,7 @@ class MarkedCall:
         if result is None and self._returned_none:
             return
         leaves, spec = pytree.tree_flatten(result)
-        if spec != self._spec:
-            raise RegionError(
-                f"{self.mark.name} returned {spec} and returned {self._spec} at capture; a region "
-                f"must return the same structure every time."
-            )
+        self._results.structure(spec, self._spec)
         sharing = self._shared(leaves)
         for leaf, known in zip(leaves, self._known, strict=True):
             self._check(leaf, known)
@@ -398,63 +373,44 @@ class MarkedCall:
                 f"return a clone() where they share memory for some values only."
             )
         for leaf, known in zip(leaves, self._known, strict=True):
-            if isinstance(known, _Bridge):
-                rewrite(known.target, leaf)
+            if isinstance(known, torch.Tensor):
+                rewrite(known, leaf)
 
     def _check(self, leaf: Any, known: Any) -> None:
-        if isinstance(known, _Bridge):
-            if not isinstance(leaf, torch.Tensor) or _layout(leaf) != _layout(known.target):
-                self._refuse(leaf, str(known))
-        elif isinstance(leaf, torch.Tensor):
-            if known != _Passed.of(leaf):
-                self._refuse(leaf, str(known))
-        elif known is not leaf and known != leaf:
-            self._refuse(leaf, repr(known))
-
-    def _refuse(self, leaf: Any, expected: str) -> NoReturn:
-        raise RegionError(
-            f"{self.mark.name} returned {describe(leaf)}; at capture it returned {expected}. What "
-            f"the code after it reads is fixed, so a marked function must return the same layout "
-            f"every time (write into a preallocated output of the largest size instead)."
-        )
+        if isinstance(known, torch.Tensor):
+            self._results.layout(leaf, known)
+        elif (
+            known != _Passed.of(leaf)
+            if isinstance(leaf, torch.Tensor)
+            else known is not leaf and known != leaf
+        ):
+            self._results.refuse(describe(leaf), repr(known))
 
     def bound_run(self, host: dict[str, Any]) -> Callable[[], Any]:
         """Return ``run`` as a call that is bound to the live ``host``.
 
-        Ask for it under the modes of torch that replays will run in.
+        The call is valid for the modes of torch at the time of binding. It is fast if the function
+        returns None, or one tensor that needs no further check.
         """
         self._settle()
-        if self.settings.hold():
-            if self._returned_none:
-                return self._runner_of_none(host)
-            assert self._spec is not None
-            known = self._known[0] if self._spec.is_leaf() else None
-            if isinstance(known, _Bridge) and known.is_plain:
-                return self._runner_of_one(host, known.target)
-        return functools.partial(self.run, host)
-
-    def _runner_of_none(self, host: dict[str, Any]) -> Callable[[], None]:
-        fn, args, kwargs, refuse = self.mark.fn, self.args, self.kwargs, self._refuse
-
-        def run_with_names() -> None:
-            if (result := fn(*args, **kwargs, **host)) is not None:
-                refuse(result, "None")
-
-        def run_none() -> None:  # an empty dictionary costs as much as a small one
-            if (result := fn(*args)) is not None:
-                refuse(result, "None")
-
-        return run_with_names if kwargs or host else run_none
-
-    def _runner_of_one(self, host: dict[str, Any], target: torch.Tensor) -> Callable[[], None]:
+        assert self._spec is not None
+        target = self._known[0] if self._spec.is_leaf() and not self._returned_none else None
+        is_plain = isinstance(target, torch.Tensor) and unexpanded(target) is target
+        if not self.settings.hold() or not (is_plain or self._returned_none):
+            return functools.partial(self.run, host)
         fn, args, kwargs, owned = self.mark.fn, self.args, self.kwargs, self._owned
-        shape, stride, dtype, device = target.shape, target.stride(), target.dtype, target.device
-        copy, otherwise = target.copy_, self._deliver_all
+        deliver, returned_none = self._deliver_all, self._returned_none
+        bridge = target if isinstance(target, torch.Tensor) else torch.empty(0, device="cpu")
+        shape, stride, dtype, device = bridge.shape, bridge.stride(), bridge.dtype, bridge.device
+        copy = bridge.copy_
 
-        def run_one() -> None:
+        def run_fast() -> None:
             result = fn(*args, **kwargs, **host)
+            if result is None and returned_none:
+                return
             if (
                 type(result) is not torch.Tensor
+                or returned_none
                 or result.shape != shape
                 or result.dtype is not dtype
                 or result.stride() != stride
@@ -462,11 +418,11 @@ class MarkedCall:
                 or result.requires_grad
                 or result.untyped_storage().data_ptr() in owned
             ):
-                otherwise(result)
+                deliver(result)
             else:
                 copy(result)
 
-        return run_one
+        return run_fast
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:

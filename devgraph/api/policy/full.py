@@ -19,16 +19,14 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.errors import CaptureError, RegionError, UpdateTopologyError, brief
+from devgraph.api.errors import CaptureError, UpdateTopologyError, brief
 from devgraph.api.graph import DeviceGraph
-from devgraph.api.marks.host_values import same_value
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.scopes import GraphScope, LoopError
 from devgraph.api.modes import Settings
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
 from devgraph.api.policy.job import Job, Policy, UpdateBudget
 from devgraph.api.session import Session, session
-from devgraph.api.tensors import describe, effective_strides, fits, memory_of, overwrite
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +35,6 @@ HostKwargs = dict[Mark, dict[str, Any]]
 _COUNTED = """
     repeats hits misses copies copy_seconds broken_over_miss_budget broken_over_copy_budget
 """.split()
-
-
-_PLAIN = (type(None), bool, int, float, complex, str)
-"""Outputs that are values; what other objects hold is theirs."""
 
 
 _RECENT = 64
@@ -220,45 +214,7 @@ class FullPlan:
                 self._broken.run()
 
     def _deliver(self, outputs: Any) -> None:
-        """Copy the outputs of another capture into those that the user holds."""
-        known, spec = pytree.tree_flatten(self._targets)
-        given, given_spec = pytree.tree_flatten(outputs)
-        if spec != given_spec:
-            raise RegionError(f"the step returned {given_spec} and returned {spec} at capture")
-        ways: dict[int, tuple[int, int]] = {}
-        for target, source in zip(known, given, strict=True):
-            if isinstance(target, torch.Tensor):
-                self._copy_tensor(target, source, ways)
-            elif isinstance(target, _PLAIN) and not same_value(target, source):
-                raise RegionError(
-                    f"the step returned {brief(source)} for these host arguments and "
-                    f"{brief(target)} at capture, which replays return. Return it as a tensor, or "
-                    f"compute it from the host arguments outside of the step."
-                )
-
-    def _copy_tensor(
-        self, target: torch.Tensor, source: Any, ways: dict[int, tuple[int, int]]
-    ) -> None:
-        """Copy one output; ``ways`` says for each memory from where and how far things came."""
-        if not fits(target, source):
-            raise RegionError(
-                f"the step returned {describe(source)} for these host arguments and "
-                f"{describe(target)} at capture; outputs have fixed addresses, so their layout "
-                f"cannot depend on host arguments"
-            )
-        if not target.numel():
-            return  # has no address
-        way = memory_of(source), source.data_ptr() - target.data_ptr()
-        shared = ways.setdefault(memory_of(target), way) != way
-        if not way[1] and effective_strides(source) == effective_strides(target):
-            return
-        if shared or not self._job.outputs.own(target):
-            raise RegionError(
-                f"the step returned {describe(source)} for these host arguments; at capture it "
-                f"returned an argument there, or memory of another output, which would change as "
-                f"well. Return a clone() that is the output's own."
-            )
-        overwrite(target, source)
+        self._job.outputs.deliver(self._targets, outputs)
 
 
 class _Full(Policy):

@@ -4,96 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import Backend
-from devgraph.api.errors import FrozenValueError, InputTypeError, brief, finite, whole
-from devgraph.api.marks.host_values import HostSpec, exact_types_refused, is_tracked
+from devgraph.api.errors import InputTypeError, brief, finite, whole
+from devgraph.api.marks.host_values import HostSpec, exact_types_refused
 from devgraph.api.marks.marks import Mark
 from devgraph.api.marks.names import Names
 from devgraph.api.marks.source import SourceLine
 from devgraph.api.owned import Owned
 from devgraph.api.pool import Pool
+from devgraph.api.results import Outputs
 from devgraph.api.session import Session
-from devgraph.api.tensors import effective_strides, overwrite
-
-
-class Outputs:
-    """Memory for what a step returns that no other capture of the pool writes.
-
-    A pool's memory serves its captures in turn, so that what one leaves in it lies where graphs
-    that were captured before it have their intermediate results. The last warm-up run has returned
-    the same tensors in memory of their own. The ``arguments`` of the step are the caller's.
-    """
-
-    def __init__(self, pool: Pool, arguments: Iterable[torch.Tensor]) -> None:
-        self._pool = pool
-        self._given = {tensor.untyped_storage().data_ptr() for tensor in arguments}
-        self._held: tuple[list[Any], pytree.TreeSpec] | None = None
-        self._moved: set[int] = set()
-        """Where memory begins that outputs were moved to, which live as long as the capture."""
-
-    def hold(self, outputs: Any) -> None:
-        """Keep what a warm-up run returned, if graphs were captured in the pool before."""
-        if self._pool.used:
-            # Detached, else they hold what the run kept for gradients.
-            self._held = pytree.tree_flatten(
-                pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-            )
-
-    def filled(self, outputs: Any) -> Any:
-        """Copy the outputs of a capture, as its last work, and return where they are now.
-
-        What is not in the pool's memory, and what has another layout than in the warm-up run, stays
-        where it is. Later calls return ``outputs``.
-        """
-        refuse_host_values(outputs)
-        held, self._held = self._held, None
-        leaves, spec = pytree.tree_flatten(outputs)
-        if held is None or held[1] != spec:
-            return outputs
-        return pytree.tree_unflatten(map(self._filled, leaves, held[0]), spec)
-
-    def own(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, an output, lies in memory that the capture gave it.
-
-        A pool without memory of its own cannot tell it from a tensor that the step closes over.
-        """
-        address = tensor.untyped_storage().data_ptr()
-        if address in self._moved:
-            return True
-        if self._pool.backend.capabilities.shared_pool:
-            return self._pool.alias(tensor) is not tensor
-        return address not in self._given
-
-    def _filled(self, source: Any, target: Any) -> Any:
-        if not (
-            isinstance(source, torch.Tensor)
-            and isinstance(target, torch.Tensor)
-            and source.layout is target.layout is torch.strided
-            and (source.dtype, source.shape) == (target.dtype, target.shape)
-            and effective_strides(source) == effective_strides(target)
-            and source.data_ptr() != target.data_ptr()  # the step keeps a place for it
-            and self.own(source)
-        ):
-            return source
-        overwrite(target, source)
-        self._moved.add(target.untyped_storage().data_ptr())
-        return target
-
-
-def refuse_host_values(outputs: Any) -> None:
-    """Raise FrozenValueError if a step returned a host argument."""
-    for leaf in filter(is_tracked, pytree.tree_leaves(outputs)):
-        raise FrozenValueError(
-            f"the step returned host argument {leaf._devgraph_name!r}, and a replay would return "
-            f"the value of capture. Return tensors; who calls the replay knows its host arguments."
-        )
 
 
 @attrs.frozen(kw_only=True)

@@ -54,7 +54,8 @@ from devgraph.api.marks.source import SourceLine, node_line, traced_line, user_l
 from devgraph.api.modes import Modes, Settings, autocast_uncached
 from devgraph.api.owned import Owned
 from devgraph.api.policy.breakable import BreakablePlan, capture_segments
-from devgraph.api.policy.job import Job, Plan, Policy, refuse_host_values
+from devgraph.api.policy.job import Job, Plan, Policy
+from devgraph.api.results import refuse_host_values
 from devgraph.api.session import Session
 from devgraph.api.tensors import describe, tensors_in
 

@@ -18,6 +18,7 @@ from devgraph.api.errors import CapabilityError
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.scopes import GraphScope
 from devgraph.api.pool import Pool
+from devgraph.api.results import ResultCheck
 from devgraph.api.session import Session, session
 from devgraph.integrations.engine.ledger import ModeCount
 
@@ -221,28 +222,23 @@ def copy_into(places: list[Tensor], output: Any) -> Any:
     Raises:
         CapabilityError: ``output`` has another structure than at warm-up.
     """
-    found = tensors(output)
-    layouts, wanted = [_layout(tensor) for tensor in found], [_layout(place) for place in places]
-    # A place holds the valid rows only; ``output`` may have more.
-    if layouts != wanted or any(map(_shorter, found, places)):
-        raise CapabilityError(
-            f"the step returned {[(t.dtype, tuple(t.shape)) for t in found]} when it was captured "
-            f"and {[(p.dtype, tuple(p.shape)) for p in places]} at warm-up; the result of a "
-            f"step may depend only on the captured shape."
-        )
-    left = iter(places)
+    step = ResultCheck(
+        "the step",
+        before="at warm-up it returned",
+        error=CapabilityError,
+        remedy="The result of a step may depend only on the captured shape.",
+    )
+    results = tensors(output)
+    step.structure(f"{len(results)} tensors", f"{len(places)} tensors")
+    # A place holds the valid rows only. ``output`` may have more.
+    valid = [t if t.dim() == 0 else t[: len(p)] for t, p in zip(results, places, strict=True)]
+    for tensor, place in zip(valid, places, strict=True):
+        step.layout(tensor, place, strides=False)
+    pairs = zip(places, valid, strict=True)
 
-    def fill(tensor: Tensor) -> Tensor:
-        place = next(left)
-        place.copy_(tensor if tensor.dim() == 0 else tensor[: len(place)])
+    def fill(_: Tensor) -> Tensor:
+        place, tensor = next(pairs)
+        place.copy_(tensor)
         return place
 
     return mapped(fill, output)
-
-
-def _shorter(tensor: Tensor, place: Tensor) -> bool:
-    return tensor.dim() > 0 and len(tensor) < len(place)
-
-
-def _layout(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    return tensor.dtype, tuple(tensor.shape[1:])

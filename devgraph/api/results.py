@@ -1,0 +1,195 @@
+"""Results at fixed addresses: the layout check, its error, and the outputs of a captured step.
+
+Work after a graph, and the caller of a step, read results at the addresses of the capture. Every
+later result is therefore compared with the one of the capture and copied into its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+
+from devgraph.api.errors import DeviceGraphError, FrozenValueError, RegionError, brief
+from devgraph.api.marks.host_values import is_tracked, same_value
+from devgraph.api.pool import Pool
+from devgraph.api.tensors import describe, effective_strides, fits, has_place, memory_of, overwrite
+
+_VALUES = (type(None), bool, int, float, complex, str)
+"""Types of outputs that are compared as values. Other objects are not looked into."""
+
+
+@attrs.frozen
+class ResultCheck:
+    """Compares the results of a function with its earlier result.
+
+    Attributes:
+        function: subject of the error.
+        before: introduces the earlier result, such as "at capture it returned".
+        error: class of the error.
+        now: when it returned the later result; may be empty.
+        remedy: what the user should do.
+    """
+
+    function: str
+    before: str = "at capture it returned"
+    error: type[DeviceGraphError] = RegionError
+    now: str = ""
+    remedy: str = "Write into a preallocated output of the largest size instead."
+
+    def structure(self, returned: Any, expected: Any) -> None:
+        """Raise the error if two tree structures differ."""
+        if returned != expected:
+            self.refuse(*map(str, (returned, expected)))
+
+    def layout(self, value: Any, target: torch.Tensor, *, strides: bool = True) -> None:
+        """Raise the error if ``value`` is not a tensor with the layout of ``target``.
+
+        Args:
+            value: a leaf of the later result.
+            target: the tensor at the fixed address.
+            strides: compare the effective strides and the device as well.
+        """
+        if (
+            not isinstance(value, torch.Tensor)
+            or not has_place(value)
+            or (value.dtype, value.shape) != (target.dtype, target.shape)
+            or (
+                strides
+                and (effective_strides(value), value.device)
+                != (effective_strides(target), target.device)
+            )
+        ):
+            self.refuse(describe(value), describe(target))
+
+    def refuse(self, returned: str, expected: str) -> NoReturn:
+        """Raise the error for a result that differs from the earlier one."""
+        raise self.error(
+            f"{self.function} returned {returned}{self.now and ' '}{self.now}; {self.before} "
+            f"{expected}. Results have fixed addresses, so their structure, dtype and "
+            f"layout must not change. {self.remedy}"
+        )
+
+
+class Outputs:
+    """The outputs of a captured step, in memory that no other capture of the pool writes.
+
+    Graphs of a pool reuse each other's memory: replaying an older graph overwrites the outputs of a
+    newer one unless they are moved out. The last warm-up run returned equal tensors in memory of
+    their own, so the outputs are moved there.
+
+    Args:
+        pool: the pool of the capture.
+        arguments: the caller's tensors.
+    """
+
+    def __init__(self, pool: Pool, arguments: Iterable[torch.Tensor]) -> None:
+        self._pool = pool
+        self._given = {memory_of(tensor) for tensor in arguments}
+        self._warm_up: tuple[list[Any], pytree.TreeSpec] | None = None
+        self._moved: set[int] = set()
+        """Memory of the tensors that outputs were moved to."""
+
+    def hold(self, outputs: Any) -> None:
+        """Keep the outputs of a warm-up run if the pool already has graphs."""
+        if self._pool.used:
+            # Detached tensors do not keep the autograd graph of the run alive.
+            self._warm_up = pytree.tree_flatten(
+                pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+            )
+
+    def filled(self, outputs: Any) -> Any:
+        """Move the outputs of a capture, as its last work, and return them at their new addresses.
+
+        Outputs outside of the pool's memory, and outputs with another layout than in the warm-up
+        run, stay in place. Later calls return ``outputs`` unchanged.
+        """
+        refuse_host_values(outputs)
+        warm_up, self._warm_up = self._warm_up, None
+        leaves, spec = pytree.tree_flatten(outputs)
+        if warm_up is None or warm_up[1] != spec:
+            return outputs
+        return pytree.tree_unflatten(map(self._move, leaves, warm_up[0]), spec)
+
+    def own(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of an output was allocated by the capture.
+
+        A pool without memory of its own cannot distinguish it from a tensor in a closure.
+        """
+        if memory_of(tensor) in self._moved:
+            return True
+        if self._pool.backend.capabilities.shared_pool:
+            return self._pool.alias(tensor) is not tensor
+        return memory_of(tensor) not in self._given
+
+    def _move(self, source: Any, target: Any) -> Any:
+        if not (
+            isinstance(source, torch.Tensor)
+            and isinstance(target, torch.Tensor)
+            and source.layout is target.layout is torch.strided
+            and (source.dtype, source.shape) == (target.dtype, target.shape)
+            and effective_strides(source) == effective_strides(target)
+            and source.data_ptr() != target.data_ptr()  # the step reuses a tensor of its own
+            and self.own(source)
+        ):
+            return source
+        overwrite(target, source)
+        self._moved.add(memory_of(target))
+        return target
+
+    def deliver(self, targets: Any, outputs: Any) -> None:
+        """Copy the outputs of another capture of the step into ``targets``.
+
+        Raises:
+            RegionError: the outputs have another structure, layout or value, or share memory in
+                another way.
+        """
+        check = ResultCheck(
+            "the step",
+            now="for these host arguments",
+            remedy="Return values as tensors, or compute them outside of the step.",
+        )
+        expected, spec = pytree.tree_flatten(targets)
+        returned, returned_spec = pytree.tree_flatten(outputs)
+        check.structure(returned_spec, spec)
+        origins: dict[int, tuple[int, int]] = {}
+        for target, source in zip(expected, returned, strict=True):
+            if isinstance(target, torch.Tensor):
+                if not fits(target, source):
+                    check.refuse(describe(source), describe(target))
+                if target.numel():  # an empty tensor has no address
+                    self._deliver_tensor(target, source, origins)
+            elif isinstance(target, _VALUES) and not same_value(target, source):
+                check.refuse(brief(source), brief(target))
+
+    def _deliver_tensor(
+        self, target: torch.Tensor, source: torch.Tensor, origins: dict[int, tuple[int, int]]
+    ) -> None:
+        """Copy one output.
+
+        ``origins`` maps the memory of each target to the memory and the offset of its source.
+        """
+        origin = memory_of(source), source.data_ptr() - target.data_ptr()
+        is_mixed = origins.setdefault(memory_of(target), origin) != origin
+        if not origin[1] and effective_strides(source) == effective_strides(target):
+            return
+        if is_mixed or not self.own(target):
+            raise RegionError(
+                f"the step returned {describe(source)} for these host arguments. At capture it "
+                f"returned an argument there, or memory of another output, which would change as "
+                f"well. Return a clone() that is the output's own."
+            )
+        overwrite(target, source)
+
+
+def refuse_host_values(outputs: Any) -> None:
+    """Raise FrozenValueError if a step returned a host argument."""
+    for leaf in filter(is_tracked, pytree.tree_leaves(outputs)):
+        raise FrozenValueError(
+            f"the step returned host argument {leaf._devgraph_name!r}, and every replay would "
+            f"return its value at capture. Return tensors only; the caller of a replay knows its "
+            f"host arguments."
+        )
