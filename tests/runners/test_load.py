@@ -148,6 +148,29 @@ def test_inputs_are_not_kept():
     assert views["ids"].tolist() == [7, 8, 9, -1]
 
 
+def test_inputs_that_come_back_at_their_addresses_are_read_as_they_are_now():
+    arena = arena_of(
+        InputSlot("ids", ("tokens",), torch.int64, pad=Pad.fill(-1)),
+        InputSlot("scale", ("tokens",), torch.float32, pad=Pad.zero()),
+    )
+    bared = []
+
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
+        bared.append(tensor)
+        return tensor.detach()
+
+    plan = CopyPlan(arena, Size(3, 3, 1), Size(4, 4, 1), {}, join=True, bare=bare)
+    views = arena.views(Size(4, 4, 1))
+    pairs = [(tokens(1, 2, 3), torch.ones(3)), (tokens(4, 5, 6), torch.zeros(3))]
+    for turn in (0, 0, 0, 1, 1, 0, 1, 1, 1):
+        ids, scale = pairs[turn]
+        ids.add_(10)
+        plan.load({"ids": ids, "scale": scale})
+        assert views["ids"].tolist() == [*ids.tolist(), -1]
+        assert views["scale"].tolist() == [*scale.tolist(), 0]
+    assert len(bared) < 2 * 9
+
+
 def test_a_plan_that_was_made_in_inference_mode_serves_outside_of_it():
     with torch.inference_mode():
         plan, views = joined_plan()
