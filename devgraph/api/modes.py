@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -87,7 +88,9 @@ class _Stack:
         if [mode for mode in before if not _is_own(mode)] == [*modes]:
             yield
             return
-        self._rebuild([*filter(_is_own, before), *modes])
+        below = list(itertools.takewhile(_is_own, before))
+        above = filter(_is_own, before[len(below) :])  # a guard sees operations before the user's
+        self._rebuild([*below, *modes, *above])
         try:
             yield
         finally:
