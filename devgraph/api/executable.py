@@ -111,7 +111,7 @@ class Owner(Protocol):
     key: Hashable
     """Key of the host values that the next launch uses."""
 
-    def apply_again(self) -> None:
+    def apply_again(self, recording: Any) -> None:
         """Apply the recording of ``key`` again at the next launch: its executable was dropped."""
 
 
@@ -280,9 +280,8 @@ class Recordings:
         for place in list(self._items):
             self._shrink(place)
             item = self._items.get(place)
-            graph = None if item is None else item.owner()
-            if graph is not None and graph.key == place[1]:
-                graph.apply_again()
+            if item is not None and (graph := item.owner()) is not None and graph.key == place[1]:
+                graph.apply_again(item.recording)
 
     def require_memory(self) -> None:
         """Raise ExecutableError if the pool's memory was given back."""

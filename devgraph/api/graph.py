@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import attrs
 import torch
@@ -150,11 +150,9 @@ class DeviceGraph(abc.ABC):
         self._process = identity.token
         self._state = GraphState.EMPTY
         self._unready = Call(call_weakly(self._refuse_replay))
-        self.executable: Executable = self._unready
-        """What the next replay launches."""
-        self._calls = calls = [self._unready.launch]
-        """Its launch, alone: what is bound beforehand calls the first and holds no graph."""
-        self.launch = lambda: calls[0]()
+        self._slot = slot = [cast(Executable, self._unready)]
+        """The launch target, in a list that closures reach without a reference to the graph."""
+        self.launch = lambda: slot[0].launch()
         self.replay = self._make_replay()
         self._capture_seconds = 0.0
         self.spec = NO_HOST_ARGS
@@ -222,6 +220,11 @@ class DeviceGraph(abc.ABC):
         raise NotImplementedError
 
     # The public life of a graph.
+
+    @property
+    def executable(self) -> Executable:
+        """The launch target of the next replay."""
+        return self._slot[0]
 
     @property
     def state(self) -> GraphState:
@@ -302,8 +305,7 @@ class DeviceGraph(abc.ABC):
 
         What an earlier executable was bound to is void, as ``pool.epoch`` tells.
         """
-        self.executable = executable
-        self._calls[0] = executable.launch
+        self._slot[0] = executable
         if not self.hits:  # of a graph with regions nothing is bound
             self.pool.epoch += 1
 
@@ -329,8 +331,8 @@ class DeviceGraph(abc.ABC):
         """Whether the capture is known to have recorded no device work."""
         return self._size()[0] == 0
 
-    def apply_again(self) -> None:  # noqa: B027
-        """What the recording of ``key`` launched was dropped: apply it anew at the next launch."""
+    def apply_again(self, recording: Any) -> None:  # noqa: B027
+        """Apply the recording of ``key`` again at the next launch: its executable was dropped."""
 
     def use_pool(self, pool: Pool) -> None:
         """Move an empty graph to ``pool``."""
@@ -491,7 +493,7 @@ class DeviceGraph(abc.ABC):
         It refers to the graph weakly, so that dropping the last reference frees device memory at
         once.
         """
-        calls, refuse, scope = self._calls, self._unready, current_scope
+        slot, refuse, scope = self._slot, self._unready, current_scope
         pool, order, lock = self.pool, self.pool.order, self.pool.lock
         known, graph_of = self._process, weakref.ref(self)
 
@@ -503,7 +505,7 @@ class DeviceGraph(abc.ABC):
                     pool.require_free("replay a graph")
                 try:
                     order()
-                    calls[0]()
+                    slot[0].launch()
                 except Exception as error:
                     graph = graph_of()
                     if graph is not None:

@@ -75,7 +75,7 @@ def test_executable_at_the_address_of_one_that_is_gone_is_verified(
             graph.update(n=n)
             graph.replay()
             assert torch.equal(out, step(x, n=n))
-        recording = graph._current
+        recording = graph.pool.recordings.get(graph, graph.key)
         address = recording.executable
         assert address
         monkeypatch.setattr(be.runtime, "destroy_executable", lambda executable: None)
@@ -236,7 +236,7 @@ def test_no_memory_for_an_executable_that_a_key_needs_leaves_the_graph_as_it_was
         graph.replay()
         if known:
             graph.update(n=12)
-            recording = graph._current
+            recording = graph.pool.recordings.get(graph, graph.key)
             graph.update(n=2)
             recording.shrink()
         with monkeypatch.context() as patch:

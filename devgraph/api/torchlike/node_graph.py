@@ -27,7 +27,7 @@ from devgraph.api.errors import (
     UpdateError,
     UpdateTopologyError,
 )
-from devgraph.api.executable import Call, EvictableExecutable, Executable, call_weakly, dereference
+from devgraph.api.executable import Call, EvictableExecutable, Executable, dereference
 from devgraph.api.graph import GraphState
 from devgraph.api.marks.calls import MarkedCall
 from devgraph.api.marks.marks import Absorbed, Mark, entered
@@ -230,7 +230,6 @@ class NodeGraph(TorchGraph):
         self._repeated = 0
         self._stream: Any = None
         self._pattern: RegionPattern | None = None
-        self._current: NodeRecording | None = None
         self.update_strategy = self.backend.update_strategy_type()
         self._own: _Own | None = None
         self._own_executable: Executable = self._unready
@@ -374,7 +373,7 @@ class NodeGraph(TorchGraph):
                 f"host argument will do.)"
             ) from error
         assert self._own is not None
-        self._current = self._own.captured = self._own.held = recording
+        self._own.captured = self._own.held = recording
         return recording
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> NodeRecording:
@@ -485,17 +484,19 @@ class NodeGraph(TorchGraph):
             if not recording.direct and self._own and self._own.held is not recording:
                 self.update_strategy.write(self, recording)
         self.use(recording.direct or self._own_executable)
-        self._current = recording
 
-    def apply_again(self) -> None:
-        if self._state is GraphState.READY:
-            self.use(Call(call_weakly(self._launch_applied_again)))
+    def apply_again(self, recording: NodeRecording) -> None:
+        if self._state is not GraphState.READY:
+            return
+        reference = weakref.ref(self)
 
-    def _launch_applied_again(self) -> None:
-        self.pool.recordings.require_memory()
-        assert self._current is not None
-        self._apply(self._current)
-        self.executable.launch()
+        def apply_and_launch() -> None:
+            graph = dereference(reference)
+            graph.pool.recordings.require_memory()
+            graph._apply(recording)
+            graph.executable.launch()
+
+        self.use(Call(apply_and_launch))
 
     def mark_dirty(self) -> None:
         """Be dirty: what the last launch did was wrong."""
