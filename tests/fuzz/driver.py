@@ -262,6 +262,7 @@ def _replay_as_eager(
     if torch.rand(()) < 0.3:
         given["x0"] = torch.empty_like(program.inputs[0])
         fill(given["x0"])
+    passed = _copies(given.values())  # a replay writes back what the step writes
     try:
         outputs = captured.replay(**given, **host)
     except Exception as error:
@@ -273,7 +274,7 @@ def _replay_as_eager(
     sharing, values, written = _sharing([*memory, *got]), _copies(got), _copies(memory)
     for tensor, content in zip(memory, start, strict=True):
         tensor.copy_(content)
-    for data in given.values():
+    for data in passed:
         program.inputs[0].copy_(data)
     wanted = program.step(*program.inputs, **host)
     want = _tensors(wanted)
@@ -282,6 +283,7 @@ def _replay_as_eager(
         raise Mismatch(f"{where}: another structure")
     _require_equal(values, want, f"{where}: output")
     _require_equal(written, memory, f"{where}: input or state")
+    _require_equal([*given.values()], program.inputs[: len(given)], f"{where}: new input")
     if sharing != _sharing([*memory, *want]):
         raise Mismatch(f"{where}: {sharing} share memory, eagerly {_sharing([*memory, *want])}")
     counts["replays"] += 1
