@@ -75,4 +75,4 @@ def test_table_says_what_the_figures_are_on_the_cpu(capsys):
     out = printed(capsys)
     assert "one image of SigLIP (tiny) on " in out and "5 images: full" in out
     assert "padding" in out and "segments" not in out
-    assert "these figures tell what devgraph adds to a step" in out
+    assert "these figures show the overhead of devgraph" in out

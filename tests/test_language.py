@@ -23,7 +23,6 @@ PENDING = (
     "devgraph/api/marks/*.py",
     "devgraph/api/policy/*.py",
     "devgraph/api/torchlike/*.py",
-    "devgraph/cli/*.py",
     "devgraph/cpu/*.py",
     "devgraph/cuda/*.py",
     "devgraph/integrations/transformers/*.py",

@@ -1,8 +1,8 @@
-"""The command line: one module a command, each with ``run(args)``; options are in ``arguments``.
+"""The command line, with one module per command and its options in ``arguments``.
 
-``run`` returns the exit code: 0 for success, 1 where the command's own question has the answer no
-(tokens differ, a violation was found, a probe failed). Errors are exceptions; ``app`` prints them
-and returns 2.
+Each module has a function ``run(args)`` that returns the exit code: 0 for success, 1 for a negative
+result (tokens differ, a finding, a failed probe). Errors are exceptions; ``app`` prints them and
+returns 2.
 """
 
 from __future__ import annotations

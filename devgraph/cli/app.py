@@ -1,4 +1,4 @@
-"""The ``devgraph`` program: parses, runs one command, prints its errors in one line."""
+"""The ``devgraph`` program, which runs one command and prints errors as single lines."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _COLORS: Mapping[str, Mapping[str, str | None]] = {
     "always": {"FORCE_COLOR": "1", "NO_COLOR": None},
     "never": {"NO_COLOR": "1", "FORCE_COLOR": None},
 }
-"""The variables that rich reads, by the value of ``--color``."""
+"""Environment variables for rich by the value of ``--color``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with ``argv`` (the process's own arguments if None); return its exit code."""
+    """Run the program with ``argv`` (None: the arguments of the process); return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # Names and texts of models have characters that the encoding of an output may lack.
+        # The encoding of the output may lack characters of model names and texts.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _environment(), _messages():
@@ -51,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """Set the variables that the imports of the program read, unless the user has set them."""
-    # Bars of libraries would run through the text of a pipe. Read when torch imports tqdm.
+    """Set variables that imports read, unless the user has set them."""
+    # Progress bars of libraries would mix with piped text. torch imports tqdm, which reads this.
     wanted = {"TQDM_DISABLE": "1"}
     if AUTOLOAD not in os.environ:
-        # The registry loads vendors' packages, by name; one that lacks its driver would end
-        # `import torch`, and doctor could not say so.
+        # The registry imports vendor packages by name. With autoload, a package without its driver
+        # would end `import torch`, and doctor could not report it.
         wanted |= {AUTOLOAD: "0", AUTOLOAD_WAS_ON: "1"}
     with _variables({name: value for name, value in wanted.items() if name not in os.environ}):
         yield
@@ -83,31 +83,31 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        # Only what runs is imported, after its arguments are right: torch takes seconds.
+        # Import only this command, and only after its arguments parsed: torch takes seconds.
         command: Any = importlib.import_module(f"devgraph.cli.{args.command}")
         code: int = command.run(args)
-        if sys.stdout is not None:  # closed by who started the process
+        if sys.stdout is not None:  # None if the parent process closed it
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has seen enough (head, less); Python must not fail when it flushes once more.
+        # The reader (head, less) closed the pipe. Python flushes again at exit and must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         if getattr(args, "debug", False):
             raise
         text = str(error)
-        # An OSError says that there is no room or right to write, too. Of others, such as torch's
-        # where memory ends, the text alone says too little.
+        # The text of these three is sufficient. Others, such as torch's error for missing memory,
+        # need the name of their type.
         if not isinstance(error, (DeviceGraphError, ImportError, OSError)):
             first = (text.strip().splitlines() or [""])[0]
-            text = f"{type(error).__name__}: {first} (--debug shows all of it)"
+            text = f"{type(error).__name__}: {first} (--debug prints the traceback)"
         _complain(f"error: {text}")
         return ERROR
     return code
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, because the usage of a command fills a screen."""
+    """A parser with errors of one line, because the usage of a command fills a screen."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -116,19 +116,19 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} does not exist. {hint}")
 
     def error(self, message: str) -> NoReturn:
-        """Print the line and leave."""
+        """Print the error as one line and exit."""
         _complain(f"error: {message} ({self.prog} --help lists the options)")
         self.exit(ERROR)
 
 
 def _parser() -> argparse.ArgumentParser:
     common = _Parser(add_help=False)
-    unset: Any = {"default": argparse.SUPPRESS}  # they may stand before the command and behind it
+    unset: Any = {"default": argparse.SUPPRESS}  # accepted before and after the command
     text = "show the traceback of an error"
     common.add_argument("--debug", action="store_true", help=text, **unset)
-    text = "show what is going on; twice for all of it"
+    text = "log progress; twice logs details"
     common.add_argument("-v", "--verbose", action="count", help=text, **unset)
-    text = "colours of the output; auto asks the terminal and NO_COLOR"
+    text = "colours of the output; auto follows the terminal and NO_COLOR"
     common.add_argument("--color", choices=[*_COLORS], help=text, **unset)
     text = "One API for the device graphs of every vendor."
     parser = _Parser(prog="devgraph", description=text, parents=[common])
@@ -172,6 +172,6 @@ def _messages() -> Iterator[None]:
 def _complain(text: str) -> None:
     if sys.stderr is not None:
         style = "error" if text.startswith("error") else ""
-        # If nobody reads standard error, the exit code says the same.
+        # The exit code is the message if standard error is closed.
         with contextlib.suppress(OSError):
             print_lines(f"devgraph: {' '.join(text.splitlines())}", style=style, stderr=True)

@@ -1,4 +1,4 @@
-"""The options of every command. Nothing here imports torch: help and typos answer at once."""
+"""The options of every command. This module does not import torch, so that help is fast."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SIZES = {
     "batch": (1, "requests in the step"),
     "window": (512, "rows of the key and value cache of each request"),
 }
-"""Sizes of the step of ``bench``: each one's default and meaning."""
+"""Default and meaning of each size of the step of ``bench``."""
 
 MOST_REQUESTS = 8
-"""Requests that run at once unless somebody says more."""
+"""Default limit of concurrent requests."""
 
 MOST_STEP_TOKENS = 512
-"""Tokens of a prefill step unless somebody says more."""
+"""Default limit of the tokens of a prefill step."""
 
 
 _MOST = (1 << 31) - 1
@@ -45,7 +45,7 @@ _MOST = (1 << 31) - 1
 def _count(text: str) -> int:
     try:
         number = int(text)
-    except ValueError:  # of thousands of digits, too
+    except ValueError:  # also raised for thousands of digits
         raise argparse.ArgumentTypeError(f"expected a whole number, got {brief(text)}") from None
     if not 1 <= number <= _MOST:
         raise argparse.ArgumentTypeError(f"must be from 1 to {_MOST}, got {brief(text)}")
@@ -53,103 +53,132 @@ def _count(text: str) -> int:
 
 
 _ON: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": True}
-"""Of an option that is on and has a ``--no-`` form."""
+"""Keywords for a switch that is on by default and has a ``--no-`` form."""
 
 
 class Options:
-    """Adds the options of one command."""
+    """A builder of the options of one command."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
 
     def __call__(self, flag: str, text: str, **more: Any) -> None:
-        """Add one that takes a value, if ``more`` says nothing else."""
+        """Add an option; without ``more`` it takes a text."""
         self.parser.add_argument(flag, help=text, **more)
 
     def number(self, flag: str, text: str, default: int | None = None) -> None:
-        """Add one that takes a whole number; without a default, ``text`` tells it."""
+        """Add an option with a positive integer; ``text`` explains a missing default."""
         text = text if default is None else f"{text} (default: %(default)s)"
         self(flag, text, type=_count, default=default, metavar="N")
 
     def backend(self) -> None:
-        """Add the backend's name."""
-        self("--backend", "(default: %(default)s)", default="auto", metavar="NAME")
+        """Add ``--backend``."""
+        self(
+            "--backend",
+            "name of the backend (default: %(default)s)",
+            default="auto",
+            metavar="NAME",
+        )
 
     def target(self) -> None:
-        """Add what names a function, its arguments and its host arguments."""
-        text = "the function; MODULE is importable from here, or the path of a .py file"
+        """Add the options that name a function, its arguments and its host arguments."""
+        text = "the function; MODULE is an importable module or the path of a .py file"
         self("target", text, metavar="MODULE:FUNCTION")
         self(
             "--inputs",
-            "a function without arguments that returns the target's arguments: a tuple, a "
-            "dictionary of keywords, or a pair of both (default: the target takes none). MODULE "
-            "may be left out when it is the target's.",
+            "a function without parameters that returns the arguments of the target: a tuple, a "
+            "dictionary of keywords, or a pair of both (default: no arguments). Without MODULE, "
+            "the function is in the module of the target",
             metavar="MODULE:FUNCTION",
         )
-        text = "a host argument and its value at capture (a Python literal); may be repeated"
+        text = "a host argument and its value at capture, a Python literal; may be repeated"
         self("--host-arg", text, action="append", default=[], metavar="NAME=VALUE")
 
     def engine(self) -> None:
-        """Add what ``generate`` and ``demo`` take besides model and prompts."""
-        self.number("--max-new-tokens", "a prompt", 64)
+        """Add the options of ``generate`` and ``demo`` except model and prompts."""
+        self.number("--max-new-tokens", "tokens to generate per prompt", 64)
         self.backend()
-        self("--dtype", "(default: float32 on the CPU, bfloat16 elsewhere)", choices=DTYPES)
-        most = f"(default: as many as there are prompts, at most {MOST_REQUESTS})"
-        self.number("--max-requests", f"requests that run at once {most}")
-        most = f"(default: what the prompts need, at most {MOST_STEP_TOKENS})"
-        self.number("--max-step-tokens", f"tokens of a prefill step {most}")
-        self("--temperature", "0 is greedy (default)", type=float, default=0.0, metavar="T")
-        self("--seed", "of the draws (default: chosen and printed)", type=int, metavar="N")
-        text = "also run the same engine eagerly and compare tokens and speed (default: on)"
+        self(
+            "--dtype",
+            "dtype of the model (default: float32 on the CPU, bfloat16 elsewhere)",
+            choices=DTYPES,
+        )
+        most = f"(default: the number of prompts, at most {MOST_REQUESTS})"
+        self.number("--max-requests", f"limit of concurrent requests {most}")
+        most = f"(default: enough for the prompts, at most {MOST_STEP_TOKENS})"
+        self.number("--max-step-tokens", f"limit of the tokens of a prefill step {most}")
+        self(
+            "--temperature",
+            "sampling temperature; 0 is greedy (default)",
+            type=float,
+            default=0.0,
+            metavar="T",
+        )
+        self(
+            "--seed",
+            "seed of sampling (default: a random seed, which is printed)",
+            type=int,
+            metavar="N",
+        )
+        text = "also run eagerly, and compare tokens and speed (default: on)"
         self("--compare", text, **_ON)
-        self.number("--steps-per-launch", "decode steps, while all requests are greedy", 1)
-        text = "compute norms, rotary embeddings and neighbouring projections with fewer kernels"
-        self("--fuse", f"{text} where that was seen to give the same (default: on)", **_ON)
-        self.number("--repeats", "runs, of which the median time counts", 1)
+        self.number("--steps-per-launch", "decode steps per launch for greedy requests", 1)
+        text = "fuse norms, rotary embeddings and neighbouring projections if a check of each fused"
+        self("--fuse", f"{text} module gives the same values (default: on)", **_ON)
+        self.number("--repeats", "number of runs; times are medians", 1)
         add_cli_args(self.parser)
 
 
 def _doctor(add: Options) -> None:
     text = "probe this backend only (may be repeated; default: every available one)"
     add("--backend", text, action="append", metavar="NAME")
-    text = "print what backends declare, installed here or not, as a table in Markdown"
+    text = "print the declared capabilities of all backends as a Markdown table"
     add("--capabilities", text, action="store_true")
-    add("--no-probe", "list only; capture nothing", action="store_true")
-    text = "check this machine against a plan: the output of `plan --cluster FILE --json`"
+    add("--no-probe", "list backends without captures", action="store_true")
+    text = "compare this machine with a plan, the output of `plan --cluster FILE --json`"
     add("--expect", text, metavar="PLAN.json")
-    add("--group", "of --expect (default: the groups whose backend is usable here)", metavar="NAME")
+    add(
+        "--group",
+        "group of --expect (default: groups whose backend is usable here)",
+        metavar="NAME",
+    )
 
 
 def _plan(add: Options) -> None:
     add.backend()
-    add("--cluster", "plan for every group of this cluster", metavar="FILE")
+    add("--cluster", "plan every group of this cluster", metavar="FILE")
     text = "print the mode of each group of --cluster as flags or as environment variables"
     add("--emit", text, nargs="?", const="flags", choices=("flags", "env"))
-    add.number("--max-requests", "capacity", 256)
-    add.number("--max-tokens", "tokens of a step", 8192)
-    text = "plan an encoder of these token budgets too, which is no phase of the mode"
+    add.number("--max-requests", "capacity in requests", 256)
+    add.number("--max-tokens", "capacity of a step in tokens", 8192)
+    text = "also plan an encoder with these token budgets"
     add("--encoder-budgets", text, type=_count, nargs="+", metavar="N")
-    text = "a fact about the engine, with a JSON value: --fact lora=true; may be repeated"
+    text = "a fact of the engine with a JSON value, such as lora=true; may be repeated"
     add("--fact", text, action="append", default=[], metavar="NAME=VALUE")
-    text = "estimate for this model; its configuration is read, its weights are not"
+    text = "estimate for this model; only its configuration is read"
     add("--model", text, metavar="PATH")
-    add("--dtype", "of the model (default: bfloat16)", choices=DTYPES, default="bfloat16")
+    add("--dtype", "dtype of the model (default: bfloat16)", choices=DTYPES, default="bfloat16")
     add_cli_args(add.parser)
 
 
 def _generate(add: Options) -> None:
-    text = "a folder, a .gguf file, or a name that transformers can find"
+    text = "a folder, a .gguf file, or a model name for transformers"
     add("--model", text, required=True, metavar="PATH")
     source = add.parser.add_mutually_exclusive_group()
-    text = "a prompt; several run side by side"
+    text = "a prompt; may be repeated, and all prompts run together"
     source.add_argument("--prompt", action="append", metavar="TEXT", help=text)
-    text = "a prompt a line (default: standard input)"
+    text = "a file with one prompt per line (default: standard input)"
     source.add_argument("--prompts-file", metavar="FILE", help=text)
     add.engine()
 
 
 def _demo(add: Options) -> None:
-    add("--prompt", "instead of the demo's", action="append", metavar="TEXT")
+    add(
+        "--prompt",
+        "replace the prompts of the demo; may be repeated",
+        action="append",
+        metavar="TEXT",
+    )
     add.engine()
     add.parser.set_defaults(backend="cpu", max_new_tokens=32, repeats=3)
 
@@ -158,61 +187,65 @@ def _bench(add: Options) -> None:
     add.backend()
     for name, (size, meaning) in SIZES.items():
         add.number(f"--{name}", f"{meaning} (default: {size})")
-    text = "of weights and caches (default: float32)"
+    text = "dtype of weights and caches (default: float32)"
     add("--dtype", text, choices=DTYPES, default="float32")
-    add.number("--kv-len", "rows to attend over (default: half the window)")
-    add.number("--steps", "steps a repeat", 50)
-    add.number("--repeats", "repeats, of which the median counts", 5)
-    text = "only this policy; may be repeated (default: all)"
+    add.number("--kv-len", "cache rows to attend over (default: half the window)")
+    add.number("--steps", "steps per repeat", 50)
+    add.number("--repeats", "number of repeats; times are medians", 5)
+    text = "time this policy only; may be repeated (default: all)"
     add("--policy", text, action="append", choices=policies())
-    text = "piecewise with this compiler only; may be repeated (default: all of the backend)"
+    text = "compiler of piecewise; may be repeated (default: all that the backend has)"
     add("--compiler", text, action="append", choices=COMPILERS)
-    add("--plot", "write a chart", metavar="FILE.svg")
+    add("--plot", "write a chart to this file", metavar="FILE.svg")
 
 
 def _check(add: Options) -> None:
     add.target()
-    text = f"leave out findings of this kind; may be repeated: {', '.join(KINDS)}"
+    text = f"omit findings of this kind, one of {', '.join(KINDS)}; may be repeated"
     add("--ignore", text, action="append", default=[], metavar="KIND")
-    add("--grad", "run with autograd on", action="store_true")
+    add("--grad", "run with autograd", action="store_true")
 
 
 def _explain(add: Options) -> None:
     add.target()
-    add("--policy", "(default: full)", choices=policies(), default="full")
+    add("--policy", "capture policy (default: full)", choices=policies(), default="full")
     add.backend()
-    add("--compiler", "of the pieces under policy piecewise", choices=COMPILERS)
-    add("--grad", "capture with autograd on", action="store_true")
+    add("--compiler", "compiler of the pieces of piecewise", choices=COMPILERS)
+    add("--grad", "capture with autograd", action="store_true")
     add("--dot", "write the segments as a Graphviz graph", metavar="FILE")
     text = "write one timed replay for chrome://tracing or ui.perfetto.dev"
     add("--chrome-trace", text, metavar="FILE")
-    add("--prove", "also replay against eager", action="store_true")
+    add("--prove", "also compare replays with eager", action="store_true")
 
 
 COMMANDS = {
-    "doctor": ("show devices, backends and what capture can do here", _doctor),
-    "plan": ("show what a mode configuration comes to on this machine or in a cluster", _plan),
+    "doctor": ("show devices, backends and their capabilities, probed by captures", _doctor),
+    "plan": ("show the effective mode on this machine or in a cluster", _plan),
     "generate": (
-        "generate text with a language model on device graphs, and compare with eager",
+        "generate text with a language model in device graphs, and compare with eager",
         _generate,
     ),
-    "demo": ("generate with a small real model, downloaded on first use", _demo),
+    "demo": ("generate text with a small real model, downloaded on first use", _demo),
     "bench": ("time eager and every policy on the same work", _bench),
-    "check": ("list what a device capture of a function would refuse or freeze", _check),
+    "check": ("list the places in a function that a device capture would refuse or freeze", _check),
     "explain": ("capture a function and show its segments, regions, nodes and memory", _explain),
 }
-"""What each command does, and what declares its options."""
+"""Summary and options of each command."""
 
 
 def check_compilers(args: argparse.Namespace, chosen: Sequence[str]) -> None:
-    """Refuse ``--compiler``, which was given, where none of the chosen policies reads it."""
+    """Refuse ``--compiler`` if none of the chosen policies compiles.
+
+    Raises:
+        CommandError: the option has no effect.
+    """
     if args.compiler is not None and not any(map(compiles, chosen)):
         names = " and ".join(filter(compiles, policies()))
-        raise CommandError(f"--compiler is of the policy {names}: nothing else compiles")
+        raise CommandError(f"--compiler has an effect only with the policy {names}")
 
 
 def check_model(name: str) -> None:
-    """Refuse a ``--model`` that is written as a path and does not exist.
+    """Refuse a ``--model`` that is a path and does not exist.
 
     Raises:
         CommandError: there is no such folder or file.
@@ -223,29 +256,29 @@ def check_model(name: str) -> None:
 
 
 def by_name(flag: str, given: Sequence[str], example: str) -> dict[str, str]:
-    """Return what a repeated NAME=VALUE says.
+    """Parse the values of a repeated option NAME=VALUE.
 
     Raises:
-        CommandError: one has another form, or a name is there twice.
+        CommandError: a value has another form, or a name occurs twice.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not name or not equals:
             raise CommandError(f"{flag} {text!r}: write NAME=VALUE, for example {example}")
-        if name in found:
+        if name in values:
             raise CommandError(f"{flag} {text!r}: {name!r} is given twice; keep one of them")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def mode_of(args: argparse.Namespace) -> DeviceGraphConfig:
-    """Return the mode configuration that the options of a command ask for."""
+    """Return the mode configuration from the options of a command."""
     config = DeviceGraphConfig.from_args(args)
     if MODE_VARIABLE in os.environ:
         warnings.warn(
-            f"{MODE_VARIABLE} is set, and only engines read it: here it has no effect. Give it as "
-            f'--device-graph-mode "${MODE_VARIABLE}"',
+            f"{MODE_VARIABLE} is set, but only engines read it, so it has no effect here. Pass "
+            f'--device-graph-mode "${MODE_VARIABLE}" instead',
             DeviceGraphWarning,
             stacklevel=2,
         )

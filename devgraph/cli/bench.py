@@ -1,4 +1,4 @@
-"""``devgraph bench``: eager and every policy on the same work, in host and in wall time."""
+"""``devgraph bench``, which times eager and every policy on the same work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> in
         peers: other packages to time on the same step, by name.
     """
     if args.plot is not None and not args.plot.endswith(".svg"):
-        raise CommandError(f"cannot write the chart {args.plot}: charts are SVG, name it *.svg")
+        raise CommandError(
+            f"cannot write the chart {args.plot}: charts are SVG, so the name must end in .svg"
+        )
     if args.plot is not None and not Path(args.plot).absolute().parent.is_dir():
         raise CommandError(f"cannot write {args.plot}: there is no such folder")
     check_compilers(args, args.policy or policies())
@@ -86,7 +88,7 @@ def finish(
 def _decoder(
     backend: Backend, args: argparse.Namespace, peers: Mapping[str, Peer]
 ) -> tuple[dict[str, Any], Comparison]:
-    """Return the sizes of the decode step, and its measured rows."""
+    """Return the sizes of the decode step and the comparison."""
     sizes = {name: getattr(args, name) or size for name, (size, _) in SIZES.items()}
     kv_len = args.kv_len or sizes["window"] // 2 or 1
     if kv_len > sizes["window"]:
@@ -142,12 +144,12 @@ def _print(report: dict[str, Any]) -> None:
     )
     say(
         f"medians of {report['repeats']} repeats of {report['steps']} steps each; host: until the "
-        f"call returns, wall: until the device is done"
+        f"call returns, wall: until the device has finished"
     )
     if report["device_type"] == "cpu":
         say(
-            "on the CPU a graph is a list of calls that the host replays: these figures tell what "
-            "devgraph adds to a step, or saves of Python's work, and nothing of a device"
+            "on the CPU a graph is a list of calls that the host replays, so these figures show "
+            "the overhead of devgraph and the Python time that it saves, not the speed of a device"
         )
     for name, why in report["absent"].items():
         say(f"{name}: not on this backend: {why}")
@@ -158,16 +160,17 @@ def _print(report: dict[str, Any]) -> None:
 _WIDTH, _LEFT, _RIGHT, _TOP, _BAR, _GAP = 820, 250, 90, 72, 18, 16
 _KINDS = {
     "host": ("#4051b5", "host: until the call returns"),
-    "wall": ("#f0a04b", "wall: until its work is done"),
+    "wall": ("#f0a04b", "wall: until the device has finished"),
 }
 
 
 def chart(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG picture of the host and wall time of each row of a report of ``bench``, which a
-    browser shows and no library has to draw.
+    """Return an SVG chart of host and wall times.
 
-    A row has ``name`` and, in seconds, ``host``, ``wall`` or both, as all others have. It may have
-    ``repeats`` with the same figures each: then a line goes from the least to the most of them.
+    Args:
+        title: the title of the chart.
+        rows: mappings with ``name`` and, in seconds, ``host``, ``wall`` or both, the same in every
+            row. A line shows the range of ``repeats`` with the same figures, if a row has them.
     """
     kinds = [kind for kind in _KINDS if kind in rows[0]]
     timed = [one for row in rows for one in (row, *row.get("repeats", ()))]

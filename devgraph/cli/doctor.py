@@ -1,4 +1,4 @@
-"""``devgraph doctor``: what is here, what works, what is missing and how to get it."""
+"""``devgraph doctor``, which reports devices, probed capabilities and missing packages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from devgraph.cli.tables import (
 )
 from devgraph.runners.report import format_bytes
 
-# Distribution, what it is for, and how to get it.
+# Distribution, purpose and installation.
 _PACKAGES = (
     ("torch", "everything", "pip install torch (2.11 or newer)"),
     ("transformers", "generate: models and tokenizers", "pip install transformers sentencepiece"),
@@ -68,7 +68,7 @@ _PACKAGES = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 1 when something that a backend declares does not work."""
+    """Print the report; return 1 if a declared capability does not work."""
     found = backends()
     names = [info.name for info in found]
     for name in args.backend or ():
@@ -76,13 +76,15 @@ def run(args: argparse.Namespace) -> int:
             hint = did_you_mean(name, names, OTHER_NAMES)
             raise CommandError(f"no backend {name!r}. {hint}")
     if args.group is not None and args.expect is None:
-        raise CommandError("--group names a group of a plan: add --expect PLAN.json")
+        raise CommandError("--group needs a plan: add --expect PLAN.json")
     if args.expect is not None:
         return _expect(args)
     wanted = [info for info in found if not args.backend or info.name in args.backend]
     if args.capabilities:
         if args.json:
-            raise CommandError("--capabilities is Markdown; --no-probe --json has it as `declared`")
+            raise CommandError(
+                "--capabilities prints Markdown; --no-probe --json has the same data as `declared`"
+            )
         print_lines(capability_table([info.name for info in wanted]))
         return 0
     checked = [_check(info, probe=not args.no_probe) for info in wanted]
@@ -100,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _expect(args: argparse.Namespace) -> int:
-    """Compare this machine with the groups of a plan; return 1 if one differs."""
+    """Compare this machine with the groups of a plan; return 1 if a group differs."""
     groups = _planned(args.expect)
     if args.group is not None:
         names = [group["group"] for group in groups]
@@ -166,16 +168,18 @@ def _differences(group: dict[str, Any]) -> list[str]:
 
 
 def capability_table(names: Sequence[str]) -> str:
-    """Return what backends declare, wherever their devices are, as a table in Markdown.
+    """Return the declared capabilities of backends as a Markdown table. No device is needed.
 
     Raises:
-        CommandError: one of them is registered as a function, or its package cannot be loaded.
+        CommandError: a backend is registered as a function, or its package cannot be imported.
     """
     kinds = []
     for name in names:
         kind = declaration(name)
         if kind is None:
-            raise CommandError(f"backend {name!r} is no class here, so it declares nothing")
+            raise CommandError(
+                f"backend {name!r} is not a class here, so it declares no capabilities"
+            )
         kinds.append(kind)
     fields = [field.name for field in attrs.fields(Capabilities)]
     modes = [json.dumps(dict(kind.recommended_mode)) for kind in kinds]
@@ -207,7 +211,7 @@ def _declared(kind: type[Backend], name: str) -> str:
 
 
 def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
-    """Return one backend and what its small captures gave, as JSON has it."""
+    """Return a backend and the results of its probes as JSON values."""
     found = {
         **attrs.asdict(info),
         "torch_device": "",
@@ -229,7 +233,7 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
             "torch_device": str(backend.device),
             "memory": None if memory is None else {"free": memory[0], "total": memory[1]},
             "capabilities": attrs.asdict(here),
-            # What the backend has elsewhere, and what that needs.
+            # Capabilities that the backend has elsewhere, with their requirements.
             "lacks": {
                 name: need
                 for name, need in backend.needs.items()
@@ -238,13 +242,13 @@ def _check(info: BackendInfo, *, probe: bool) -> dict[str, Any]:
             "details": backend.details(),
             "probes": probes,
         }
-    except Exception as error:  # the report is about the others, too
+    except Exception as error:  # the other backends still get their report
         logger.info("backend %s", info.name, exc_info=True)
         return found | {"available": False, "reason": f"{type(error).__name__}: {error}"}
 
 
 def _devices() -> list[str]:
-    """Return torch's accelerators by name, whichever backend serves them."""
+    """Return the names of the accelerators that torch sees."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
         return []
@@ -312,19 +316,19 @@ def _print(report: dict[str, Any], *, probed: bool) -> None:
                 [(p["name"], p["declared"], p["verdict"], p["detail"]) for p in probes],
             )
         for lacking, need in one["lacks"].items():
-            say(f"  {name} has less of {lacking} here than elsewhere: it needs {need}")
+            say(f"  {name}: {lacking} is reduced here; it needs {need}")
         for topic, told in one["details"].items():
             say(f"  {name}, {topic}: {told}")
     present = [(name, version) for name, version in report["packages"].items() if version]
     print_table("packages", ("package", "version"), present)
     missing = [tuple(one.values()) for one in report["missing"]]
-    print_table("missing, and how to get it", ("what", "for", "how"), missing)
+    print_table("missing packages and backends", ("missing", "purpose", "installation"), missing)
     if probed and all(probe["ok"] for one in checked for probe in one["probes"]):
         usable = ", ".join(one["name"] for one in checked if one["available"])
         if usable:
-            say(f"everything that is declared works on: {usable}")
+            say(f"all declared capabilities work on: {usable}")
         else:
-            say("no backend that was asked for is usable here: see what is missing above")
+            say("none of the requested backends is usable here: see the missing packages above")
 
 
 logger = logging.getLogger(__name__)
@@ -333,8 +337,10 @@ _SIZE = 64
 
 
 def probe_backend(backend: Backend) -> list[dict[str, Any]]:
-    """Capture, replay and compare on ``backend``, and return what each probe found, as JSON has it;
-    a probe that raises is one that failed."""
+    """Probe each capability of ``backend`` by a capture; return the results as JSON values.
+
+    An exception in a probe counts as a failure.
+    """
     able = backend.capabilities
     usable = [name for name in policies() if able.piecewise or not compiles(name)]
     return [
@@ -347,7 +353,7 @@ def probe_backend(backend: Backend) -> list[dict[str, Any]]:
 
 
 class _AnswerIsNo(Exception):
-    """The backend does not do it; the text says what it does instead."""
+    """The negative result of a probe, with the actual behaviour."""
 
 
 def _probe(name: str, declared: bool, run: Callable[[], str]) -> dict[str, Any]:
@@ -418,7 +424,7 @@ def _region_update(backend: Backend) -> str:
             captured.replay(factor=3.0)
         except UpdateUnsupportedError:
             raise _AnswerIsNo(
-                "new host arguments are refused; policy breakable takes them"
+                "new host arguments are refused; the policy breakable accepts them"
             ) from None
         _require_equal(captured, [{"factor": 2.0}, {"factor": 5.0}])
         return "new host arguments change the next replay"
@@ -448,7 +454,7 @@ def _host_read(backend: Backend) -> str:
         captured = capture(step, x, backend=backend, warmup=0)
     except Exception as error:
         named = isinstance(error, HostReadError)
-        _policy(backend, "full")  # a refused capture must leave nothing behind
+        _policy(backend, "full")  # the next capture must work
         return "refused, with the source line" if named else "refused by the driver"
     captured.close()
     raise _AnswerIsNo("a host read inside a capture freezes its value")
@@ -459,4 +465,4 @@ _PROBES = {
     "rng": _rng,
     "refuses_host_reads": _host_read,
 }
-"""What finds out about a capability, by its name."""
+"""Probes by capability."""

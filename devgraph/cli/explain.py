@@ -1,4 +1,4 @@
-"""``devgraph explain``: what a capture is made of, as text, DOT, JSON or a Chrome trace."""
+"""``devgraph explain``, which shows the segments of a capture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RUNS = 10
 
 @attrs.frozen(kw_only=True)
 class _Part:
-    """One segment as it is shown."""
+    """One segment of the report."""
 
     index: int
     kind: str
@@ -37,11 +37,11 @@ class _Part:
     ranges: tuple[NodeRange, ...] = ()
     bytes: int = 0
     seconds: float
-    """Median of a few replays, from launch until the device is done."""
+    """Median over a few replays, from the launch until the device has finished."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Capture and print; 1 when ``--prove`` finds a difference."""
+    """Capture and print the report; return 1 if ``--prove`` finds a difference."""
     check_compilers(args, [args.policy])
     backend = get_backend(args.backend)
     target = find_target(args)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _timed(captured: Captured, target: Target) -> list[float]:
-    """Return the median seconds of each segment, waiting for the device after each one."""
+    """Return the median seconds of each segment, with a synchronisation after each."""
     captured.replay(**target.host_args)
     runs = [
         [seconds_per_call(one.replay, captured.backend, calls=1) for one in captured.segments]
@@ -168,7 +168,7 @@ def _dot(target: Target, parts: list[_Part]) -> str:
 
 
 def _trace(captured: Captured, parts: list[_Part]) -> dict[str, Any]:
-    """Return the segments one after the other in Chrome's trace format; times in us."""
+    """Return the segments in sequence in the format of a Chrome trace, with times in us."""
     where = {"pid": 0, "tid": 0}
     title = {"name": f"{captured.backend.name}: policy {captured.policy}"}
     events = [{"ph": "M", **where, "name": "process_name", "args": title}]

@@ -1,4 +1,4 @@
-"""``devgraph generate``: a language model through the runners, as text, tables and data."""
+"""``devgraph generate``, which runs a language model on the runners."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from devgraph.runners.report import format_bytes
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate and print; 1 when graphs and eager give different tokens."""
+    """Generate and print; return 1 if graphs and eager give different tokens."""
     return generate(args, _prompts(args))
 
 
 def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
-    """Run ``prompts`` as ``args`` say; return the exit code."""
+    """Run the prompts with the options in ``args``; return the exit code."""
     check_model(args.model)
     backend = get_backend(args.backend)
-    # The integration swaps parts of the model in and out around each step.
+    # torch.compile cannot trace the model: the integration replaces parts of it in each step.
     facts = EngineFacts(traceable=False).on_backend(backend)
     resolution = resolve(mode_of(args), facts)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    sampling = _sampling(args, len(prompts))  # may refuse; the model takes its time
+    sampling = _sampling(args, len(prompts))  # check the options before the slow load
     transformers_logging.disable_progress_bar()
     with working(f"loading {args.model}"):
         network, tokenizer = load(args.model, dtype=dtype, device=backend.device)
@@ -94,7 +94,7 @@ def generate(args: argparse.Namespace, prompts: Sequence[str]) -> int:
 
 
 def _print(report: dict[str, Any], args: argparse.Namespace, difference: str | None) -> None:
-    """Print what ran in graphs, how fast everything was, and whether tokens are the same."""
+    """Print the tables of phases and speed, and the comparison of tokens."""
     graphs = report["runs"][0]
     _print_phases(report)
     _print_speed(report["runs"])
@@ -102,9 +102,9 @@ def _print(report: dict[str, Any], args: argparse.Namespace, difference: str | N
     say(f"captured in {time_text(graphs['capture_seconds'])}, before the first token")
     if graphs["fused"] is not None:
         left = _counted(graphs["unfused"])
-        say(f"fused: {_counted(graphs['fused'])}; as the model wrote them: {left}")
+        say(f"fused: {_counted(graphs['fused'])}; not fused: {left}")
     if args.temperature:
-        say(f"drawn with --seed {args.seed}")
+        say(f"sampled with --seed {args.seed}")
     if difference:
         say(f"graphs and eager DIFFER, first in {difference}")
     elif args.compare:
@@ -116,21 +116,23 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         return list(args.prompt)
     file = args.prompts_file
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise CommandError("no prompt: give --prompt TEXT, --prompts-file FILE, or pipe one a line")
+        raise CommandError(
+            "there is no prompt: pass --prompt TEXT or --prompts-file FILE, or pipe one per line"
+        )
     name = "standard input" if file is None else file
     try:
         text = sys.stdin.read() if file is None else Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # of text that is no UTF-8, and of a name with a zero
+    except (OSError, ValueError) as error:  # not UTF-8, or a zero byte in the name
         raise CommandError(f"cannot read {name}: {error}") from error
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
-        raise CommandError(f"no prompt in {name}: one a line")
+        raise CommandError(f"there is no prompt in {name}; write one per line")
     return prompts
 
 
 def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
     if args.seed is not None and not args.temperature:
-        raise CommandError("--seed: greedy draws nothing; add --temperature T")
+        raise CommandError("--seed has no effect on greedy requests; add --temperature T")
     if args.temperature and args.seed is None:
         args.seed = secrets.randbelow(1 << 31)
     return [
@@ -143,13 +145,13 @@ def _sampling(args: argparse.Namespace, prompts: int) -> list[SamplingParams]:
 
 
 class OrderedText:
-    """Prints texts one after the other, each as it comes.
+    """A printer that streams the texts of concurrent requests in order.
 
-    Requests run at once, and a terminal has one cursor: the first unfinished text is printed live,
-    the others wait in memory, and the next one catches up when it is its turn.
+    The first unfinished text is printed as its tokens arrive. Later texts are buffered until all
+    earlier ones have finished.
 
     Args:
-        headings: printed before each text, without a line break in between.
+        headings: the text before each output, on the same line.
     """
 
     def __init__(self, headings: Sequence[str]) -> None:
@@ -158,7 +160,7 @@ class OrderedText:
         self._current = 0
 
     def add(self, event: TokenEvent) -> None:
-        """Add what an engine generated that numbers its requests from 0, as a new one does."""
+        """Add an event of a new engine, which numbers its requests from 0."""
         last = event.finish_reason is not None
         self._waiting[event.request_id] += f"{event.text}\n\n" if last else event.text
         self._finished[event.request_id] = last
@@ -173,10 +175,10 @@ class OrderedText:
 
 @attrs.frozen(kw_only=True)
 class Task:
-    """What is asked of every engine, and what engines are made of."""
+    """The work of the engines and the parts that they are made of."""
 
     args: argparse.Namespace
-    """Of the command line; sizes are None there where the prompts decide."""
+    """Options of the command line. Sizes are None if the prompts determine them."""
     backend: Backend
     config: DeviceGraphConfig
     network: Any
@@ -186,7 +188,7 @@ class Task:
     sampling: list[SamplingParams]
 
     def engine(self, config: DeviceGraphConfig) -> Engine:
-        """Return an engine that the task fits in, no larger than needed: every bucket costs."""
+        """Create the smallest engine for the task, because every bucket has a cost."""
         args = self.args
         lengths = [len(ids) for ids in self.prompts]
         requests = args.max_requests or max(
@@ -215,10 +217,13 @@ _Repeat = tuple[list[Completion], EngineStats]
 def run_all(
     task: Task, on_event: Callable[[TokenEvent], None] | None = None
 ) -> list[dict[str, Any]]:
-    """Run the task with graphs, and if asked eagerly; return both as JSON has them.
+    """Run the task with graphs and, with ``--compare``, eagerly; return both as JSON values.
 
-    Graphs and eager take turns, so that a change of the machine's speed meets both. ``on_event``
-    receives the events of the first run with graphs.
+    Graphs and eager alternate, so that changes in the speed of the machine affect both.
+
+    Args:
+        task: the work.
+        on_event: receives the events of the first run with graphs.
     """
     with contextlib.ExitStack() as stack:
         graphs = stack.enter_context(task.engine(task.config))
@@ -242,7 +247,7 @@ def run_all(
 def _eager_engine(task: Task) -> Engine:
     off = PhaseConfig(policy="disabled")
     engine = task.engine(DeviceGraphConfig(decode=off, prefill=off))
-    # What a capture's warm-up runs have set up for the other engine is not part of its speed.
+    # The warm-up of captures initialises libraries for the other engine; do not time that here.
     engine.generate([task.prompts[0]], max_new_tokens=2)
     return engine
 
@@ -250,7 +255,7 @@ def _eager_engine(task: Task) -> Engine:
 def run_engine(
     engine: Engine, task: Task, on_event: Callable[[TokenEvent], None] | None = None
 ) -> _Repeat:
-    """Run the task once through a captured engine and return what this run added."""
+    """Run the task once and return its completions and statistics."""
     engine.reset_stats()
     done = engine.generate(
         task.prompts,
@@ -262,8 +267,10 @@ def run_engine(
 
 
 def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str, Any]:
-    """Return one way to run the task, with the medians of its repeats; seconds are those in steps,
-    without printing."""
+    """Return the report of one engine with medians over repeats.
+
+    Seconds are the time in steps, without printing.
+    """
     done, stats = repeats[0]
     seconds = statistics.median(one.seconds for _, one in repeats)
     decode_seconds = statistics.median(one.decode_seconds for _, one in repeats)
@@ -288,7 +295,7 @@ def _summary(name: str, engine: Engine, repeats: Sequence[_Repeat]) -> dict[str,
 
 
 def _difference(graphs: dict[str, Any], eager: dict[str, Any]) -> str | None:
-    """Return where the tokens of two runs first differ, in words; None where they do not."""
+    """Return the first difference between the tokens of two runs in words, or None."""
     for prompt, pair in enumerate(zip(graphs["tokens"], eager["tokens"], strict=True)):
         for token, (mine, other) in enumerate(itertools.zip_longest(*pair, fillvalue="end")):
             if mine != other:
@@ -297,7 +304,7 @@ def _difference(graphs: dict[str, Any], eager: dict[str, Any]) -> str | None:
 
 
 def _counted(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "none"
+    return ", ".join(f"{count} {noun}" for noun, count in counts.items() if count) or "none"
 
 
 def _print_phases(report: dict[str, Any]) -> None:
@@ -311,13 +318,13 @@ def _print_phases(report: dict[str, Any]) -> None:
         "in graphs": [one["graph_steps"] for one in phases],
         "hits": [percent(one["hit_ratio"]) for one in phases],
         "padding": [percent(one["padding_ratio"]) for one in phases],
-        "eager, and why": [one["eager"] for one in phases],
+        "eager steps": [one["eager"] for one in phases],
         "graphs": [len(_captured(one)) for one in phases],
         "capture": [time_text(one["capture_seconds"]) for one in phases],
         "memory": [format_bytes(one["graph_bytes"]) for one in phases],
     }
     print_table(
-        f"what ran in graphs on {report['backend']} ({report['device']})",
+        f"phases on {report['backend']} ({report['device']})",
         list(columns),
         zip(*columns.values(), strict=True),
         numbers=("steps", "in graphs", "hits", "padding", "graphs", "capture", "memory"),
@@ -325,7 +332,7 @@ def _print_phases(report: dict[str, Any]) -> None:
 
 
 def _captured(phase: dict[str, Any]) -> list[int]:
-    """Return the captured buckets of a phase, the smallest first."""
+    """Return the captured buckets of a phase in ascending order."""
     return [one["bucket"] for one in reversed(phase["buckets"]) if one["state"] == "captured"]
 
 

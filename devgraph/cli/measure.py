@@ -1,4 +1,4 @@
-"""Timing: what a call costs the host and how long the device's work takes, for several ways."""
+"""Timing of calls on the host and on the device, and comparisons of several contenders."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ _T = TypeVar("_T")
 
 @attrs.frozen
 class Timing:
-    """Seconds a call: ``host`` until the call returns, ``wall`` until its work is done."""
+    """Seconds per call, ``host`` until it returns and ``wall`` until the device has finished."""
 
     host: float
     wall: float
 
 
 def seconds_per_call(call: Callable[[], object], backend: Backend, *, calls: int) -> Timing:
-    """Run ``call`` ``calls`` times in a row on an idle device and return the mean seconds.
+    """Run ``call`` repeatedly on an idle device and return the mean seconds.
 
-    The calls follow each other without waiting for the device, as steps of an engine do, and the
-    last one is waited for.
+    Only the last call is followed by a synchronisation, as in an engine.
+
+    Args:
+        call: the function.
+        backend: the backend of its device.
+        calls: number of calls.
     """
     backend.synchronize()
     begin = time.perf_counter()
@@ -43,7 +47,7 @@ def seconds_per_call(call: Callable[[], object], backend: Backend, *, calls: int
 
 
 def median(timings: Sequence[Timing]) -> Timing:
-    """Return the median of each figure on its own."""
+    """Return the median host and wall times, each on its own."""
     return Timing(
         statistics.median(timing.host for timing in timings),
         statistics.median(timing.wall for timing in timings),
@@ -51,22 +55,24 @@ def median(timings: Sequence[Timing]) -> Timing:
 
 
 Lengths = Callable[[], Iterator[int]]
-"""Returns the host argument of each step of a repeat."""
+"""Returns an iterator over the host argument of each step of a repeat."""
 
 FIGURES = ("capture_seconds", "pool_bytes", "segments", "nodes", "padding", "eager_packs")
-"""What is known of some ways only; ``padding`` is the share of rows computed in graphs that hold no
-data, ``eager_packs`` those that ran outside of a graph."""
+"""Optional figures. ``padding`` is the share of padded rows in graphs, ``eager_packs`` the number
+of packs that ran outside of graphs."""
 
 
 class Contender:
-    """One way to do the work, and what it costs.
+    """One implementation of the work and its timings.
 
     Args:
-        call: does it once, with the host argument of that step.
-        figures: of ``FIGURES``, those that are known of this way.
-        exact: its outputs have to be eager's bit for bit; otherwise, as where a compiler chose
-            other kernels, to half of the digits of the dtype.
-        parts: what a call does so many times; times are of one.
+        name: the name of its row.
+        call: runs the work once with the host argument of the step.
+        lengths: returns the host arguments of a repeat.
+        figures: values of ``FIGURES``.
+        exact: outputs must equal eager bit for bit. Otherwise they may differ by the square root of
+            the precision of the dtype, because a compiler chose other kernels.
+        parts: number of parts of the work in one call; timings are per part.
     """
 
     def __init__(
@@ -91,40 +97,39 @@ class Contender:
         self.timings.append(Timing(spent.host / self._parts, spent.wall / self._parts))
 
     def compare(self, expected: Tensor, got: Tensor) -> None:
-        """Note how far one result is from eager's, relative to the largest of that."""
+        """Record the difference from eager, relative to the largest value of eager."""
         difference = ((got - expected).abs().max() / expected.abs().max()).item()
         close = difference <= torch.finfo(expected.dtype).eps ** 0.5
         equal = torch.equal(got, expected) if self.exact else close
         self.figures |= {"difference": difference, "equal": equal}
 
     def row(self, eager: Contender) -> dict[str, Any]:
-        """Return the medians of all repeats, and how many times as long eager takes, as JSON has
-        them."""
-        mine, other = median(self.timings), median(eager.timings)
+        """Return the medians over all repeats, and the ratios of eager to them, as JSON values."""
+        own, other = median(self.timings), median(eager.timings)
         return {
             "name": self.name,
-            **attrs.asdict(mine),
+            **attrs.asdict(own),
             "repeats": [attrs.asdict(one) for one in self.timings],
             **self.figures,
-            "host_ratio": other.host / mine.host,
-            "wall_ratio": other.wall / mine.wall,
+            "host_ratio": other.host / own.host,
+            "wall_ratio": other.wall / own.wall,
         }
 
 
 class Comparison:
-    """What ways to do some work cost on a backend."""
+    """The rows of several contenders on one backend."""
 
     def __init__(self, backend: Backend, args: argparse.Namespace) -> None:
         self.backend, self.args = backend, args
         self.rows: list[dict[str, Any]] = []
-        """Of all ways that ran; ``against`` is the row of eager on the same work."""
+        """Rows of all contenders that ran; ``against`` is the index of the row of eager."""
         self.absent: dict[str, str] = {}
-        """Why ways have no row that this backend or machine does not offer."""
+        """Reasons of contenders that this backend or machine does not offer, by name."""
         self.failed: dict[str, str] = {}
-        """The same of ways that should have worked."""
+        """Errors of contenders that should have worked, by name."""
 
     def attempt(self, name: str, make: Callable[[], _T]) -> _T | None:
-        """Return what ``make`` captures for a way, or note why there is nothing."""
+        """Return the result of ``make``, or record why it failed and return None."""
         try:
             return make()
         except CapabilityError as error:
@@ -134,7 +139,7 @@ class Comparison:
         return None
 
     def time(self, ways: Sequence[Contender]) -> None:
-        """Let ways to do the same work take turns, eager first; add the rows of those that run."""
+        """Time contenders in turns, eager first, and add their rows."""
         running = [way for way in ways if self._runs(way)]
         for _ in range(self.args.repeats):
             for way in running:
@@ -143,7 +148,7 @@ class Comparison:
         self.rows += [{**way.row(running[0]), "against": against} for way in running]
 
     def _runs(self, way: Contender) -> bool:
-        """Run a way a little, untimed."""
+        """Run a few steps untimed; return False if updates are not supported."""
         try:
             way.time(self.backend, min(self.args.steps, 3))
         except UpdateError as error:

@@ -1,4 +1,4 @@
-"""Output of the commands: tables, figures, colours and streams."""
+"""The output of the commands in tables, sentences, figures and colours."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STYLES: Mapping[str, str] = {
     "works": "green",
     "works, not declared": "yellow",
 }
-"""Colours by kind of text, and by the verdict in a cell of a table."""
+"""Colours by kind of text and by verdict."""
 
 
 class CommandError(DeviceGraphError):
-    """A command cannot do what was asked; the message says what is missing."""
+    """A command that cannot be run as requested."""
 
 
 class _Console(Console):
@@ -44,12 +44,12 @@ def _console(*, stderr: bool = False) -> Console:
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     asked = os.environ.get("COLUMNS", "").isdecimal()
     if console.width < 1 or not (console.is_terminal or asked):
-        console.width = _PIPE_WIDTH  # a file or a pipe has no width
+        console.width = _PIPE_WIDTH  # files and pipes have no width
     return console
 
 
 def say(text: str = "", *, style: str = "") -> None:
-    """Print a sentence of a result, wrapped at words; ``style`` is a key of ``STYLES``."""
+    """Print a text wrapped at words; ``style`` is a key of ``STYLES``."""
     width = _console().width
     for line in text.splitlines() or [""]:
         indent = " " * (len(line) - len(line.lstrip()))
@@ -64,31 +64,31 @@ def say(text: str = "", *, style: str = "") -> None:
 
 
 def print_lines(*lines: str, style: str = "", stderr: bool = False) -> None:
-    """Print lines as they are, however long they are."""
+    """Print lines without wrapping."""
     console = _console(stderr=stderr)
     for line in lines:
         console.print(Text(line, style=STYLES.get(style, "")), soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """Report progress on standard error."""
+    """Print progress on standard error."""
     print_lines(text, stderr=True)
 
 
 def print_json(data: Any) -> None:
-    """Print data as JSON, for programs."""
-    print(json.dumps(data, indent=2, default=str), flush=True)  # noqa: T201 - closed, it is None
+    """Print data as JSON."""
+    print(json.dumps(data, indent=2, default=str), flush=True)  # noqa: T201 - works without stdout
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a result into a file.
+    """Write a text to a file.
 
     Raises:
-        CommandError: the system refuses.
+        CommandError: the file cannot be written.
     """
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:  # of a name with a zero, or a character of half a pair
+    except (OSError, ValueError) as error:  # a zero byte in the name, or a lone surrogate
         why = getattr(error, "strerror", error)
         raise CommandError(f"cannot write {path}: {why}") from error
 
@@ -103,15 +103,15 @@ def print_table(
     """Print a table with a title.
 
     Args:
-        title: above the table.
-        columns: headings.
-        rows: one value a column; None shows as a dash, a boolean as yes or no.
-        numbers: headings of the columns that are aligned to the right.
+        title: the title above the table.
+        columns: the headings.
+        rows: one value per column; None becomes a dash, a boolean yes or no.
+        numbers: the headings of right-aligned columns.
     """
     console = _console()
     cells = [[_text(value) for value in row] for row in rows]
     widths = _widths([*cells, [Text(name) for name in columns]], console.width)
-    if widths is None:  # the words of a row do not fit beside each other
+    if widths is None:  # too narrow for columns: print a list
         say(title)
         for row in cells:
             say()
@@ -129,11 +129,11 @@ def print_table(
 
 
 def _widths(rows: Sequence[Sequence[Text]], room: int) -> list[int] | None:
-    """Return the width of each column without a broken word, or None if ``room`` is too narrow."""
+    """Return column widths that break no word, or None if ``room`` is too narrow."""
     columns = list(zip(*rows, strict=True))
     least = [max(max(map(cell_len, text.plain.split()), default=0) for text in c) for c in columns]
     widths = [max(text.cell_len for text in column) for column in columns]
-    room -= 3 * len(columns) + 1  # rules between them, and a space on both sides
+    room -= 3 * len(columns) + 1  # separators and margins
     if sum(least) > room:
         return None
     while sum(widths) > room:
@@ -158,7 +158,7 @@ def _cell(value: Any) -> str:
 
 
 def time_text(seconds: float | None) -> str | None:
-    """Return seconds for people: ``"3.2 ms"``."""
+    """Format seconds, such as ``"3.2 ms"``."""
     if seconds is None:
         return None
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -168,24 +168,24 @@ def time_text(seconds: float | None) -> str | None:
 
 
 def number(value: float | None) -> str | None:
-    """Return a number with three significant digits and without an exponent."""
+    """Format a number with three significant digits and without an exponent."""
     if value is None:
         return None
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def ratio(value: float | None) -> str | None:
-    """Return a factor: ``"2.35x"``."""
+    """Format a factor, such as ``"2.35x"``."""
     return None if value is None else f"{value:.2f}x"
 
 
 def percent(part: float) -> str:
-    """Return a share from 0 to 1 as ``"97 %"``."""
+    """Format a share from 0 to 1, such as ``"97 %"``."""
     return f"{100 * part:.0f} %"
 
 
 def ranges(sizes: Sequence[int]) -> str:
-    """Return ascending numbers for people: ``1 2 4..12 by 4 16..256 by 8``."""
+    """Format ascending numbers, such as ``1 2 4..12 by 4 16..256 by 8``."""
     parts: list[str] = []
     at = 0
     while at < len(sizes):
@@ -202,5 +202,5 @@ def ranges(sizes: Sequence[int]) -> str:
 
 
 def working(text: str) -> Status:
-    """Return a context manager that shows activity on a terminal and nothing elsewhere."""
+    """Return a context manager that shows a spinner on a terminal."""
     return _console(stderr=True).status(Text(text))

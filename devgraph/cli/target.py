@@ -1,4 +1,4 @@
-"""``module:function`` on the command line: finding the function, its inputs, its host arguments."""
+"""Functions named on the command line, with their inputs and host arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from devgraph.cli.tables import CommandError
 
 @attrs.frozen(kw_only=True)
 class Target:
-    """A function of the user with everything needed to call it."""
+    """A function of the user with its arguments."""
 
     name: str
     fn: Callable[..., Any]
@@ -33,10 +33,10 @@ class Target:
 
 
 def find_target(args: argparse.Namespace) -> Target:
-    """Import what the arguments name and make the inputs.
+    """Import the target that the arguments name, and create its inputs.
 
     Raises:
-        CommandError: there is no such module or function, or the inputs have another form.
+        CommandError: the module or the function does not exist, or the inputs have another form.
     """
     fn = _find(args.target)
     positional, keywords = _inputs(args)
@@ -46,7 +46,7 @@ def find_target(args: argparse.Namespace) -> Target:
             host_args[name] = ast.literal_eval(text)
         except Exception as error:  # an unhashable key raises TypeError, a deep nest MemoryError
             raise CommandError(
-                f"--host-arg {f'{name}={text}'!r}: {text!r} is no Python literal such as 512, "
+                f"--host-arg {f'{name}={text}'!r}: {text!r} is not a Python literal such as 512, "
                 f"[1, 2] or 'x'"
             ) from error
     return Target(name=args.target, fn=fn, args=positional, kwargs=keywords, host_args=host_args)
@@ -57,24 +57,24 @@ def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
     module_name = module_name or module_of
     if not module_name or not name or (not colon and not module_of):
         raise CommandError(
-            f"{text!r} names no function: write MODULE:FUNCTION, for example engine.step:decode"
+            f"{text!r} does not name a function: write MODULE:FUNCTION, such as engine.step:decode"
         )
     module = _load(module_name)
     try:
-        found = operator.attrgetter(name)(module)
+        function = operator.attrgetter(name)(module)
     except AttributeError as error:
         known = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         raise CommandError(f"{module_name} has no {name!r}. {did_you_mean(name, known)}") from error
-    if not callable(found):
-        raise CommandError(f"{text} is a {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise CommandError(f"{text} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
 
 
 def _load(name: str) -> Any:
     if name.endswith(".py"):
         return _load_file(Path(name))
     here = Path.cwd()
-    _importable(here)  # as `python -m` does, for the installed program
+    _importable(here)  # like `python -m`, because the installed program does not
     try:
         with user_code(name):
             return importlib.import_module(name)
@@ -83,7 +83,7 @@ def _load(name: str) -> Any:
             raise
         raise CommandError(
             f"there is no module {name!r} that Python can import from {here}; run this in the "
-            f"folder that holds it, or give the path of its .py file"
+            f"folder of the module, or pass the path of its .py file"
         ) from error
 
 
@@ -99,10 +99,10 @@ def _load_file(path: Path) -> Any:
     for name in (path.stem, f"{path.stem}_of_{file.parent.name}"):
         loaded = sys.modules.get(name)
         if loaded is None:
-            break  # another module of the name stays what others import
+            break  # do not replace another module of this name
         if getattr(loaded, "__file__", None) == str(file):
             return loaded
-    _importable(file.parent)  # what lies beside it, as for a script
+    _importable(file.parent)  # modules next to it, as for a script
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -118,35 +118,39 @@ def _inputs(args: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), {}
     factory = _find(args.inputs, module_of=args.target.rpartition(":")[0])
     with user_code(args.inputs):
-        made = factory()
-    if isinstance(made, Mapping):
-        return (), dict(made)
-    if isinstance(made, tuple):
-        if len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], Mapping):
-            return made[0], dict(made[1])
-        return made, {}
+        inputs = factory()
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple):
+        if len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], Mapping):
+            return inputs[0], dict(inputs[1])
+        return inputs, {}
     raise CommandError(
-        f"{args.inputs} returned a {type(made).__name__}; it must return a tuple of arguments, a "
+        f"{args.inputs} returned a {type(inputs).__name__}; it must return a tuple of arguments, a "
         f"dictionary of keywords, or a pair of both"
     )
 
 
 @contextmanager
 def user_code(name: str) -> Iterator[None]:
-    """Turn an exception of the user's own code into one line that says where it was raised, and
-    print what it prints on standard error: the other is for the result, which programs read."""
+    """Report exceptions of the user's code with their place, and print its output on stderr.
+
+    Standard output is for the result, which programs read.
+    """
     try:
         with redirect_stdout(sys.stderr):
             yield
     except (DeviceGraphError, ModuleNotFoundError):
         raise
-    except (Exception, SystemExit) as error:  # a script's end is no answer of this program
+    except (Exception, SystemExit) as error:  # SystemExit of a script must not end this program
         own = raising_line(error)
         where = f" at {own.file}:{own.line}" if own else ""
         text = str(error).strip().splitlines() or [""]
-        hint = "--debug shows all of it"
-        if isinstance(error, TypeError) and own is None:  # the call itself did not fit
-            hint = "--inputs MODULE:FUNCTION names what returns its arguments"
+        hint = "--debug prints the traceback"
+        if (
+            isinstance(error, TypeError) and own is None
+        ):  # the arguments do not match the parameters
+            hint = "--inputs MODULE:FUNCTION names a function that returns its arguments"
         raise CommandError(
             f"{name} raised {type(error).__name__}: {text[0]}{where} ({hint})"
         ) from error
