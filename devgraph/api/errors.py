@@ -53,7 +53,7 @@ class DeviceGraphError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         public = next(one for one in type(self).__mro__ if one.__module__ == __name__)
-        self.__notes__ = [f"see docs/troubleshooting.md#{public.__name__.lower()}"]
+        self.__notes__ = [f"see: devgraph troubleshoot {public.__name__}"]
 
 
 class DeviceGraphWarning(UserWarning):

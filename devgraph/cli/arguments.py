@@ -80,10 +80,10 @@ class Options:
             metavar="NAME",
         )
 
-    def target(self) -> None:
+    def target(self, **more: Any) -> None:
         """Add the options that name a function, its arguments and its host arguments."""
         text = "the function; MODULE is an importable module or the path of a .py file"
-        self("target", text, metavar="MODULE:FUNCTION")
+        self("target", text, metavar="MODULE:FUNCTION", **more)
         self(
             "--inputs",
             "a function without parameters that returns the arguments of the target: a tuple, a "
@@ -200,10 +200,17 @@ def _bench(add: Options) -> None:
 
 
 def _check(add: Options) -> None:
-    add.target()
+    add.target(nargs="+")
     text = f"omit findings of this kind, one of {', '.join(KINDS)}; may be repeated"
     add("--ignore", text, action="append", default=[], metavar="KIND")
     add("--grad", "run with autograd", action="store_true")
+    text = "text (default), annotations of GitHub Actions, or SARIF"
+    add("--output-format", text, choices=("text", "github", "sarif"), default="text")
+
+
+def _troubleshoot(add: Options) -> None:
+    text = "an error class or another section (default: list all sections)"
+    add("section", text, nargs="?", metavar="SECTION")
 
 
 def _explain(add: Options) -> None:
@@ -229,6 +236,7 @@ COMMANDS = {
     "bench": ("time eager and every policy on the same work", _bench),
     "check": ("list the places in a function that a device capture would refuse or freeze", _check),
     "explain": ("capture a function and show its segments, regions, nodes and memory", _explain),
+    "troubleshoot": ("print the documentation of an error class", _troubleshoot),
 }
 """Summary and options of each command."""
 

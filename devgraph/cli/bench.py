@@ -29,6 +29,9 @@ from devgraph.cli.tables import (
 )
 from devgraph.runners.report import format_bytes
 
+_BUSY = 1.25
+"""Ratio of the slowest to the fastest repeat on a busy machine."""
+
 
 def run(args: argparse.Namespace, peers: Mapping[str, Peer] | None = None) -> int:
     """Time all contenders; return 1 if a policy fails or its outputs differ from eager.
@@ -146,6 +149,18 @@ def _print(report: dict[str, Any]) -> None:
         f"medians of {report['repeats']} repeats of {report['steps']} steps each; host: until the "
         f"call returns, wall: until the device has finished"
     )
+    name, fastest, slowest = max(
+        (
+            (row["name"], *(pick(one["wall"] for one in row["repeats"]) for pick in (min, max)))
+            for row in rows
+        ),
+        key=lambda spread: spread[2] / spread[1],
+    )
+    if slowest > _BUSY * fastest:
+        say(
+            f"repeats of {name} spread from {time_text(fastest)} to {time_text(slowest)}: this "
+            f"machine is busy"
+        )
     if report["device_type"] == "cpu":
         say(
             "on the CPU a graph is a list of calls that the host replays, so these figures show "

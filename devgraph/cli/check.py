@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Mapping, Sequence
 from linecache import getline
+from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
+from devgraph import __version__
 from devgraph.api.errors import CaptureError, did_you_mean
 from devgraph.api.marks.source import raising_line, user_line
 from devgraph.api.registry import get_backend
 from devgraph.cli.arguments import KINDS
 from devgraph.cli.tables import CommandError, print_json, print_lines, say
 from devgraph.cli.target import Target, find_target, user_code
+
+_IGNORE = re.compile(r"#\s*devgraph:\s*ignore\[([\w\s,]+)\]")
+"""The comment that ignores kinds of findings on its line."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,42 +31,108 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(
                 f"--ignore {kind}: there is no such kind. {did_you_mean(kind, KINDS)}"
             )
-    target = find_target(args)
-    with torch.set_grad_enabled(args.grad), user_code(target.name):
-        findings = [one for one in check_target(target) if one["kind"] not in args.ignore]
+    if args.json and args.output_format != "text":
+        raise CommandError(f"--json and --output-format {args.output_format}: choose one of them")
+    findings: dict[str, list[dict[str, Any]]] = {}
+    for name in args.target:
+        target = find_target(args, name)
+        with torch.set_grad_enabled(args.grad), user_code(name):
+            findings[name] = [
+                finding
+                for finding in check_target(target)
+                if finding["kind"] not in {*args.ignore, *_ignored_kinds(finding["source"])}
+            ]
+    together = [{"target": name, **one} for name, rows in findings.items() for one in rows]
     if args.json:
-        print_json({"target": target.name, "ok": not findings, "findings": findings})
+        print_json({"targets": args.target, "ok": not together, "findings": together})
+    elif args.output_format == "github":
+        print_lines(*map(_github, together))
+    elif args.output_format == "sarif":
+        print_json(_sarif(together))
     else:
-        _print(target, findings)
-    return 1 if findings else 0
+        for name, rows in findings.items():
+            _print(name, rows)
+    return 1 if together else 0
 
 
 def check_target(target: Target) -> list[dict[str, Any]]:
-    """Run ``target`` under the CPU reference and return its findings in order, as JSON values.
+    """Run ``target`` under the CPU reference and return its findings by line, as JSON values.
 
     No device work runs. The run continues with an assumed value after each read of a device value.
     """
     reference: Any = get_backend("cpu")  # only the reference lists findings
     try:
-        found = [
-            attrs.asdict(one)
-            for one in reference.check(
-                target.fn, target.args, kwargs=target.kwargs, host_args=target.host_args
-            )
-        ]
+        violations = reference.check(
+            target.fn, target.args, kwargs=target.kwargs, host_args=target.host_args
+        )
+        findings = [attrs.asdict(violation) for violation in violations]
     except CaptureError as error:  # no value can be assumed here
         where = raising_line(error) or user_line()
         finding = {"kind": "refused", "op": type(error).__name__, "text": str(error)}
-        found = [{**finding, "file": where.file, "line": where.line}]
-    return [{**one, "source": getline(one["file"], one["line"]).strip()} for one in found]
+        findings = [{**finding, "file": where.file, "line": where.line}]
+    findings.sort(key=lambda finding: (finding["file"], finding["line"]))
+    return [
+        {**finding, "source": getline(finding["file"], finding["line"]).strip()}
+        for finding in findings
+    ]
 
 
-def _print(target: Target, findings: list[dict[str, Any]]) -> None:
+def _ignored_kinds(source: str) -> list[str]:
+    comment = _IGNORE.search(source)
+    return [] if comment is None else [kind.strip() for kind in comment.group(1).split(",")]
+
+
+def _path(finding: Mapping[str, Any]) -> Path:
+    """Return the path of a finding, relative if it is in the current folder."""
+    path = Path(finding["file"])
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _print(name: str, findings: Sequence[Mapping[str, Any]]) -> None:
     if not findings:
-        say(f"{target.name}: a device capture would refuse or freeze nothing")
+        say(f"{name}: a device capture would refuse or freeze nothing")
         return
-    for one in findings:
-        say("{file}:{line}: {kind}: {text}".format(**one), style="place")
-        print_lines(f"    {one['source']}")
-    things = "1 thing" if len(findings) == 1 else f"{len(findings)} things"
-    say(f"{target.name}: {things} that a device capture would refuse or freeze")
+    advice: dict[str, str] = {}
+    for finding in findings:
+        problem, dot, rest = finding["text"].partition(". ")
+        if dot:
+            advice.setdefault(f"{finding['kind']}: {rest}", problem)
+        place = f"{_path(finding)}:{finding['line']}: {finding['kind']}"
+        say(f"{place}: {problem.rstrip('.')}", style="place")
+        print_lines(f"    {finding['source']}")
+    for text in advice:
+        say(text)
+    things = "1 place" if len(findings) == 1 else f"{len(findings)} places"
+    say(f"{name}: {things} that a device capture would refuse or freeze")
+
+
+def _github(finding: Mapping[str, Any]) -> str:
+    """Return a finding as an annotation of GitHub Actions."""
+    file = str(_path(finding)).replace("%", "%25").replace(":", "%3A").replace(",", "%2C")
+    text = " ".join(finding["text"].replace("%", "%25").split())
+    return f"::error file={file},line={finding['line']},title=devgraph {finding['kind']}::{text}"
+
+
+def _sarif(findings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return findings in the format SARIF 2.1.0."""
+    results = [
+        {
+            "ruleId": finding["kind"],
+            "level": "error",
+            "message": {"text": finding["text"]},
+            "locations": [{"physicalLocation": _sarif_location(finding)}],
+        }
+        for finding in findings
+    ]
+    driver = {"name": "devgraph", "version": __version__, "rules": [{"id": kind} for kind in KINDS]}
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [{"tool": {"driver": driver}, "results": results}],
+    }
+
+
+def _sarif_location(finding: Mapping[str, Any]) -> dict[str, Any]:
+    path = _path(finding)
+    uri = path.as_uri() if path.is_absolute() else path.as_posix()
+    return {"artifactLocation": {"uri": uri}, "region": {"startLine": finding["line"]}}

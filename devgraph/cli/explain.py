@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Capture and print the report; return 1 if ``--prove`` finds a difference."""
     check_compilers(args, [args.policy])
     backend = get_backend(args.backend)
-    target = find_target(args)
+    target = find_target(args, args.target)
     owner = getattr(target.fn, "__self__", target.fn)
     with contextlib.ExitStack() as stack:
         with torch.set_grad_enabled(args.grad), user_code(target.name):

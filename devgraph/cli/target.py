@@ -32,24 +32,24 @@ class Target:
     host_args: dict[str, Any]
 
 
-def find_target(args: argparse.Namespace) -> Target:
-    """Import the target that the arguments name, and create its inputs.
+def find_target(args: argparse.Namespace, name: str) -> Target:
+    """Import the function ``name`` (MODULE:FUNCTION), and create its inputs.
 
     Raises:
         CommandError: the module or the function does not exist, or the inputs have another form.
     """
-    fn = _find(args.target)
-    positional, keywords = _inputs(args)
+    fn = _find(name)
+    positional, keywords = _inputs(args, module=name.rpartition(":")[0])
     host_args = {}
-    for name, text in by_name("--host-arg", args.host_arg, "kv_len=512").items():
+    for argument, text in by_name("--host-arg", args.host_arg, "kv_len=512").items():
         try:
-            host_args[name] = ast.literal_eval(text)
+            host_args[argument] = ast.literal_eval(text)
         except Exception as error:  # an unhashable key raises TypeError, a deep nest MemoryError
             raise CommandError(
-                f"--host-arg {f'{name}={text}'!r}: {text!r} is not a Python literal such as 512, "
-                f"[1, 2] or 'x'"
+                f"--host-arg {f'{argument}={text}'!r}: {text!r} is not a Python literal such as "
+                f"512, [1, 2] or 'x'"
             ) from error
-    return Target(name=args.target, fn=fn, args=positional, kwargs=keywords, host_args=host_args)
+    return Target(name=name, fn=fn, args=positional, kwargs=keywords, host_args=host_args)
 
 
 def _find(text: str, *, module_of: str = "") -> Callable[..., Any]:
@@ -113,10 +113,10 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def _inputs(args: argparse.Namespace) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(args: argparse.Namespace, *, module: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if args.inputs is None:
         return (), {}
-    factory = _find(args.inputs, module_of=args.target.rpartition(":")[0])
+    factory = _find(args.inputs, module_of=module)
     with user_code(args.inputs):
         inputs = factory()
     if isinstance(inputs, Mapping):

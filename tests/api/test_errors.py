@@ -29,8 +29,8 @@ def test_errors_name_the_section_that_helps():
     class Refused(dg.CaptureError):
         """As vendors and integrations derive their own."""
 
-    assert dg.HostReadError("x").__notes__ == ["see docs/troubleshooting.md#hostreaderror"]
-    assert Refused("x").__notes__ == ["see docs/troubleshooting.md#captureerror"]
+    assert dg.HostReadError("x").__notes__ == ["see: devgraph troubleshoot HostReadError"]
+    assert Refused("x").__notes__ == ["see: devgraph troubleshoot CaptureError"]
     assert str(Refused("x")) == "x"
 
 
@@ -132,7 +132,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: dg.DeviceGraphConfig.from_args(["--disable-cuda-graph"]),
         "expected parsed arguments",
     ),
-    "phase of a configuration": (lambda: dg.DeviceGraphConfig(decode=3), "is one phase"),
+    "phase of a configuration": (lambda: dg.DeviceGraphConfig(decode=3), "must be one phase"),
     "backend of a configuration": (lambda: dg.DeviceGraphConfig().for_backend(3), "by a string"),
 }
 

@@ -33,10 +33,10 @@ def test_finding_names_kind_and_line(
     path = write_steps(tmp_path)
     result = run_cli(capsys, "check", f"{path}:{function}", "--inputs", "inputs")
     assert result.code == 1
-    first, line, last = result.out.splitlines()
+    first, line, *_, last = result.out.splitlines()
     assert first.startswith(f"{path}:{_line(source)}: {kind}: ")
     assert line.strip() == source
-    assert last.endswith("1 thing that a device capture would refuse or freeze")
+    assert last.endswith("1 place that a device capture would refuse or freeze")
 
 
 def test_everything_is_found_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -194,3 +194,73 @@ def test_unknown_function_lists_functions_and_no_modules(
     result = run_cli(capsys, "check", f"{write_steps(tmp_path)}:claen")
     assert "Did you mean 'clean'?" in result.err
     assert "torch" not in result.err.partition("Known:")[2]
+
+
+def test_advice_is_printed_once_for_each_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_steps(tmp_path)
+    lines = run_cli(capsys, "check", f"{path}:several", "--inputs", "inputs").out.splitlines()
+    assert len([line for line in lines if line.startswith(f"{path}:")]) == 2 + 1
+    assert len([line for line in lines if line.startswith("host_sync: ")]) == 1
+
+
+def test_path_in_the_current_folder_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = write_steps(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    out = run_cli(capsys, "check", f"{path.name}:draws", "--inputs", "inputs").out
+    assert out.startswith(f"{path.name}:{_line('return x + torch.rand_like(x)')}: rng: ")
+
+
+def test_comment_ignores_kinds_on_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "ignores_kinds.py"
+    path.write_text(
+        "import torch\n\n\ndef inputs():\n    return (torch.ones(3),)\n\n\ndef step(x):\n"
+        "    x = x + torch.rand(3)  # devgraph: ignore[rng, host_sync]\n"
+        "    return x * x.sum().item()  # devgraph: ignore[rng]\n"
+    )
+    data = run_json(capsys, "check", f"{path}:step", "--inputs", "inputs", code=1)
+    assert [one["kind"] for one in data["findings"]] == ["host_sync"]
+
+
+def test_several_targets_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_steps(tmp_path)
+    targets = [f"{path}:{name}" for name in ("clean", "draws", "reads")]
+    data = run_json(capsys, "check", *targets, "--inputs", "inputs", code=1)
+    assert data["targets"] == targets
+    assert [one["target"] for one in data["findings"]] == targets[1:]
+    assert run_cli(capsys, "check", *targets[:1] * 2, "--inputs", "inputs").code == 0
+
+
+def test_findings_are_annotations_of_github(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    target = f"{write_steps(tmp_path)}:draws"
+    argv = ("check", target, "--inputs", "inputs", "--output-format", "github")
+    result = run_cli(capsys, *argv)
+    assert result.code == 1
+    (line,) = result.out.splitlines()
+    assert line.startswith("::error file=")
+    place = _line("return x + torch.rand_like(x)")
+    assert f",line={place},title=devgraph rng::aten::rand_like" in line
+    both = run_cli(capsys, *argv, "--json")
+    assert both.code == 2
+    assert "choose one" in both.err
+
+
+def test_findings_are_written_as_sarif(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = write_steps(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    argv = (f"{path}:reads", "--inputs", "inputs", "--output-format", "sarif")
+    (run,) = json.loads(run_cli(capsys, "check", *argv).out)["runs"]
+    (result,) = run["results"]
+    assert result["ruleId"] == "host_sync"
+    assert result["ruleId"] in [rule["id"] for rule in run["tool"]["driver"]["rules"]]
+    assert result["locations"] == [
+        {
+            "physicalLocation": {
+                "artifactLocation": {"uri": path.name},
+                "region": {"startLine": _line("scale = x.sum().item()")},
+            }
+        }
+    ]

@@ -1,0 +1,49 @@
+"""``devgraph troubleshoot``, which prints the documentation of an error class."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from devgraph.api.errors import did_you_mean
+from devgraph.cli.tables import CommandError, print_json, print_lines
+
+_PAGES = (
+    Path(__file__).with_name("troubleshooting.md"),
+    Path(__file__).parents[2] / "docs" / "troubleshooting.md",
+)
+"""The page in a wheel and in a checkout."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a section of the page, or the names of all sections."""
+    sections = read_sections()
+    if args.section is None:
+        if args.json:
+            print_json(sections)
+        else:
+            print_lines(*sections)
+        return 0
+    if args.section not in sections:
+        hint = did_you_mean(args.section, sections)
+        raise CommandError(f"there is no section {args.section!r}. {hint}")
+    text = sections[args.section]
+    if args.json:
+        print_json({args.section: text})
+    else:
+        print_lines(args.section, "", *text.splitlines())
+    return 0
+
+
+def read_sections() -> dict[str, str]:
+    """Return the text of each section by heading.
+
+    Raises:
+        CommandError: the installation lacks the page.
+    """
+    page = next((path for path in _PAGES if path.is_file()), None)
+    if page is None:
+        raise CommandError(f"{_PAGES[0]} is missing; install devgraph again")
+    _, *sections = f"\n{page.read_text(encoding='utf-8')}".split("\n## ")
+    pairs = (section.partition("\n") for section in sections)
+    return {heading.strip(): text.strip() for heading, _, text in pairs}

@@ -1,0 +1,55 @@
+"""Output of the commands: widths of tables, and figures as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from devgraph.cli import tables
+
+
+def test_table_fits_the_terminal_without_broken_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = [("first", "several words that need two lines"), ("second", None)]
+    tables.print_table("title", ("name", "text"), rows)
+    out = capsys.readouterr().out
+    assert all(len(line) <= 40 for line in out.splitlines())
+    assert {"several", "words", "that", "need", "two", "lines", "-"} <= {*out.split()}
+
+
+def test_table_that_is_too_wide_becomes_a_list(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", "26")
+    tables.print_table("title", ("name", "ready"), [("a" * 18, True)])
+    assert capsys.readouterr().out.splitlines() == [
+        "title", "", f"  name: {'a' * 18}", "  ready: yes", "",
+    ]  # fmt: skip
+
+
+def test_sentences_wrap_at_words_and_keep_their_indent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", "16")
+    tables.say("  one two three four five")
+    assert capsys.readouterr().out.splitlines() == ["  one two three", "  four five"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (tables.time_text(3.2e-3), "3.2 ms"),
+        (tables.time_text(2.0), "2 s"),
+        (tables.time_text(4e-7), "0.40 us"),
+        (tables.time_text(None), None),
+        (tables.number(1234.5), "1234"),
+        (tables.number(0.12345), "0.123"),
+        (tables.ratio(2.349), "2.35x"),
+        (tables.percent(0.967), "97 %"),
+        (tables.ranges([1, 2, 4, 8, 12, 16, 32]), "1 2 4..16 by 4 32"),
+        (tables.ranges([]), ""),
+    ],
+)
+def test_figures_are_short(text: str | None, expected: str | None):
+    assert text == expected

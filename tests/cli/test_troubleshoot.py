@@ -1,0 +1,65 @@
+"""``devgraph troubleshoot``: the sections of the page, in a checkout and in a wheel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import devgraph as dg
+from devgraph.api import errors
+from devgraph.cli import troubleshoot
+from tests.support.cli_programs import run_cli, run_json
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = None
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_note_of_an_error_names_a_command_that_prints_its_section(
+    capsys: pytest.CaptureFixture[str],
+):
+    (note,) = dg.InputError("x").__notes__
+    result = run_cli(capsys, *note.partition("devgraph ")[2].split())
+    assert result.code == 0
+    assert result.out.startswith("InputError\n\n")
+    assert "## " not in result.out
+
+
+def test_every_error_class_has_a_section(capsys: pytest.CaptureFixture[str]):
+    sections = run_json(capsys, "troubleshoot")
+    names = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, dg.DeviceGraphError)
+    }
+    assert names <= {*sections}
+    assert all(sections.values())
+    assert run_cli(capsys, "troubleshoot").out.splitlines() == list(sections)
+
+
+def test_unknown_section_is_answered_with_the_nearest_name(capsys: pytest.CaptureFixture[str]):
+    result = run_cli(capsys, "troubleshoot", "InputEror")
+    assert result.code == 2
+    assert "Did you mean 'InputError'?" in result.err
+
+
+def test_installation_without_the_page_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(troubleshoot, "_PAGES", (tmp_path / "gone.md",))
+    result = run_cli(capsys, "troubleshoot", "InputError")
+    assert result.code == 2
+    assert "install devgraph again" in result.err
+
+
+@pytest.mark.skipif(tomllib is None, reason="Python 3.10 cannot read pyproject.toml")
+def test_wheel_holds_the_page_where_the_command_reads_it():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    for source, place in build["targets"]["wheel"]["force-include"].items():
+        assert (ROOT / source).is_file()
+        assert ROOT / place == troubleshoot._PAGES[0]
