@@ -1,7 +1,7 @@
 """The shape of the house: tests mirror the rooms, no circle of imports, vendors that stay flat.
 
-What tests ``devgraph/ROOM/X.py`` is ``tests/ROOM/test_X.py``; rooms inside ``devgraph/api`` are
-rooms of ``tests`` themselves.
+The tests of ``devgraph/ROOM/X.py`` are in ``tests/ROOM/test_X.py``. Every module has some. Rooms
+inside ``devgraph/api`` are rooms of ``tests`` themselves.
 """
 
 from __future__ import annotations
@@ -54,6 +54,27 @@ WHOLE = {
 }
 """Files that test no one module, with what they test instead."""
 
+ELSEWHERE = {
+    "api/capabilities.py": "cli/test_doctor.py",
+    "api/inputs.py": "api/test_capture.py",
+    "api/marks/host_reads.py": "cpu/test_check.py",
+    "api/marks/source.py": "cli/test_check.py",
+    "api/owned.py": "api/test_cases_state.py",
+    "api/reach.py": "api/test_cases_state.py",
+    "api/snapshots.py": "api/test_cases_state.py",
+    "api/trees.py": "api/test_cases_state.py",
+    "cpu/tape.py": "cpu/test_recorder.py",
+    "cuda/backend.py": "cuda/test_update.py",
+    "integrations/engine/installation.py": "integrations/vllm/test_install.py",
+    "integrations/sglang/segments.py": "integrations/sglang/test_platform.py",
+    "integrations/transformers/seat.py": "integrations/transformers/test_accelerate.py",
+    "integrations/vllm/layer.py": "integrations/vllm/test_wrappers.py",
+    "integrations/vllm/manager.py": "integrations/vllm/test_install.py",
+    "npu/graph.py": "npu/test_task_groups.py",
+    "runners/prove.py": "runners/test_runner.py",
+}
+"""Modules without a test file of their name, with the file that tests them."""
+
 
 def _module_of(test: Path) -> Path:
     room, *inner = test.parts[:-1]
@@ -70,6 +91,21 @@ def test_every_test_file_of_a_room_is_named_after_the_module_that_it_tests():
     lost = {str(test) for test in files if not _module_of(test).exists()}
     assert lost - set(WHOLE) == set(), "name each after its module, or say in WHOLE what it tests"
     assert set(WHOLE) - lost == set(), "these have a module now, or are gone"
+
+
+def _test_of(module: Path) -> Path:
+    parts = module.parts[1:] if module.parts[0] == "api" and len(module.parts) > 2 else module.parts
+    return TESTS.joinpath(*parts[:-1], f"test_{parts[-1]}")
+
+
+def test_every_module_of_a_room_has_a_test_file():
+    modules = {path.relative_to(PACKAGE) for path in PACKAGE.glob("*/**/*.py")}
+    modules = {module for module in modules if module.name != "__init__.py"}
+    modules = {module for module in modules if "conformance" not in module.parts}  # tests itself
+    untested = {module.as_posix() for module in modules if not _test_of(module).exists()}
+    assert untested - set(ELSEWHERE) == set(), "write its test file, or name another in ELSEWHERE"
+    assert set(ELSEWHERE) - untested == set(), "these have a test file now, or are gone"
+    assert [test for test in ELSEWHERE.values() if not (TESTS / test).exists()] == []
 
 
 def _imported(path: Path, modules: set[str]) -> Iterator[str]:
