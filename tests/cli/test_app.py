@@ -159,8 +159,8 @@ def test_error_of_several_lines_is_one(argv: list[str], capsys: pytest.CaptureFi
 
 def test_help_tells_the_defaults_of_the_demo(capsys: pytest.CaptureFixture[str]):
     text = run_cli(capsys, "demo", "--help").out
-    assert re.search(r"--max-new-tokens N +a prompt \(default: 32\)", text)
-    assert re.search(r"--backend NAME +\(default: cpu\)", text)
+    assert re.search(r"--max-new-tokens N +tokens to generate per prompt \(default: 32\)", text)
+    assert re.search(r"--backend NAME +name of the backend \(default: cpu\)", text)
 
 
 @pytest.mark.parametrize("place", ["before", "after"])
@@ -245,7 +245,7 @@ def test_error_of_another_kind_is_one_line_with_the_way_to_its_traceback(
     monkeypatch.setattr(devgraph.cli.plan, "run", full)
     result = run_cli(capsys, "plan")
     assert result.code == 2
-    said = "devgraph: error: RuntimeError: no memory is left (--debug shows all of it)\n"
+    said = "devgraph: error: RuntimeError: no memory is left (--debug prints the traceback)\n"
     assert result.err == said
     with pytest.raises(RuntimeError):
         main(["plan", "--debug"])
@@ -283,7 +283,7 @@ def test_output_that_lacks_a_character_shows_its_number(
     monkeypatch.setattr(sys, "stdout", out)
     assert main(["check", f"{path}:clean"]) == 0
     out.seek(0)
-    assert "st\\xe9p.py:clean: nothing" in out.read()
+    assert "st\\xe9p.py:clean: a device capture" in out.read()
 
 
 def test_what_users_name_is_printed_as_it_is(
@@ -295,7 +295,7 @@ def test_what_users_name_is_printed_as_it_is(
     assert main(["check", f"{path}:ok"]) == 0
     tables.say("a:ok:b [/bold]")
     out = capsys.readouterr().out
-    assert f"{path.name}:ok: nothing" in out
+    assert f"{path.name}:ok: a device capture" in out
     assert "a:ok:b [/bold]" in out
     monkeypatch.setenv("FORCE_COLOR", "1")
     with tables.working("reading [/bold] :ok:"):  # was a MarkupError

@@ -139,7 +139,7 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--hidden", "30", "--heads", "4"], "no multiple of 4 heads"),
+        (["--hidden", "30", "--heads", "4"], "not a multiple of 4 heads"),
         (["--kv-len", "17"], "--kv-len must be from 1 to the window of 16"),
         (["--steps", "0"], "--steps: must be from 1 to"),
         (["--layers", "0"], "--layers: must be from 1 to"),
@@ -147,7 +147,7 @@ def test_compiled_kernels_may_differ_in_rounding_and_others_may_not(
         (["--plot", "no/folder/chart.svg"], "cannot write no/folder/chart.svg"),
         (["--plot", ""], "charts are SVG"),
         (["--steps", "9" * 5000], "--steps: expected a whole number"),
-        (["--compiler", "inductor"], "--compiler is of the policy piecewise"),
+        (["--compiler", "inductor"], "only with the policy piecewise"),
     ],
 )
 def test_unusable_request_is_one_clear_error(

@@ -86,7 +86,7 @@ def test_compiler_that_the_policy_does_not_read_is_refused(
     target = f"{write_steps(tmp_path)}:clean"
     result = run_cli(capsys, "explain", target, "--inputs", "inputs", "--compiler", "inductor")
     assert result.code == 2
-    assert "--compiler is of the policy piecewise" in result.err
+    assert "only with the policy piecewise" in result.err
 
 
 @pytest.mark.parametrize("dot", ["", "no/folder.dot"])
