@@ -14,7 +14,6 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PENDING = (
     "devgraph/api/buffers.py",
     "devgraph/api/capture.py",
-    "devgraph/api/errors.py",
     "devgraph/api/graph.py",
     "devgraph/api/inputs.py",
     "devgraph/api/pool.py",

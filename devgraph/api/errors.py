@@ -5,7 +5,7 @@
     DeviceGraphError
     ├── StateError                    a call that the graph's state does not allow
     │   └── StaleOutputError          an output was read after a later replay overwrote it
-    ├── CaptureError                  the body cannot be captured as it is
+    ├── CaptureError                  the body cannot be captured in its present form
     │   ├── HostReadError             it reads device data on the host
     │   ├── FrozenValueError          it consumes a host value, which would freeze (ValueError)
     │   ├── NotCapturableError        it calls a ``no_graph`` function where breaks are not allowed
@@ -19,15 +19,15 @@
     ├── RegionError                   a marked function broke its contract
     ├── HostArgumentError             missing, unknown or ill-typed host arguments (TypeError)
     ├── InputError                    a tensor or number that does not fit (ValueError)
-    │   └── InputTypeError            the same, of the wrong kind (TypeError)
+    │   └── InputTypeError            a value of the wrong type (TypeError)
     ├── ConfigError                   unusable mode configuration (ValueError)
-    │   └── ConfigTypeError           the same, of the wrong kind (TypeError)
+    │   └── ConfigTypeError           configuration of the wrong type (TypeError)
     ├── BackendError                  the backend itself
     │   ├── UnknownBackendError       no backend of that name (ValueError)
     │   ├── BackendUnavailableError   known, but unusable on this machine
-    │   └── CapabilityError           the backend does not declare what was asked
+    │   └── CapabilityError           the backend does not declare the capability
     ├── ResourceError                 memory, streams or another budget is exhausted
-    │   └── ExecutableError           no memory to make an executable again that was dropped
+    │   └── ExecutableError           no memory to make or rebuild an executable
     ├── AgreementError                ranks differ, are late or are gone
     └── DeviceLost                    the device is in a sticky error state
 """
@@ -46,23 +46,22 @@ from typing import Any
 class DeviceGraphError(Exception):
     """Base of every error that devgraph raises.
 
-    A note of each, which Python prints below the message from 3.11 on, names the section of the
-    documentation that says what to do: that of its class, or of the public class it derives from.
+    Each error has a note that names the command which prints advice for its public class. Python
+    3.11 and later print the note below the message.
     """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        public = next(one for one in type(self).__mro__ if one.__module__ == __name__)
+        public = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
         self.__notes__ = [f"see: devgraph troubleshoot {public.__name__}"]
 
 
 class DeviceGraphWarning(UserWarning):
-    """A setting was overridden, is spelled in an older way or has no effect, or a step changes
-    Python state."""
+    """A setting is overridden, deprecated or without effect, or a step changes Python state."""
 
 
 class StateError(DeviceGraphError):
-    """A call that the object's state does not allow; the message names the way out."""
+    """The state of the object does not allow the call; the message says what to do."""
 
 
 class StaleOutputError(StateError):
@@ -70,7 +69,7 @@ class StaleOutputError(StateError):
 
 
 class CaptureError(DeviceGraphError):
-    """The body cannot be captured as it is."""
+    """The body cannot be captured in its present form."""
 
 
 class HostReadError(CaptureError):
@@ -114,7 +113,7 @@ class UpdateTopologyError(UpdateError):
 
 
 class RegionError(DeviceGraphError):
-    """A marked function returned or touched something other than at capture."""
+    """A marked function returned or used other tensors than at capture."""
 
 
 class HostArgumentError(DeviceGraphError, TypeError):
@@ -126,7 +125,7 @@ class InputError(DeviceGraphError, ValueError):
 
 
 class InputTypeError(InputError, TypeError):
-    """A value is of another kind than was declared."""
+    """A value has another type than was declared."""
 
 
 class ConfigError(DeviceGraphError, ValueError):
@@ -138,7 +137,7 @@ class ConfigTypeError(ConfigError, TypeError):
 
 
 class BackendError(DeviceGraphError):
-    """Something about a backend itself."""
+    """A backend cannot be found, started or used as requested."""
 
 
 class UnknownBackendError(BackendError, ValueError):
@@ -158,13 +157,13 @@ class ResourceError(DeviceGraphError):
 
 
 class ExecutableError(ResourceError):
-    """There is no memory to make the executable of a graph again, which was dropped.
+    """There is no memory to make or rebuild the executable of a graph.
 
     The graph stays ready: launch it again when there is memory.
     """
 
     partly = False
-    """Whether a part of the step ran before."""
+    """Whether a part of the step ran before the error."""
 
 
 class AgreementError(DeviceGraphError):
@@ -183,15 +182,19 @@ __all__ = sorted(
 
 
 def did_you_mean(name: str, known: Iterable[str], habits: Mapping[str, str] | None = None) -> str:
-    """Return a sentence that lists ``known`` and, if one is near ``name``, suggests it.
+    """Return a sentence that lists the ``known`` names and suggests the one closest to ``name``.
 
-    ``habits`` are other words for what is known, which people write out of habit.
+    Args:
+        name: the name that was not found.
+        known: the valid names.
+        habits: maps other common words to valid names.
     """
     names = sorted(known)
-    spelled = {word: one for word, one in (habits or {}).items() if one in names}
-    spelled |= {one.lower(): one for one in names}
-    near = difflib.get_close_matches(name.lower(), spelled, n=1)
-    hint = f" Did you mean {spelled[near[0]]!r}?" if near and spelled[near[0]] != name else ""
+    spellings = {word: valid for word, valid in (habits or {}).items() if valid in names}
+    spellings |= {valid.lower(): valid for valid in names}
+    close = difflib.get_close_matches(name.lower(), spellings, n=1)
+    suggestion = spellings[close[0]] if close else name
+    hint = f" Did you mean {suggestion!r}?" if suggestion != name else ""
     return f"Known: {', '.join(names) if names else '(none)'}.{hint}"
 
 
@@ -201,15 +204,18 @@ def whole(
     """Return ``value`` as an int if it is a whole number of at least ``least``.
 
     Raises:
-        InputError: it is less. InputTypeError: it is none. With ``kind`` ConfigError: its like.
+        InputError: the value is less than ``least``.
+        InputTypeError: the value is not an integer.
+        ConfigError: instead of InputError, if ``kind`` is ConfigError.
+        ConfigTypeError: instead of InputTypeError, if ``kind`` is ConfigError.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
     if number is None or isinstance(value, bool):
-        wrong = ConfigTypeError if kind is ConfigError else InputTypeError
-        raise wrong(f"{what} must be an int, got {brief(value)}")
+        type_error = ConfigTypeError if kind is ConfigError else InputTypeError
+        raise type_error(f"{what} must be an int, got {brief(value)}")
     if number < least:
         raise kind(f"{what} must be at least {least}, got {number}")
     return number
@@ -219,11 +225,12 @@ def finite(what: str, value: object) -> float:
     """Return ``value`` if it is a finite number of at least 0.
 
     Raises:
-        InputError: it is another number. InputTypeError: it is none.
+        InputError: the number is negative or not finite.
+        InputTypeError: the value is not a number.
     """
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise InputTypeError(f"{what} must be a number, got {brief(value)}")
-    number: float = value  # type: ignore[assignment]  # or one of numpy
+    number: float = value  # type: ignore[assignment]  # numpy has numbers too
     if not 0 <= number < math.inf:
         raise InputError(f"{what} must be a finite number of at least 0, got {number}")
     return number
@@ -246,8 +253,11 @@ class _Brief(reprlib.Repr):
 
 
 brief = _Brief().repr
-"""``repr`` for messages about a value of the user's: of a tensor its type, shape, dtype and device
-and never its data, of a long text or collection the beginning."""
+"""Return a short ``repr`` of a user's value for an error message.
+
+A tensor is described by its type, shape, dtype and device, never by its data. Long texts and
+collections are cut.
+"""
 
 
 def note(error: BaseException, text: str) -> None:
