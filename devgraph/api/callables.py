@@ -383,8 +383,10 @@ class Graphed:
         static_inputs = StaticInputs(args, kwargs)
         if entry.has_gradients:
             parameters = [p for p in self._parameters() if p.requires_grad]
+            # Activations live from the forward to the backward graph, so they need a pool alone.
+            pool = backend.make_pool()
             graph = TrainingGraphs(
-                self._fn, static_inputs, self._pool, parameters, clone=self._options.clone
+                self._fn, static_inputs, pool, parameters, clone=self._options.clone
             )
             capture_steps([graph], self._options.warmup)
             entry.graph = graph
@@ -426,7 +428,12 @@ class Graphed:
             "replays": self._replays,
             **{n: self._counts[n] for n in ("captures", "recaptures", "evictions", "dropped")},
             "eager": {str(reason): count for reason, count in self._eager_counts.items()},
-            "pool_bytes": 0 if self._pool is None else self._pool.bytes,
+            "pool_bytes": sum(
+                pool.bytes
+                for pool in {
+                    entry.graph.pool for entry in self._entries.values() if entry.graph is not None
+                }
+            ),
         }
 
     def explain(self) -> str:
@@ -551,6 +558,7 @@ class _Inference:
     def __init__(self, captured: Captured, static_inputs: StaticInputs, *, clone: bool) -> None:
         self._captured = captured
         self._load, self._store = static_inputs.load, static_inputs.store
+        self.pool = captured.pool
         self.lock = captured.pool.lock
         self._order = captured.pool.order
         spec = captured.host_spec

@@ -147,8 +147,9 @@ class Results:
 class TrainingGraphs:
     """The forward and the backward graph of one key.
 
-    The memory of activations stays reserved: the backward graph reads it, whatever other graphs of
-    the pool are captured later.
+    Both graphs need a pool in which nothing else is captured between them or replayed between
+    them, except further callables of the same step in call order: the backward graph reads the
+    activations of the forward graph.
     """
 
     def __init__(
@@ -176,6 +177,7 @@ class TrainingGraphs:
         self._output_grads: list[torch.Tensor] = []
         self._grads: list[torch.Tensor | None] = []
         self._epoch = 0
+        """Number of forwards, which is negated once the backward of the last one ran."""
 
     # Capture, in a session.
 
@@ -212,11 +214,7 @@ class TrainingGraphs:
     def _gradients(
         self, outputs: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        return [
-            *torch.autograd.grad(
-                outputs, self._wanted, grads, allow_unused=self._allow_unused, retain_graph=True
-            )
-        ]
+        return [*torch.autograd.grad(outputs, self._wanted, grads, allow_unused=self._allow_unused)]
 
     # Calls.
 
@@ -241,7 +239,7 @@ class TrainingGraphs:
             self.pool.order()
             self.static_inputs.load(tensors)
             self._forward.replay()
-            self._epoch += 1
+            self._epoch = abs(self._epoch) + 1
             if self.owned.written:
                 self.static_inputs.store(tensors, self.owned.written)
             return self._epoch, tuple(self._results.of(tensors))
@@ -260,10 +258,12 @@ class TrainingGraphs:
         with self.lock:
             if epoch != self._epoch:
                 raise StateError(
-                    "backward of an earlier call of a graphed function: a later call with the same "
-                    "shapes has overwritten its activations. Call backward before the next call, "
-                    "or use one graphed callable for each of the calls."
+                    "backward of an earlier call of a graphed function, or a second backward: a "
+                    "later call with the same shapes, or the first backward, has overwritten its "
+                    "activations. Call backward once and before the next call, or use one graphed "
+                    "callable for each of the calls."
                 )
+            self._epoch = -epoch
             self._release_grads()
             self.pool.order()
             given = [

@@ -239,18 +239,21 @@ class OutputStore:
             remedy="The structure must not depend on the size of the batch, apart from the rows.",
         )
 
+        # Before the step, because older versions of Dynamo cannot trace the text of a number.
+        checks = [
+            step if leaf is None else attrs.evolve(step, before=_declared(leaf))
+            for leaf in layout.leaves
+        ]
+
         def write(result: Any) -> Any:
             leaves, spec = pytree.tree_flatten(result)
             step.structure(spec, layout.spec)
-            for value, view, leaf in zip(leaves, views, layout.leaves, strict=True):
-                if leaf is None or view is None:
-                    if value is not None:
-                        step.refuse(brief(value), "None")
-                    continue
-                rows, dim = leaf.slot.rows, leaf.slot.dim
-                needs = f"output {leaf.path} is declared with rows={rows!r}, dim={dim} and needs"
-                attrs.evolve(step, before=needs).layout(value, view, strides=False)
-                view.copy_(value)
+            for value, view, check in zip(leaves, views, checks, strict=True):
+                if view is not None:
+                    check.layout(value, view, strides=False)
+                    view.copy_(value)
+                elif value is not None:
+                    step.refuse(brief(value), "None")
             return pytree.tree_unflatten(views, layout.spec)
 
         return write
@@ -274,6 +277,11 @@ class OutputStore:
             for view in self._full_views(variant, layout.largest):
                 if view is not None:
                     fill(view)
+
+
+def _declared(leaf: Any) -> str:
+    slot = leaf.slot
+    return f"output {leaf.path} is declared with rows={slot.rows!r}, dim={slot.dim} and needs"
 
 
 def copied(outputs: Any) -> Any:

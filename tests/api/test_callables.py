@@ -66,7 +66,7 @@ def test_shapes_dtypes_and_constants_have_graphs_of_their_own() -> None:
 
 
 def test_negative_zero_and_nan_are_keys_by_their_bits() -> None:
-    step = graphed(lambda x, c: torch.copysign(x, torch.tensor(c)) if c == c else x * c)
+    step = graphed(lambda x, c: torch.copysign(x, torch.full_like(x, c)) if c == c else x * c)
     x = torch.ones(2)
     for _ in range(3):
         assert step(x, 0.0).tolist() == [1.0, 1.0]

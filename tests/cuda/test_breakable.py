@@ -75,7 +75,7 @@ def test_unjoined_side_stream_in_a_step_of_an_engine_is_refused_and_the_next_one
         with torch.cuda.stream(side):
             return x * 2
 
-    joined = pytest.raises(dg.UnjoinedStreamError, match="was not joined")
+    joined = pytest.raises(dg.UnjoinedStreamError, match="did not join")
     with joined, recorded(be, pool, ModeCount()):
         step()
     with recorded(be, pool, ModeCount()) as graph:
