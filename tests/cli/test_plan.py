@@ -238,7 +238,7 @@ def test_settings_without_effect_here_are_said(
     flags = ["--decode-device-graph-max-bs", "512", "--device-graph-mode", "{}"]
     again = ["--device-graph-mode", '{"prefill": "full"}']
     said = run_cli(capsys, "plan", "--backend", "cpu", *flags, *again).err
-    assert "DEVGRAPH_MODE is set, and only engines read it" in said
+    assert "DEVGRAPH_MODE is set, but only engines read it" in said
     assert "decode.max_bs=512 has no effect: the capacity of the runner is 256" in said
     assert "--device-graph-mode is given twice" in said
 
