@@ -33,7 +33,7 @@ from devgraph.api.policy import COMPILERS, compiles, get_policy
 from devgraph.api.policy.job import Job, Plan, UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
-from devgraph.api.prove import Report, prove
+from devgraph.api.prove import Draw, Report, addresses, prove
 from devgraph.api.registry import get_backend
 from devgraph.api.results import Outputs
 from devgraph.api.session import session, supported_error_mode
@@ -66,6 +66,8 @@ class Captured:
         self._spec = job.spec
         self.settings = Settings.current()
         """The settings of torch at the capture."""
+        self.places: Mapping[str, int] = addresses(job.owned.everything())
+        """Addresses at capture of the tensors that the step reaches, by name."""
         self._process = identity.token
         self._lock = job.pool.lock
         self._waits = job.check
@@ -177,23 +179,49 @@ class Captured:
         cases: int = 3,
         host_args: Sequence[Mapping[str, Any]] | None = None,
         *,
+        sample: Mapping[str, Draw] | None = None,
+        state: bool = True,
         rtol: float | None = None,
         atol: float | None = None,
+        snapshot_limit: int = DEFAULT_LIMIT,
     ) -> Report:
-        """Replay against eager runs of ``fn`` on fresh random inputs.
+        """Replay against eager runs of ``fn`` on fresh inputs.
+
+        Each case runs eagerly and as a graph from the same state: arguments, ``bound`` tensors,
+        parameters and buffers, and random generators. Outputs and state are compared. Afterwards
+        the state has its contents from before the proof, bit for bit.
 
         Args:
-            cases: number of random inputs per set of host arguments.
-            host_args: the sets to try; None for the values of capture.
+            cases: number of cases per set of host arguments.
+            host_args: the sets to try. By default those of capture, and the smallest and largest
+                values that ``sample`` draws.
+            sample: functions of a shape and a ``torch.Generator`` on the host that return legal
+                data, by names of parameters or host arguments. Without one, floating-point data is
+                random, and integers keep their values.
+            state: compare state as well as outputs.
             rtol, atol: tolerances where a compiler chose other kernels than eager; those of torch
                 for the dtype by default. Everything else must be equal bit for bit.
+            snapshot_limit: bytes of copies of the state. Larger tensors are hashed.
 
         Returns:
-            a report with ``ok`` and ``failures``. The bound tensors hold their own data again.
+            a report with ``ok``, ``failures``, ``causes`` and ``not_varied``.
+
+        Raises:
+            CaptureError: a case wrote a tensor above ``snapshot_limit``, or replaced a tensor.
         """
         self._check()
         assert self._job is not None
-        return prove(self, self._job, cases=cases, host_args=host_args, rtol=rtol, atol=atol)
+        return prove(
+            self,
+            self._job,
+            cases=cases,
+            host_args=host_args,
+            sample=sample,
+            state=state,
+            rtol=rtol,
+            atol=atol,
+            snapshot_limit=snapshot_limit,
+        )
 
     def info(self) -> GraphInfo:
         """Return the sums over all segments."""

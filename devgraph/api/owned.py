@@ -87,7 +87,8 @@ class Owned:
         self._in_arguments = len(self.tensors)
         self._bound_tensors = [pair for item in self._bound.items() for pair in bound_in(*item)]
         self.tensors += [(p, t) for p, t in self._bound_tensors if not _is_weight(t)]
-        self._roots = [*self._inner, *_roots_of(fn)]
+        self.roots = [*self._inner, *roots_of(fn)]
+        """Where the state of the step begins, each root behind its name."""
         self.written: set[int] = set()
         self._state: dict[str, tuple[Any, Any]] = {}
         self._watch: Watch | None = None
@@ -101,6 +102,23 @@ class Owned:
     def given(self) -> list[torch.Tensor]:
         """The tensors in arguments that new inputs of a replay are copied into."""
         return [tensor for _, tensor in self.tensors[: self._given]]
+
+    @property
+    def in_objects(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors inside objects among the arguments, each with its name."""
+        return self.tensors[self._given : self._in_arguments]
+
+    def reached(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that the step reaches now, parameters included."""
+        return [
+            (entry.path, entry.value)
+            for entry in entries(self.roots)
+            if isinstance(entry.value, torch.Tensor) and has_place(entry.value)
+        ]
+
+    def everything(self) -> list[tuple[str, torch.Tensor]]:
+        """Return bound and reached tensors, parameters included, each with its name."""
+        return [*self.tensors, *self._bound_tensors, *self.reached()]
 
     @contextlib.contextmanager
     def run(self, *, strict: bool = False) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -121,7 +139,7 @@ class Owned:
         copied = [own_copy(name, value, copies) for name, value in self.arguments.items()]
         captured = current_scope() is not None
         is_first, self._created = self._created is None, self._created or {}
-        watch = Watch(self._roots) if captured or strict or is_first else None
+        watch = Watch(self.roots) if captured or strict or is_first else None
         outer, self._watch = self._watch, watch if captured else None
         count = self.count
         versions = [tensor._version for tensor in self.given if not tensor.is_inference()]
@@ -169,7 +187,7 @@ class Owned:
         Yields a function that raises CaptureError if the step changed the memory or the layout of
         a tensor.
         """
-        snapshot, watch = self.snapshot(backend, limit), Watch(self._roots)
+        snapshot, watch = self.snapshot(backend, limit), Watch(self.roots)
         self._keeper = lambda tensors: Snapshot(backend, (), limit=limit, optional=tensors)
         try:
             yield snapshot.require_places
@@ -219,7 +237,7 @@ class Owned:
         """Save the state that the step may change, except the parameters of modules."""
         state = [
             (entry.path, entry.value)
-            for entry in entries(self._roots)
+            for entry in entries(self.roots)
             if isinstance(entry.value, torch.Tensor) and not _is_weight(entry.value)
         ]
         return Snapshot(backend, self.tensors, self.generators(), limit=limit, optional=state)
@@ -227,7 +245,7 @@ class Owned:
     def generators(self) -> list[torch.Generator]:
         """Return the random generators that the step can reach."""
         inner = (leaf for _, leaf in self._inner)
-        values = itertools.chain(inner, (entry.value for entry in entries(self._roots)))
+        values = itertools.chain(inner, (entry.value for entry in entries(self.roots)))
         return [*{id(v): v for v in values if isinstance(v, torch.Generator)}.values()]
 
     def watch(self) -> list[Callable[[], None]]:
@@ -393,7 +411,7 @@ def _receiver(fn: Any) -> Any:
     return fn.__self__ if isinstance(fn, types.MethodType) else None
 
 
-def _roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
+def roots_of(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
     """Return where the state of a step begins; steps of devgraph's own have none."""
     target = fn
     while isinstance(target, functools.partial):

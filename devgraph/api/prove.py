@@ -1,80 +1,218 @@
-"""``prove``: replay against eager on inputs that the capture never saw."""
+"""Proofs: the cases that replay a graph against eager, and the report about them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from devgraph.api.backend import poison
-from devgraph.api.errors import InputTypeError, brief, whole
+from devgraph.api.backend import Backend, poison
+from devgraph.api.errors import InputError, InputTypeError, brief, did_you_mean, whole
 from devgraph.api.modes import Settings
+from devgraph.api.reach import entries
 from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot
 from devgraph.api.tensors import unexpanded
 
 if TYPE_CHECKING:
     from devgraph.api.policy.job import Job
 
+Draw = Callable[[tuple[int, ...], torch.Generator], Any]
+"""Returns legal data of a shape, drawn with a generator of the host."""
+
+Named = list[tuple[str, torch.Tensor]]
+_Compare = Callable[[torch.Tensor, torch.Tensor], str]
+_DRAWS = 16
+"""Values that are drawn of a host argument, of which the smallest and the largest are cases."""
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """One comparison of a graph with eager."""
+
+    number: int
+    host_args: Mapping[str, Any]
+    bucket: str = ""
+    """Bucket and size of the batch; empty for a capture without buckets."""
+    padded: bool = False
+    """Whether the batch is smaller than its bucket."""
+    changed: bool = False
+    """Whether host arguments differ from those of capture."""
+    updated: bool = False
+    """Whether host arguments are those of capture again, after others."""
+
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """One tensor that a replay left different from eager."""
+    """One tensor that a replay left different from eager, or another fault that a case shows."""
 
     case: int
     host_args: Mapping[str, Any]
     where: str
-    """Which output or argument, as a path."""
+    """Output, argument or state, as a path."""
     message: str
+    kind: str = "graph"
+    """``graph``, ``padding`` (padding reaches real rows), ``size`` (the result depends on the size
+    of the bucket) or ``eager`` (eager differs from itself)."""
+    bucket: str = ""
+    lasting: bool = True
+    """Whether a second replay from the same state differs from eager as well."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all elements differ."""
+        share = re.search(r"(\d+) (?:of|/) (\d+)", self.message)
+        return share is not None and share[1] == share[2]
 
     def __str__(self) -> str:
-        return (
-            f"case {self.case}, host arguments {dict(self.host_args)}: {self.where} {self.message}"
-        )
+        host = f", host arguments {dict(self.host_args)}" if self.host_args else ""
+        bucket = f", {self.bucket}" if self.bucket else ""
+        return f"case {self.case}{bucket}{host}: {self.where} {self.message}".rstrip()
 
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """The outcome of ``prove``."""
+    """The outcome of ``prove`` of captures and runners."""
 
     cases: int
-    """Replays that were compared."""
+    """Number of cases that were compared."""
     failures: tuple[Failure, ...]
-    exact: bool
-    """Whether bit for bit; else within tolerance, because a compiler chose other kernels."""
-    varied: int
-    """Bound tensors that held other data in each case. Tensors inside objects are not bound."""
-
-    @staticmethod
-    def merged(reports: Sequence[Report]) -> Report:
-        """Return one report of several proofs."""
-        return Report(
-            cases=sum(report.cases for report in reports),
-            failures=tuple(failure for report in reports for failure in report.failures),
-            exact=all(report.exact for report in reports),
-            varied=sum(report.varied for report in reports),
-        )
+    exact: bool = True
+    """Whether graphs were compared bit for bit; else within tolerance, because a compiler chose
+    other kernels."""
+    not_varied: tuple[str, ...] = ()
+    """Inputs, slots and host arguments that had the same data in all cases, because a proof does
+    not make up integers. Declare ``sample=`` or a range for them."""
+    near: tuple[str, ...] = ()
+    """Outputs and state that were compared within torch's tolerance, because two eager runs from
+    the same state differ by their last bits."""
+    tried: tuple[Case, ...] = ()
+    replaced: tuple[str, ...] = ()
+    """Tensors that have other memory than at capture, by name."""
+    moved: tuple[str, ...] = ()
+    """Python values that eager runs changed."""
 
     @property
     def ok(self) -> bool:
-        """Whether at least one case ran and none differed."""
+        """Whether at least one case ran and none failed."""
         return self.cases > 0 and not self.failures
 
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The likely cause of each group of failures, with its evidence."""
+        return tuple(_causes(self))
+
+    @classmethod
+    def merged(cls, reports: Iterable[Report]) -> Report:
+        """Return one report about the cases of all ``reports``."""
+        cases, failures, tried = 0, list[Failure](), list[Case]()
+        reports = [*reports]
+        for report in reports:
+            failures += (attrs.evolve(f, case=f.case + cases) for f in report.failures)
+            tried += (attrs.evolve(c, number=c.number + cases) for c in report.tried)
+            cases += report.cases
+        return cls(
+            cases=cases,
+            failures=tuple(failures),
+            exact=all(report.exact for report in reports),
+            tried=tuple(tried),
+            **{
+                field: tuple(dict.fromkeys(name for r in reports for name in getattr(r, field)))
+                for field in ("not_varied", "near", "replaced", "moved")
+            },
+        )
+
     def __str__(self) -> str:
+        if not self.cases:
+            return "nothing was compared: no graph is captured, or no case was asked for"
+        notes = [f"not varied: {', '.join(self.not_varied)}"] if self.not_varied else []
+        if self.near:
+            notes.append(f"within tolerance, as eager repeats itself: {', '.join(self.near)}")
         if self.ok:
             how = "bit for bit" if self.exact else "within tolerance"
-            note = (
-                ""
-                if self.varied
-                else ", all on the same data: no argument holds floating-point data"
+            return "; ".join([f"{self.cases} cases: graphs equal eager {how}", *notes])
+        first = "; ".join([f"{len(self.failures)} failures in {self.cases} cases", *notes])
+        causes = (f"cause: {cause}" for cause in self.causes)
+        return "\n".join([first, *causes, *map(str, self.failures)])
+
+
+def _causes(report: Report) -> Iterator[str]:
+    """Yield the likely causes of the failures of ``report``."""
+    for kind in ("padding", "eager", "size"):
+        group = [failure for failure in report.failures if failure.kind == kind]
+        if not group:
+            continue
+        where = ", ".join(dict.fromkeys(failure.where for failure in group))
+        if kind == "padding":
+            yield from dict.fromkeys(failure.message for failure in group)
+        elif kind == "eager":
+            moved = f" (Python state moved: {', '.join(report.moved)})" if report.moved else ""
+            yield (
+                f"eager differs from itself in {where}: the step reads Python state, or draws from "
+                f"a generator that is not registered{moved}"
             )
-            return f"{self.cases} replays equal eager {how}{note}"
-        if not self.cases:
-            return "no replay was compared"
-        return "\n".join([f"{len(self.failures)} differences:", *map(str, self.failures)])
+        else:
+            yield (
+                f"{where} of real rows depends on padding or on the size of the bucket, in "
+                f"{_count(group)}; graphs equal eager on the padded batch"
+            )
+    failures = [failure for failure in report.failures if failure.kind == "graph"]
+    if not failures:
+        return
+    failed = {failure.case for failure in failures}
+    cases = {case.number: case for case in report.tried}
+    wrong = [case for number, case in cases.items() if number in failed]
+    right = [case for number, case in cases.items() if number not in failed]
+    where = ", ".join(dict.fromkeys(failure.where for failure in failures))
+    evidence = f"{where} differs in {_count(failures)} of {report.cases}"
+    if report.replaced:
+        yield (
+            f"replaced weight or cache: {', '.join(report.replaced)} has other memory than at "
+            f"capture, and graphs use the old one ({evidence})"
+        )
+    elif not any(failure.lasting for failure in failures):
+        yield (
+            f"only the first replay of a case differs, and a repetition from the same state does "
+            f"not: the step reads memory before it is written, or leaves work on a side stream "
+            f"that is not joined ({evidence})"
+        )
+    elif wrong and all(case.changed for case in wrong) and any(not c.changed for c in right):
+        values = ", ".join(dict.fromkeys(str(dict(case.host_args)) for case in wrong))
+        yield (
+            f"only with changed host arguments ({values}): a value of capture is in the graph, or "
+            f"updates are lost. Read host arguments in marked functions ({evidence})"
+        )
+    elif wrong and all(case.updated for case in wrong) and right:
+        yield (
+            f"only after an update: values of an earlier case stay in the graph, or an update "
+            f"reaches another region ({evidence})"
+        )
+    elif wrong and all(case.padded for case in wrong) and any(not c.padded for c in right):
+        yield f"only padded batches: real rows read padded rows ({evidence})"
+    elif not any(failure.where.startswith("output") for failure in failures):
+        yield (
+            f"only state differs: a write of the step is lost, happens twice, or goes to other "
+            f"memory ({evidence})"
+        )
+    elif all(failure.complete for failure in failures) and not right:
+        yield (
+            f"every element in every case: the step reads a value on the host that is not marked, "
+            f"a setting of torch, or a tensor that was replaced ({evidence})"
+        )
+    else:
+        yield (
+            f"only some rows or outputs: a branch of capture is in the graph, or memory is shared "
+            f"with other work ({evidence})"
+        )
+
+
+def _count(failures: Iterable[Failure]) -> str:
+    number = len({failure.case for failure in failures})
+    return f"{number} case{'s' * (number != 1)}"
 
 
 def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -101,7 +239,7 @@ def randomize(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def compare(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """Return "" if the tensors are equal bit for bit, else what differs.
+    """Return "" if the tensors are equal bit for bit, else the difference as text.
 
     0.0 and -0.0 differ, and NaNs are equal where all their bits are.
     """
@@ -134,9 +272,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare_near(
-    expected: torch.Tensor, got: torch.Tensor, rtol: float | None, atol: float | None
+    expected: torch.Tensor,
+    got: torch.Tensor,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> str:
-    """Return "" if the tensors are equal within tolerance (NaN equals NaN), else what differs."""
+    """Return "" if the tensors are equal within tolerance, else the difference as text.
+
+    NaN equals NaN.
+    """
     try:
         torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, equal_nan=True)
     except AssertionError as error:
@@ -144,76 +288,382 @@ def compare_near(
     return ""
 
 
+class State:
+    """The tensors and generators that all cases of a proof start from.
+
+    Args:
+        backend: the backend of the tensors.
+        named: the tensors by name.
+        roots: objects in which eager runs may replace tensors; these are put back.
+        limit: bytes of copies; see ``Snapshot``.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        named: Iterable[tuple[str, torch.Tensor]],
+        roots: Iterable[tuple[str, Any]] = (),
+        generators: Iterable[torch.Generator] = (),
+        *,
+        limit: int = DEFAULT_LIMIT,
+    ) -> None:
+        reached = [*entries(roots)]
+        held = (entry.value for entry in reached)
+        drawn = [*generators, *(value for value in held if isinstance(value, torch.Generator))]
+        self.snapshot = Snapshot(backend, named, {id(g): g for g in drawn}.values(), limit=limit)
+        self._entries = [entry for entry in reached if entry.holder is not None]
+        self.rebound: set[int] = set()
+        """Tensors that an eager run replaced; they are no state."""
+        self.moved: dict[str, None] = {}
+        """Names of Python values that eager runs changed."""
+
+    def begin(self) -> None:
+        """Give everything the contents that it had before the proof."""
+        self.snapshot.restore()
+
+    def settle(self) -> None:
+        """Put tensors back that an eager run replaced, and note Python values that it changed."""
+        for entry in self._entries:
+            now = entry.now()
+            if now is entry.value:
+                continue
+            if isinstance(entry.value, torch.Tensor):
+                self.rebound.add(id(entry.value))
+                entry.put_back()
+            elif not isinstance(entry.value, torch.Generator) and now != entry.value:
+                self.moved[entry.path] = None
+
+    def changes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Return the state that differs from the start, by name.
+
+        Each entry has a copy of the contents, the contents at the start, and the numbers of rows
+        if only rows are known.
+        """
+        changed = {}
+        for name, tensor, now, saved, rows in self.snapshot.parts():
+            if id(tensor) not in self.rebound and compare(saved, now):
+                changed[name] = (now.clone(), saved, rows)
+        for index, (state, saved) in enumerate(self.snapshot.generators()):
+            if not torch.equal(state, saved):
+                changed[f"random generator {index}"] = (state, saved, None)
+        return changed
+
+
+@attrs.frozen(kw_only=True)
+class Seen:
+    """Outputs and changed state after a run."""
+
+    outputs: Named
+    state: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+
+
+Run = Callable[[], Named]
+
+
+def _no_rows(tensor: torch.Tensor) -> Sequence[int]:
+    return ()
+
+
+class Comparison:
+    """Compares runs of one step that start from the same state.
+
+    Args:
+        state: what each run starts from.
+        backend: the backend of the runs.
+        near: comparison within tolerance, for steps whose kernels a compiler chose.
+        with_state: whether state is compared as well as outputs.
+        agreed: returns whether the argument is true on any rank; all ranks call it together.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        backend: Backend,
+        near: _Compare,
+        *,
+        with_state: bool = True,
+        agreed: Callable[[bool], bool] = bool,
+    ) -> None:
+        self.state = state
+        self._backend = backend
+        self._near = near
+        self._with_state = with_state
+        self.agreed = agreed
+        self.tolerated: dict[str, None] = {}
+        """Names that were compared within tolerance, because eager differs from itself."""
+
+    def seen(self, run: Run) -> Seen:
+        """Return the outputs of ``run`` and the state after it."""
+        self.state.begin()
+        outputs = run()
+        self._backend.synchronize()
+        self.state.settle()
+        return Seen(outputs=outputs, state=self.state.changes() if self._with_state else {})
+
+    def failures(
+        self,
+        case: Case,
+        eager: Run,
+        graph: Run,
+        *,
+        exact: bool,
+        scratch: Callable[[torch.Tensor], Sequence[int]] = _no_rows,
+        want: Seen | None = None,
+        got: Seen | None = None,
+    ) -> list[Failure]:
+        """Return the failures of a case; a difference repeats both runs.
+
+        Args:
+            case: the case.
+            eager: the eager run.
+            graph: the replay.
+            exact: whether they are equal bit for bit.
+            scratch: returns the rows of a tensor that several rows of the batch write. They are
+                left out if eager differs from itself.
+            want: result of the eager run, if it ran before.
+            got: result of the replay, if it ran before.
+        """
+
+        def how(name: str) -> _Compare:
+            return compare_near if name in unstable else compare if exact else self._near
+
+        unstable: set[str] = set()
+        want = want or self.seen(eager)
+        got = got or self.seen(graph)
+        found = self.differences(want, got, how)
+        if not self.agreed(bool(found)):
+            return []
+        again = self.seen(eager)
+        if self.differences(want, again, lambda _: compare):
+            found = self.differences(want, got, how, scratch)
+        else:
+            scratch = _no_rows
+        repeats = self.differences(want, again, lambda _: compare, scratch)
+        beyond = self.differences(want, again, lambda _: compare_near, scratch)
+        repeated = self.seen(graph)
+
+        def failed(where: str, message: str, kind: str, lasting: bool = True) -> Failure:
+            return Failure(
+                case=case.number,
+                host_args=case.host_args,
+                where=where,
+                message=message,
+                kind=kind,
+                bucket=case.bucket,
+                lasting=lasting,
+            )
+
+        if beyond:
+            return [failed(where, message, "eager") for where, message in beyond]
+        if exact and repeats:
+            unstable |= {where for where, _ in repeats}
+            self.tolerated |= dict.fromkeys(unstable)
+            found = self.differences(want, got, how, scratch)
+        lasting = {where for where, _ in self.differences(want, repeated, how, scratch)}
+        return [failed(where, message, "graph", where in lasting) for where, message in found]
+
+    def differences(
+        self,
+        want: Seen,
+        got: Seen,
+        how: Callable[[str], _Compare],
+        scratch: Callable[[torch.Tensor], Sequence[int]] = _no_rows,
+    ) -> list[tuple[str, str]]:
+        """Return the places that differ, each with a description of the difference."""
+        names = [name for name, _ in want.outputs]
+        others = [name for name, _ in got.outputs]
+        if names != others:
+            return [("outputs", f"are {', '.join(others)} and should be {', '.join(names)}")]
+        pairs = [
+            (name, one, other)
+            for (name, one), (_, other) in zip(want.outputs, got.outputs, strict=True)
+        ]
+        for name in {**want.state, **got.state}:
+            _, saved, rows = want.state.get(name) or got.state[name]
+            one = want.state[name][0] if name in want.state else saved
+            other = got.state[name][0] if name in got.state else saved
+            if left_out := scratch(one) if rows is None else ():
+                keep = torch.ones(len(one), dtype=torch.bool, device=one.device)
+                keep[[*left_out]] = False
+                one, other = one[keep], other[keep]
+            pairs.append((name, one, other))
+        named = ((name, how(name)(one, other)) for name, one, other in pairs)
+        return [(name, message) for name, message in named if message]
+
+
 class Provable(Protocol):
     """A captured step, as ``Captured`` is one."""
 
     settings: Settings
     exact: bool
+    places: Mapping[str, int]
 
     @property
     def outputs(self) -> Any:
-        """What a replay writes."""
+        """The outputs of a replay."""
 
     def replay(self, **host_args: Any) -> Any:
-        """Run what was captured."""
+        """Run the captured work."""
+
+
+def addresses(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Return the address of each tensor by its name."""
+    return {name: tensor.data_ptr() for name, tensor in named}
+
+
+def replaced(then: Mapping[str, int], now: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the names of the tensors that have other memory now."""
+    return tuple(name for name, address in then.items() if now.get(name, address) != address)
+
+
+def host_sets(
+    captured: Mapping[str, Any],
+    given: Sequence[Mapping[str, Any]] | None,
+    further: Iterable[Mapping[str, Any]],
+) -> list[tuple[dict[str, Any], bool, bool]]:
+    """Return the host arguments of cases.
+
+    Each set comes with two booleans: whether it differs from the values of capture, and whether it
+    is those values again, after others.
+
+    Args:
+        captured: the values of capture.
+        given: the sets that the caller asked for, or None.
+        further: sets to try after those of capture if the caller asked for none.
+
+    Raises:
+        InputTypeError: ``given`` is not a list of mappings.
+    """
+    if given is not None and not (
+        isinstance(given, Sequence) and all(isinstance(values, Mapping) for values in given)
+    ):
+        raise InputTypeError(
+            f"host_args of prove is a list with one mapping per set of values to try, such as "
+            f"[{{'kv_len': 777}}], got {brief(given)}"
+        )
+    sets = [dict(values) for values in ([captured, *further] if given is None else given)]
+    unique: list[dict[str, Any]] = []
+    for values in sets:
+        if values not in unique:
+            unique.append(values)
+    marked = [(values, values != captured, False) for values in unique]
+    if given is None and len(unique) > 1:
+        marked.append((dict(captured), False, True))
+    return marked
+
+
+def extremes(draw: Draw, like: Any, generator: torch.Generator) -> list[Any]:
+    """Return the smallest and the largest of some values drawn of a host argument."""
+    drawn = [draw((), generator) for _ in range(_DRAWS)]
+    values = [value.item() if isinstance(value, torch.Tensor) else value for value in drawn]
+    return [min(values), max(values)] if isinstance(like, int | float) else values[:2]
+
+
+def require_samples(sample: object, names: Iterable[str]) -> Mapping[str, Draw]:
+    """Check ``sample=`` of a proof, whose names are among ``names``."""
+    if sample is None:
+        return {}
+    if not isinstance(sample, Mapping) or not all(map(callable, sample.values())):
+        raise InputTypeError(
+            f"sample of prove maps names to functions of a shape and a generator, got "
+            f"{brief(sample)}"
+        )
+    known = [*names]
+    for name in sample:
+        if name not in known:
+            raise InputError(f"sample: there is no {name!r}. {did_you_mean(str(name), known)}")
+    return sample
+
+
+def drawn(draw: Draw, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return new data for ``tensor`` that ``draw`` made on the host."""
+    with torch.device("cpu"):
+        data: torch.Tensor = draw(tuple(tensor.shape), generator)
+    return data.to(device=tensor.device, dtype=tensor.dtype)
 
 
 class _Prover:
+    """The proof of one capture."""
+
     def __init__(
-        self, captured: Provable, job: Job, rtol: float | None, atol: float | None
+        self, captured: Provable, job: Job, sample: Mapping[str, Draw], limit: int
     ) -> None:
         self._captured = captured
         self._job = job
-        self._compare: Callable[[torch.Tensor, torch.Tensor], str] = (
-            compare if captured.exact else functools.partial(compare_near, rtol=rtol, atol=atol)
-        )
-        self._bound = [
-            (f"argument {path}", unexpanded(leaf))
-            for path, leaf in job.owned.tensors[: len(job.owned.given)]
-        ]
-        given = sum(leaf.nbytes for _, leaf in self._bound)
-        self._limit = DEFAULT_LIMIT + given
         self._generator = torch.Generator().manual_seed(0)
+        owned = job.owned
+        self._sample = {
+            path: sample[name]
+            for name in sample
+            for path, _ in owned.tensors
+            if path == name or re.match(rf"{re.escape(name)}[.\[]", path)
+        }
+        self._inputs = [
+            (path, unexpanded(leaf)) for path, leaf in owned.tensors[: len(owned.given)]
+        ]
+        arguments = [(f"argument {path}", leaf) for path, leaf in owned.tensors]
+        reached = owned.reached()
+        self._state = [*reached, *arguments]  # of two names of a tensor, the last counts
+        given = sum(leaf.nbytes for _, leaf in self._inputs)
+        self.state = State(
+            job.backend,
+            self._state,
+            owned.roots,
+            owned.generators(),
+            limit=limit + given,
+        )
 
-    @property
-    def varied(self) -> int:
-        """The number of bound tensors that ``randomize`` fills."""
-        return sum(leaf.is_floating_point() or leaf.is_complex() for _, leaf in self._bound)
+    def not_varied(self) -> list[str]:
+        """Return the names of bound tensors that hold the same data in all cases."""
+        rest = [path for path, _ in self._job.owned.in_objects]
+        return rest + [
+            path
+            for path, leaf in self._inputs
+            if path not in self._sample and not (leaf.is_floating_point() or leaf.is_complex())
+        ]
 
-    def snapshot(self) -> Snapshot:
-        return self._job.owned.snapshot(self._job.backend, self._limit)
+    def runs(self, host: Mapping[str, Any]) -> tuple[Run, Run]:
+        """Return an eager run and a replay on new inputs."""
+        data = []
+        for path, leaf in self._inputs:
+            if path in self._sample:
+                value = drawn(self._sample[path], leaf, self._generator)
+            else:
+                value = leaf.detach().clone()
+                randomize(value, self._generator)
+            data.append((leaf, value))
 
-    def case(self, index: int, host: Mapping[str, Any]) -> list[Failure]:
-        backend = self._job.backend
-        for _, leaf in self._bound:
-            randomize(leaf, self._generator)
-        begin = self.snapshot()
-        with self._captured.settings.restored():
-            result = self._job.call(host)
-        expected = [(n, t.detach().clone()) for n, t in self._results(result)]
-        begin.restore()
-        self._poison_outputs()
-        replayed = self._captured.replay(**host)
-        backend.synchronize()
-        failures = []
-        for (name, want), (_, got) in zip(expected, self._results(replayed), strict=True):
-            message = self._compare(want, got)
-            if message:
-                failures.append(Failure(case=index, host_args=host, where=name, message=message))
-        return failures
+        def enter() -> None:
+            with torch.inference_mode():
+                for leaf, value in data:
+                    leaf.copy_(value)
 
-    def _results(self, result: Any) -> list[tuple[str, torch.Tensor]]:
-        return [*_named_tensors(result, "output "), *self._bound]
+        def eager() -> Named:
+            enter()
+            with self._captured.settings.restored():
+                return _copies(self._job.call(host))
+
+        def graph() -> Named:
+            enter()
+            self._poison_outputs()
+            return _copies(self._captured.replay(**host))
+
+        return eager, graph
 
     def _poison_outputs(self) -> None:
-        owned = {leaf.untyped_storage().data_ptr() for _, leaf in self._bound}
-        for _, output in _named_tensors(self._captured.outputs, ""):
-            if output.untyped_storage().data_ptr() not in owned:
+        kept = {leaf.untyped_storage().data_ptr() for _, leaf in self._state}
+        for _, output in named_tensors(self._captured.outputs, ""):
+            if output.untyped_storage().data_ptr() not in kept:
                 with torch.inference_mode():
                     poison(unexpanded(output))
 
 
-def _named_tensors(tree: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
+def _copies(tree: Any) -> Named:
+    return [(name, tensor.detach().clone()) for name, tensor in named_tensors(tree, "output ")]
+
+
+def named_tensors(tree: Any, prefix: str) -> Named:
+    """Return the tensors of a tree, each behind its path with a prefix."""
     leaves, _ = pytree.tree_flatten_with_path(tree)
     return [
         (prefix + (pytree.keystr(path) or "0"), leaf)
@@ -228,29 +678,53 @@ def prove(
     *,
     cases: int = 3,
     host_args: Sequence[Mapping[str, Any]] | None = None,
+    sample: Mapping[str, Draw] | None = None,
+    state: bool = True,
     rtol: float | None = None,
     atol: float | None = None,
+    snapshot_limit: int = DEFAULT_LIMIT,
 ) -> Report:
     """Implement ``Captured.prove``."""
     whole("cases", cases)
-    sets: Any = [job.spec.declared] if host_args is None else host_args
-    if not (isinstance(sets, Sequence) and all(isinstance(one, Mapping) for one in sets)):
-        raise InputTypeError(
-            f"host_args of prove is a list with one mapping per set of values to try, such as "
-            f"[{{'kv_len': 777}}], got {brief(host_args)}"
-        )
-    for host in sets:
-        job.spec.fill(host)  # Refuses what is missing or unknown before anything runs.
-    prover = _Prover(captured, job, rtol, atol)
+    whole("snapshot_limit", snapshot_limit)
+    declared = job.spec.declared
+    paths = [path for path, _ in job.owned.tensors]
+    sample = require_samples(sample, [*declared, *job.owned.arguments, *paths])
+    generator = torch.Generator().manual_seed(0)
+    ends = {
+        name: extremes(sample[name], declared[name], generator)
+        for name in declared
+        if name in sample
+    }
+    further = [
+        {**declared, **{n: values[k] for n, values in ends.items()}} for k in range(2) if ends
+    ]
+    sets = host_sets(declared, host_args, further)
+    for values, *_ in sets:
+        job.spec.fill(values)  # Refuses what is missing or unknown before anything runs.
+    prover = _Prover(captured, job, sample, snapshot_limit)
+    near = functools.partial(compare_near, rtol=rtol, atol=atol)
+    comparison = Comparison(prover.state, job.backend, near, with_state=state)
     failures: list[Failure] = []
-    count = 0
-    before = prover.snapshot()
+    tried: list[Case] = []
     try:
-        for host in sets:
-            for _ in range(cases):
-                failures.extend(prover.case(count, dict(host)))
-                count += 1
-                before.restore()
+        for host, changed, updated in sets:
+            for _ in range(min(cases, 1) if updated else cases):
+                prover.state.begin()
+                case = Case(number=len(tried), host_args=host, changed=changed, updated=updated)
+                tried.append(case)
+                failures += comparison.failures(case, *prover.runs(host), exact=captured.exact)
     finally:
-        before.restore()
-    return Report(cases=count, failures=tuple(failures), exact=captured.exact, varied=prover.varied)
+        prover.state.begin()
+    prover.state.snapshot.require_unwritten("a case of the proof")
+    fixed = [name for name in declared if len({str(host[name]) for host, *_ in sets}) < 2]
+    return Report(
+        cases=len(tried),
+        failures=tuple(failures),
+        exact=captured.exact,
+        not_varied=(*prover.not_varied(), *fixed),
+        near=tuple(comparison.tolerated),
+        tried=tuple(tried),
+        replaced=replaced(captured.places, addresses(job.owned.everything())),
+        moved=tuple(prover.state.moved),
+    )

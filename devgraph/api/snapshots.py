@@ -30,6 +30,18 @@ class _Saved(NamedTuple):
     """A hash of the memory above the limit."""
 
 
+class Part(NamedTuple):
+    """A saved tensor, or saved rows of a tensor."""
+
+    name: str
+    tensor: torch.Tensor
+    now: torch.Tensor
+    """The present contents. They share the memory of the tensor unless only rows are saved."""
+    saved: torch.Tensor
+    rows: torch.Tensor | None
+    """Numbers of the rows; None for a whole tensor."""
+
+
 class Snapshot:
     """The contents of tensors, the states of generators and the state of the backend's generator.
 
@@ -56,6 +68,8 @@ class Snapshot:
         self._generators = [(generator, generator.get_state()) for generator in generators]
         self._left = DEFAULT_LIMIT if limit is None else limit
         self._saved: list[_Saved] = []
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Numbers and contents of saved rows, by the position of a tensor above the limit."""
         seen: set[int] = set()
         with torch.inference_mode():
             for needed, group in ((True, named), (False, optional)):
@@ -78,6 +92,43 @@ class Snapshot:
         else:
             return
         self._saved.append(_Saved(name, tensor, place, memory, content, digest))
+
+    def save_rows(self, rows: torch.Tensor) -> None:
+        """Save these rows of each tensor above the limit, instead of those saved before.
+
+        Args:
+            rows: numbers of rows along the first dimension, each once. Numbers out of range are
+                left out.
+        """
+        self._rows.clear()
+        with torch.inference_mode():
+            for index, (_, tensor, _, _, _, digest) in enumerate(self._saved):
+                if digest is not None and tensor.dim() and tensor.is_contiguous():
+                    inside = rows[(rows >= 0) & (rows < len(tensor))].to(tensor.device)
+                    self._rows[index] = inside, _rows_of(tensor).index_select(0, inside)
+
+    def parts(self) -> list[Part]:
+        """Return the saved parts: whole tensors, and rows of tensors above the limit."""
+        parts = []
+        with torch.inference_mode():
+            for index, (name, tensor, _, _, content, _) in enumerate(self._saved):
+                plain = tensor.detach()
+                if content is not None and content.shape != tensor.shape:  # bytes
+                    if overlaps_itself(tensor) or tensor.is_conj() or tensor.is_neg():
+                        parts.append(Part(name, tensor, _bytes_of(tensor), content, None))
+                        continue
+                    content = content.view(tensor.dtype)
+                if content is not None:
+                    parts.append(Part(name, tensor, plain, content.view(tensor.shape), None))
+                elif index in self._rows:
+                    rows, saved = self._rows[index]
+                    now = _rows_of(tensor).index_select(0, rows).view(tensor.dtype)
+                    parts.append(Part(name, tensor, now, saved.view(tensor.dtype), rows))
+        return parts
+
+    def generators(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the present and the saved state of each of the further generators."""
+        return [(generator.get_state(), state) for generator, state in self._generators]
 
     def require_places(self) -> None:
         """Raise CaptureError if a tensor has other memory or another layout than before."""
@@ -116,14 +167,16 @@ class Snapshot:
             for saved in self._saved:
                 if saved.content is not None:
                     saved.memory.copy_(saved.content)
+            for index, (rows, content) in self._rows.items():
+                _rows_of(self._saved[index].tensor).index_copy_(0, rows, content)
 
-    def require_unwritten(self) -> None:
+    def require_unwritten(self, culprit: str = "warm-up or capture") -> None:
         """Raise CaptureError if a tensor above the limit has other contents than before."""
         with torch.inference_mode():
             for name, tensor, _, _, _, digest in self._saved:
                 if digest is not None and not torch.equal(hash_of(tensor), digest):
                     raise CaptureError(
-                        f"warm-up or capture wrote {name}, and its {tensor.nbytes} bytes are above "
+                        f"{culprit} wrote {name}, and its {tensor.nbytes} bytes are above "
                         f"the limit for copies, so that its old values are lost. Let the pad rule "
                         f"of the inputs keep padding from writing real state (pad=), or raise "
                         f"snapshot_limit=."
@@ -140,6 +193,11 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     flat.set_(storage, first - storage.data_ptr(), (last - first,), (1,))
     return flat
+
+
+def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor by rows: not every dtype has kernels for rows."""
+    return tensor.detach().view(len(tensor), -1).view(torch.uint8)
 
 
 def hash_of(tensor: torch.Tensor) -> torch.Tensor:

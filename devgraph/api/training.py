@@ -319,7 +319,6 @@ class TrainingGraphs:
             cases=cases,
             failures=tuple(failures),
             exact=True,
-            varied=len(self.static_inputs.tensors),
         )
 
     def _results_of(

@@ -9,7 +9,6 @@ from devgraph.runners.decode import DecodeRunner
 from devgraph.runners.encoder import EncoderRunner
 from devgraph.runners.loop import Loop, LoopResult
 from devgraph.runners.prefill import PrefillRunner
-from devgraph.runners.prove import RunnerReport
 from devgraph.runners.ranks import RankGroup
 from devgraph.runners.report import BucketStats, RunnerStats
 from devgraph.runners.slots import HostSlot, InputSlot, OutputSlot, Pad, Size
@@ -32,7 +31,6 @@ __all__ = [
     "PrefillRunner",
     "RankGroup",
     "Reason",
-    "RunnerReport",
     "RunnerStats",
     "Size",
     "StateSlot",

@@ -35,9 +35,11 @@ from devgraph.api.policy import compiles
 from devgraph.api.policy.job import UpdateBudget
 from devgraph.api.pool import Pool
 from devgraph.api.process import collector
+from devgraph.api.prove import addresses
 from devgraph.api.session import session
 from devgraph.runners.decisions import Decision, Reason
 from devgraph.runners.graphs import BucketGraph, EmulatedGraph, Graphs
+from devgraph.runners.prove import state_of
 from devgraph.runners.ranks import PeerFailed, RankGroup
 from devgraph.runners.report import Counters, ReplayPace, format_bytes
 from devgraph.runners.step import StaticBatch, Step
@@ -214,6 +216,8 @@ class CaptureScheduler:
                     self._drop(graphs[index:], reason, detail)
                     break
                 done.append(graph)
+        # Of a tensor that was replaced after an earlier capture, the older address counts.
+        self._step.places = {**addresses(state_of(self._step)), **self._step.places}
         self.pace = _measure_pace(self._backend)
         if self.pace is not None and self.pace.slow:
             logger.warning(

@@ -65,6 +65,8 @@ class InputArena:
             shared={} if share is None else share.lent(self.slots.values(), largest),
         )
         self.device = self.buffers.device
+        self.is_shared = share is not None
+        """Whether another runner uses the same buffers."""
         self.staging = StagingMemory(backend, self.device)
         self._templates: dict[tuple[torch.dtype, str], torch.Tensor] = {}
 
@@ -81,6 +83,7 @@ class InputArena:
                 continue
             if own is None or (own.dtype, own.row_shape) != (slot.dtype, slot.row_shape):
                 continue
+            self.is_shared = True
             lent[slot.name] = self.buffers[slot.name]
             if lent[slot.name].numel() < math.prod(slot.shape(largest)):
                 raise ConfigError(

@@ -2,101 +2,246 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
-from torch.utils import _pytree as pytree
 
 from devgraph.api.backend import poison
-from devgraph.api.prove import compare, randomize
+from devgraph.api.errors import AgreementError
+from devgraph.api.modes import autocast_of, current_autocast
+from devgraph.api.owned import roots_of
+from devgraph.api.prove import (
+    Case,
+    Comparison,
+    Draw,
+    Failure,
+    Named,
+    Report,
+    Seen,
+    State,
+    addresses,
+    compare,
+    compare_near,
+    drawn,
+    extremes,
+    host_sets,
+    named_tensors,
+    randomize,
+    replaced,
+    require_samples,
+)
+from devgraph.api.reach import entries
+from devgraph.api.snapshots import DEFAULT_LIMIT
+from devgraph.api.tensors import has_place
 from devgraph.runners.graphs import BucketGraph, Graphs
-from devgraph.runners.outputs import copied
+from devgraph.runners.ranks import RankGroup
 from devgraph.runners.slots import InputSlot, Size
 from devgraph.runners.step import GraphStep, StaticBatch, Step
 
-_Compare = Callable[[torch.Tensor, torch.Tensor], str]
+_ENOUGH = 4096
+"""Values of a slot that are drawn to learn whether real rows use its pad value."""
+
+Implied = Callable[[Size], Mapping[str, torch.Tensor]]
+"""Returns the inputs of a batch of a real size that belong together."""
 
 
 @attrs.frozen(kw_only=True)
-class RunnerReport:
-    """The outcome of a runner's ``prove``."""
+class Terms:
+    """The cases that a proof runs, and the way in which it compares."""
 
-    cases: int
-    """Batches that were compared."""
-    failures: tuple[str, ...]
-    fixed_slots: tuple[str, ...]
-    """Slots whose data was not varied, because they declare no ``sample``."""
+    cases: int = 2
+    """Batch sizes to try per bucket: the full one, the smallest, and between."""
+    host_args: Sequence[Mapping[str, Any]] | None = None
+    sample: Mapping[str, Draw] | None = None
+    state: bool = True
+    rtol: float | None = None
+    atol: float | None = None
+    snapshot_limit: int = DEFAULT_LIMIT
+    quick: bool = False
+    """Compare with eager on the padded batch only, without poisoned padding."""
 
-    @property
-    def ok(self) -> bool:
-        """Whether at least one batch ran and none differed."""
-        return self.cases > 0 and not self.failures
 
-    def __str__(self) -> str:
-        note = f"; not varied: {', '.join(self.fixed_slots)}" if self.fixed_slots else ""
-        if self.ok:
-            return f"{self.cases} batches: graphs equal eager{note}"
-        if not self.cases:
-            return "nothing was compared: no bucket is captured (see plan() for the reasons)"
-        return "\n".join([f"{len(self.failures)} differences{note}:", *self.failures])
+def state_of(step: Step) -> list[tuple[str, torch.Tensor]]:
+    """Return the state of a step by name: bound tensors, and tensors that its functions reach."""
+    inside = step.inputs.buffers.overlaps
+    reached = [
+        (entry.path, entry.value)
+        for entry in entries(_roots(step))
+        if isinstance(entry.value, torch.Tensor)
+        and has_place(entry.value)
+        and entry.value.device.type != "meta"
+        and not inside(entry.value)
+    ]
+    bound = step.inputs.buffers.bound.items()
+    rows = [] if step.state is None else [item for b in step.state.memory for item in b.items()]
+    return [
+        *reached,
+        *((f"bound {name!r}", tensor) for name, tensor in bound),
+        *((f"state {name!r} of requests", tensor) for name, tensor in rows),
+    ]
+
+
+def _roots(step: Step) -> list[tuple[str, Any]]:
+    functions = [*step.engine, step.options.prepare]
+    return [root for function in functions if function is not None for root in roots_of(function)]
 
 
 class Proof:
-    """Compares graphs with eager, by ``near`` within tolerance; see ``Runner.prove``."""
+    """Compares graphs of a runner with eager; see ``Runner.prove``.
 
-    def __init__(self, step: Step, host: Mapping[str, Any] | None, near: _Compare) -> None:
+    Args:
+        step: the engine's functions and their data.
+        terms: the cases.
+        implied: inputs that belong together, or None.
+        ranks: the ranks that prove together.
+        tag: name of this proof in exchanges between ranks.
+    """
+
+    def __init__(
+        self, step: Step, terms: Terms, implied: Implied | None, ranks: RankGroup, tag: str
+    ) -> None:
         self._step = step
-        self._host = host
-        self._near = near
-        self._generator = torch.Generator().manual_seed(0)
-        self._failures: list[str] = []
-
-    def of(
-        self,
-        graphs: Graphs,
-        cases: int,
-        implied: Callable[[Size], Mapping[str, torch.Tensor]] | None,
-    ) -> RunnerReport:
-        """Compare each captured graph with eager.
-
-        Args:
-            implied: the inputs of a batch of that real size that belong together; others are drawn.
-        """
-        step, count, varied = self._step, 0, set[str]()
-        most = step.options.config.max_padding
-        with step.trial():
-            for graph in graphs.captured:
-                for rows in _rows_to_try(graph, graphs.buckets, most, cases):
-                    size = graphs.counting.some(rows, graph.options, count)
-                    together = implied(size) if implied else {}
-                    self._case(graph, size, together)
-                    count, varied = count + 1, varied | together.keys()
-        slots = step.inputs.slots.items()
-        fixed = tuple(n for n, slot in slots if slot.fixed_in_proofs and n not in varied)
-        return RunnerReport(cases=count, failures=tuple(self._failures), fixed_slots=fixed)
-
-    def _case(self, graph: BucketGraph, real: Size, implied: Mapping[str, torch.Tensor]) -> None:
-        step, backend = self._step, self._step.backend
-        drawn = {n: self._data(slot, real) for n, slot in step.inputs.given.items()}
-        inputs = {**drawn, **implied}
-        marks = {
-            name: self._data(slot, real)
-            for name, slot in step.inputs.slots.items()
-            if slot.real is not None and slot.sample is not None
+        self._terms = terms
+        self._implied = implied
+        self._ranks = ranks
+        self._tag = tag
+        slots = [name for name, slot in step.inputs.slots.items() if slot.real is None]
+        self._sample = {
+            **{n: s.sample for n, s in step.inputs.slots.items() if s.sample is not None},
+            **require_samples(terms.sample, [*slots, *step.host.declared]),
         }
-        given = self._host if self._host is not None else step.host.at_capture(real)
+        self._generator = torch.Generator().manual_seed(0)
+        self._varied: set[str] = set()
+        self._notes: dict[str, None] = {}
+        self._tried: list[Case] = []
+        self._last = _last_inputs(step)
+        self._uses: dict[str, tuple[int, int]] = {}
+        """Smallest and largest value that real rows of a slot have."""
+
+    def of(self, graphs: Graphs, chosen: Sequence[BucketGraph]) -> Report:
+        """Compare the ``chosen`` graphs, which are captured, with eager.
+
+        Raises:
+            AgreementError: other ranks prove something else, failed, or did not come.
+        """
+        step, terms = self._step, self._terms
+        keys = [str(graph.key) for graph in chosen]
+        facts = {"prove": keys, "cases": terms.cases, "host_args": str(terms.host_args)}
+        self._ranks.handshake(self._tag, facts)
+        self._state = State(
+            step.backend,
+            state_of(step),
+            _roots(step),
+            limit=terms.snapshot_limit,
+        )
+        near = functools.partial(compare_near, rtol=terms.rtol, atol=terms.atol)
+        self._compared = Comparison(
+            self._state, step.backend, near, with_state=terms.state, agreed=self._agreed
+        )
+        self._near = near
+        autocast = current_autocast() if step.autocast is None else step.autocast
+        failures: list[Failure] = []
+        try:
+            with torch.no_grad(), autocast_of(autocast):
+                for graph in chosen:
+                    for size, host, changed, updated in self._sizes(graphs, graph):
+                        case = Case(
+                            number=len(self._tried),
+                            host_args=host,
+                            bucket=f"bucket {graph.key}, {size.requests} requests, "
+                            f"{size.tokens} tokens",
+                            padded=size != graph.size,
+                            changed=changed,
+                            updated=updated,
+                        )
+                        self._tried.append(case)
+                        failures += self._case(graph, size, case)
+        except BaseException as error:
+            self._ranks.post(f"{self._tag}/case", f"raised {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._state.begin()
+        self._state.snapshot.require_unwritten("a case of the proof")
+        fixed = [n for n, s in step.inputs.slots.items() if s.fixed_in_proofs]
+        return Report(
+            cases=len(self._tried),
+            failures=tuple(failures),
+            exact=all(graph.captured is None or graph.captured.exact for graph in chosen),
+            not_varied=tuple(
+                [n for n in [*fixed, *step.host.declared] if n not in self._varied] + [*self._notes]
+            ),
+            near=tuple(self._compared.tolerated),
+            tried=tuple(self._tried),
+            replaced=replaced(step.places, addresses(state_of(step))),
+            moved=tuple(self._state.moved),
+        )
+
+    def _agreed(self, differs: bool) -> bool:
+        """Whether the argument is true on any rank."""
+        texts = self._ranks.gather(f"{self._tag}/case", "differs" if differs else "")
+        for rank, text in enumerate(texts):
+            if text.startswith("raised"):
+                raise AgreementError(f"rank {rank} could not finish the proof: it {text}")
+        return any(texts)
+
+    def _sizes(
+        self, graphs: Graphs, graph: BucketGraph
+    ) -> Iterator[tuple[Size, dict[str, Any], bool, bool]]:
+        """Yield real sizes of batches and host arguments, and what ``host_sets`` says of these."""
+        step, cases = self._step, self._terms.cases
+        rows = _rows_to_try(graph, graphs.buckets, step.options.config.max_padding, cases)
+        declared = step.host.at_capture(graph.size)
+        ends = {
+            name: extremes(self._sample[name], value, self._generator)
+            for name, value in declared.items()
+            if name in self._sample and not isinstance(value, tuple)
+        }
+        further: list[dict[str, Any]] = []
+        if step.last_host:
+            further.append({**declared, **step.last_host})
+        if ends:
+            further += [{**declared, **{n: v[k] for n, v in ends.items()}} for k in range(2)]
+        sets = host_sets(declared, self._terms.host_args, further)
+        for name in declared:
+            if len({str(values.get(name)) for values, *_ in sets}) > 1:
+                self._varied.add(name)
+        count = max(len(rows), len(sets)) if rows and sets else 0
+        for index, row, (values, changed, updated) in zip(
+            range(count), itertools.cycle(rows), itertools.cycle(sets)
+        ):
+            size = graphs.counting.some(row, graph.options, index)
+            yield size, {**values, **self._sequences(values, size)}, changed, updated
+
+    def _sequences(self, values: Mapping[str, Any], real: Size) -> dict[str, Any]:
+        """Return sequences with one entry per row of ``real``, where ``values`` has others."""
+        sequences = {}
+        for name, value in self._step.host.at_capture(real).items():
+            if isinstance(value, tuple) and name in values and len(values[name]) != len(value):
+                sequences[name] = value
+            if isinstance(value, tuple) and name in self._sample:
+                data = self._sample[name]((len(value),), self._generator)
+                sequences[name] = tuple(data.tolist() if isinstance(data, torch.Tensor) else data)
+                self._varied.add(name)
+        return sequences
+
+    def _case(self, graph: BucketGraph, real: Size, case: Case) -> list[Failure]:
+        step, compared = self._step, self._compared
+        assert graph.captured is not None
+        inputs, marks = self._inputs(real)
+        given = case.host_args
         padded_host = step.host.resolve(given, real, graph.size)
         real_host = step.host.resolve(given, real, real)
-        rng = backend.get_rng_state()
-        where = f"bucket {graph.key}, {real.requests} requests, {real.tokens} tokens"
         static = StaticBatch(step, graph)
         bound = GraphStep(step, graph, real, 0)
+        write = step.outputs.writer(graph.key.variant, graph.size)
+        self._state.begin()  # restores the rows of the last case
+        self._state.snapshot.save_rows(self._rows(inputs))
 
-        def begin() -> None:
-            backend.set_rng_state(rng)
-            step.reset_state()
+        def load() -> None:
             bound.load(inputs)
             mark(step.inputs.views(real))
 
@@ -104,63 +249,317 @@ class Proof:
             for name, data in marks.items():
                 views[name].copy_(data)
 
-        begin()
-        write = step.outputs.writer(graph.key.variant, graph.size)
-        write(step.function(static.batch(static.prepared(padded_host))))
-        padded = copied(bound.result(given))
+        def eager(change: Callable[[], None] = lambda: None) -> Named:
+            load()
+            change()
+            write(step.function(static.batch(static.prepared(padded_host))))
+            return _copies(bound.result(given))
 
-        begin()
-        step.outputs.poison(poison)
-        bound.replay(padded_host)
-        replayed = copied(bound.result(given))
-        assert graph.captured is not None
-        how = compare if graph.captured.exact else self._near
-        self._same(f"{where}: replay against eager on the padded batch", padded, replayed, how)
+        def replay(change: Callable[[], None] = lambda: None) -> Named:
+            load()
+            step.outputs.poison(poison)
+            change()
+            bound.replay(padded_host)
+            return _copies(bound.result(given))
 
-        begin()
-        self._poison_padding(graph, real)
-        bound.replay(padded_host)
-        poisoned = copied(bound.result(given))
-        self._same(f"{where}: padding filled with NaN", replayed, poisoned)
+        def unpadded() -> Named:
+            views = step.inputs.eager_views(inputs, real)
+            mark(views)
+            return _copies(step.call_eagerly(step.whole, views, real, real_host, graph.options))
 
-        begin()
-        views = step.inputs.eager_views(inputs, real)
-        mark(views)
-        eager = step.call_eagerly(step.whole, views, real, real_host, graph.options)
-        self._same(f"{where}: replay against eager", eager, replayed, self._near)
+        def failed(where: str, message: str, kind: str) -> Failure:
+            return Failure(
+                case=case.number,
+                host_args=case.host_args,
+                where=where,
+                message=message,
+                kind=kind,
+                bucket=case.bucket,
+            )
+
+        scratch = functools.partial(self._shared_rows, inputs, graph, real)
+        want, got = compared.seen(eager), compared.seen(replay)
+        failures = compared.failures(
+            case,
+            eager,
+            replay,
+            exact=graph.captured.exact,
+            scratch=scratch,
+            want=want,
+            got=got,
+        )
+        suspects = [*self._suspects(want, inputs, graph, real)] if case.padded else []
+        is_suspect = compared.agreed(bool(suspects))
+        if self._terms.quick and not is_suspect:
+            return failures
+        random = step.backend.get_rng_state()
+        alone = compared.seen(unpadded)
+        draws = bool((random != step.backend.get_rng_state()).any())
+        for name, row, slots in suspects:
+            culprit = self._culprit(name, row, slots, want, alone, eager, graph, real, inputs)
+            if culprit:
+                message = (
+                    f"padded rows write row {row} of {name}, which real rows use: pad of slot "
+                    f"{culprit!r}"
+                )
+                failures.append(failed(f"slot {culprit!r}:", message, "padding"))
+        if self._terms.quick:
+            return failures
+        if case.padded:
+            poisoned = compared.seen(lambda: replay(lambda: self._poison_padding(graph, real)))
+            for (name, one), (_, other) in zip(got.outputs, poisoned.outputs, strict=True):
+                if message := compare(one, other):
+                    failures.append(failed(name, f"with padding filled with NaN {message}", "size"))
+        if draws:
+            self._notes["the batch without padding (the step draws random numbers)"] = None
+        elif not failures:
+            failures += (
+                failed(where, f"against eager on the real batch {message}", "size")
+                for where, message in self._sized(alone, got, scratch)
+            )
+        return failures
+
+    def _sized(
+        self, alone: Seen, got: Seen, scratch: Callable[[torch.Tensor], Sequence[int]]
+    ) -> list[tuple[str, str]]:
+        """Return the differences of a graph from eager on the unpadded batch.
+
+        Of state, only rows count that the unpadded batch wrote and that one row of it wrote alone.
+        """
+        state: dict[str, Any] = {}
+        graphs: dict[str, Any] = {}
+        for name, (now, saved, rows) in alone.state.items():
+            other = got.state[name][0] if name in got.state else saved
+            written = _changed_rows(saved, now)
+            if rows is None and now.dim():
+                written[[*scratch(now)]] = False
+            if now.dim():
+                now, other = now[written], other[written]
+            state[name], graphs[name] = (now, now, rows), (other, other, rows)
+        return self._compared.differences(
+            Seen(outputs=alone.outputs, state=state),
+            Seen(outputs=got.outputs, state=graphs),
+            lambda name: self._near,
+        )
+
+    # Inputs.
+
+    def _inputs(self, real: Size) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return legal inputs of a batch, and the marks of its real rows that proofs change."""
+        step = self._step
+        implied = self._implied(real) if self._implied else {}
+        last = self._last(real, self._generator)
+        self._varied |= implied.keys() | self._sample.keys() | last.keys()
+        inputs = {}
+        for name, slot in step.inputs.given.items():
+            fixed = slot.fixed_in_proofs and name not in self._sample
+            if name in implied:
+                inputs[name] = implied[name]
+            elif fixed and name in last:
+                inputs[name] = last[name]
+            else:
+                inputs[name] = self._data(slot, real)
+        marks = {
+            name: self._data(slot, real)
+            for name, slot in step.inputs.slots.items()
+            if slot.real is not None and slot.sample is not None
+        }
+        return inputs, marks
 
     def _data(self, slot: InputSlot, real: Size) -> torch.Tensor:
-        shape = slot.shape(real)
         device = self._step.inputs.device
-        if slot.sample is not None:
-            with torch.device("cpu"):  # where the generator is
-                drawn = slot.sample(shape, self._generator)
-            return drawn.to(device=device, dtype=slot.dtype)
-        data = torch.full(shape, slot.pad.value, dtype=slot.dtype, device=device)
+        data = torch.full(slot.shape(real), slot.pad.value, dtype=slot.dtype, device=device)
+        if slot.name in self._sample:
+            return drawn(self._sample[slot.name], data, self._generator)
         if slot.dtype.is_floating_point or slot.dtype.is_complex:
             randomize(data, self._generator)
         return data
 
+    def _integers(
+        self, inputs: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[InputSlot, list[int]]]:
+        """Yield each integer slot of the graph with its real values."""
+        for name, slot in self._step.inputs.given.items():
+            is_integer = not (slot.dtype.is_floating_point or slot.dtype.is_complex)
+            if is_integer and slot.dtype is not torch.bool and slot.axis is not None:
+                yield slot, inputs[name].flatten().tolist()
+
+    def _rows(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return all rows that integer slots of the case can name, those of padding included."""
+        rows = {
+            row for slot, data in self._integers(inputs) for row in [*data, int(slot.pad.value)]
+        }
+        return torch.tensor(sorted(rows), dtype=torch.int64, device=self._step.inputs.device)
+
     def _poison_padding(self, graph: BucketGraph, real: Size) -> None:
+        for slot, part in self._padding(graph, real):
+            if slot.dtype.is_floating_point:
+                part.fill_(float("nan"))
+
+    def _padding(self, graph: BucketGraph, real: Size) -> Iterator[tuple[InputSlot, torch.Tensor]]:
+        """Yield the padded rows of each slot of the graph."""
         inputs = self._step.inputs
         for name, view in inputs.views(graph.size, inputs.graph_slots).items():
             slot = inputs.slots[name]
-            if slot.axis is not None and slot.dtype.is_floating_point:
+            if slot.axis is not None:
                 rows = slot.shape(real)[slot.axis]
-                view.narrow(slot.axis, rows, view.shape[slot.axis] - rows).fill_(float("nan"))
+                yield slot, view.narrow(slot.axis, rows, view.shape[slot.axis] - rows)
 
-    def _same(self, what: str, expected: Any, got: Any, compare: _Compare = compare) -> None:
-        left, _ = pytree.tree_flatten_with_path(expected)
-        for (path, want), have in zip(left, pytree.tree_leaves(got), strict=True):
-            message = compare(want, have) if isinstance(want, torch.Tensor) else ""
-            if message:
-                where = pytree.keystr(path) or "(the tensor itself)"
-                self._failures.append(f"{what}: output {where} {message}")
+    # Padding that writes.
+
+    def _shared_rows(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        graph: BucketGraph,
+        real: Size,
+        tensor: torch.Tensor,
+    ) -> list[int]:
+        """Return the rows of ``tensor`` that several rows of the batch name."""
+        shared = set()
+        for slot, data in self._integers(inputs):
+            for pad in _pads(slot, data):
+                padded = slot.shape(graph.size)[slot.axis or 0] - slot.shape(real)[slot.axis or 0]
+                row = pad + len(tensor) * (pad < 0) if tensor.dim() else -1
+                if data.count(pad) + padded > 1 and tensor.dim() and 0 <= row < len(tensor):
+                    shared.add(row)
+        return sorted(shared)
+
+    def _suspects(
+        self, want: Seen, inputs: Mapping[str, torch.Tensor], graph: BucketGraph, real: Size
+    ) -> Iterator[tuple[str, int, list[InputSlot]]]:
+        """Yield rows of state that changed and that are pad values of slots.
+
+        Only slots count whose real rows use that value. Each row comes with its state and slots.
+        """
+        for name, (now, saved, rows) in want.state.items():
+            if not now.dim():
+                continue
+            changed = _changed_rows(saved, now)
+            names = rows[changed] if rows is not None else changed.nonzero().flatten()
+            written = set(names.tolist())
+            by_row: dict[int, list[InputSlot]] = {}
+            for slot, data in self._integers(inputs):
+                for pad in _pads(slot, data):
+                    row = pad + len(now) * (pad < 0 and rows is None)
+                    if row in written and self._is_real(slot, pad, data):
+                        by_row.setdefault(row, []).append(slot)
+            yield from ((name, row, slots) for row, slots in by_row.items())
+
+    def _is_real(self, slot: InputSlot, value: int, data: Sequence[int]) -> bool:
+        """Whether real rows of ``slot`` may have ``value``, as its sample or its last data say."""
+        name = slot.name
+        if name not in self._sample:
+            return value in data and name in self._varied
+        if name not in self._uses:
+            shape = slot.shape(self._step.inputs.largest)
+            values: list[int] = []
+            while len(values) < _ENOUGH:
+                with torch.device("cpu"):
+                    values += self._sample[name](shape, self._generator).flatten().tolist()
+                if not values:
+                    return False
+            self._uses[name] = min(values), max(values)
+        low, high = self._uses[name]
+        return low <= value <= high or value in data
+
+    def _culprit(
+        self,
+        name: str,
+        row: int,
+        slots: Sequence[InputSlot],
+        want: Seen,
+        alone: Seen,
+        eager: Callable[..., Named],
+        graph: BucketGraph,
+        real: Size,
+        inputs: Mapping[str, torch.Tensor],
+    ) -> str | None:
+        """Return the slot whose padding writes ``row`` of the state ``name``, or None.
+
+        It is the slot with which the row stays as the unpadded batch leaves it, once its padding
+        has another legal value.
+        """
+        now, saved, rows = want.state[name]
+        at = row if rows is None else int((rows == row).nonzero()[0])
+        right = alone.state[name][0][at] if name in alone.state else saved[at]
+        if not self._near(right, now[at]):
+            return None
+        for slot in slots:
+            data = inputs[slot.name].flatten().tolist()
+            others = [value for value in self._uses.get(slot.name, ()) if value != row]
+            other = next((v for v in [*others, *data] if v != row), None)
+            if other is None:
+                continue
+
+            def change(slot: InputSlot = slot, other: int = other) -> None:
+                for padded_slot, part in self._padding(graph, real):
+                    if padded_slot.name == slot.name:
+                        part.fill_(other)
+
+            moved = self._compared.seen(functools.partial(eager, change))
+            after = moved.state[name][0][at] if name in moved.state else saved[at]
+            if not self._near(right, after):
+                return slot.name
+        return None
+
+
+def _copies(tree: Any) -> Named:
+    return [(name, tensor.detach().clone()) for name, tensor in named_tensors(tree, "output ")]
+
+
+def _pads(slot: InputSlot, data: Sequence[int]) -> list[int]:
+    """Return the values that padded rows of ``slot`` have in a batch with ``data``."""
+    if slot.pad.kind == "last":
+        return [int(data[-1])] if data and slot.row_dim != "requests+1" else []
+    return [int(slot.pad.value)]
+
+
+def _changed_rows(saved: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Return a bool per row: whether any byte of it differs."""
+    if not now.dim():
+        return torch.ones((), dtype=torch.bool, device=now.device)
+    sides = (t.contiguous().view(len(t), -1).view(torch.uint8) for t in (saved, now))
+    one, other = sides
+    return (one != other).any(1)
+
+
+def _last_inputs(
+    step: Step,
+) -> Callable[[Size, torch.Generator], dict[str, torch.Tensor]]:
+    """Return a callable that gives the integer inputs of the last replay for batches of a size.
+
+    Requests are permuted, so that the values of one request stay together.
+    """
+    last = None if step.inputs.is_shared else step.last
+    held = {} if last is None else {n: t.clone() for n, t in last.tensors.items()}
+
+    def inputs(real: Size, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        if last is None or (real != last.real and real.width is None):
+            return {}
+        if real.width != last.real.width or real.requests > last.real.requests:
+            return {}
+        order = torch.randperm(real.requests, generator=generator, device="cpu")
+        width = real.width or 0
+        tokens = (order[:, None] * width + torch.arange(width, device="cpu")).flatten()
+        result = {}
+        for name, slot in step.inputs.given.items():
+            data = held[name]
+            if slot.row_dim == "requests+1" or slot.axis is None or not width:
+                rows = slot.shape(real)[slot.axis] if slot.axis is not None else 0
+                result[name] = data if slot.axis is None else data.narrow(slot.axis, 0, rows)
+                continue
+            index = (tokens if slot.row_dim == "tokens" else order).to(data.device)
+            result[name] = data.index_select(slot.axis, index)
+        return result
+
+    return inputs
 
 
 def _rows_to_try(graph: BucketGraph, buckets: Sequence[int], most: float, cases: int) -> list[int]:
-    """Return row counts that this bucket serves: the bucket itself, the fewest, and between. A
-    batch may be padded to ``most`` times its rows."""
+    """Return row counts that this bucket serves: the bucket itself, the fewest, and between.
+
+    A batch may be padded to ``most`` times its rows.
+    """
     bucket = graph.key.bucket
     below = max((size for size in buckets if size < bucket), default=0)
     fewest = max(below + 1, -int(-bucket // most))

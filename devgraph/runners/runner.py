@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
@@ -32,7 +31,8 @@ from devgraph.api.marks.marks import current_scope
 from devgraph.api.policy import get_policy
 from devgraph.api.pool import Pool
 from devgraph.api.process import identity
-from devgraph.api.prove import compare_near
+from devgraph.api.prove import Draw, Report
+from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.runners.batch import Batch, HostArgs
 from devgraph.runners.buckets import Buckets, ByTokens, Phase, spans
 from devgraph.runners.capturing import CaptureScheduler
@@ -48,7 +48,7 @@ from devgraph.runners.graphs import BucketGraph, Graphs
 from devgraph.runners.inputs import InputArena
 from devgraph.runners.options import Options, check_functions
 from devgraph.runners.outputs import LeaseClock, OutputStore, copied, lease
-from devgraph.runners.prove import Proof, RunnerReport
+from devgraph.runners.prove import Proof, Terms
 from devgraph.runners.ranks import ranks_of
 from devgraph.runners.report import Counters, RunnerStats
 from devgraph.runners.slots import STATE_SLOTS, InputSlot, Size
@@ -92,6 +92,7 @@ class Runner:
         steps_per_launch: int = 1,
         implied: Callable[[Size], Mapping[str, torch.Tensor]] | None = None,
         state: StateStore | None = None,
+        engine: Sequence[Callable[..., Any]] = (),
     ) -> None:
         config, pool, backend, share = options.config, options.pool, options.backend, options.share
         _check_config(options)
@@ -145,6 +146,7 @@ class Runner:
             backend=backend,
             pool=pool,
             state=state,
+            engine=engine or tuple(filter(None, (function, whole_step, tail))),
         )
         self.graphs = Graphs(options, buckets, counting, pool)
         self._steps = BoundSteps(self._step, self.graphs)
@@ -162,6 +164,8 @@ class Runner:
         self._busy: list[Runner] = [] if share is None else share._busy
         """The runner at work, if any, among the runners that share buffers."""
         self._closed = False
+        self._proofs = 0
+        """Number of proofs so far; it keeps their exchanges between ranks apart."""
         self._warned = config.capture != "eager"
         """Whether the warning about a run before ``capture`` is out or does not apply."""
         # Otherwise a size that once ran in a graph needs no further decision, because the table of
@@ -671,6 +675,7 @@ class Runner:
         with self._between_steps("invalidate"):
             self._steps.clear()
             self.graphs.each(lambda graph: graph.forget(Reason.INVALIDATED, reason))
+            self._step.places = {}
             self.buffers.rebind()
 
     def pin(self, *buckets: int, pinned: bool = True) -> None:
@@ -847,28 +852,69 @@ class Runner:
         self,
         cases: int = 2,
         *,
-        host_args: Mapping[str, Any] | None = None,
+        host_args: Sequence[Mapping[str, Any]] | None = None,
+        sample: Mapping[str, Draw] | None = None,
+        state: bool = True,
         rtol: float | None = None,
         atol: float | None = None,
-    ) -> RunnerReport:
-        """Replay every captured graph and compare it with eager runs on fresh random inputs.
+        snapshot_limit: int = DEFAULT_LIMIT,
+    ) -> Report:
+        """Replay every captured graph and compare it with eager runs on fresh inputs.
 
-        A replay must equal an eager run of the same padded batch bit for bit, also with poisoned
-        padding. It must equal an eager run of the real batch within tolerance, because another
-        number of rows may choose other kernels. If a compiler chose other kernels than eager, every
-        comparison with eager has that tolerance.
+        A case runs a batch eagerly and as a graph from the same state: ``bound`` tensors, tensors
+        that the step reaches, and random generators. A replay must equal an eager run of the
+        padded batch bit for bit, in outputs and state, also with poisoned padding. It must equal
+        an eager run of the real batch within tolerance, because another number of rows may choose
+        other kernels. If a compiler chose other kernels than eager, every comparison has that
+        tolerance. Padding must not write rows of state that real rows use. Afterwards the state
+        has its contents from before the proof, bit for bit. Outputs of earlier runs are
+        overwritten.
+
+        Integers come from ``sample``, from the sample or the range of their slot, or from the last
+        batch in a graph, with its requests in another order. Other slots keep their pad value.
+
+        With several ranks, every rank calls it.
 
         Args:
             cases: batch sizes to try per bucket: the full one, the smallest, and between.
-            host_args: host arguments for all cases; those of capture by default.
+            host_args: sets of host arguments to try. By default those of capture, those of the last
+                run, and the smallest and largest values that ``sample`` draws.
+            sample: functions of a shape and a ``torch.Generator`` on the host that return legal
+                data, by names of slots or host arguments. They override those of the slots.
+            state: compare state as well as outputs.
             rtol: relative tolerance against the real batch; torch's default if None.
             atol: absolute tolerance against the real batch; torch's default if None.
+            snapshot_limit: bytes of copies of the state. Of larger tensors, the rows that integer
+                slots of a case name are restored, and the rest is hashed.
+
+        Returns:
+            a report with ``ok``, ``failures``, ``causes`` and ``not_varied``.
+
+        Raises:
+            AgreementError: a rank did not come, failed, or proves something else.
+            CaptureError: a case wrote other rows of a tensor above ``snapshot_limit``.
         """
         with self._between_steps("prove"):
             whole("cases", cases)
-            self._step.clock.tick()
-            near = functools.partial(compare_near, rtol=rtol, atol=atol)
-            return Proof(self._step, host_args, near).of(self.graphs, cases, self._implied)
+            whole("snapshot_limit", snapshot_limit)
+            terms = Terms(
+                cases=cases,
+                host_args=host_args,
+                sample=sample,
+                state=state,
+                rtol=rtol,
+                atol=atol,
+                snapshot_limit=snapshot_limit,
+            )
+            return self._prove(terms, self.graphs.captured)
+
+    def _prove(self, terms: Terms, chosen: Sequence[BucketGraph]) -> Report:
+        """Compare the ``chosen`` graphs with eager."""
+        self._step.clock.tick()
+        self._proofs += 1
+        tag = f"{self._name}/prove{self._proofs}"
+        proof = Proof(self._step, terms, self._implied, self._ranks, tag)
+        return proof.of(self.graphs, chosen)
 
 
 def _common_facts(runner: Runner) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -55,6 +55,14 @@ class Step:
     """The memory of the graphs."""
     state: StateStore | None = None
     """The state of requests."""
+    engine: Sequence[Callable[..., Any]] = ()
+    """The engine's own functions, whose state a proof looks after."""
+    places: Mapping[str, int] = attrs.field(factory=dict)
+    """Addresses of that state at the last capture, by name."""
+    last: GraphStep | None = None
+    """The step of the last replay, while the static buffers hold its inputs."""
+    last_host: Mapping[str, Any] = attrs.field(factory=dict)
+    """The host arguments of the last replay, as the caller gave them."""
     live: Live = attrs.field(factory=Live)
     """The current run, as eager bodies of graphs see it."""
     autocast: Autocast | None = None
@@ -150,6 +158,7 @@ class Step:
     def run_pads(self, size: Size, options: Mapping[str, Any]) -> None:
         """Run the whole step eagerly on pad values."""
         tensors = self.inputs.views(size)
+        self.last = None
         self.inputs.fill(tensors)
         self.clock.now += 1
         self.call_eagerly(self.whole, tensors, size, self.host.at_capture(size), options)
@@ -175,6 +184,7 @@ class Step:
 
         def run() -> Any:
             tensors = self.inputs.views(smallest)
+            self.last = None
             self.inputs.fill(tensors)
             host = self.host.at_capture(smallest)
             with self.trial():
@@ -273,6 +283,7 @@ class StaticBatch:
 
     def refill(self) -> None:
         """Write pad values into every slot that the graph or its eager bodies can read."""
+        self._step.last = None
         self._step.inputs.fill(self._views)
         self._step.live.size, self._step.live.tensors = self._run_size, self._run_views
 
@@ -327,7 +338,7 @@ class GraphStep:
             self.replay = graph.timing.over(self.replay)
         if step.options.prepare is not None:
             self.replay = self._planning(self.replay)
-        self._tensors = {
+        self.tensors: Mapping[str, torch.Tensor] = {
             **inputs.real_views(graph.size, real, inputs.graph_slots),
             **self._run_tensors,
         }
@@ -348,6 +359,7 @@ class GraphStep:
         except Exception as error:
             note(error, f"in {self._name}, bucket {graph.key}, {self.real}")
             raise
+        step.last, step.last_host = self, host_args or {}
         graph.used = step.clock.now
         graph.hits += 1
         graph.real_rows += self.rows
@@ -379,7 +391,7 @@ class GraphStep:
         """Return ``inputs``, with the loaded data for those that loading overwrote or expired."""
         overlaps = self._step.inputs.buffers.overlaps
         return {
-            name: self._tensors[name]
+            name: self.tensors[name]
             if isinstance(tensor, LeasedTensor) or overlaps(tensor)
             else tensor
             for name, tensor in inputs.items()
@@ -393,7 +405,7 @@ class GraphStep:
         if self._planned:
             host = {**host, **self._planned}
         state = self._step.state_views(self.real)
-        batch = Batch(self._tensors, self.real, host=host, variant=self.graph.options, state=state)
+        batch = Batch(self.tensors, self.real, host=host, variant=self.graph.options, state=state)
         try:
             return self._step.called(self.tail, self.outputs(), batch)
         except Exception as error:
@@ -484,6 +496,7 @@ class BoundSteps:
 
     def clear(self) -> None:
         """Forget all steps, because decisions may have changed."""
+        self._step.last = None
         self._bound.clear()
 
 

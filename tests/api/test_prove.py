@@ -12,19 +12,23 @@ from devgraph.api.prove import compare
 from devgraph.testing.conformance.support import POLICIES, Kit, same
 
 
-def test_proof_without_bound_tensors_says_that_the_data_was_the_same():
+def test_report_names_what_was_not_varied():
     class Batch:
-        x = torch.ones(2)
+        def __init__(self) -> None:
+            self.x = torch.ones(2)
 
     batch = Batch()
     with dg.capture(lambda batch: batch.x * 2, batch, backend="cpu") as captured:
         report = captured.prove()
-        assert report.varied == 0
-        assert "on the same data: no argument holds floating-point data" in str(report)
-    with dg.capture(lambda x: x * 2, batch.x, backend="cpu") as captured:
-        report = captured.prove()
-        assert report.varied == 1
-        assert str(report) == "3 replays equal eager bit for bit"
+        assert report.not_varied == ("batch.x",)
+        assert str(report) == "3 cases: graphs equal eager bit for bit; not varied: batch.x"
+    with dg.capture(lambda x, ids: x * ids, batch.x, torch.arange(2), backend="cpu") as captured:
+        assert captured.prove().not_varied == ("ids",)
+        report = captured.prove(
+            sample={"ids": lambda shape, g: torch.randint(9, shape, generator=g)}
+        )
+        assert report.not_varied == ()
+        assert str(report) == "3 cases: graphs equal eager bit for bit"
 
 
 def test_proof_of_integers_draws_on_the_host_whatever_the_default_device_is():
@@ -83,7 +87,7 @@ def test_prove_without_cases_is_not_ok(kit: Kit) -> None:
     captured = kit.capture(lambda x: x + 1, kit.tensor(8))
     report = captured.prove(cases=0)
     assert not report.ok
-    assert str(report) == "no replay was compared"
+    assert str(report) == "nothing was compared: no graph is captured, or no case was asked for"
     assert not captured.prove(host_args=[]).ok
 
 

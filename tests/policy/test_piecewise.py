@@ -189,7 +189,7 @@ def test_runner_under_inductor_proves_itself(bench, layers):
     with prefiller(bench, layers, compiler="inductor") as runner:
         runner.capture()
         assert runner.stats().updates["compilations"] == 1
-        report = runner.prove(host_args={"kv_len": 7})
+        report = runner.prove(host_args=[{"kv_len": 7}])
         assert report.ok, str(report)
 
 
@@ -999,7 +999,7 @@ def test_runner_serves_all_buckets_from_one_compilation(bench, layers):
     assert runner.stats().graph_steps == 4
     assert not runner.stats().eager
     assert "compilations: 1" in runner.explain()
-    assert runner.prove(host_args={"kv_len": 7}).ok
+    assert runner.prove(host_args=[{"kv_len": 7}]).ok
     runner.close()
 
 
@@ -1010,7 +1010,7 @@ def test_runner_captures_again_without_compiling_again(bench, layers):
     runner.capture()
     assert runner.stats().updates["compilations"] == 0
     assert "compile" not in runner.stats().phase_seconds
-    assert runner.prove(host_args={"kv_len": 7}).ok
+    assert runner.prove(host_args=[{"kv_len": 7}]).ok
     runner.close()
 
 

@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 
 import devgraph as dg
 from devgraph.cpu.backend import CpuBackend
-from devgraph.runners import InputSlot, Pad
 from devgraph.runners.report import ReplayPace, format_bytes
 from tests.support.runner_steps import (
-    IDS,
-    ROWS,
-    VOCAB,
     CacheStep,
     X,
-    cache_inputs,
     decode_of,
     double,
     double_runner,
@@ -166,113 +161,6 @@ def test_bytes_for_people(count, text):
     assert format_bytes(count) == text
 
 
-def sampled_slots():
-    """The slots of ``CacheStep`` with legal random data for ``prove``."""
-    return (
-        InputSlot(
-            "ids",
-            ("tokens",),
-            torch.int64,
-            pad=IDS.pad,
-            sample=lambda shape, g: torch.randint(VOCAB, shape, generator=g),
-        ),
-        InputSlot(
-            "rows",
-            ("tokens",),
-            torch.int64,
-            pad=ROWS.pad,
-            sample=lambda shape, g: torch.randperm(30, generator=g)[: shape[0]],
-        ),
-    )
-
-
-def test_prove_compares_every_bucket_on_fresh_data():
-    step = CacheStep()
-    step.cache.fill_(0.25)
-    runner = decode_of(step, sampled_slots(), bound={"cache": step.cache})
-    report = runner.prove(cases=3)
-    assert report.ok, str(report)
-    assert report.cases == 1 + 1 + 2 + 3  # buckets 1 and 2 serve one size, 4 two, 8 four
-    assert report.fixed_slots == ()
-    assert runner.stats().steps == 0
-
-
-def test_prove_says_which_slots_it_could_not_vary():
-    report = decode_of(CacheStep()).prove()
-    assert report.fixed_slots == ("ids", "rows")
-    assert "not varied: ids, rows" in str(report)
-
-
-def test_prove_finds_padding_that_reaches_real_rows():
-    runner = decode_of(lambda b: b.x + b.x.sum(0), (X,), config={"buckets": [4]}, max_requests=4)
-    report = runner.prove()
-    assert not report.ok
-    assert any("padding filled with NaN" in failure for failure in report.failures)
-    assert "bucket 4, 2 requests, 2 tokens" in str(report)
-
-
-def test_prove_finds_a_value_that_froze_at_capture():
-    scale = [1.0]
-    runner = decode_of(lambda b: b.x * scale[0], (X,), config={"buckets": [2]}, max_requests=2)
-    assert runner.prove().ok
-    scale[0] = 2.0
-    report = runner.prove()
-    assert not report.ok
-    assert any("replay against eager" in failure for failure in report.failures)
-
-
-def test_prove_finds_a_step_that_depends_on_the_size_of_its_bucket():
-    runner = decode_of(lambda b: b.x * b.tokens, (X,), config={"buckets": [4]}, max_requests=4)
-    report = runner.prove()
-    assert [f for f in report.failures if "replay against eager:" in f]
-    assert not [f for f in report.failures if "on the padded batch" in f]
-
-
-@pytest.mark.parametrize("policy", ["full", "breakable"])
-def test_prove_takes_host_arguments(policy):
-    @dg.region(host_args=("length",), mutates=("out",))
-    def window(x, out, *, length):
-        out.copy_(x[:, :length].sum(1))
-
-    def step(batch):
-        out = torch.empty(batch.tokens)
-        window(batch.x, out, length=batch.host.length)
-        return out * 2
-
-    runner = decode_of(step, (X,), host_args={"length": 1}, config=policy)
-    assert runner.prove(host_args={"length": 3}).ok
-    with pytest.raises(dg.HostArgumentError):
-        runner.prove(host_args={"size": 3})
-
-
-def test_prove_without_graphs_is_not_ok():
-    assert not double_runner(captured=False).prove().ok
-
-
-def test_prove_of_a_prefill_runner_covers_its_tail():
-    offsets = InputSlot("offsets", ("requests+1",), torch.int64, pad=Pad.last())
-    runner = dg.PrefillRunner(
-        lambda b: b.x * 2,
-        [X, offsets],
-        tail=lambda hidden, batch: hidden[: batch.requests] + batch.tokens,
-        config={"buckets": [4, 8]},
-        backend="cpu",
-        max_tokens=8,
-        max_requests=3,
-    )
-    runner.capture()
-    assert runner.prove(cases=4).ok
-
-
-def test_serving_goes_on_after_a_proof():
-    step = CacheStep()
-    runner = decode_of(step, sampled_slots())
-    runner.prove()
-    inputs = cache_inputs(3)
-    want = step.expected(step.cache.clone(), **inputs)
-    torch.testing.assert_close(runner.run(inputs), want)
-
-
 class TwoPaces(CpuBackend):
     """A device whose graphs go slower from the second measurement on."""
 
@@ -297,23 +185,6 @@ def test_captures_after_which_graphs_go_slower_are_told(caplog):
     runner.invalidate("weights")
     runner.capture()
     assert not runner.stats().replay_pace.slow
-
-
-def test_proof_orders_each_replay_behind_the_captures(monkeypatch):
-    """A stream that captures had left a replay of several segments bound to itself: on devices
-    the proof then read outputs that were still to be written."""
-    runner = double_runner(config={"policy": "breakable"})
-    told = []
-    pool, captured = type(runner.pool), type(runner.graphs.captured[0].captured)
-    order, run = pool.order, captured.run
-    monkeypatch.setattr(pool, "order", lambda self: (told.append("order"), order(self))[1])
-    monkeypatch.setattr(
-        captured, "run", lambda self, values: (told.append("replay"), run(self, values))[1]
-    )
-    assert runner.prove().ok
-    replays = [i for i, what in enumerate(told) if what == "replay"]
-    assert replays
-    assert all("order" in told[max(0, i - 2) : i] for i in replays)
 
 
 def test_statistics_print_as_a_few_lines_and_hold_the_rest():

@@ -1,0 +1,323 @@
+"""Proofs of runners: graphs against eager, on fresh data, with state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import devgraph as dg
+from devgraph.runners import InputSlot, Pad
+from tests.support.runner_steps import (
+    IDS,
+    ROWS,
+    VOCAB,
+    CacheStep,
+    X,
+    cache_inputs,
+    decode_of,
+    double_runner,
+)
+
+
+def sampled_slots():
+    """The slots of ``CacheStep`` with legal random data for ``prove``."""
+    return (
+        InputSlot(
+            "ids",
+            ("tokens",),
+            torch.int64,
+            pad=IDS.pad,
+            sample=lambda shape, g: torch.randint(VOCAB, shape, generator=g),
+        ),
+        InputSlot(
+            "rows",
+            ("tokens",),
+            torch.int64,
+            pad=ROWS.pad,
+            sample=lambda shape, g: torch.randperm(30, generator=g)[: shape[0]],
+        ),
+    )
+
+
+def test_prove_compares_every_bucket_on_fresh_data():
+    step = CacheStep()
+    step.cache.fill_(0.25)
+    runner = decode_of(step, sampled_slots(), bound={"cache": step.cache})
+    report = runner.prove(cases=3)
+    assert report.ok, str(report)
+    assert report.cases == 1 + 1 + 2 + 3  # buckets 1 and 2 serve one size, 4 two, 8 four
+    assert report.not_varied == ()
+    assert runner.stats().steps == 0
+
+
+def test_prove_says_which_slots_it_could_not_vary():
+    report = decode_of(CacheStep()).prove()
+    assert report.not_varied == ("ids", "rows")
+    assert "not varied: ids, rows" in str(report)
+
+
+def test_prove_finds_padding_that_reaches_real_rows():
+    runner = decode_of(lambda b: b.x + b.x.sum(0), (X,), config={"buckets": [4]}, max_requests=4)
+    report = runner.prove()
+    assert not report.ok
+    assert any("padding filled with NaN" in f.message for f in report.failures)
+    assert "bucket 4, 2 requests, 2 tokens" in str(report)
+
+
+def test_prove_finds_a_value_that_froze_at_capture():
+    scale = [1.0]
+    runner = decode_of(lambda b: b.x * scale[0], (X,), config={"buckets": [2]}, max_requests=2)
+    assert runner.prove().ok
+    scale[0] = 2.0
+    report = runner.prove()
+    assert not report.ok
+    assert {failure.kind for failure in report.failures} == {"graph"}
+    assert "every element in every case" in report.causes[0]
+
+
+def test_prove_finds_a_step_that_depends_on_the_size_of_its_bucket():
+    runner = decode_of(lambda b: b.x * b.tokens, (X,), config={"buckets": [4]}, max_requests=4)
+    report = runner.prove()
+    assert {failure.kind for failure in report.failures} == {"size"}
+    assert "depends on padding or on the size of the bucket" in report.causes[0]
+
+
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_prove_takes_host_arguments(policy):
+    @dg.region(host_args=("length",), mutates=("out",))
+    def window(x, out, *, length):
+        out.copy_(x[:, :length].sum(1))
+
+    def step(batch):
+        out = torch.empty(batch.tokens)
+        window(batch.x, out, length=batch.host.length)
+        return out * 2
+
+    runner = decode_of(step, (X,), host_args={"length": 1}, config=policy)
+    assert runner.prove(host_args=[{"length": 3}]).ok
+    with pytest.raises(dg.HostArgumentError):
+        runner.prove(host_args=[{"size": 3}])
+
+
+def test_prove_without_graphs_is_not_ok():
+    assert not double_runner(captured=False).prove().ok
+
+
+def test_prove_of_a_prefill_runner_covers_its_tail():
+    offsets = InputSlot("offsets", ("requests+1",), torch.int64, pad=Pad.last())
+    runner = dg.PrefillRunner(
+        lambda b: b.x * 2,
+        [X, offsets],
+        tail=lambda hidden, batch: hidden[: batch.requests] + batch.tokens,
+        config={"buckets": [4, 8]},
+        backend="cpu",
+        max_tokens=8,
+        max_requests=3,
+    )
+    runner.capture()
+    assert runner.prove(cases=4).ok
+
+
+def test_serving_goes_on_after_a_proof():
+    step = CacheStep()
+    runner = decode_of(step, sampled_slots())
+    runner.prove()
+    inputs = cache_inputs(3)
+    want = step.expected(step.cache.clone(), **inputs)
+    torch.testing.assert_close(runner.run(inputs), want)
+
+
+def test_proof_orders_each_replay_behind_the_captures(monkeypatch):
+    """Captures had bound a replay of several segments to their own stream.
+
+    On devices, the proof then read outputs before they were written.
+    """
+    runner = double_runner(config={"policy": "breakable"})
+    told = []
+    pool, captured = type(runner.pool), type(runner.graphs.captured[0].captured)
+    order, run = pool.order, captured.run
+    monkeypatch.setattr(pool, "order", lambda self: (told.append("order"), order(self))[1])
+    monkeypatch.setattr(
+        captured, "run", lambda self, values: (told.append("replay"), run(self, values))[1]
+    )
+    assert runner.prove().ok
+    replays = [i for i, what in enumerate(told) if what == "replay"]
+    assert replays
+    assert all("order" in told[max(0, i - 2) : i] for i in replays)
+
+
+def slots_padded_with(pad, **range_of_rows):
+    ids = InputSlot("ids", ("tokens",), torch.int64, pad=IDS.pad, low=0, high=VOCAB)
+    return ids, InputSlot("rows", ("tokens",), torch.int64, pad=pad, **range_of_rows)
+
+
+def distinct_rows(shape, generator):
+    return torch.randperm(30, generator=generator)[: shape[0]]
+
+
+@pytest.mark.parametrize("pad", [Pad.zero(), Pad.last()], ids=["zero", "last"])
+def test_padding_that_writes_real_rows_is_a_failure_of_its_own(pad):
+    step = CacheStep()
+    runner = decode_of(step, slots_padded_with(pad, sample=distinct_rows))
+    step.cache.normal_()
+    before = step.cache.clone()
+    report = runner.prove()
+    assert {failure.kind for failure in report.failures} == {"padding"}
+    assert "which real rows use: pad of slot 'rows'" in report.causes[0]
+    if pad == Pad.zero():
+        assert report.causes[0].startswith("padded rows write row 0 of the step.cache")
+    assert step.cache.equal(before)
+
+
+def test_padding_into_a_scratch_row_is_right():
+    step = CacheStep()
+    report = decode_of(step, slots_padded_with(ROWS.pad, sample=distinct_rows)).prove(cases=3)
+    assert report.ok, str(report)
+
+
+def test_state_is_afterwards_as_before_bit_for_bit():
+    step = CacheStep()
+    step.cache.normal_()
+    step.cache[3] = float("nan")
+    runner = decode_of(step, sampled_slots(), bound={"cache": step.cache})
+    before, random = step.cache.clone(), torch.get_rng_state()
+    for _ in range(3):
+        assert runner.prove().ok
+    assert step.cache.view(torch.int32).equal(before.view(torch.int32))
+    assert torch.get_rng_state().equal(random)
+
+
+def test_state_is_as_before_after_an_exception():
+    step, calls = CacheStep(), []
+
+    def failing(batch):
+        out = step(batch)
+        calls.append(batch)
+        if len(calls) > limit[0]:
+            raise RuntimeError("no more")
+        return out
+
+    limit = [100]
+    runner = decode_of(failing, sampled_slots(), bound={"cache": step.cache})
+    step.cache.normal_()
+    before = step.cache.clone()
+    limit[0] = len(calls) + 3
+    with pytest.raises(RuntimeError, match="no more"):
+        runner.prove()
+    assert step.cache.equal(before)
+
+
+def test_rows_of_a_large_cache_are_restored_and_the_rest_is_hashed():
+    step = CacheStep()
+    runner = decode_of(step, sampled_slots(), bound={"cache": step.cache})
+    step.cache.normal_()
+    before = step.cache.clone()
+    assert runner.prove(snapshot_limit=0).ok
+    assert step.cache.equal(before)
+    stray = decode_of(
+        lambda batch: step(batch) + step.cache[30].add_(1)[0],
+        sampled_slots(),
+        bound={"cache": step.cache},
+    )
+    with pytest.raises(dg.CaptureError, match="a case of the proof wrote bound 'cache'"):
+        stray.prove(snapshot_limit=0)
+
+
+def test_a_write_that_a_replay_loses_is_found_in_the_state():
+    cache = torch.zeros(8)
+    twice = [1.0]
+
+    def step(batch):
+        cache.add_(twice[0])
+        return batch.x * 2
+
+    runner = decode_of(step, (X,), bound={"cache": cache})
+    assert runner.prove().ok
+    twice[0] = 0.0
+    report = runner.prove()
+    assert {failure.where for failure in report.failures} == {"bound 'cache'"}
+    assert "only state differs" in report.causes[0]
+    assert runner.prove(state=False).ok
+
+
+def test_eager_that_differs_from_itself_is_a_failure_of_its_own():
+    class Counting:
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, batch):
+            self.calls += 1
+            return batch.x * self.calls
+
+    report = decode_of(Counting(), (X,)).prove()
+    assert {failure.kind for failure in report.failures} == {"eager"}
+    assert "eager differs from itself" in report.causes[0]
+    assert report.moved == ("the step.calls",)
+
+
+def test_a_replaced_weight_is_named():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, batch):
+            return batch.x * self.scale
+
+    model = Scaled()
+    runner = decode_of(model, (X,))
+    assert runner.prove().ok
+    model.scale.data = torch.full((3,), 3.0)
+    report = runner.prove()
+    assert report.replaced == ("self.scale",)
+    assert "replaced weight or cache" in report.causes[0]
+
+
+def test_inputs_of_the_last_batch_are_used_where_nothing_is_declared():
+    step = CacheStep()
+    runner = decode_of(step)
+    assert runner.prove().not_varied == ("ids", "rows")
+    runner.run(cache_inputs(8))
+    before = step.cache.clone()
+    report = runner.prove()
+    assert report.ok, str(report)
+    assert report.not_varied == ()
+    assert step.cache.equal(before)
+
+
+def test_sample_of_a_proof_overrides_the_slots():
+    seen = []
+
+    def ids(shape, generator):
+        seen.append(shape)
+        return torch.full(shape, 3)
+
+    runner = decode_of(CacheStep(), sampled_slots())
+    assert runner.prove(sample={"ids": ids}).ok
+    assert seen
+    with pytest.raises(dg.InputError, match="sample: there is no 'idz'"):
+        runner.prove(sample={"idz": ids})
+
+
+def test_host_arguments_that_are_sampled_are_varied():
+    lengths = []
+
+    @dg.region(host_args=("length",), mutates=("out",))
+    def window(x, out, *, length):
+        lengths.append(length)
+        out.copy_(x[:, :length].sum(1))
+
+    def step(batch):
+        out = torch.empty(batch.tokens)
+        window(batch.x, out, length=batch.host.length)
+        return out * 2
+
+    runner = decode_of(step, (X,), host_args={"length": 1})
+    assert runner.prove().not_varied == ("length",)
+    sample = {"length": lambda shape, g: torch.randint(1, 5, shape, generator=g)}
+    report = runner.prove(sample=sample)
+    assert report.ok and report.not_varied == ()
+    assert {1, 4} <= set(lengths)
+    assert [case.updated for case in report.tried].count(True) == len(runner.graphs)
+    with pytest.raises(dg.InputTypeError, match="a list with one mapping per set"):
+        runner.prove(host_args={"length": 3})
