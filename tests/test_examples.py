@@ -36,7 +36,7 @@ def _run(*argv: str, path: tuple[Path, ...] = ()) -> str:
 def test_quickstart_replays_what_eager_computes():
     first, second, *rest = _run(str(EXAMPLES / "quickstart.py")).splitlines()
     assert first == "replay equals eager: True"
-    assert second == "9 replays equal eager bit for bit"
+    assert second == "9 cases: graphs equal eager bit for bit"
     assert any("region 0: attention" in line for line in rest)
 
 
