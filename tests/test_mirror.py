@@ -71,7 +71,6 @@ ELSEWHERE = {
     "integrations/vllm/layer.py": "integrations/vllm/test_wrappers.py",
     "integrations/vllm/manager.py": "integrations/vllm/test_install.py",
     "npu/graph.py": "npu/test_task_groups.py",
-    "runners/prove.py": "runners/test_runner.py",
 }
 """Modules without a test file of their name, with the file that tests them."""
 

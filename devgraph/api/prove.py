@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from devgraph.api.backend import Backend, poison
 from devgraph.api.errors import InputError, InputTypeError, brief, did_you_mean, whole
 from devgraph.api.modes import Settings
-from devgraph.api.reach import entries
+from devgraph.api.reach import Watch, entries
 from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot
 from devgraph.api.tensors import unexpanded
 
@@ -307,11 +307,13 @@ class State:
         *,
         limit: int = DEFAULT_LIMIT,
     ) -> None:
+        roots = [*roots]
         reached = [*entries(roots)]
         held = (entry.value for entry in reached)
         drawn = [*generators, *(value for value in held if isinstance(value, torch.Generator))]
         self.snapshot = Snapshot(backend, named, {id(g): g for g in drawn}.values(), limit=limit)
         self._entries = [entry for entry in reached if entry.holder is not None]
+        self._watch = Watch(roots)
         self.rebound: set[int] = set()
         """Tensors that an eager run replaced; they are no state."""
         self.moved: dict[str, None] = {}
@@ -329,9 +331,9 @@ class State:
                 continue
             if isinstance(entry.value, torch.Tensor):
                 self.rebound.add(id(entry.value))
-                entry.put_back()
             elif not isinstance(entry.value, torch.Generator) and now != entry.value:
                 self.moved[entry.path] = None
+        self._watch.put_back()
 
     def changes(self) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         """Return the state that differs from the start, by name.
