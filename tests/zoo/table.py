@@ -17,33 +17,37 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 _INTRODUCTION = """\
 # Models
 
-What `devgraph.integrations.transformers` does with every causal language model class of
-transformers {version}: each is built with a tiny random configuration and runs on the CPU
-reference. A class *runs* when five prompts of 1, 5, 17, 40 and 90 tokens, which join and leave one
-engine with two slots, get exactly the tokens that `model.generate` gives them (greedy, float32),
-with each of the policies `full`, `breakable` and `disabled` in each phase, fused and not. Rules of
-`generate` that a configuration adds to the model (a forced last token) are off.
-`piecewise` is refused for all of them: torch.compile cannot trace the engine's attention.
+Results of `devgraph.integrations.transformers` for every causal language model class of
+transformers {version}: the classes that run, the refused ones, and the reasons.
 
-Where attention goes through the registry of transformers, the engine puts its own kernels there.
-Every other model attends by itself: its own code runs on whole slots of the cache, under its own
-mask for the positions of the step, one prompt at a time, unfused. Such a model is taken when it is
-seen to give the logits that it gives alone. It costs more the longer `max_len` is.
+Each class is built with a tiny random configuration and runs on the CPU reference. Five prompts of
+1, 5, 17, 40 and 90 tokens join and leave one engine with two request slots. A class *runs* if they
+get exactly the tokens of `model.generate` (greedy, float32) with each of the policies `full`,
+`breakable` and `disabled` in each phase, fused and not fused. Generation rules in a model's
+configuration (a forced last token) are off. `piecewise` is refused for all classes, because
+torch.compile cannot trace the engine's attention.
 
-On one H200 sixteen families (`tests/zoo/test_device.py`), in bfloat16 and float32, got from graphs
-the tokens that the same engine gives without them, or were refused as here. Falcon was refused
-there by its first capture: its older attention indexes with a list, which is copied from the host.
+If a model calls attention through the registry of transformers, the engine installs its own
+kernels there. Every other model keeps its own attention: its code runs on whole request slots of
+the cache, with a mask for the positions of the step, one prompt at a time, not fused. The engine
+accepts such a model after it has reproduced the logits of the plain model. Its cost grows with
+`max_len`.
 
-Written by `python -m tests.zoo`; `make test` compares twelve families with it,
+Sixteen families ran on one H200 in bfloat16 and float32 (`tests/zoo/test_device.py`). Their graphs
+gave the same tokens as the same engine without graphs, or the class was refused as listed here.
+Falcon was refused by its first capture on the H200: its older attention indexes with a list, which
+is copied from the host.
+
+`python -m tests.zoo` writes this page. `make test` compares twelve families with it, and
 `make test-all` all of them.
 """
 _SECTIONS = {
-    RUNS: "They generate what the model does.",
-    REFUSED: "The engine refuses them when it is made, with `UnsupportedModelError`.",
-    UNCAPTURED: "They run with the policy `disabled`; a capture is refused with `HostReadError`.",
+    RUNS: "These classes generate the same tokens as the plain model.",
+    REFUSED: "The constructor of the engine refuses these classes with `UnsupportedModelError`.",
+    UNCAPTURED: "These classes run with the policy `disabled`. Captures raise `HostReadError`.",
     UNBUILT: (
-        "transformers does not build them with a tiny configuration, or does not generate text "
-        "with them alone."
+        "transformers cannot build these classes with a tiny configuration, or they do not "
+        "generate text without another model."
     ),
 }
 
