@@ -12,15 +12,12 @@ ROOT = Path(__file__).parents[1]
 CODE = language.files_of([ROOT / "devgraph"])
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 PENDING = (
-    "devgraph/api/buffers.py",
     "devgraph/api/capture.py",
     "devgraph/api/graph.py",
     "devgraph/api/inputs.py",
     "devgraph/api/pool.py",
     "devgraph/api/prove.py",
     "devgraph/api/registry.py",
-    "devgraph/api/marks/*.py",
-    "devgraph/api/policy/*.py",
     "devgraph/api/torchlike/*.py",
     "devgraph/cpu/*.py",
     "devgraph/cuda/*.py",

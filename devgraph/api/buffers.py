@@ -1,8 +1,8 @@
-"""StaticBuffers: tensors with addresses that never change, for graphs to read and write.
+"""StaticBuffers: tensors at fixed addresses that graphs read and write.
 
-A graph keeps addresses, not tensors. What a step reads must therefore be copied into memory that
-stays where it is; this is that memory. All buffers of one object are cut from a single allocation,
-so that copies into them can be grouped and one range check tells whether a tensor lies in them.
+A graph keeps addresses, not tensors, so inputs must be copied into memory that does not move. All
+buffers of an object share one allocation. Copies can therefore be grouped, and one range check
+tells whether a tensor lies in them.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ from devgraph.api.tensors import alike_to, byte_range, has_place, tensors_in
 from devgraph.api.trees import leaves_of
 
 _ALIGNMENT = 256
-"""Bytes between starts of buffers: what device allocators give, so that kernels that vectorise by
-address behave as they do on tensors of their own."""
+"""Alignment of buffers in bytes, like that of device allocators.
+
+Kernels that vectorise by address then behave as on separate tensors.
+"""
 
 
 class StaticBuffers(Mapping[str, torch.Tensor]):
     """Named tensors in one allocation, and bound tensors of the caller that must not move.
 
-    Buffers start as zeros. Indexing gives the whole buffer, ``view`` a smaller contiguous tensor
-    at the same address.
+    Buffers start as zeros. Indexing returns the whole buffer; ``view`` returns a smaller contiguous
+    tensor at the same address.
 
     Args:
-        specs: name to (shape, dtype); every dimension is at least 0.
-        device: where the memory is.
-        shared: contiguous tensors, at least as large, whose memory the buffers of these names use
-            instead of own.
+        specs: (shape, dtype) by name.
+        device: device of the memory.
+        shared: contiguous tensors by name, at least as large as the buffers, whose memory the
+            buffers use instead.
 
     Raises:
-        InputError: a shape or dtype that cannot be allocated (a ValueError); InputTypeError:
-            ``specs`` is something else.
-        ResourceError: they do not fit into memory.
+        InputError: a shape or dtype cannot be allocated (a ValueError).
+        InputTypeError: ``specs`` has another type.
+        ResourceError: the device has not enough memory.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             starts[name] = total
             if name not in shared:
                 total += -(-_nbytes(name, shape, dtype) // _ALIGNMENT) * _ALIGNMENT
-        # Tensors made under inference mode could not be written outside it.
+        # Inference tensors could not be written outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self._memory = _zeros(total, device)
             self._flat = {
@@ -89,7 +91,7 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         self.start = min(first for first, _ in self._ranges)
         """Address of the first byte."""
         self.stop = max(last for _, last in self._ranges)
-        """Address behind the last byte; what lies between may be another's."""
+        """Address after the last byte. The range may contain memory of others."""
 
     @property
     def device(self) -> torch.device:
@@ -98,14 +100,14 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the one allocation, alignment included; what is shared counts elsewhere."""
+        """Bytes of the allocation with alignment, without shared memory."""
         return self._memory.nbytes
 
     def view(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return a contiguous tensor of ``shape`` at the address of buffer ``name``.
 
         Raises:
-            InputError: no such buffer, or the shape is none or has more elements than it.
+            InputError: there is no such buffer, or the shape is invalid or too large.
         """
         flat = self._flat.get(name)
         if flat is None:
@@ -121,19 +123,21 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
         return flat[:count].view(tuple(shape))
 
     def bind(self, name: str, tree: Any) -> None:
-        """Register tensors of the caller's that graphs use in place, such as a KV cache.
+        """Register tensors of the caller that graphs use in place, such as a KV cache.
 
-        They are kept alive, and ``check`` refuses one when its memory moves, its layout changes,
-        or the list or dictionary that held it holds another.
+        They are kept alive. ``check`` raises if their memory moves, their layout changes, or their
+        container holds another tensor.
 
         Args:
+            name: name of the tree in errors.
             tree: a tensor, a tree of tensors (a cache per layer), a module, whose parameters and
                 buffers are bound, or a function without arguments that returns a tree
                 (``lambda: model.cache``). Modules and functions are compared at each run, in
                 about 0.1 us a tensor. A tensor of a tree is named ``name[0]`` or ``name['key']``.
 
         Raises:
-            InputError: the name is taken. InputTypeError: something in it is no strided tensor.
+            InputError: the name is taken.
+            InputTypeError: a leaf is not a strided tensor.
         """
         if not isinstance(name, str):
             raise InputTypeError(f"bound tensors are named by strings, got {brief(name)}")
@@ -147,18 +151,18 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
             raise
 
     def rebind(self) -> None:
-        """Take every bound tensor as it is now and where it lies now."""
+        """Accept the current bound tensors and their places."""
         self.bound = {k: t for name, tree in self._trees.items() for k, t in bound_in(name, tree)}
         named = ((f"bound tensor {name!r}", tensor) for name, tensor in self.bound.items())
         self._watched = Bound(named, self._trees)
 
     def check(self) -> None:
-        """Raise StateError when a bound tensor is not where and as it was when it was bound."""
+        """Raise StateError if a bound tensor was moved, replaced or given another layout."""
         if self.bound:
             self._watched.check()
 
     def overlaps(self, tensor: torch.Tensor) -> bool:
-        """Whether any byte that ``tensor`` can reach lies in these buffers."""
+        """Whether ``tensor`` overlaps these buffers."""
         first, last = byte_range(tensor)
         return any(first < stop and last > start for start, stop in self._ranges)
 
@@ -180,14 +184,14 @@ class StaticBuffers(Mapping[str, torch.Tensor]):
 
 
 class Bound:
-    """Tensors that graphs use in place, where and as they were when this was made.
+    """Tensors that graphs use in place, with their places.
 
     Args:
-        named: the tensors, each behind what names it in errors.
-        owners: what holds them, by name: trees, objects, modules, and functions that return trees.
-        values: whether plain values in trees must stay as well.
+        named: pairs of a name for errors and a tensor.
+        owners: holders by name: trees, objects, modules, and functions that return trees.
+        values: whether plain values in trees must not change.
         weights: whether parameters and buffers of modules are compared.
-        places: further places whose tensors must stay.
+        places: further places whose tensors must not change.
     """
 
     def __init__(
@@ -201,10 +205,10 @@ class Bound:
     ) -> None:
         self._known = [(what, tensor, _look(tensor)) for what, tensor in named]
         self.tensors = [*{id(tensor): tensor for _, tensor, *_ in self._known}.values()]
-        """Each once."""
+        """The tensors without duplicates."""
         self._places = [*map(torch.Tensor.data_ptr, self.tensors)]
         self._alike: dict[bool, Callable[..., bool]] = {}
-        """Whether tensors are as they were, by whether that is asked in inference mode."""
+        """Guards that compare the tensors, by inference mode."""
         self._sources = [(name, fn, tensors_in(fn())) for name, fn in owners.items() if _calls(fn)]
         held = {name: owner for name, owner in owners.items() if not _calls(owner)}
         kept = (torch.Tensor, *PLAIN) if values else torch.Tensor
@@ -220,7 +224,7 @@ class Bound:
         self._sizes = [(holder, len(holder), path) for path, holder in containers(held.items())]
 
     def check(self) -> None:
-        """Raise StateError when a tensor is elsewhere, has another layout or was replaced."""
+        """Raise StateError if a tensor was moved, replaced or given another layout."""
         tensors = self.tensors
         if tensors:
             alike = self._alike.get(torch.is_inference_mode_enabled())
@@ -269,7 +273,7 @@ class Bound:
             )
 
     def _look_closely(self) -> None:
-        """Ask one tensor after the other, and from then on all together."""
+        """Check each tensor, then build a guard for all of them."""
         for what, tensor, look in self._known:
             if _look(tensor) != look:
                 raise StateError(
@@ -283,7 +287,7 @@ class Bound:
 
 
 def _calls(owner: Any) -> bool:
-    """Whether ``owner`` is a function that returns a tree, and not a module or an object."""
+    """Whether ``owner`` is a function that returns a tree."""
     return inspect.isroutine(owner) or isinstance(owner, functools.partial)
 
 
@@ -300,10 +304,10 @@ def _text(place: int, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, 
 
 
 def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a tree, of a module, or of what a function returns, by their names.
+    """Yield the named tensors of a tree, a module or the result of a function.
 
     Raises:
-        InputTypeError: something in it is not a strided tensor.
+        InputTypeError: a leaf is not a strided tensor.
     """
     if _calls(owner):
         owner = owner()
@@ -324,7 +328,10 @@ def bound_in(name: str, owner: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _zeros(nbytes: int, device: torch.device | str) -> torch.Tensor:
     try:
         return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    except (RuntimeError, TypeError) as error:  # of the CPU allocator, and of more than 64 bits
+    except (
+        RuntimeError,
+        TypeError,
+    ) as error:  # CPU allocator; over 64 bits
         if not isinstance(error, (TypeError, torch.OutOfMemoryError)) and "alloc" not in str(error):
             raise
         what = str(error).partition("\n")[0]

@@ -1,0 +1,1 @@
+"""Marks: declarations of a model, and their calls inside captures."""

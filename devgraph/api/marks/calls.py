@@ -91,18 +91,18 @@ def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 _ALIGNMENT = 16
-"""Bytes of the largest element: any dtype may begin at a multiple."""
+"""Alignment in bytes that suits every dtype."""
 
 
 def _seen_as(tensor: torch.Tensor, memory: torch.Tensor, start: int) -> torch.Tensor:
-    """Return what ``tensor`` would be if it began ``start`` bytes behind that of ``memory``."""
+    """Return ``tensor`` moved to ``start`` bytes after the begin of ``memory``."""
     flat = memory if memory.dtype is tensor.dtype else memory.view(tensor.dtype)
     seen = flat.as_strided(tensor.shape, tensor.stride(), start // tensor.itemsize)
     return seen_by(tensor, seen)
 
 
 def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a view of its memory if its layout was another at ``place``."""
+    """Return ``tensor``, or a view with the layout of ``place`` if its layout changed."""
     memory, offset, size, stride = place
     now = place_of(tensor)
     if now[1:] == place[1:] or now[0]._cdata != memory._cdata:
@@ -111,9 +111,9 @@ def _seen_from(place: Place, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _GradientStop(torch.autograd.Function):
-    """Keeps ``requires_grad`` of a result at a fixed address, and refuses a backward pass to it.
+    """An autograd function that keeps ``requires_grad`` of a result and refuses its backward.
 
-    A replay runs the body without a record of it, so that its gradients would be missing.
+    A replay does not record the body for autograd, so its gradients would be missing.
     """
 
     @staticmethod
@@ -143,12 +143,12 @@ class _Watched:
 
     @property
     def is_alive(self) -> bool:
-        """Whether anything still holds the memory."""
+        """Whether the memory is still referenced."""
         return not self._storage.expired()
 
 
 class _Passed(NamedTuple):
-    """A view of an argument, or of a tensor that the function holds, that a region returned."""
+    """A result that is a view of an argument or of a tensor that the function holds."""
 
     address: int
     layout: tuple[object, ...]
@@ -163,17 +163,17 @@ class _Passed(NamedTuple):
 
 
 class MarkedCall:
-    """A recorded call: the mark, its tensors at fixed addresses, and where results go.
+    """A recorded call: the mark, its arguments and its results at fixed addresses.
 
     Results that are views of arguments, or of tensors that the function held before the call, are
-    handed back. Every other result is copied, as part of the call, into a *bridge* buffer whose
-    address never changes. Bridges share memory where the results do.
+    returned as they are. The call copies other results into *bridge* buffers with fixed addresses.
+    Bridges share memory if the results do.
 
     Args:
-        pool: aliases what is its own.
+        pool: creates aliases of its tensors.
         mark: the marked function.
-        args, kwargs: its arguments without the host arguments. Pool tensors among them are
-            aliased, not owned, so that a later part of the capture may reuse their memory.
+        args, kwargs: arguments without the host arguments. Pool tensors are aliased, so that a
+            later part of the capture may reuse their memory.
         index: position among the regions of the capture.
     """
 
@@ -192,20 +192,20 @@ class MarkedCall:
         self.mark = mark
         self.index = index
         self.settings = Settings.current()
-        """The settings of torch at the call; later runs see the same."""
+        """The settings of torch at the call, restored for later runs."""
         self.note: Any = None
-        """The vendor's own note: node set, tape span, task-group handle."""
+        """Vendor data: node set, tape span or task-group handle."""
         self.nodes: range | None = None
-        """Its nodes in the graph, where the backend can tell."""
-        with torch._C.DisableTorchFunction():  # what is asked here is no work of the step
+        """Its nodes in the graph, if the backend reports them."""
+        with torch._C.DisableTorchFunction():  # queries here are not work of the step
             self.args: tuple[Any, ...] = pytree.tree_map(alias, args)
             self.kwargs: dict[str, Any] = pytree.tree_map(alias, kwargs)
             placed = [leaf for leaf in self.tensors if has_place(leaf)]
             self._places = {id(leaf): place_of(leaf) for leaf in placed}
-            """Where the arguments lie at the call, until the first later run."""
+            """Places of the arguments at the call, until the first later run."""
             self._owned = frozenset(map(memory_of, placed))
         self._known: list[Any] = []
-        """For each result: its bridge, a ``_Passed``, or the value itself."""
+        """Bridge, ``_Passed`` or value of each result."""
         self._sharing: list[tuple[int, int, int]] = []
         self._spec: pytree.TreeSpec | None = None
         self._returned_none = False
@@ -219,16 +219,17 @@ class MarkedCall:
         body: Callable[..., Any] | None = None,
         memory: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
-        """Run the body for the first time and return what the caller of the mark receives.
+        """Run the body for the first time and return the results for the caller.
 
         Args:
-            args, kwargs: the caller's own arguments. What is handed back must own its memory as
-                they do, so the aliases of later runs will not serve.
-            host: the host keyword arguments of the mark.
-            body: replaces the marked function for this run (a capture stub).
-            memory: makes what bridges are allocated in.
+            args: the caller's positional arguments. Results that are returned as they are must own
+                their memory, so the aliases of later runs do not suffice.
+            kwargs: the caller's keyword arguments.
+            host: host keyword arguments of the mark.
+            body: replacement of the marked function for this run (a capture stub).
+            memory: returns a context in which bridges are allocated.
         """
-        # A stub's result tells nothing about the memory of the function's own.
+        # The memory of a stub's result says nothing about that of the function's.
         own = body is None or body is self.mark.fn
         before = _memories_held(self.mark.fn) if own else set()
         result = (body or self.mark.fn)(*args, **kwargs, **host)
@@ -249,7 +250,7 @@ class MarkedCall:
             with memory():
                 copies = _copies(results)
             for index, copy in zip(members, copies, strict=True):
-                self._known[index] = copy.detach()  # autograd would remember every run
+                self._known[index] = copy.detach()  # autograd would record each run
             if torch.is_grad_enabled() and any(r.requires_grad for r in results):
                 anchor = torch.empty((), requires_grad=True, device="cpu")
                 copies = [
@@ -258,7 +259,7 @@ class MarkedCall:
                     else copy
                     for copy, result in zip(copies, results, strict=True)
                 ]
-            one: dict[int, torch.Tensor] = {}  # a tensor that is returned twice stays one
+            one: dict[int, torch.Tensor] = {}  # a tensor that is returned twice stays one tensor
             for index, kept, copy in zip(members, results, copies, strict=True):
                 out[index] = one.setdefault(id(kept), copy)
             del results, kept, one
@@ -266,9 +267,9 @@ class MarkedCall:
         return pytree.tree_unflatten(out, self._spec)
 
     def _pass_held(self, leaves: Sequence[Any], before: set[int]) -> dict[int, _Watched]:
-        """Pass on the results that the function held before the call; watch all others.
+        """Return results that the function held before the call as they are; watch the others.
 
-        Parameters are found only here, because few regions return memory that is not their own.
+        Parameters are looked up only here, because few regions return memory of others.
         """
         watched = {
             memory_of(leaf): _Watched(index, leaf)
@@ -302,11 +303,12 @@ class MarkedCall:
             )
 
     def _shared(self, leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """Return, for each result that is no view of an argument, the position of the first one in
-        the same memory and the bytes between them.
+        """Return the base of each result that is not a view of an argument.
+
+        The base is the position of the first result in the same memory and the bytes between them.
 
         Raises:
-            RegionError: a result has no memory that others could read.
+            RegionError: a result has no memory that later work could read.
         """
         firsts: dict[int, tuple[int, int]] = {}
         shared = []
@@ -318,14 +320,14 @@ class MarkedCall:
                     f"do what needs it inside the marked function."
                 )
             if isinstance(leaf, torch.Tensor) and memory_of(leaf) not in self._owned:
-                # Not its address, for it has none without elements.
+                # By storage, because a tensor without elements has no address.
                 place = int(leaf.storage_offset()) * leaf.itemsize
                 first, at = firsts.setdefault(memory_of(leaf), (index, place))
                 shared.append((index, first, place - at))
         return shared
 
     def alias_bridges(self) -> None:
-        """Keep the bridges as aliases: they live in the graph's pool and are its to reuse."""
+        """Turn the bridges into aliases, because the graph's pool owns and reuses their memory."""
         self._known = [
             self._pool.alias(known) if isinstance(known, torch.Tensor) else known
             for known in self._known
@@ -350,7 +352,7 @@ class MarkedCall:
             raise
 
     def _settle(self) -> None:
-        """See arguments as they were at the call, whose layout the step changed in place later."""
+        """Restore views of arguments whose layout the step changed in place later."""
         places, self._places = self._places, {}
         if places:
             self.args, self.kwargs = pytree.tree_map(
@@ -387,10 +389,10 @@ class MarkedCall:
             self._results.refuse(describe(leaf), repr(known))
 
     def bound_run(self, host: dict[str, Any]) -> Callable[[], Any]:
-        """Return ``run`` as a call that is bound to the live ``host``.
+        """Return ``run`` bound to the live ``host``.
 
-        The call is valid for the modes of torch at the time of binding. It is fast if the function
-        returns None, or one tensor that needs no further check.
+        The result is valid under the current modes of torch. It is fast if the function returns
+        None or one tensor that needs no further check.
         """
         self._settle()
         assert self._spec is not None
@@ -426,5 +428,5 @@ class MarkedCall:
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Every tensor among the arguments."""
+        """The tensors among the arguments."""
         return tensors_in((self.args, self.kwargs))

@@ -1,4 +1,4 @@
-"""What the error says of device data that is read on the host inside a capture."""
+"""The error for device data that is read on the host inside a capture."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -
     """Return the error for a host read.
 
     Args:
-        what: who reads what, as a clause.
-        at: the line that does it; None for the innermost of the calling stack.
-        vendor: the vendor's own text, in parentheses.
+        what: reader and data, as a clause.
+        at: line of the read; None means the innermost line of the calling stack.
+        vendor: text of the vendor, in parentheses.
     """
     line = at or user_line()
     text = f"{what}, at {line}. A replay would not do it again. {host_read_cure()} {vendor}"
@@ -21,7 +21,7 @@ def host_read_error(what: str, at: SourceLine | None = None, vendor: str = "") -
 
 
 def host_read_cure() -> str:
-    """Return what to do about a line that reads device data on the host inside this capture."""
+    """Return the remedy for a host read inside this capture."""
     scope = current_scope()
     if isinstance(scope, Absorbed):
         where = f"Region {scope.outer.name} is" if scope.outer else "It is"

@@ -1,8 +1,8 @@
 """Host values: tracked while a capture runs, resolved once per mark and replay.
 
-A capture must not bake a host value into a graph by accident. During capture the body therefore
-receives ``Tracked`` stand-ins: a region may take one by its own name, anything else that would
-read it raises ``FrozenValueError`` with the line that did.
+A capture must not freeze a host value by accident. During capture the body therefore receives
+``Tracked`` values. A region may take one by its own name. Any other read raises
+``FrozenValueError`` with its line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from devgraph.api.errors import FrozenValueError, HostArgumentError, brief, did_you_mean
 from devgraph.api.marks.source import SourceLine, is_machinery, line_in, user_line
 
-# Reading any of these gives a plain value that a replay would never see again.
+# These attributes give plain values, which a replay would not read again.
 _CONSUMING = """
     abs add and bool bytes ceil complex contains delitem divmod eq float floor floordiv format
     ge getitem gt hash index int invert iter le len lshift lt matmul mod mul ne neg next or pos
@@ -34,10 +34,10 @@ _CONSUMING = """
 
 
 class Tracked:
-    """A host value during capture: it can be handed on, and nothing else.
+    """A host value during capture, which can only be passed on.
 
-    ``isinstance(value, int)`` holds for a tracked int, yet it is no ``int`` for C code, so that
-    ``range(kv_len)``, ``sizes[kv_len]`` or ``torch.zeros(kv_len)`` raise as ``kv_len // 2`` does.
+    ``isinstance(value, int)`` is true for a tracked int, but C code does not accept it:
+    ``range(kv_len)``, ``sizes[kv_len]`` and ``torch.zeros(kv_len)`` raise like ``kv_len // 2``.
     """
 
     __slots__ = ("_devgraph_name", "_devgraph_value")
@@ -79,7 +79,7 @@ class Tracked:
 
 
 def taken_from(own: str, name: str) -> str:
-    """Return how a marked function takes its parameter ``name`` from the host argument ``own``."""
+    """Return the ``derive=`` text for parameter ``name`` of a mark from host argument ``own``."""
     return (
         f"Let it take {own!r}, with host_args=({own!r},) on its mark, and let the mark fill "
         f"{name!r}: derive={{{name!r}: lambda {own}: {own}}}."
@@ -87,7 +87,7 @@ def taken_from(own: str, name: str) -> str:
 
 
 def frozen(name: str, at: object, how: str = "") -> FrozenValueError:
-    """Return the error for a line that reads host argument ``name`` where it would freeze."""
+    """Return the error for a line that would freeze host argument ``name``."""
     return FrozenValueError(
         f"host argument {name!r} was consumed{how} outside a region, at {at}. The "
         f"graph would keep the value of capture for ever. Move the line into a function "
@@ -123,17 +123,16 @@ del _name
 
 
 def is_tracked(value: object) -> bool:
-    """Whether ``value`` is a tracked stand-in (``isinstance`` sees the type it stands for)."""
+    """Whether ``value`` is tracked; ``isinstance`` sees the type of the host value."""
     return issubclass(type(value), Tracked)
 
 
 _PREDICATES = frozenset({"abc", "functools", "torch"})
-"""Modules that ask for a type on behalf of their caller: numbers.Number, singledispatch, and
-torch.is_tensor."""
+"""Modules that read a type for their caller: numbers.Number, singledispatch, torch.is_tensor."""
 
 
 class _Watched(Tracked):
-    """A tracked value that notes where user code asks for its type."""
+    """A tracked value that notes reads of its type by user code."""
 
     __slots__ = ("_devgraph_asked",)
 
@@ -156,8 +155,8 @@ def exact_types_refused() -> Iterator[None]:
     """Refuse user functions that take a tracked value in the block and ask for its ``type()``.
 
     ``type(n) is int`` is false for a tracked value and cannot be overridden, so the wrong branch
-    would stay in the graph. Functions are judged by their code when they are called. A profiler of
-    the user's has precedence: the block refuses nothing while one runs.
+    would stay in the graph. The code of functions is checked when they are called. The block checks
+    nothing while a profiler of the user runs.
     """
     if sys.getprofile() is not None:
         yield
@@ -182,7 +181,7 @@ def _refuse_exact_types(frame: FrameType, event: str, argument: object) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _exact_types(code: CodeType) -> dict[str, int]:
-    """Return each variable that ``code`` passes to ``type()`` alone, and the line of the call."""
+    """Return the variables that ``code`` passes to ``type()``, with the line of each call."""
     if "type" not in code.co_names:
         return {}
     asked, window, number = {}, ("", "", "", ""), code.co_firstlineno
@@ -202,14 +201,14 @@ class HostSpec:
     """The host arguments that one capture declared: names, capture values and defaults.
 
     Args:
-        declared: name to the value used at capture.
-        fn: the captured callable; a default in its signature, other than None or an enum member,
-            makes that argument optional at replay.
+        declared: capture values by name.
+        fn: the captured callable. A default in its signature, other than None or an enum member,
+            makes the argument optional at replay.
 
     Raises:
-        HostArgumentError: ``declared`` is no mapping of names, ``fn`` takes no such argument, or a
-            value of capture is None or an enum member: code compares these with ``is``, which
-            cannot be noticed, and the branch of capture would stay in the graph.
+        HostArgumentError: ``declared`` is not a mapping of names, ``fn`` takes no such argument, or
+            a capture value is None or an enum member. Code compares these with ``is``, which
+            cannot be overridden, so the branch of capture would stay in the graph.
     """
 
     def __init__(
@@ -229,19 +228,21 @@ class HostSpec:
         self.required = frozenset(self.declared) - frozenset(self.defaults)
 
     def tracked(self, asked: dict[str, SourceLine] | None = None) -> dict[str, Tracked]:
-        """Return one stand-in per declared argument, for the body that is being captured; with
-        ``asked`` it notes there where user code asks for its type, as isinstance() does."""
+        """Return a tracked value for each declared argument.
+
+        With ``asked``, reads of its type by user code, such as isinstance(), are noted there.
+        """
         declared = self.declared.items()
         if asked is None:
             return {name: Tracked(name, value) for name, value in declared}
         return {name: _Watched(name, value, asked) for name, value in declared}
 
     def fill(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a value for every declared argument, from ``given`` and the defaults.
+        """Return a value for each declared argument, from ``given`` and the defaults.
 
         Raises:
             HostArgumentError: names are missing or unknown, or a value has another type than
-                the one used at capture. It is a TypeError.
+                at capture (a TypeError).
         """
         if not self.declared and not given:
             return {}
@@ -258,7 +259,7 @@ class HostSpec:
         return {**self.defaults, **given}
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given`` with every name and type checked against the declaration."""
+        """Return ``given`` after a check of names and types against the declaration."""
         out = {}
         for name, value in given.items():
             if name not in self.declared:
@@ -272,8 +273,7 @@ class HostSpec:
 
 
 def declared_names(declared: object) -> dict[str, Any]:
-    """Return ``host_args``, which is checked to be a mapping of strings, as a new dict; None
-    declares nothing."""
+    """Return ``host_args`` as a new dict after a check of its type; None declares nothing."""
     if declared is None:
         return {}
     if not isinstance(declared, Mapping):
@@ -331,14 +331,16 @@ def _same_kind(name: str, captured: Any, value: Any) -> Any:
 
 
 NO_HOST_ARGS = HostSpec()
-"""What a capture without host arguments declares."""
+"""The declaration of a capture without host arguments."""
 
 _BY_IDENTITY: Any = object.__hash__
 
 
 def exact(value: Any) -> Any:
-    """Return what stands for ``value`` in a key: 1, True and 1.0, or 0.0 and -0.0, are equal in
-    Python and are other host values, with which a region may do other work. A tensor is none."""
+    """Return the part of a key for ``value``, which must not be a tensor.
+
+    1, True and 1.0, or 0.0 and -0.0, are equal in Python but different host values.
+    """
     kind = type(value)
     if kind is int or kind is str:
         return value
@@ -357,20 +359,21 @@ def exact(value: Any) -> Any:
 
 
 def same_value(one: object, other: object) -> bool:
-    """Whether two host values are equal, and of one kind, as those with one key are."""
+    """Whether two host values have equal keys."""
     try:
         return one is other or bool(exact(one) == exact(other))
-    except (TypeError, ValueError):  # what cannot be a key, or compares element by element
+    except (
+        TypeError,
+        ValueError,
+    ):  # not hashable, or compared by element
         return False
 
 
 def _alike(value: Any, around: tuple[int, ...]) -> Any:
-    """Return what equal values may differ in: the kinds of all that is in them, and zeros' signs.
+    """Return the properties in which equal values may differ: types inside them, signs of zeros.
 
-    What an object leaves out of its comparison counts no more than that.
-
-    Args:
-        around: identities of the objects that ``value`` is part of.
+    Attributes that an object leaves out of its comparison do not count. ``around`` holds the
+    identities of the objects that contain ``value``.
     """
     kind = type(value)
     if kind is int or kind is str or isinstance(value, torch.Tensor) or id(value) in around:

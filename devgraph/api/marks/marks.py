@@ -1,8 +1,8 @@
-"""Marks: how a model says which of its code depends on the host.
+"""Marks: declarations of a model about code that depends on the host.
 
-``region`` and ``no_graph`` decorate functions, ``graph_break`` is a call. Outside a capture a mark
-costs one look at a context variable and calls straight through. Inside one, the current scope
-decides what a mark means; the policies implement that.
+``region`` and ``no_graph`` decorate functions; ``graph_break`` is a call. Outside a capture, a mark
+reads one context variable and calls the function. Inside a capture, the current scope implements
+the mark for the policy.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Scope:
     """The meaning of marks in the thread that captures."""
 
     thread: int | None = None
-    """The thread that entered the scope; None after it left."""
+    """The thread that is inside the scope, or None."""
     refusal: CaptureError | None = None
-    """Raised when the thread leaves the scope."""
+    """Error to raise when the thread leaves the scope."""
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one call of a marked function as the policy in force wants it."""
+        """Run a call of a marked function under the current policy."""
         raise NotImplementedError
 
     def graph_break(self) -> None:
-        """Break the capture here; does nothing where no break has to be made."""
+        """Break the capture here, if the policy breaks."""
 
     def refuse_elsewhere(self, name: str) -> NoReturn:
         """Refuse a mark of another thread, which runs in a copy of the capturing context."""
@@ -64,7 +64,7 @@ current_scope = _scope.get
 
 @contextlib.contextmanager
 def entered(scope: Scope | None) -> Iterator[None]:
-    """Make ``scope`` the current one of this thread; None stands for 'not capturing'."""
+    """Enter ``scope`` on this thread; None means not capturing."""
     outer = _scope.get()
     try:
         if scope is not None:
@@ -74,8 +74,7 @@ def entered(scope: Scope | None) -> Iterator[None]:
         if scope is not None and scope.refusal is not None:
             raise scope.refusal
     except GeneratorExit:
-        # An interrupt came before contextlib could leave the block, and whatever is around it has
-        # been left by now.
+        # An interrupt came before contextlib left the block. The outer contexts have been left.
         outer = None
         raise
     finally:
@@ -109,7 +108,7 @@ def _is_here(scope: Scope, name: str) -> bool:
 
 
 class Mark:
-    """What one marked function declared; see ``region`` for the fields."""
+    """The declarations of a marked function; see ``region`` for the fields."""
 
     def __init__(
         self,
@@ -144,7 +143,7 @@ class Mark:
         _require_functions(context=context, fake=fake, capture_stub=capture_stub)
         self.fn = fn
         self.raises_before_launch = False
-        """Whether the function raises, if at all, before it launches device work.
+        """Whether the function raises only before it launches device work.
 
         New host values of such a function need no trial run.
         """
@@ -158,9 +157,9 @@ class Mark:
         self.fake = fake
         self.capture_stub = capture_stub
         self.dynamic = bool(self.host_args or context)
-        """Whether what the function does depends on the host."""
+        """Whether the work of the function depends on the host."""
         self.fills = bool(derive or reduce or context)
-        """Whether devgraph adds or changes arguments of every call."""
+        """Whether devgraph adds or changes arguments of each call."""
         self.signature = _signature(fn)
         self._positional = [
             p
@@ -196,10 +195,10 @@ class Mark:
         """Return the host keyword arguments of one replay: plain, derived, reduced, ambient.
 
         Args:
-            values: the plain value of every host argument of this mark, by name.
+            values: plain values of the host arguments of this mark, by name.
         """
         out = {}
-        for name in self.host_args:  # a comprehension is one call more in each replay
+        for name in self.host_args:
             out[name] = values[name]
         try:
             for name, rule in self.derive.items():
@@ -226,7 +225,7 @@ class Mark:
                     f"{self.name} was given {name!r}, which its mark derives; do not pass it."
                 )
         bound.apply_defaults()
-        given = {**bound.arguments, **bound.kwargs}  # where the function takes **kwargs: there
+        given = {**bound.arguments, **bound.kwargs}  # in **kwargs, if the function has them
         host = {n: given[n] for n in self.host_args if n in given}
         missing = [n for n in self.host_args if n not in host]
         if missing:
@@ -236,7 +235,7 @@ class Mark:
     def _without_host(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-        # Arguments behind a positional host argument must become keywords, or they would shift.
+        # Arguments after a positional host argument become keywords, or they would shift.
         rest = {k: v for k, v in kwargs.items() if k not in host}
         named = self._positional[: len(args)]
         cut = next((i for i, p in enumerate(named) if p.name in host), len(args))
@@ -252,7 +251,7 @@ class Mark:
         return args[:cut], rest, host
 
     def call_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function now, with what the mark derives, reduces and reads filled in."""
+        """Run the function now, with derived, reduced and ambient values filled in."""
         if not self.fills:
             return self.fn(*args, **kwargs)
         args, kwargs, host = self.split(args, kwargs)
@@ -263,8 +262,10 @@ class Mark:
 
 
 class Absorbed(Scope):
-    """The scope inside a captured region: marks belong to the ``outer`` one and call straight
-    through. The name of the ``policy`` is for messages."""
+    """The scope inside a captured region, in which marks call their functions directly.
+
+    The name of the ``policy`` is for messages.
+    """
 
     def __init__(self, outer: Mark, policy: str) -> None:
         self.outer = outer
@@ -286,12 +287,12 @@ def refuse_no_graph(mark: Mark, policy: str, *, inside: Mark | None = None) -> N
     )
 
 
-# Tracers must be told of every marked function; a function that nobody else holds is forgotten.
+# Tracers must know all marked functions. Weak, so that unused functions can be collected.
 _marked: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def marked_functions() -> list[Callable[..., Any]]:
-    """Return every marked function that is alive."""
+    """Return the live marked functions."""
     return list(_marked)
 
 
@@ -306,10 +307,10 @@ def _wrap(mark: Mark) -> Callable[..., Any]:
             return scope.call(mark, args, kwargs)
         return direct(*args, **kwargs) if fn is None else fn(args, kwargs)
 
-    # Tracers tell functions apart by their code: with one code for all marks they would take a step
-    # over one region for the same step over another.
+    # Tracers compare functions by their code. With one code for all marks, they would reuse the
+    # trace of a step for the same step over another region.
     marked.__code__ = marked.__code__.replace(co_name=mark.name)  # type: ignore[attr-defined]
-    # And code generated from a trace would call what torch's own module has under that name.
+    # Code generated from a trace would call the attribute of torch's module with that name.
     if (marked.__module__ or "").partition(".")[0] == "torch":
         marked.__module__ = __name__
     marked.__devgraph_mark__ = mark  # type: ignore[attr-defined]
@@ -350,7 +351,7 @@ def _require_functions(**functions: object) -> None:
 
 
 def _marking(kind: str, fn: Callable[..., Any] | None, **declared: Any) -> Any:
-    """Return ``fn`` with its mark, or without a function what marks one."""
+    """Return ``fn`` with its mark, or a decorator if there is no function."""
 
     def mark(target: Callable[..., Any]) -> Callable[..., Any]:
         return _wrap(Mark(target, kind=kind, **declared))
@@ -383,29 +384,30 @@ def region(
     fake: Callable[..., Any] | None = None,
     capture_stub: Callable[..., Any] | None = None,
 ) -> Any:
-    """Mark a function that can be captured but depends on the host, or is better run eagerly.
+    """Mark a function that can be captured but depends on the host, or should run eagerly.
 
-    Under ``full`` it stays in the graph, and with host arguments it is updated; under
-    ``breakable`` and ``piecewise`` it runs eagerly between captured segments.
+    Under ``full`` it stays in the graph and is updated for new host arguments. Under ``breakable``
+    and ``piecewise`` it runs eagerly between captured segments.
 
     Args:
+        fn: the function; None returns a decorator.
         host_args: names of parameters that are host values (ints, lists, ...). In a capture each
-            must be given the tracked value of the same name.
+            must get the tracked value of the same name.
         mutates: names of tensor parameters that the function writes.
-        derive: name to function of host arguments; devgraph passes the result under that name
-            and the caller does not.
-        reduce: host argument to function; the region receives the reduced value, which is also
-            the key under which an update is remembered.
-        context: called once per replay on the replaying thread; its immutable result arrives as
-            the keyword argument ``context``.
-        fake: returns what the function returns, for fake tensors; piecewise needs it where the
-            function returns tensors.
-        capture_stub: called instead of the function while a breakable capture runs; same
-            arguments, which nothing may have written yet, and a result of the same shapes.
+        derive: functions of host arguments by parameter name. devgraph passes their results; the
+            caller does not.
+        reduce: functions by host argument. The region receives the reduced value, which is also
+            the key of the recording.
+        context: called once for each replay on the replaying thread. Its immutable result is
+            passed as the keyword argument ``context``.
+        fake: returns results for fake tensors. Policy piecewise needs it if the function returns
+            tensors.
+        capture_stub: called instead of the function during a breakable capture, with the same
+            arguments, which may be unwritten, and results of the same shapes.
 
     Raises:
-        HostArgumentError: a name is no parameter of the function.
-        InputTypeError: something else than names, or functions by name, was given.
+        HostArgumentError: a name is not a parameter of the function.
+        InputTypeError: an argument is not a list of names, or a mapping of functions by name.
     """
     return _marking(
         "region",
@@ -439,7 +441,7 @@ def no_graph(
 ) -> Any:
     """Mark a function that can never be captured (a host sync, a host collective).
 
-    It always runs eagerly: between segments under ``breakable`` and ``piecewise``; under ``full``
+    It always runs eagerly, between segments under ``breakable`` and ``piecewise``. Under ``full``
     the capture raises ``NotCapturableError``. The arguments are those of ``region``.
     """
     return _marking("no_graph", fn, mutates=mutates, fake=fake, capture_stub=capture_stub)

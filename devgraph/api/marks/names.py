@@ -1,4 +1,4 @@
-"""Names: which modules and marked functions launched which nodes of a graph."""
+"""Names: the modules and marked functions that launched the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from devgraph.api.errors import InputTypeError, brief
 
 @attrs.define
 class NodeRange:
-    """The nodes that one call launched into one graph: from ``first`` up to, but without, ``stop``.
+    """The nodes from ``first`` to before ``stop``, which one call launched into one graph.
 
-    Nodes are numbered as they were captured, those of a loop once. Both are None where the backend
-    cannot tell (capability ``node_ranges``). A call without nodes has no range.
+    Nodes are numbered in capture order, those of a loop once. Both are None if the backend does not
+    report them (capability ``node_ranges``). A call without nodes has no range.
     """
 
     name: str
     depth: int
-    """How many named calls are around it."""
+    """Number of named calls around it."""
     first: int | None
     stop: int | None = None
 
@@ -32,7 +32,7 @@ class NodeRange:
 
 
 def nodes_text(first: int | None, stop: int | None) -> str:
-    """Return a range of nodes for people."""
+    """Return a range of nodes as text."""
     if first is None or stop is None:
         return "? nodes"
     if stop - first < 2:
@@ -41,10 +41,10 @@ def nodes_text(first: int | None, stop: int | None) -> str:
 
 
 class Names:
-    """Names the nodes of the graphs of one capture while they are recorded.
+    """The names of the nodes in the graphs of one capture.
 
     Args:
-        asked: the module whose submodules give names besides marks; True for marks only.
+        asked: the module whose submodules give names in addition to marks; True for marks only.
     """
 
     def __init__(self, asked: object) -> None:
@@ -54,16 +54,16 @@ class Names:
                 f"name_nodes must be True, False or a torch.nn.Module, got {brief(asked)}"
             )
         self._running: list[str] = []
-        """The named calls that the step is in, outermost first."""
+        """The current named calls, outermost first."""
         self._ranges: list[NodeRange] = []
-        """Theirs in the graph that is recorded now, if one is."""
+        """Their ranges in the current graph, if there is one."""
         self._found: list[NodeRange] = []
-        """All ranges of that graph."""
+        """All ranges of the current graph."""
         self._recorded: Callable[[], int | None] | None = None
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Let calls of the submodules by this thread give their names meanwhile."""
+        """Name the calls of submodules by this thread in the block."""
         thread = get_ident()
 
         def entering(name: str) -> Callable[..., None]:
@@ -75,24 +75,24 @@ class Names:
 
         with contextlib.ExitStack() as undo:
             for name, module in self._root.named_modules() if self._root is not None else ():
-                if name and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                if name and not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
                     enter = entering(name)
                     undo.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                     undo.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
 
     def begin(self, recorded: Callable[[], int | None]) -> list[NodeRange]:
-        """Name the nodes of another graph; return the ranges, to which calls add theirs.
+        """Start to name the nodes of another graph; return its ranges, to which calls are added.
 
         Args:
-            recorded: returns how many nodes the graph has by now.
+            recorded: returns the number of nodes in the graph so far.
         """
         self._recorded, self._found = recorded, []
         self._ranges = [self._begun(name, depth) for depth, name in enumerate(self._running)]
         return self._found
 
     def end(self) -> None:
-        """End the ranges of that graph, before its recording ends."""
+        """End the ranges of the graph before its recording ends."""
         while self._ranges:
             self._close()
         self._recorded = None

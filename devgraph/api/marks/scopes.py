@@ -1,4 +1,4 @@
-"""What a mark means inside one graph: the scope of ``capture_context`` and of policy ``full``."""
+"""The scope of marks inside one graph, for ``capture_context`` and policy ``full``."""
 
 from __future__ import annotations
 
@@ -35,17 +35,22 @@ def captured_call(
     *,
     accept_equal: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
-    """Return the arguments of a call that can run again later: ``args`` and ``kwargs`` without
-    host arguments, and the host keyword arguments of the mark, resolved once for all its calls.
+    """Return the arguments of a call that can run again later.
+
+    These are ``args`` and ``kwargs`` without host arguments, and the host keyword arguments of the
+    mark, which are resolved once for all its calls.
 
     Args:
-        known: host keyword arguments by mark; those of ``mark`` are added from the values of
-            capture.
-        accept_equal: also take a plain value equal to the declared one. A raw
-            ``capture_context`` runs the user's code inline, with the values it has at hand.
+        mark: the mark.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        spec: declared host arguments.
+        known: host keyword arguments by mark. Those of ``mark`` are added from capture values.
+        accept_equal: also accept a plain value that equals the declared one, because the body of
+            ``capture_context`` is inline code with its own values.
 
     Raises:
-        CaptureError: it is called inside a transform of torch.func.
+        CaptureError: the call is inside a transform of torch.func.
         FrozenValueError: a value is not tracked (or derived, or of another name).
     """
     _refuse_transformed(mark, args, kwargs)
@@ -83,7 +88,7 @@ def swallowed(mark: Mark, error: BaseException) -> CaptureError:
 
 
 def refuse_break_in_backward(name: str) -> None:
-    """Raise CaptureError inside a backward pass, in whose middle no graph can end."""
+    """Raise CaptureError inside a backward pass, where a graph cannot end."""
     if torch._C._current_graph_task_id() != -1:
         raise CaptureError(
             f"{name} was called in a backward pass (by a hook, or by a checkpointed block that is "
@@ -104,16 +109,18 @@ def _refuse_transformed(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 Repeat = Callable[[Callable[[], None], torch.Tensor], None]
-"""Called with a body, which it calls once, and a bool tensor of one entry: a replay repeats what
-the body launched for as long as the tensor is true. What goes on from one turn to the next lies in
-tensors that were made before."""
+"""A recorder of a loop.
+
+It receives a body, which it calls once, and a bool tensor of one element. A replay repeats the work
+of the body while the tensor is true. State that turns share must be in tensors allocated before.
+"""
 
 
 class LoopError(CaptureError):
-    """A step cannot be captured with the loop in it, and may be without.
+    """The step cannot be captured with its loop, but perhaps with an unrolled one.
 
     Args:
-        reason: the name under which that is counted.
+        reason: name of the counter.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -122,24 +129,24 @@ class LoopError(CaptureError):
 
 
 def repeater(unrolls: str = "") -> Repeat | None:
-    """Return what records a loop in the capture of this thread; None where none is captured, and
-    where a loop is unrolled, which is counted.
+    """Return the loop recorder of this thread's capture, or None if the loop is unrolled.
+
+    An unrolled loop is counted. Without a capture the result is None too.
 
     Args:
-        unrolls: why the caller unrolls it; "" if it does not.
+        unrolls: reason of the caller to unroll the loop, or "".
     """
     scope = current_scope()
     return scope.repeater(unrolls) if isinstance(scope, GraphScope) else None
 
 
 class GraphScope(Scope):
-    """Everything goes into one graph; dynamic regions are remembered so that they can be updated.
+    """The scope that captures everything into one graph and keeps dynamic regions for updates.
 
     Args:
         accept_equal: see ``captured_call``.
-        host: host keyword arguments by mark that are known already; others are resolved from the
-            values of capture.
-        unrolls: why loops are unrolled, as it is counted; "" if they are not.
+        host: host keyword arguments by mark; missing ones are resolved from capture values.
+        unrolls: counted reason to unroll loops, or "".
     """
 
     def __init__(
@@ -156,7 +163,7 @@ class GraphScope(Scope):
         self._unrolls = unrolls
         self._repeating = False
         self.loops: Counter[str] = Counter()
-        """Counts of loops, and of the nodes that they repeat."""
+        """Counts of loops and of their nodes."""
 
     def repeater(self, unrolls: str) -> Repeat | None:
         """See ``repeater``."""

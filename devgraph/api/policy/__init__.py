@@ -1,11 +1,10 @@
 """Policies: how a Python callable becomes a list of segments. A policy never sees a vendor.
 
-A policy is one file with a ``POLICY`` and one line at the end of this one. That line says what the
-policy promises about the steps that it captures. Every compatibility rule (devgraph/api/config)
-holds for every policy that is registered, unless the policy promises what spares it from the rule:
-one that promises nothing is trusted with nothing.
+A policy is one file with a ``POLICY`` and one line at the end of this file. That line states the
+promises of the policy. Each compatibility rule (devgraph/api/config) applies to each policy, unless
+a promise exempts it.
 
-Nothing here imports torch: configurations are read where there is none.
+This module does not import torch, because configurations are read without it.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ if TYPE_CHECKING:
     from devgraph.api.policy.job import Policy
 
 BREAKS = "breaks"
-"""Marked functions run eagerly, between graphs: they may read the host, and need no capture."""
+"""Promise: marked functions run eagerly between graphs, so they may read the host."""
 WHOLE = "whole"
-"""A step is one graph: no eager code runs in its middle, and nothing is handed over there."""
+"""Promise: a step is one graph without eager code inside."""
 UNTRACED = "untraced"
-"""The step's own code is captured as it runs; nothing traces, compiles or replaces it."""
+"""Promise: the step's own code is captured as it runs, without tracing or compilation."""
 
 COMPILERS = ("eager", "inductor")
-"""What may compile the pieces of a policy that does not promise ``UNTRACED``."""
+"""Compilers of policies that do not promise ``UNTRACED``."""
 
 
 @attrs.frozen
 class Registration:
-    """One policy: the module that holds its ``POLICY``, and what it promises."""
+    """The registration of a policy: the module of its ``POLICY`` and its promises."""
 
     module: str
     promises: frozenset[str]
@@ -44,12 +43,12 @@ _registered: dict[str, Registration] = {}
 
 
 def register_policy(name: str, module: str, *promises: str) -> None:
-    """Make the ``POLICY`` of ``module``, imported when it is first used, known as ``name``.
+    """Register the ``POLICY`` of ``module`` as ``name``; the module is imported at first use.
 
-    ``promises`` are of ``BREAKS``, ``WHOLE`` and ``UNTRACED``.
+    ``promises`` are among ``BREAKS``, ``WHOLE`` and ``UNTRACED``.
 
     Raises:
-        InputError: there is a policy of that name, or no such promise.
+        InputError: the name is taken, or a promise is unknown.
     """
     if name in _registered or name == "disabled":
         raise InputError(f"there is a policy {name!r} already; give the new one another name")
@@ -61,12 +60,12 @@ def register_policy(name: str, module: str, *promises: str) -> None:
 
 
 def policies() -> tuple[str, ...]:
-    """Return the names of all policies, in the order of their registration."""
+    """Return the names of all policies in registration order."""
     return tuple(_registered)
 
 
 def registration(name: str) -> Registration:
-    """Return what a policy registered.
+    """Return the registration of a policy.
 
     Raises:
         InputError: there is no such policy (a ValueError).

@@ -1,4 +1,4 @@
-"""Policy ``breakable``: captured segments, with eager work between them where the marks say so."""
+"""Policy ``breakable``: captured segments with eager work at the marks between them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from devgraph.api.session import Session
 
 
 class EagerSegment:
-    """The eager body of one break, bound to its tensors and to the live host values ``host``, a
-    dictionary that the plan refreshes in place."""
+    """The eager body of a break with its tensors and live host values.
+
+    The plan refreshes the dictionary ``host`` in place.
+    """
 
     def __init__(self, hit: MarkedCall, host: dict[str, Any]) -> None:
         self.mark = hit.mark
@@ -30,11 +32,11 @@ class EagerSegment:
         self._held().run(self._host)
 
     def bound(self, stream: int | None = None) -> Callable[[], Any]:
-        """Return ``replay`` as a call for the modes of torch at this moment, on any stream."""
+        """Return ``replay`` as a callable for the current modes of torch, on any stream."""
         return self._held().bound_run(self._host)
 
     def reset(self) -> None:
-        """Let go of every tensor."""
+        """Drop all tensors."""
         self.hit = None
 
     def _held(self) -> MarkedCall:
@@ -49,14 +51,13 @@ class EagerSegment:
 class BreakablePlan:
     """Graphs and eager segments, launched in order by one flat loop.
 
-    The loop runs callables that were bound beforehand; they are bound anew when the pool says that
-    some graph of it is no longer what it was.
+    The loop runs pre-bound callables. They are bound again when the epoch of the pool changes.
 
     Args:
-        segments: in order, graphs of ``pool`` and what has ``bound`` and ``reset`` as
-            ``EagerSegment`` does.
-        host: the live host values by mark, where the segments follow any.
-        check: wait for the device after every segment.
+        segments: graphs of ``pool``, and objects with ``bound`` and ``reset`` like
+            ``EagerSegment``, in order.
+        host: live host values by mark.
+        check: whether to wait for the device after each segment.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class BreakablePlan:
         self.outputs: Any = None
         self.notes: dict[str, Any] = {}
         self.held: Any = None
-        """What must live as long as the graphs do, and nothing else keeps."""
+        """Objects that must live as long as the graphs."""
         self._pool = pool
         self._backend = pool.backend
         self._check = check
@@ -86,9 +87,9 @@ class BreakablePlan:
             self._host[mark].update(kwargs)
 
     def run(self) -> None:
-        """Run every segment; an exception of an eager body stops before the next one.
+        """Run all segments. An exception of an eager body ends the loop.
 
-        See ``Plan.run`` for who may call it.
+        See ``Plan.run`` for the requirements.
         """
         backend = self._backend
         if backend.elsewhere():
@@ -118,7 +119,7 @@ class BreakablePlan:
             pool.occupied = False
 
     def _bound_steps(self) -> list[Callable[[], Any]]:
-        """Bind every segment to the stream that is current now; raise if one cannot be replayed."""
+        """Bind all segments to the current stream; raise if one cannot be replayed."""
         stream = self._pool.ordered_stream
         steps: list[Callable[[], Any]] = []
         for segment in self.segments:
@@ -129,7 +130,7 @@ class BreakablePlan:
         return steps
 
     def close(self) -> None:
-        """Free graphs and let go of tensors."""
+        """Free graphs and drop tensors."""
         self.outputs = None
         self._steps, self._epoch = {}, None
         for segment in self.segments:
@@ -141,7 +142,7 @@ class BreakablePlan:
 
 
 class _BreakableScope(Scope):
-    """The capture in progress, and what of it is finished."""
+    """The capture in progress and its finished segments."""
 
     def __init__(
         self, job: Job, session: Session, host: Mapping[Mark, dict[str, Any]], *, stubs: bool
@@ -162,7 +163,7 @@ class _BreakableScope(Scope):
         self._session.begin(graph, arguments=job.tensors, names=job.names)
 
     def finish_segment(self) -> None:
-        """End the current graph; keep it unless it is empty."""
+        """End the current graph and keep it unless it is empty."""
         if self._spoiled is not None:
             raise self._spoiled
         graph = self._session.end(allow_empty=True)
@@ -173,15 +174,14 @@ class _BreakableScope(Scope):
         self._unrun.append(graph)
 
     def run_finished(self) -> None:
-        """End the current graph and run what did not run, so that what comes next sees written
-        inputs."""
+        """End the current graph and run pending segments, so that the next body sees its inputs."""
         self.finish_segment()
         try:
             with entered(None):
                 while self._unrun:
                     self._unrun[0].replay()
                     del self._unrun[0]
-        except ExecutableError as error:  # in a broken form, which is captured as the step runs
+        except ExecutableError as error:  # in a broken form, which is captured while the step runs
             error.partly = len(self.segments) > 1
             raise
 
@@ -231,10 +231,11 @@ def capture_segments(
     """Capture ``job.fn`` in segments; all or nothing.
 
     Args:
-        host: host keyword arguments by mark that are known already. Others are resolved from the
-            values declared at capture.
-        finish: called with the outputs as the last captured work; then the last segment runs too,
-            and no stub in place of a body, so that this capture is itself one complete step.
+        job: the job.
+        session: session of the capture.
+        host: host keyword arguments by mark; missing ones are resolved from capture values.
+        finish: called with the outputs as the last captured work. Then the last segment runs too,
+            and bodies run instead of stubs, so that the capture is a complete step.
     """
     scope = _BreakableScope(job, session, host or {}, stubs=finish is None)
     with session.recording(scope):

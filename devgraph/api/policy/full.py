@@ -1,9 +1,10 @@
 """Policy ``full``: the whole callable is one graph, and dynamic regions are updated in place.
 
-A key (the host values of one replay) goes one of three ways: its recording is applied to a graph
-that has its nodes; a *topology copy*, another capture of the whole callable, is made for it; or the
-step runs *broken*, as under ``breakable``, because recording is over its budget. All ways write the
-same output tensors.
+A key, the host values of a replay, takes one of three ways. All of them write the same outputs.
+
+1. Its recording is applied to a graph with the same nodes.
+2. A *topology copy*, another capture of the whole callable, is made for it.
+3. Recording is over its budget, so the step runs *broken*, as under ``breakable``.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ _COUNTED = """
 
 
 _RECENT = 64
-"""How many keys that were not recorded are remembered as seen."""
+"""Number of unrecorded keys that are remembered."""
 
 
 class _MissBudget:
-    """Decides whether a new key is worth a recording; see ``UpdateBudget.misses``."""
+    """The decision whether to record a new key; see ``UpdateBudget.misses``."""
 
     def __init__(self, misses: int) -> None:
         self._misses = self._left = misses
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
 
     def earn(self) -> None:
-        """Note a replay of a recorded key."""
+        """Count a replay of a recorded key."""
         if self._left < self._misses:
             self._left += 1
 
     def allows(self, key: Hashable) -> bool:
-        """Whether to record ``key`` now; remembers it if not."""
+        """Whether to record ``key`` now. An unrecorded key is remembered."""
         if key in self._seen:
             del self._seen[key]
             return True
@@ -68,16 +69,16 @@ class _MissBudget:
 
 
 class FullPlan:
-    """One graph; where its regions follow host arguments, its topology copies and its broken form.
+    """One graph with its topology copies and its broken form.
 
-    ``notes`` counts replays with host arguments by the way they went: ``repeats`` of the key
-    before, ``hits`` and ``misses`` of recordings, ``copies`` captured, ``broken`` steps by reason.
+    ``notes`` counts replays with host arguments: ``repeats`` of the previous key, ``hits`` and
+    ``misses`` of recordings, captured ``copies``, and ``broken`` steps by reason.
     """
 
     def __init__(self, job: Job, graph: DeviceGraph, outputs: Any) -> None:
         self.segments: list[Any] = [graph]
         self.outputs = outputs
-        # Of no part in autograd, and of a layout that the user cannot change.
+        # Detached, and with a layout that the user cannot change.
         self._targets = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
         self.marks: list[Mark] = graph.marks
         self.run = graph.launch
@@ -86,19 +87,19 @@ class FullPlan:
         self._settings = Settings.current()
         self._budget = job.budget or UpdateBudget()
         self._misses = _MissBudget(self._budget.misses)
-        # Such a backend runs the regions' host code for every key, known or new.
+        # Such a backend runs the host code of regions for each key.
         self._free_misses = job.budget is None and job.backend.capabilities.async_update
         self._graphs = [graph]
         self._current: DeviceGraph | None = graph
-        """The graph that ``run`` launches, with the key that it has; None for the broken form."""
+        """The graph that ``run`` launches and its key; None means the broken form."""
         self._broken: BreakablePlan | None = None
         self._host: HostKwargs = {}
 
     def bind(self, host: HostKwargs) -> None:
-        """Make ``run`` use these host values.
+        """Set the host values of the next ``run``.
 
         Raises:
-            UpdateTopologyError: the key needs other nodes and nothing may be captured now.
+            UpdateTopologyError: the key needs other nodes, and nothing may be captured now.
         """
         key = self._graphs[0].key_of(host)
         if self._current is not None and self._current.key == key:
@@ -120,14 +121,14 @@ class FullPlan:
             self._break(host, "broken_over_miss_budget")
 
     def close(self) -> None:
-        """Close every graph, and let go of the arguments."""
+        """Close all graphs and drop the arguments."""
         self.outputs = self._targets = None
         for graph in self._graphs:
             graph.close()
         if self._broken is not None:
             self._broken.close()
             self._broken = None
-        del self._job  # last: a close that failed is called again
+        del self._job  # last, because a failed close is called again
 
     # Graphs.
 
@@ -158,7 +159,7 @@ class FullPlan:
             raise refusal
 
     def _copy(self, host: HostKwargs) -> DeviceGraph | None:
-        """Capture the whole callable for a key whose nodes differ, or return None if it fails."""
+        """Capture the whole callable for a key with other nodes; return None on failure."""
         job, started = self._job, time.perf_counter()
         graph = job.backend.make_graph(job.pool)
         graph.generators = job.owned.generators()
@@ -203,7 +204,7 @@ class FullPlan:
     def _run_broken(self) -> None:
         with self._settings.restored():
             if self._broken is None:
-                # This capture runs the step as it goes.
+                # This capture also runs the step.
                 with session(self._job.pool, mode=self._job.capture_error_mode) as held:
                     self._broken = capture_segments(
                         self._job, held, host=self._host, finish=self._deliver
@@ -221,7 +222,7 @@ class _Full(Policy):
     def capture(self, job: Job, session: Session) -> FullPlan:
         if not job.backend.capabilities.loops:
             return self._captured(job, session, unrolls="backend")
-        outputs = copy.copy(job.outputs)  # a capture uses its own up
+        outputs = copy.copy(job.outputs)  # a capture consumes its own
         try:
             return self._captured(job, session)
         except LoopError as error:

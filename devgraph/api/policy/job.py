@@ -1,4 +1,4 @@
-"""What a policy is asked for, and what it gives: a job, a plan, and the segments of that plan."""
+"""The interface of policies: a job, and the plan that a policy makes of it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,32 @@ from devgraph.api.session import Session
 
 @attrs.frozen(kw_only=True)
 class UpdateBudget:
-    """Limits of policy ``full`` on recording and capturing, in the middle of serving, for new host
-    arguments.
+    """Limits of policy ``full`` for new host arguments during serving.
 
-    A recording costs about as much host time as two steps that break, and every later step with
-    the same key saves nearly one. The defaults bound what a trace without repeated keys loses.
+    A recording costs about the host time of two broken steps, and each later step with the same key
+    saves nearly one. The defaults bound the loss of a trace without repeated keys.
 
     Raises:
-        InputError: a limit is out of range; InputTypeError: it is of another kind.
+        InputError: a limit is out of range.
+        InputTypeError: a limit has another type.
     """
 
     misses: int = 8
-    """Keys that may be recorded when they are first seen; each replay of a recorded key earns one
-    back. Past it, a key is recorded when it is seen again, and the step breaks until then."""
+    """Number of keys that may be recorded at first sight.
+
+    Each replay of a recorded key earns one back. Beyond the limit, a key is recorded at its second
+    sight, and its first step breaks.
+    """
     copies: int = 4
-    """Topology copies: whole-graph captures for keys that need other nodes."""
+    """Maximum number of topology copies."""
     copy_seconds: float = 2.0
-    """Time that capturing them may take in all."""
+    """Maximum total time of capturing copies, in seconds."""
     may_capture: Callable[[], bool] | None = None
-    """Asked before a copy or a broken form is captured in a replay; it answers False while outputs
-    of the pool are leased, or where ranks have to agree first. None allows it, unless the capture
-    was given ``before_break``: then other ranks take part, and none captures alone."""
+    """Whether a copy or a broken form may be captured in a replay.
+
+    It returns False while outputs of the pool are leased, or if ranks must agree first. None allows
+    captures, unless ``before_break`` was given: then ranks take part, and none captures alone.
+    """
 
     def __attrs_post_init__(self) -> None:
         whole("misses", self.misses)
@@ -56,30 +61,30 @@ class UpdateBudget:
 
 @attrs.frozen(kw_only=True)
 class Job:
-    """What a policy is asked to capture."""
+    """A request to a policy: the step and the settings of its capture."""
 
     fn: Callable[..., Any]
     owned: Owned
-    """The arguments of the step, and what else it can reach."""
+    """The arguments of the step and its reachable state."""
     spec: HostSpec
     backend: Backend
     pool: Pool
     outputs: Outputs
-    """Where the captured step leaves what it returns."""
+    """Places for the outputs of the captured step."""
     capture_error_mode: str
     compiler: str | None
     before_break: Callable[[], None] | None
-    """Called before each break's eager body while capturing: a barrier between ranks."""
+    """Called before the eager body of each break during capture, such as a barrier of ranks."""
     budget: UpdateBudget | None = None
-    """What may be spent on new host arguments in a replay; None for the defaults."""
+    """Budget for new host arguments in replays; None means the defaults."""
     after_warmup: Callable[[], None] | None = None
     """Called after each warm-up run."""
     check: bool = False
-    """Wait for the device after every segment of a replay, so that its error names it."""
+    """Whether replays wait for the device after each segment, so that errors name it."""
     names: Names | None = None
-    """What names the nodes of the graphs."""
+    """Names of the nodes, if requested."""
     phases: dict[str, float] = attrs.field(factory=dict)
-    """Seconds by phase, filled while the capture is made."""
+    """Seconds of each phase, filled during the capture."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -87,7 +92,7 @@ class Job:
         return tuple(tensor for _, tensor in self.owned.tensors)
 
     def call(self, host: Mapping[str, Any]) -> Any:
-        """Run the step once with containers of its own.
+        """Run the step once with its own containers.
 
         Raises:
             CaptureError: the step rebinds a tensor; see ``Owned.run``.
@@ -103,13 +108,13 @@ class Job:
             return self.call(self.spec.tracked(asked))
 
     def warmed_up(self) -> None:
-        """Say that a warm-up run is done."""
+        """Report the end of a warm-up run."""
         if self.after_warmup is not None:
             self.after_warmup()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time that the block takes, without phases inside it, to phase ``name``."""
+        """Add the time of the block, without inner phases, to phase ``name``."""
         inside, started = sum(self.phases.values()), time.perf_counter()
         try:
             yield
@@ -119,33 +124,33 @@ class Job:
 
 
 class Plan(Protocol):
-    """A finished capture: segments in order, and the outputs that they write."""
+    """A finished capture: segments in order and their outputs."""
 
     segments: list[Any]
-    """Each with ``replay()``, which runs it once, and ``reset()``, which frees what it holds."""
+    """Each has ``replay()``, which runs it once, and ``reset()``, which frees its resources."""
     outputs: Any
     marks: list[Mark]
-    """Marks whose host values must be resolved at each replay."""
+    """Marks with host values to resolve at each replay."""
     notes: dict[str, Any]
-    """What else the policy has to say about the capture, for reports."""
+    """Further counters of the policy for reports."""
 
     def bind(self, host: dict[Mark, dict[str, Any]]) -> None:
-        """Make the next ``run`` use these host values."""
+        """Set the host values of the next ``run``."""
 
     def run(self) -> None:
-        """Run all segments once in one flat loop, under the pool's lock and after its ``order``."""
+        """Run all segments once. The caller holds the pool's lock and has called ``order``."""
 
     def close(self) -> None:
         """Free everything."""
 
 
 class Policy(Protocol):
-    """Turns a callable into a ``Plan``."""
+    """A strategy that turns a callable into a ``Plan``."""
 
     def warm_up(self, job: Job, runs: int) -> Job:
-        """Run the step ``runs`` times as it will be captured; return the job to capture.
+        """Run the step ``runs`` times on the capture stream; return the job to capture.
 
-        Libraries set themselves up lazily in these runs, on the stream of the capture.
+        Libraries initialise lazily in these runs.
         """
         for _ in range(runs):
             job.outputs.hold(job.call(job.spec.declared))

@@ -1,15 +1,14 @@
 """Policy ``piecewise``: the step is compiled in pieces, cut at marked functions.
 
-``torch.compile`` traces the whole step once, for all sizes. Its graph is split at the calls of
-marked functions, every piece between them is compiled (or left as it is), and the compiled step is
-then captured like a breakable one: a graph per piece, the marked functions between them.
+``torch.compile`` traces the whole step once for all sizes. The trace is split at calls of marked
+functions. Each piece is compiled or left as it is. The compiled step is then captured like a
+breakable one: one graph for each piece, with the marked functions between them.
 
-To the tracer a marked function is one opaque operation, whose results ``fake`` describes. It is
-not registered as a torch.library operation: those may not return views of their arguments and take
-few types, and pieces end at every mark, so that no compiler ever sees one.
+The tracer sees a marked function as one opaque operation, whose results ``fake`` describes. It is
+not a torch.library operation, because those may not return views of their arguments and accept few
+types. Pieces end at each mark, so compilers never see one.
 
-Host arguments enter the trace as tokens, zero-dimensional tensors that only the marked functions
-may take.
+Host arguments enter the trace as tokens, zero-dimensional tensors for marked functions only.
 """
 
 from __future__ import annotations
@@ -62,11 +61,13 @@ from devgraph.api.tensors import describe, tensors_in
 logger = logging.getLogger(__name__)
 
 RECOMPILE_LIMIT = 2**20
-"""The tracer gives a function up after 8 versions, but all runners of a process share one step
-function, whatever models they run."""
+"""Maximum number of versions of a function.
+
+The tracer's own limit is 8, but all runners of a process share one step function.
+"""
 
 INDUCTOR_OPTIONS = {"triton.cudagraphs": False}
-"""Pieces are captured here; whatever the user's settings, Inductor must not capture them too."""
+"""Inductor settings under which it does not capture the pieces itself."""
 
 
 _running: ContextVar[_CompiledStep | None] = ContextVar("devgraph_piecewise", default=None)
@@ -79,20 +80,20 @@ def _active() -> _CompiledStep:
 
 
 def _host_value(name: str) -> Any:
-    """Return what the marked function that runs now receives for host argument ``name``."""
+    """Return the value of host argument ``name`` for the current marked function."""
     return _active().live[name]
 
 
-# What marks claim about their functions, and the eager run that finds out whether it is true: the
-# compiler must know what a marked function returns and writes without running it.
+# Claims of marks and the eager run that checks them: the compiler must know the results and the
+# writes of a marked function without running it.
 
 
 def _described(
     mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
 ) -> Any:
-    """Return what a marked function returns for arguments that are fake tensors."""
+    """Return the fake results of a marked function for fake arguments."""
     if mark.fake is None and mark.mutates:
-        return None  # the usual shape of a region; the check refuses any other result
+        return None  # the usual result of a region; the check refuses others
     claim = mark.fn if mark.fake is None else mark.fake
     try:
         with autocast_uncached(), _sizes_unnamed(), _Closed() as closed:
@@ -105,12 +106,12 @@ def _described(
         reason = f"{type(error).__name__}: {reason}"
         if mark.fake is not None:
             raise CaptureError(
-                f"policy 'piecewise' must know what {mark.name} returns without running it, and "
-                f"the fake= of its mark raised {reason}. fake= takes what the function takes, "
+                f"policy 'piecewise' must know the results of {mark.name} without running it, and "
+                f"its fake= raised {reason}. fake= takes all arguments of the function, "
                 f"host arguments ({', '.join(host) or 'none'}) too, on tensors without data."
             ) from error
         raise CaptureError(
-            f"policy 'piecewise' must know what {mark.name} returns without running it, and its "
+            f"policy 'piecewise' must know the results of {mark.name} without running it, and its "
             f"body does not run without data ({reason}). Give its mark fake=, a function of the "
             f"same arguments that returns empty tensors of the result's shape."
         ) from error
@@ -125,7 +126,7 @@ def _of_unknown_shape(result: Any) -> bool:
 
 
 def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
-    """Let the body have sizes that depend on data, which the trace would look for in its result."""
+    """Allow data-dependent sizes in the body, which the trace would expect in its result."""
     mode = detect_fake_mode()
     if mode is None or mode.shape_env is None:
         return contextlib.nullcontext()
@@ -133,9 +134,9 @@ def _sizes_unnamed() -> contextlib.AbstractContextManager[None]:
 
 
 class _Closed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Puts a fake tensor in the place of every real one, which the block reaches by closure.
+    """A mode that replaces real tensors, which the block reaches by closure, by fake ones.
 
-    The mode of fake tensors can be told to take real ones, and then writes some of them.
+    FakeTensorMode can accept real tensors itself, but then writes some of them.
     """
 
     def __init__(self) -> None:
@@ -146,14 +147,14 @@ class _Closed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            # A tracer's mode would hand out a symbol, which nothing in the step accounts for.
+            # A tracer's mode would create a symbol that the step does not define.
             raise HostReadError("it reads device data on the host")
         args, kwargs = pytree.tree_map(self._leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def stand_in(self, result: Any) -> Any:
-        """Return ``result`` with tensors without data for the real ones among it."""
-        if type(result) in (tuple, list):  # A mark returns no other trees; a torch.Size is none.
+        """Return ``result`` with its real tensors replaced by tensors without data."""
+        if type(result) in (tuple, list):  # Marks return no other trees; torch.Size is a leaf.
             return type(result)(map(self.stand_in, result))
         return self._leaf(result)
 
@@ -168,18 +169,18 @@ class _Closed(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 device=leaf.device,
                 requires_grad=leaf.requires_grad,
             )
-            self._known[id(leaf)] = (leaf, made)  # The first holds the identity.
+            self._known[id(leaf)] = (leaf, made)  # The first item is the identity.
         return self._known[id(leaf)][1]
 
 
 _Versions = dict[str, list[tuple[int, int]]]
-"""Memory and version counter of the tensors in each argument; inference tensors count none."""
+"""Memory and version of the tensors in each argument; inference tensors have no version."""
 
 
 class _Checking(Scope):
-    """What marks mean in the run that checks a step: the body runs, and its claims are compared.
+    """The scope of the run that checks a step: bodies run, and claims of marks are compared.
 
-    Host arguments are tracked in this run, as in a capture of another policy.
+    Host arguments are tracked, as in a capture under another policy.
     """
 
     def __init__(self, spec: HostSpec) -> None:
@@ -208,7 +209,7 @@ class _Checking(Scope):
 
     @staticmethod
     def _compare_writes(mark: Mark, before: _Versions, after: _Versions) -> None:
-        """Raise RegionError unless what was written is what the mark says."""
+        """Raise RegionError unless the writes are those that the mark declares."""
         told = {memory for name in mark.mutates for memory, _ in before.get(name, ())}
         for name, versions in before.items():
             if any(v not in after[name] and v[0] not in told for v in versions):
@@ -222,7 +223,7 @@ class _Checking(Scope):
     def _compare(
         mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any], result: Any
     ) -> None:
-        """Raise RegionError unless the result is of the layout that the mark claims."""
+        """Raise RegionError unless the result has the declared layout."""
         mode = FakeTensorMode()
 
         def fake(leaf: Any) -> Any:
@@ -260,8 +261,10 @@ def _versions(mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Ver
 
 
 class _Tracing(Scope):
-    """What marks mean while the step is traced: they say what they return, and run nothing. The
-    split finds the calls of ``graph_break``."""
+    """The scope of the trace: marks return fake results and run nothing.
+
+    The split finds the calls of ``graph_break``.
+    """
 
     def call(self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, given = mark.split(args, kwargs)
@@ -281,11 +284,11 @@ class _Tracing(Scope):
 
 
 def _untraceable(result: Any, index: str = "") -> str | None:
-    """Return what in ``result`` of a mark no trace holds, and where; None if it holds all."""
+    """Return the first leaf of ``result`` that a trace cannot hold and its path, or None."""
     if type(result) in (tuple, list):
         found = (_untraceable(item, f"{index}[{at}]") for at, item in enumerate(result))
         return next(filter(None, found), None)
-    number = isinstance(result, bool | int | float)  # A trace holds one only inside a tuple.
+    number = isinstance(result, bool | int | float)  # A trace can hold it only inside a tuple.
     if result is None or isinstance(result, torch.Tensor) or (number and index):
         return None
     kind = f"a {type(result).__qualname__}"
@@ -305,8 +308,10 @@ def _is_cut(node: Node) -> bool:
 
 
 class _Compiler:
-    """The ``torch.compile`` backend of this policy: splits the traced step and compiles pieces, if
-    its name is not "eager"."""
+    """The ``torch.compile`` backend of this policy, which splits the trace and compiles pieces.
+
+    Compiler "eager" leaves the pieces as they are.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -331,7 +336,7 @@ class _Compiler:
 
 
 def _bind_tokens(graph: GraphModule, values: Mapping[str, torch.Tensor]) -> None:
-    """Replace the tokens by reads of the live values; refuse every other use of one."""
+    """Replace tokens by reads of live values; refuse other uses of a token."""
     names = {id(token): name for name, token in values.items()}
     tokens: dict[Node, str] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -379,14 +384,14 @@ def _picks_of_mark(node: Node) -> bool:
 _OPENING = {_enter_inference_mode, _enter_autocast}
 _CLOSING = {_exit_inference_mode, _exit_autocast}
 _MODE_FUNCTIONS = {*_OPENING, *_CLOSING, torch._C._set_grad_enabled}
-"""What a trace switches modes with."""
+"""Functions by which a trace switches modes."""
 
 
 def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
-    """Return ``graph`` in parts, and the modes of each by the number at the end of its name.
+    """Return ``graph`` in parts, and the modes of each part by the number in its name.
 
-    It is cut at marked functions, and wherever modes change: the parts, which do not switch any,
-    run on their own, and an exception leaves one in the middle.
+    The graph is cut at marked functions and where modes change. Parts must not switch modes,
+    because they run alone and an exception may end one.
     """
     parts: dict[Node, int] = {}
     modes = [Modes.current()]
@@ -405,7 +410,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
                 parts[node] = len(modes)
                 modes.append(modes[-1])
             elif _picks_of_mark(node):
-                # A piece that was handed a tuple would not show the layouts it is compiled for.
+                # A tuple as an input would hide the layouts that a piece is compiled for.
                 parts[node] = parts[node.all_input_nodes[0]]
                 continue
             else:
@@ -419,7 +424,7 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
     for node in reversed(graph.graph.nodes):
         if node.target in _MODE_FUNCTIONS:
             graph.graph.erase_node(node)
-    # A live value is read in the part of the call that takes it.
+    # A live value is read in the part of its call.
     for node in parts:
         if node.target is _host_value:
             parts[node] = parts[next(iter(node.users))]
@@ -428,9 +433,9 @@ def _split(graph: GraphModule) -> tuple[GraphModule, list[Modes]]:
 
 
 class _Build:
-    """The pieces of one compilation. Equal ones share their code.
+    """The pieces of one compilation, of which equal ones share code.
 
-    Code is shared within one compilation only: the sizes that it holds for are guards of that one.
+    Code is not shared between compilations, because its sizes are guards of one compilation.
     """
 
     def __init__(
@@ -439,11 +444,11 @@ class _Build:
         self._compiler = compiler
         self._wrap = wrap
         self.known: dict[Any, Callable[..., Any]] = {}
-        """Their code, by what makes two pieces equal."""
+        """Code by the signature of a piece."""
         self.pieces = 0
 
     def piece(self, piece: GraphModule, modes: Modes) -> Callable[..., Any]:
-        """Return what runs ``piece`` in ``modes``."""
+        """Return a callable that runs ``piece`` in ``modes``."""
         if not any(_computes(node) for node in piece.graph.nodes):
             return piece.forward
         self.pieces += 1
@@ -461,7 +466,7 @@ class _Build:
     def _with_inductor(self, piece: GraphModule, examples: list[Any]) -> Callable[..., Any]:
         output = piece.graph.output_node()
         single = not isinstance(output.args[0], tuple | list)
-        if single:  # Inductor compiles graphs that return a tuple
+        if single:  # Inductor needs graphs that return a tuple
             output.args = ((output.args[0],),)
         piece.recompile()
         compiled = compile_fx(piece, examples, config_patches=INDUCTOR_OPTIONS)
@@ -470,17 +475,16 @@ class _Build:
 
 
 def _computes(node: Node) -> bool:
-    """Whether ``node`` makes a tensor; sizes, and picks from tuples, are no work to compile."""
+    """Whether ``node`` makes a tensor. Sizes and items of tuples need no compilation."""
     return node.op.startswith("call_") and isinstance(
         node.meta.get("example_value"), torch.Tensor | tuple | list
     )
 
 
 class _Entry:
-    """What the traced step calls: it runs the pieces, or captures them.
+    """The callable inside the traced step, which runs or captures the pieces.
 
-    A capture begins here, inside the traced step, because checking its guards is no work to
-    record.
+    A capture begins here, because the guards of the step are not work to record.
     """
 
     def __init__(self, forward: Callable[..., Any], pieces: int) -> None:
@@ -499,7 +503,7 @@ class _Entry:
         owned = Owned(self._captured, inputs, {})
         job = attrs.evolve(step.job, fn=self._captured, owned=owned)
         step.plan = plan = capture_segments(job, step.session)
-        # The tracer may drop the code, and a step what it had made for one call only.
+        # The tracer may drop the code, and the step its result for one call.
         plan.held = (self, inputs)
         return plan.outputs
 
@@ -508,7 +512,7 @@ class _Entry:
 
 
 class _Part(torch.nn.Module):
-    """What runs in the place of a part, in its own modes; None for those of the whole step."""
+    """A callable in the place of a part, with its modes; None means the modes of the step."""
 
     def __init__(self, run: Callable[..., Any], modes: Modes | None) -> None:
         super().__init__()
@@ -523,11 +527,11 @@ class _Part(torch.nn.Module):
 
 
 def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
-    """Return what makes two pieces equal: the same operations on inputs of the same layouts."""
+    """Return the signature of a piece: its operations and the layouts of its inputs."""
     numbers = {node: index for index, node in enumerate(piece.graph.nodes)}
 
     def plain(value: Any) -> str:
-        # A node is known by its position, beside its class so that no number is taken for it.
+        # A node is represented by its class and position, so that it differs from a number.
         return repr(torch.fx.node.map_arg(value, lambda node: cast(Node, (Node, numbers[node]))))
 
     def target(node: Node) -> Any:
@@ -558,28 +562,27 @@ def _shape_of(piece: GraphModule, examples: Sequence[Any]) -> Any:
 
 
 class _CompiledStep:
-    """A step ready to be compiled, run or captured; takes the step's own bound arguments."""
+    """A step that can be compiled, run or captured with its bound arguments."""
 
     def __init__(self, job: Job, compiler: _Compiler) -> None:
         self.job = job
         self.tokens = {name: torch.zeros((), dtype=torch.int64) for name in job.spec.declared}
         self.live: Mapping[str, Any] = job.spec.declared
-        """What a marked function receives for a token: plain values, or tracked ones in a
-        capture."""
+        """Values of tokens for marked functions: plain ones, or tracked ones in a capture."""
         self.session: Session | None = None
-        """Set while capturing."""
+        """The session, during a capture."""
         self.plan: BreakablePlan | None = None
         self.entry: _Entry | None = None
         """The compiled step that ran."""
         self.entered_at = 0.0
         self.build: _Build | None = None
-        """What was compiled for this step; None while older code serves it."""
+        """The compilation for this step; None if older code is reused."""
         self._compiler = compiler
         fn = _around(job.fn) if hasattr(job.fn, "__devgraph_mark__") else job.fn
         self._step = torch.compile(fn, backend=compiler, fullgraph=True, dynamic=True)
 
     def __call__(self) -> Any:
-        """Call the compiled step; compile it first where no older code serves it."""
+        """Call the compiled step; compile it first unless older code fits."""
         job, before, started = self.job, self.build, time.perf_counter()
         outer = _running.set(self)
         try:
@@ -598,16 +601,16 @@ class _CompiledStep:
         return result
 
     def warm_up(self) -> None:
-        """Run once; compile and check the step where no older code serves it."""
+        """Run once; compile and check the step unless older code fits."""
         before, failure = self.build, None
         try:
             self()
         except Exception as error:
             if self.entry is not None:
-                raise  # It was raised by the step's own work, not by compiling it.
+                raise  # Raised by the work of the step, not by its compilation.
             failure = error
         if failure is not None:
-            # Run eagerly, the step may show its own exception, or a line that reads a host value.
+            # An eager run may raise the step's own exception, or name the line of a host read.
             self._check()
             _raise_explained(failure, self._compiler.name)
         self.job.warmed_up()
@@ -622,7 +625,7 @@ class _CompiledStep:
                 self._check()
 
     def _check(self) -> None:
-        """Run the step eagerly with tracked host arguments; compare what its marks claim."""
+        """Run the step eagerly with tracked host arguments and check the claims of its marks."""
         job = self.job
         asked: dict[str, SourceLine] = {}
         with entered(_Checking(job.spec)):
@@ -652,7 +655,7 @@ class _CompiledStep:
 
 
 def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step that calls ``fn``: the tracer looks into the callable that it is given."""
+    """Return a function that calls ``fn``, because the tracer inspects its callable."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
@@ -662,17 +665,17 @@ def _around(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """Settings of the tracer that one compilation for all sizes needs."""
+    """Tracer settings for one compilation for all sizes."""
     with (
         torch._dynamo.config.patch(
             recompile_limit=RECOMPILE_LIMIT,
             accumulated_recompile_limit=RECOMPILE_LIMIT,
-            # Else a float of the model becomes a tensor that is read on the host.
+            # Otherwise a float of the model becomes a tensor that is read on the host.
             specialize_float=True,
-            # Else code that was compiled before a hook was added would run without it.
+            # Otherwise code compiled before a hook was added would run without it.
             skip_nnmodule_hook_guards=False,
         ),
-        # Else two sizes that happen to be equal now would be taken for one.
+        # Otherwise two sizes that are equal now would be treated as one.
         shape_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
     ):
         yield
@@ -680,8 +683,8 @@ def _settings() -> Iterator[None]:
 
 class _Piecewise(Policy):
     def __init__(self) -> None:
-        # The tracer finds older code by the identity of the compiler. Backends may wrap pieces
-        # in different ways, though their tensors are of one kind.
+        # The tracer looks up older code by the identity of the compiler. Backends with the same
+        # device type may wrap pieces differently.
         self._compilers: dict[tuple[Any, ...], _Compiler] = {}
 
     def warm_up(self, job: Job, runs: int) -> Job:
@@ -716,9 +719,9 @@ class _Piecewise(Policy):
 
 
 def _hooks_of(step: Any) -> tuple[Any, ...]:
-    """Return the hooks of the modules that ``step`` is, is a method of, or closes over.
+    """Return the hooks of the module of ``step``, or of those in its closure.
 
-    The tracer guards their number, and takes code that was compiled for one hook for another.
+    The tracer guards only their number, so it would reuse code compiled for another hook.
     """
     cells = getattr(step, "__closure__", None) or ()
     holders = [step, getattr(step, "__self__", None), getattr(step, "func", None)]
@@ -735,7 +738,7 @@ def _hooks_of(step: Any) -> tuple[Any, ...]:
 
 
 def _refuse_compiled(step: Callable[..., Any]) -> None:
-    """Raise CaptureError for what torch.compile returned: its own trace runs into the marks."""
+    """Raise CaptureError for a result of torch.compile, whose own trace meets the marks."""
     wrapped = getattr(step, "_torchdynamo_orig_callable", None) is not None
     disabled = getattr(step, "_torchdynamo_disable", False)
     in_place = isinstance(step, torch.nn.Module) and step._compiled_call_impl is not None
@@ -747,11 +750,11 @@ def _refuse_compiled(step: Callable[..., Any]) -> None:
 
 
 def _raise_explained(error: Exception, compiler: str) -> NoReturn:
-    """Raise the error for a step that could not be compiled: its line, and what to do."""
+    """Raise the error for a failed compilation, with its line and a remedy."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, DeviceGraphError):
-            raise inner  # Not from ``error``, which has it as its cause.
+            raise inner  # Not from ``error``, because it is the cause of ``error``.
         inner = inner.__cause__ or inner.__context__
     line = traced_line(error)
     if line is None:
@@ -761,7 +764,7 @@ def _raise_explained(error: Exception, compiler: str) -> NoReturn:
             f"Use {cure}policy='breakable', which compiles nothing."
         ) from error
     reason = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
-    # The second is what the tracer says of a marked method: it looks into the mark itself.
+    # The second is the tracer's error for a marked method: it inspects the mark itself.
     if "args/kwargs to proxy" in reason or "ContextVar" in reason:
         raise CaptureError(
             f"policy 'piecewise' needs the whole step in one trace, and the call at {line} passes "
@@ -780,7 +783,7 @@ _allowed: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def _allow_marks() -> None:
-    """Let the tracer put calls of marked functions into its graph without looking into them."""
+    """Make the tracer treat calls of marked functions as opaque operations."""
     for marked in (marks.graph_break, *marks.marked_functions()):
         if marked not in _allowed:
             torch._dynamo.allow_in_graph(marked)  # type: ignore[no-untyped-call]
