@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -85,12 +86,13 @@ class Snapshot:
         memory = _bytes_of(tensor) if flat else tensor.detach()
         place, content, digest = place_of(tensor), None, None
         if memory.nbytes <= self._left:
-            self._left -= memory.nbytes
-            content = memory.clone()
-        elif needed:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                content = memory.clone()
+                self._left -= memory.nbytes
+        if content is None:
+            if not needed:
+                return
             digest = hash_of(tensor)
-        else:
-            return
         self._saved.append(_Saved(name, tensor, place, memory, content, digest))
 
     def save_rows(self, rows: torch.Tensor) -> None:
@@ -159,6 +161,10 @@ class Snapshot:
         torch.set_rng_state(self._host_random)
         for generator, state in self._generators:
             generator.set_state(state)
+        self.restore_contents()
+
+    def restore_contents(self) -> None:
+        """Give tensors their contents and layouts back."""
         for _, tensor, place, *_ in self._saved:
             if not is_at(tensor, place):
                 with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -203,11 +209,10 @@ def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
 def hash_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a hash of the memory of ``tensor``, one number on its device."""
     memory = _bytes_of(tensor)
-    cut = len(memory) - len(memory) % 8
-    start = memory.storage_offset() % 8
-    words = memory[:cut].view(torch.int64) if not start else memory[:cut].clone().view(torch.int64)
-    weights = _weights(memory.device)
-    total = memory[cut:].sum(dtype=torch.int64)
+    start = min(-memory.storage_offset() % 8, len(memory))
+    cut = len(memory) - (len(memory) - start) % 8
+    words, weights = memory[start:cut].view(torch.int64), _weights(memory.device)
+    total = memory[:start].sum(dtype=torch.int64) * 31 + memory[cut:].sum(dtype=torch.int64)
     for chunk in torch.split(words, _CHUNK):
         total = total * 31 + (chunk * weights[: len(chunk)]).sum()
     return total

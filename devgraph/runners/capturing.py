@@ -37,6 +37,7 @@ from devgraph.api.pool import Pool
 from devgraph.api.process import collector
 from devgraph.api.prove import addresses
 from devgraph.api.session import session
+from devgraph.api.snapshots import Snapshot
 from devgraph.runners.decisions import Decision, Reason
 from devgraph.runners.graphs import BucketGraph, EmulatedGraph, Graphs
 from devgraph.runners.prove import state_of
@@ -206,6 +207,7 @@ class CaptureScheduler:
         done: list[BucketGraph] = []
         with (
             _collector_paused(),
+            self._step.trial() as before,
             _progress(f"{self._name}: capturing", len(graphs), self._options.progress) as advance,
         ):
             for index, graph in enumerate(graphs):
@@ -216,6 +218,7 @@ class CaptureScheduler:
                     self._drop(graphs[index:], reason, detail)
                     break
                 done.append(graph)
+            self._require_unwritten(done, before)
         # Of a tensor that was replaced after an earlier capture, the older address counts.
         self._step.places = {**addresses(state_of(self._step)), **self._step.places}
         self.pace = _measure_pace(self._backend)
@@ -237,6 +240,27 @@ class CaptureScheduler:
             self._config.policy,
             self._backend.device,
         )
+
+    def _require_unwritten(self, graphs: Sequence[BucketGraph], before: Snapshot) -> None:
+        """Raise if a capture wrote a tensor above the limit for copies, on this rank or another.
+
+        Raises:
+            CaptureError: this rank; ``graphs`` are closed.
+            AgreementError: another rank.
+        """
+        tag, mine = f"{self._name}/state{self.rounds}", RankOutcome(Outcome.CAPTURED)
+        try:
+            before.require_unwritten()
+        except CaptureError as error:
+            for graph in graphs:
+                graph.forget(Reason.CAPTURE_FAILED, str(error))
+            self._ranks.post(tag, RankOutcome.of_error(error).encoded())
+            raise
+        for rank, other in enumerate(self._exchange(tag, mine)):
+            if other.outcome is Outcome.RAISED:
+                for graph in graphs:
+                    graph.forget(Reason.RANKS_DROPPED, other.text)
+                raise AgreementError(f"the captures of rank {rank} are invalid: it {other.text}")
 
     def require(self, profile: str | None) -> None:
         """Raise the error that keeps this rank from a round, and report it to the other ranks.
@@ -314,6 +338,12 @@ class CaptureScheduler:
         The first number counts only memory that the runner's own pool cannot provide. Every later
         graph adds about as much as the second one, so the last number stands for all the rest.
         """
+        with self._step.trial() as before:
+            added = self._sample_bytes()
+            before.require_unwritten()
+        return added
+
+    def _sample_bytes(self) -> list[int]:
         pool, existing = self._backend.make_pool(), self._pool.segments
         added: list[int] = []
         samples: list[Captured | EmulatedGraph] = []

@@ -35,9 +35,10 @@ from devgraph.api.config.phase import (
 )
 from devgraph.api.config.resolve import resolve
 from devgraph.api.config.unused import unused
-from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean
+from devgraph.api.errors import ConfigError, ConfigTypeError, brief, did_you_mean, whole
 from devgraph.api.pool import Pool
 from devgraph.api.registry import get_backend
+from devgraph.api.snapshots import DEFAULT_LIMIT
 from devgraph.runners.batch import Batch
 from devgraph.runners.buckets import Phase
 from devgraph.runners.decisions import Variant, check_variants
@@ -79,6 +80,7 @@ class RunnerOptions(TypedDict, total=False):
     ranges: bool
     name_nodes: bool | torch.nn.Module
     max_graphs: int | None
+    snapshot_limit: int
     progress: bool
 
 
@@ -148,6 +150,10 @@ class Options:
     """Maximum number of captured graphs, with ``capture="lazy"``. A further capture closes the
     least recently used graph, whose batches run eagerly until it is captured again. For steps with
     many sizes of which few are in use at a time."""
+    snapshot_limit: int = DEFAULT_LIMIT
+    """Bytes of copies that ``capture`` may take of bound tensors and of the state of requests, to
+    give them their values back. Larger tensors are hashed, before the first and after the last
+    capture of one call, and padding must not write them."""
     progress: bool = True
     """Show the progress of captures: a bar on a terminal, otherwise a line every few seconds."""
 
@@ -161,6 +167,7 @@ class Options:
                 raise ConfigTypeError(
                     f"{key}: expected true or false, got {brief(getattr(self, key))}"
                 )
+        whole("snapshot_limit", self.snapshot_limit, kind=ConfigError)
         if self.max_graphs is not None:
             count(self.max_graphs, "max_graphs")
         if not isinstance(self.bound, Mapping) or not all(isinstance(n, str) for n in self.bound):

@@ -13,7 +13,7 @@ from devgraph.api.backend import Backend
 from devgraph.api.errors import InputError, InputTypeError, brief, note
 from devgraph.api.modes import Autocast, autocast_of, current_autocast
 from devgraph.api.pool import Pool
-from devgraph.api.tensors import overwrite
+from devgraph.api.snapshots import Snapshot
 from devgraph.runners.batch import Batch, HostArgs, HostValues, Live, StateViews, end_batch
 from devgraph.runners.decisions import GraphKey, canonical_variant
 from devgraph.runners.graphs import BucketGraph, Graphs
@@ -21,14 +21,11 @@ from devgraph.runners.inputs import InputArena
 from devgraph.runners.load import CopyPlan
 from devgraph.runners.options import Options
 from devgraph.runners.outputs import LeaseClock, LeasedTensor, OutputStore
-from devgraph.runners.slots import Size, raw
+from devgraph.runners.slots import Size
 from devgraph.runners.state import StateStore
 
 _Replay = Callable[[Mapping[str, Any]], None]
 """A replay with the given host arguments."""
-
-SNAPSHOT_BYTES = 2**30
-"""Maximum size of the copies of bound tensors and state that a trial takes, smallest first."""
 
 MAX_STEPS = 4096
 """Maximum number of cached steps. A step takes a few KiB, and binding it again about 20 us."""
@@ -69,8 +66,8 @@ class Step:
     """Autocast settings of the captures, for every run after them; before, of the last step."""
     captured: bool = False
     """Whether there was a capture."""
-    _saved: list[tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=list, init=False)
-    """Bound tensors and state of requests, with their values before the current trial."""
+    _saved: Snapshot | None = attrs.field(default=None, init=False)
+    """Bound tensors and state of requests as they were before the outermost trial."""
 
     def settle_autocast(self) -> None:
         """Fix the autocast settings of all captures and later steps.
@@ -93,51 +90,43 @@ class Step:
                 return function(*args, **host)
 
     @contextlib.contextmanager
-    def trial(self) -> Iterator[None]:
+    def trial(self) -> Iterator[Snapshot]:
         """Run the block for no request: without gradients, under the autocast of captures.
 
         Afterwards random numbers, bound tensors and the state of requests have their old values,
-        also if the block fails. Above ``SNAPSHOT_BYTES`` the largest tensors are not restored, and
-        pad rules must protect them.
+        also if the block fails. Tensors above the limit are hashed instead; ask
+        ``Snapshot.require_unwritten`` of the value of the block. An inner trial uses the snapshot
+        of the outer one.
         """
         autocast = current_autocast() if self.autocast is None else self.autocast
-        rng = self.backend.get_rng_state()
-        outer, self._saved = self._saved, self._snapshot()
-
-        def restore() -> None:
-            try:
-                self.backend.set_rng_state(rng)
-                self.reset_state()
-            finally:
-                self._saved = outer
-
+        outer = self._saved
+        saved = self._saved = self._snapshot() if outer is None else outer
         try:
             with torch.no_grad(), autocast_of(autocast):
-                yield
+                yield saved
         except BaseException as error:
             try:
-                restore()
+                saved.restore()
             except Exception as lost:
                 note(error, f"and the changes of the step could not be undone: {lost}")
             raise
-        restore()
+        else:
+            saved.restore()
+        finally:
+            self._saved = outer
 
-    def _snapshot(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        tensors = [*self.inputs.buffers.bound.values()]
-        if self.state is not None:
-            tensors += [tensor for b in self.state.memory for tensor in b.values()]
-        saved, remaining = [], SNAPSHOT_BYTES
-        for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes):
-            remaining -= tensor.nbytes
-            if remaining >= 0:
-                content = raw(tensor.detach())
-                saved.append((content, content.clone()))
-        return saved
+    def _snapshot(self) -> Snapshot:
+        tensors = [(f"bound tensor {n!r}", t) for n, t in self.inputs.buffers.bound.items()]
+        for buffers in [] if self.state is None else self.state.memory:
+            tensors += [(f"the state {name!r}", tensor) for name, tensor in buffers.items()]
+        weights = torch.nn.Parameter
+        changing = [(name, tensor) for name, tensor in tensors if not isinstance(tensor, weights)]
+        return Snapshot(self.backend, changing, limit=self.options.snapshot_limit)
 
     def reset_state(self) -> None:
         """Give bound tensors and the state of requests the values before the trial."""
-        for tensor, content in self._saved:
-            overwrite(tensor, content)
+        if self._saved is not None:
+            self._saved.restore_contents()
 
     def run_eagerly(
         self,

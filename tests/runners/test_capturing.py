@@ -18,9 +18,9 @@ import torch
 
 import devgraph as dg
 from devgraph import Reason
+from devgraph.api import snapshots
 from devgraph.cpu.tape import Tape
 from devgraph.runners import capturing as rounds_module
-from devgraph.runners import step as step_module
 from tests.support.runner_steps import (
     IDS,
     ROWS,
@@ -198,17 +198,85 @@ def test_bound_tensors_are_restored_after_every_warm_up_and_capture():
     assert runner.run({"x": torch.zeros(1, 3)}).eq(7).all()
 
 
-def test_bound_tensors_above_the_limit_of_copies_are_left_to_the_pad_rules(monkeypatch):
-    monkeypatch.setattr(step_module, "SNAPSHOT_BYTES", 12)
-    small, large = torch.zeros(2), torch.zeros(2)
+def test_bound_tensor_above_the_limit_of_copies_must_not_be_written():
+    """FAULTS 47."""
+    small, large = torch.zeros(2), torch.zeros(100)
+    writes = [True]
 
     def step(batch):
         small.add_(1)
-        large.add_(1)
-        return batch.x * 2
+        if writes:
+            large[0].add_(1)
+        return batch.x + large[0]
 
-    decode_of(step, (X,), config={"buckets": [2]}, bound={"small": small, "large": large})
-    assert sorted([small.any().item(), large.any().item()]) == [False, True]
+    runner = decode_of(
+        step,
+        (X,),
+        captured=False,
+        config={"buckets": [1, 2]},
+        bound={"small": small, "large": large},
+        snapshot_limit=12,
+    )
+    with pytest.raises(dg.CaptureError, match=r"wrote bound tensor 'large'.*pad rule"):
+        runner.capture()
+    assert not small.any()
+    assert runner.can_run(1).reason is Reason.CAPTURE_FAILED
+    writes.clear()
+    runner.capture()
+    assert runner.can_run(1).ok
+    assert not small.any()
+
+
+def test_a_tensor_above_the_limit_is_hashed_twice_for_all_buckets(monkeypatch):
+    calls = []
+    hash_of = snapshots.hash_of
+    monkeypatch.setattr(snapshots, "hash_of", lambda t: calls.append(t) or hash_of(t))
+    decode_of(
+        lambda batch: batch.x * 2,
+        (X,),
+        config={"buckets": [1, 2, 4, 8]},
+        bound={"cache": torch.zeros(100)},
+        snapshot_limit=12,
+    )
+    assert len(calls) == 2
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+        self.cache = torch.zeros(3)
+
+    def forward(self, batch):
+        return batch.x * self.scale + self.cache
+
+
+EXCHANGES = {
+    "assigned": lambda model: setattr(model, "cache", torch.ones(3)),
+    "loaded": lambda model: model.load_state_dict({"scale": torch.zeros(3)}, assign=True),
+    "data": lambda model: setattr(model.scale, "data", torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("bound", ["module", "functions"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_exchanged_tensor_of_a_bound_model_is_refused_until_captured_again(exchange, bound):
+    """FAULTS 10."""
+    model = Model()
+    trees = {
+        "module": {"model": model},
+        "functions": {"weights": lambda: [model.scale], "cache": lambda: model.cache},
+    }
+    runner = decode_of(model, (X,), bound=trees[bound])
+    assert runner.run({"x": rows_of_x(2)}).eq(rows_of_x(2)).all()
+    EXCHANGES[exchange](model)
+    with pytest.raises(dg.StateError):
+        runner.run({"x": rows_of_x(2)})
+    runner.invalidate()
+    runner.capture()
+    with torch.no_grad():
+        want = rows_of_x(2) * model.scale + model.cache
+    assert torch.equal(runner.run({"x": rows_of_x(2)}), want)
 
 
 def test_a_failure_of_the_step_is_raised_and_earlier_buckets_are_kept():
