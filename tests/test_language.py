@@ -34,12 +34,8 @@ PENDING = (
     "docs/fast-replay.md",
     "docs/faults.md",
     "docs/modes.md",
-    "docs/regions.md",
-    "docs/rocm.md",
     "docs/runners.md",
     "docs/sglang.md",
-    "docs/troubleshooting.md",
-    "docs/tutorial.md",
     "docs/vllm.md",
     "CHANGELOG.md",
 )
