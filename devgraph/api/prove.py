@@ -15,7 +15,7 @@ from devgraph.api.backend import Backend, poison
 from devgraph.api.errors import InputError, InputTypeError, brief, did_you_mean, whole
 from devgraph.api.modes import Settings
 from devgraph.api.reach import Watch, entries
-from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot
+from devgraph.api.snapshots import DEFAULT_LIMIT, Snapshot, same_bytes
 from devgraph.api.tensors import unexpanded
 
 if TYPE_CHECKING:
@@ -343,7 +343,7 @@ class State:
         """
         changed = {}
         for name, tensor, now, saved, rows in self.snapshot.parts():
-            if id(tensor) not in self.rebound and compare(saved, now):
+            if id(tensor) not in self.rebound and not same_bytes(saved, now):
                 changed[name] = (now.clone(), saved, rows)
         for index, (state, saved) in enumerate(self.snapshot.generators()):
             if not torch.equal(state, saved):

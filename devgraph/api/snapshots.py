@@ -152,7 +152,7 @@ class Snapshot:
                 for tensor in tensors
                 if (item := saved.get(id(tensor))) is not None
                 and item.content is not None
-                and not _same_bytes(item.content, item.memory)
+                and not same_bytes(item.content, item.memory)
             ]
 
     def restore(self) -> None:
@@ -223,7 +223,8 @@ def _weights(device: torch.device) -> torch.Tensor:
     return count * 0x5851F42D4C957F2D + 0x14057B7EF767814F | 1
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes, compared on their device."""
     plain = [t.resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (one, other)]
     left, right = (t.view(torch.uint8) if t.numel() else t for t in plain)
     return torch.equal(left, right)

@@ -12,6 +12,7 @@ import torch
 
 from devgraph.api.errors import (
     AgreementError,
+    CaptureError,
     ConfigError,
     ConfigTypeError,
     DeviceGraphError,
@@ -68,6 +69,8 @@ class Reason(str, enum.Enum):
     """Another rank could not capture this bucket."""
     VOTED_EAGER = "voted_eager"
     """Another rank has to run this step eagerly."""
+    VERIFY_FAILED = "verify_failed"
+    """A check found that the graph differs from eager; see the key ``verify``."""
     INVALIDATED = "invalidated"
     """``invalidate`` was called and the bucket has not been captured since."""
     WEIGHTS_CHANGED = "weights_changed"
@@ -142,6 +145,7 @@ _WAYS_OUT: Mapping[Reason, tuple[type[DeviceGraphError], str]] = {
     Reason.TIME_BUDGET: (ResourceError, "raise time_budget_s or use fewer buckets"),
     Reason.RANKS_DROPPED: (AgreementError, "see explain() for the rank that dropped it"),
     Reason.VOTED_EAGER: (AgreementError, "see the reason on the other ranks"),
+    Reason.VERIFY_FAILED: (CaptureError, "see explain() for the cause"),
     Reason.INVALIDATED: (StateError, "call capture() to capture again"),
     Reason.WEIGHTS_CHANGED: (StateError, "call invalidate('weights') and then capture()"),
     Reason.EVICTED: (StateError, "raise max_graphs or use fewer buckets"),

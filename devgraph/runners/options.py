@@ -32,6 +32,7 @@ from devgraph.api.config.phase import (
     PhaseConfig,
     count,
     phase_config,
+    verify_from_environment,
 )
 from devgraph.api.config.resolve import resolve
 from devgraph.api.config.unused import unused
@@ -217,6 +218,8 @@ class Options:
             config = attrs.evolve(config, strict=options.strict)
         if switched_on(EMULATE_VARIABLE):
             config = attrs.evolve(config, emulate=True)
+        if config.verify is None and (verify := verify_from_environment()):
+            config = attrs.evolve(config, verify=verify)
         debug = switched_on(DEBUG_VARIABLE) if options.debug is None else options.debug
         return attrs.evolve(options, config=config, debug=debug)
 

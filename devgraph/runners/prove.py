@@ -62,11 +62,16 @@ class Terms:
     atol: float | None = None
     snapshot_limit: int = DEFAULT_LIMIT
     quick: bool = False
-    """Compare with eager on the padded batch only, without poisoned padding."""
+    """Compare with eager on the padded batch only, without poisoned padding and parameters."""
 
 
-def state_of(step: Step) -> list[tuple[str, torch.Tensor]]:
-    """Return the state of a step by name: bound tensors, and tensors that its functions reach."""
+def state_of(step: Step, *, weights: bool = True) -> list[tuple[str, torch.Tensor]]:
+    """Return the state of a step by name: bound tensors, and tensors that its functions reach.
+
+    Args:
+        step: the engine's functions and their data.
+        weights: with parameters of modules.
+    """
     inside = step.inputs.buffers.overlaps
     reached = [
         (entry.path, entry.value)
@@ -78,11 +83,12 @@ def state_of(step: Step) -> list[tuple[str, torch.Tensor]]:
     ]
     bound = step.inputs.buffers.bound.items()
     rows = [] if step.state is None else [item for b in step.state.memory for item in b.items()]
-    return [
+    named = [
         *reached,
         *((f"bound {name!r}", tensor) for name, tensor in bound),
         *((f"state {name!r} of requests", tensor) for name, tensor in rows),
     ]
+    return [item for item in named if weights or not isinstance(item[1], torch.nn.Parameter)]
 
 
 def _roots(step: Step) -> list[tuple[str, Any]]:
@@ -118,6 +124,8 @@ class Proof:
         self._varied: set[str] = set()
         self._notes: dict[str, None] = {}
         self._tried: list[Case] = []
+        self.tested: list[BucketGraph] = []
+        """The graph of each case."""
         self._last = _last_inputs(step)
         self._uses: dict[str, tuple[int, int]] = {}
         """Smallest and largest value that real rows of a slot have."""
@@ -134,7 +142,7 @@ class Proof:
         self._ranks.handshake(self._tag, facts)
         self._state = State(
             step.backend,
-            state_of(step),
+            state_of(step, weights=not terms.quick),
             _roots(step),
             limit=terms.snapshot_limit,
         )
@@ -159,6 +167,7 @@ class Proof:
                             updated=updated,
                         )
                         self._tried.append(case)
+                        self.tested.append(graph)
                         failures += self._case(graph, size, case)
         except BaseException as error:
             self._ranks.post(f"{self._tag}/case", f"raised {type(error).__name__}: {error}")
@@ -530,7 +539,9 @@ def _last_inputs(
 
     Requests are permuted, so that the values of one request stay together.
     """
-    last = None if step.inputs.is_shared else step.last
+    # Rows of these inputs are live state. They need a step whose state is known, to be put back.
+    is_known = step.options.bound or all(map(roots_of, step.engine))
+    last = step.last if is_known and not step.inputs.is_shared else None
     held = {} if last is None else {n: t.clone() for n, t in last.tensors.items()}
 
     def inputs(real: Size, generator: torch.Generator) -> dict[str, torch.Tensor]:

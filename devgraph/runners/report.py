@@ -43,6 +43,10 @@ class Counters:
         self.idle = 0
         """Number of graph steps without a real request."""
         self.captures = 0
+        self.checks = 0
+        """Number of cases that compared a graph with eager because of the key ``verify``."""
+        self.failed_checks = 0
+        """Number of graphs that were dropped because they differed from eager."""
 
 
 @attrs.frozen(kw_only=True)
@@ -99,6 +103,10 @@ class RunnerStats:
     real_rows: int
     padded_rows: int
     captures: int
+    checks: int
+    """Cases in which graphs were compared with eager, as the key ``verify`` asks."""
+    failed_checks: int
+    """Graphs that were dropped because a check found a difference."""
     capture_seconds: float
     phase_seconds: Mapping[str, float]
     """Seconds spent on the present graphs, by phase: warm-up and capture, and under ``piecewise``
@@ -164,6 +172,8 @@ class RunnerStats:
             real_rows=sum(bucket.real_rows for bucket in buckets),
             padded_rows=sum(bucket.padded_rows for bucket in buckets),
             captures=counters.captures,
+            checks=counters.checks,
+            failed_checks=counters.failed_checks,
             capture_seconds=sum(bucket.capture_seconds for bucket in buckets),
             phase_seconds=_totals(capture.phases for capture in captured),
             updates=_totals(capture.stats() for capture in captured),
@@ -221,6 +231,8 @@ class RunnerStats:
             ("real_rows_total", "counter", "Rows of real requests in graphs.", self.real_rows),
             ("padded_rows_total", "counter", "Padded rows in graphs.", self.padded_rows),
             ("captures_total", "counter", "Graphs captured.", self.captures),
+            ("checks_total", "counter", "Cases compared with eager.", self.checks),
+            ("failed_checks_total", "counter", "Graphs that checks dropped.", self.failed_checks),
             ("capture_seconds_total", "counter", "Time spent capturing.", self.capture_seconds),
             ("graph_bytes", "gauge", "Device memory of the graphs.", self.graph_bytes),
             ("static_bytes", "gauge", "Static buffers.", self.static_bytes),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
+import attrs
 import torch
 
 from devgraph.api import __version__
@@ -16,6 +18,7 @@ from devgraph.api.buffers import StaticBuffers
 from devgraph.api.device import raise_if_lost, require_alive
 from devgraph.api.errors import (
     CapabilityError,
+    CaptureError,
     ConfigError,
     ConfigTypeError,
     ExecutableError,
@@ -166,6 +169,8 @@ class Runner:
         self._closed = False
         self._proofs = 0
         """Number of proofs so far; it keeps their exchanges between ranks apart."""
+        self._checked_at = 0
+        """Number of steps at the last check of the key ``verify``."""
         self._warned = config.capture != "eager"
         """Whether the warning about a run before ``capture`` is out or does not apply."""
         # Otherwise a size that once ran in a graph needs no further decision, because the table of
@@ -634,6 +639,8 @@ class Runner:
     def idle(self, *, ready: bool = True) -> bool:
         """Capture one bucket while the engine has nothing else to do; return whether it did.
 
+        If there is none to capture, repeat one check if the key ``verify`` asks for it.
+
         For ``capture="background"`` and ``"lazy"``. Outputs of earlier runs are overwritten.
 
         With several ranks, every rank calls it at the same point, as it does ``agree``. All ranks
@@ -651,7 +658,7 @@ class Runner:
                 return False
             graph = self._scheduler.elect(ready=ready and not self.graphs.suspended)
             if graph is None:
-                return False
+                return self._verify_again(ready=ready)
             self._capture([graph])
             return True
 
@@ -660,8 +667,80 @@ class Runner:
         self._step.clock.tick()
         try:
             self._scheduler.round(graphs, profile)
+            verify = self._config.verify
+            if verify is not None and verify.start and not self._config.emulate:
+                captured = [graph for graph in graphs if graph.captured is not None]
+                self._verify(captured, cases=2)
         finally:
             self._steps.clear()
+
+    def _verify(self, chosen: Sequence[BucketGraph], cases: int) -> None:
+        """Compare graphs with eager, and drop those that differ on any rank.
+
+        Raises:
+            CaptureError: a graph differs and the runner is strict.
+        """
+        proof = self._proof(Terms(cases=cases, quick=True))
+        report = proof.of(self.graphs, chosen)
+        self._checked_at = self._steps_so_far
+        self._counters.checks += report.cases
+        causes: dict[str, str] = {}
+        for graph in chosen:
+            tried = [case for case in report.tried if proof.tested[case.number] is graph]
+            numbers = {case.number for case in tried}
+            failures = tuple(f for f in report.failures if f.case in numbers)
+            own = attrs.evolve(report, cases=len(tried), tried=tuple(tried), failures=failures)
+            if failures:
+                causes[str(graph.key)] = "; ".join(own.causes)
+        texts = self._ranks.gather(f"{self._name}/verified{self._proofs}", json.dumps(causes))
+        dropped = [
+            (graph, rank, found[str(graph.key)])
+            for graph in chosen
+            for rank, found in [*enumerate(map(json.loads, texts))]
+            if str(graph.key) in found
+        ]
+        for graph, rank, cause in dropped:
+            if graph.captured is None:
+                continue  # on two ranks
+            here = str(graph.key) in causes
+            if here:
+                graph.drop(Reason.VERIFY_FAILED, causes[str(graph.key)])
+            else:
+                graph.drop(Reason.RANKS_DROPPED, f"rank {rank}: {cause}")
+            self._counters.failed_checks += 1
+            logger.warning(
+                "%s: bucket %s differs from eager and is dropped: %s",
+                self._name,
+                graph.key,
+                graph.detail,
+            )
+        if dropped and self._config.strict:
+            keys = ", ".join(dict.fromkeys(str(graph.key) for graph, *_ in dropped))
+            raise CaptureError(
+                f"{self._name}: graphs differ from eager in buckets {keys}: {dropped[0][2]}. Run "
+                f"prove() for all differences, or allow eager steps with strict=False"
+            )
+
+    @property
+    def _steps_so_far(self) -> int:
+        return sum(graph.hits for graph in self.graphs) + self._counters.reasons.total()
+
+    def _verify_again(self, *, ready: bool) -> bool:
+        """Repeat one case if enough steps ran since the last check; return whether it did."""
+        verify = self._config.verify
+        if verify is None or verify.every is None or self._config.emulate:
+            return False
+        due = self._steps_so_far - self._checked_at >= verify.every
+        able = ready and bool(self.graphs.captured) and not self.graphs.suspended
+        able = able and not self.pool.recordings.released
+        not_due, all_able = self._ranks.minimum(f"{self._name}/verify", [not due, able])
+        if not_due or not all_able:
+            return False
+        captured = self.graphs.captured
+        self._steps.clear()
+        self._verify([captured[self._proofs % len(captured)]], cases=1)
+        self._steps.clear()
+        return True
 
     # Lifecycle.
 
@@ -906,15 +985,14 @@ class Runner:
                 atol=atol,
                 snapshot_limit=snapshot_limit,
             )
-            return self._prove(terms, self.graphs.captured)
+            return self._proof(terms).of(self.graphs, self.graphs.captured)
 
-    def _prove(self, terms: Terms, chosen: Sequence[BucketGraph]) -> Report:
-        """Compare the ``chosen`` graphs with eager."""
+    def _proof(self, terms: Terms) -> Proof:
+        """Return the proof for ``terms``."""
         self._step.clock.tick()
         self._proofs += 1
         tag = f"{self._name}/prove{self._proofs}"
-        proof = Proof(self._step, terms, self._implied, self._ranks, tag)
-        return proof.of(self.graphs, chosen)
+        return Proof(self._step, terms, self._implied, self._ranks, tag)
 
 
 def _common_facts(runner: Runner) -> dict[str, Any]:
