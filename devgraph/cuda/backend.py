@@ -1,4 +1,4 @@
-"""The CUDA backend: identity, capabilities, and what differs from other torch namespaces."""
+"""The CUDA backend: identity, capabilities and differences from other torch namespaces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from devgraph.cuda.pages import MappedPages, compiler
 from devgraph.cuda.runtime import Runtime
 
 _OF_NODES = ("region_update", "node_counts", "node_ranges", "remakes_executables", "loops")
-"""Capabilities that come from the driver's calls on nodes."""
+"""Capabilities that need the driver's calls on nodes."""
 
 
 class CudaBackend(NodeBackend):
@@ -74,8 +74,8 @@ class CudaBackend(NodeBackend):
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
 
     def is_host_read(self, error: BaseException) -> bool:
-        # cudaErrorStreamCaptureUnsupported, or torch's own refusal of a copy to pageable memory; a
-        # torch without error codes has the text only.
+        # cudaErrorStreamCaptureUnsupported, or torch's own refusal of a copy to pageable memory.
+        # Without error codes in torch, only the text identifies the error.
         text = str(error)
         return (
             getattr(error, "error_code", None) == 900
@@ -85,21 +85,23 @@ class CudaBackend(NodeBackend):
 
     def join(self, current: Any, side: Any) -> None:
         super().join(current, side)
-        # An engine that captures has run its warm-ups on the stream that is current, a new one that
-        # it then leaves: it is remembered as well.
+        # An engine that captures has run its warm-ups on the current stream, a new stream that it
+        # then abandons. That stream slows graphs as well, so it is recovered too.
         for stream in (side, current):
             self.recover_pace(stream)
 
     def recover_pace(self, stream: Any) -> None:
-        """Let graphs go at full pace again after launches on ``stream``, a torch stream; for an
-        engine that captures by itself, after its captures."""
+        """Restore the full pace of graphs after launches on ``stream``, a torch stream.
+
+        An engine that captures by itself calls this after its captures.
+        """
         if self._pace is not None:
             self._pace.recover(stream.cuda_stream)
 
     def details(self) -> dict[str, str]:
         pace = self.after_captures()
-        told = "unknown" if pace is None else f"{pace:.2f} us from kernel to kernel"
-        return {"pace of graphs": told}
+        text = "unknown" if pace is None else f"{pace:.2f} us from kernel to kernel"
+        return {"pace of graphs": text}
 
     def after_captures(self) -> float | None:
         if self._pace is None:
@@ -108,7 +110,7 @@ class CudaBackend(NodeBackend):
             return self._pace.measure(self.capture_stream)
 
     def make_pages(self) -> Pages:
-        return MappedPages.made()
+        return MappedPages.of_process()
 
     def elsewhere(self) -> bool:
         return bool(torch._C._cuda_getDevice() != self._device.index)

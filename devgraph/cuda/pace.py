@@ -1,9 +1,9 @@
-"""The pace of graphs: how long the device takes from one kernel of a graph to the next.
+"""The pace of graphs: the device's time from one kernel of a graph to the next.
 
-On Hopper every graph of a process goes a third of a microsecond a kernel slower while too many of
-the last launches on its streams were ordinary ones: a capture leaves some on the stream that
-captures. Empty kernels that are launched there with programmatic serialization bring the pace back.
-docs/fast-replay.md has the experiments.
+On Hopper every graph of a process runs a third of a microsecond per kernel slower while too many of
+the last launches on the process's streams were ordinary launches. A capture leaves such launches on
+its stream. Launching empty kernels with programmatic serialization on that stream restores the
+pace. docs/fast-replay.md has the experiments.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from devgraph.cuda.runtime import LaunchConfig, Runtime
 logger = logging.getLogger(__name__)
 
 LAUNCHES = 8
-"""Launches that a stream is remembered by: eight empty kernels brought the pace back whenever only
-one stream besides the engine's own had been used, four did not (one H200, driver 580.159)."""
+"""Empty kernels per recovery. Eight restored the pace whenever only one stream in addition to the
+engine's own had been used; four did not (one H200, driver 580.159)."""
 
 _KERNELS = 128
-"""Kernels of the graph that is timed: 0.93 us each at full pace, 1.10 below it."""
+"""Kernels in the graph that is timed: 0.93 us each at full pace, 1.10 us at the slower pace."""
 
 _EMPTY_KERNEL = b""".version 8.0
 .target sm_90
@@ -32,13 +32,13 @@ _EMPTY_KERNEL = b""".version 8.0
 .visible .entry empty() { ret; }
 """
 _PROGRAMMATIC_SERIALIZATION = 6
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"""
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
 _Attribute = structure("CUlaunchAttribute", id=c_int, pad=c_int, value=c_int * 16)
 
 
 class PaceKeeper:
-    """Brings the pace of a device back and measures it; the context of ``runtime`` is its own."""
+    """Restores and measures the pace of a device, which must be the device of ``runtime``."""
 
     def __init__(self, runtime: Runtime, device: torch.device) -> None:
         self._runtime = runtime
@@ -48,12 +48,14 @@ class PaceKeeper:
         self._config = LaunchConfig((1, 1, 1), (32, 1, 1), 0, None, addressof(self._attribute), 1)
         self._probe: Any = None
         self._event: Any = torch.cuda.Event
-        # Processors before Hopper know no programmatic serialization.
+        # GPUs before Hopper do not support programmatic serialization.
         self._works = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def recover(self, stream: int) -> None:
-        """Launch empty kernels on a stream that captured, and does no more, so that graphs go at
-        full pace again. A driver that refuses leaves the pace as it is, which is logged."""
+        """Launch empty kernels on a stream after its capture, which restores the pace of graphs.
+
+        If the driver refuses, the pace stays as it is, and a warning is logged.
+        """
         if not self._works:
             return
         try:
@@ -67,10 +69,10 @@ class PaceKeeper:
             logger.warning("graphs may stay at a slower pace after captures: %s", error)
 
     def measure(self, stream: Any) -> float:
-        """Return the microseconds from one kernel to the next in a graph of tiny ones.
+        """Return the microseconds from one kernel to the next in a graph of tiny kernels.
 
-        Takes about a millisecond and waits for the device; the first call captures the graph, on
-        ``stream``, which is torch's.
+        The call takes about a millisecond and waits for the device. The first call captures the
+        graph on ``stream``, a torch stream.
         """
         if self._probe is None:
             self._probe = self._captured(stream)

@@ -1,7 +1,8 @@
-"""Memory of pools that can be given back: ``pages.c``, compiled where it is first needed.
+"""Releasable memory of pools: ``pages.c``, compiled at first use.
 
-torch calls its functions with the lock of its allocator held. A thread that frees a tensor waits
-for that lock with the interpreter's in its hands, so that nothing of Python may run there.
+torch calls the functions of ``pages.c`` with the lock of its allocator held. Another thread may
+hold the GIL while it waits for that lock to free a tensor. Therefore the functions must not run
+Python code.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from devgraph.api.registry import cache_folder
 _SOURCE = Path(__file__).with_name("pages.c")
 
 _OUT_OF_MEMORY = 2
-"""CUDA_ERROR_OUT_OF_MEMORY"""
+"""CUDA_ERROR_OUT_OF_MEMORY."""
 
 
 def compiler() -> list[str] | None:
-    """Return the command of a C compiler; None if there is none, or none that serves."""
+    """Return the command of a C compiler, or None if this host has no usable one."""
     if sys.platform != "linux":
         return None
     for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
@@ -42,10 +43,10 @@ def compiler() -> list[str] | None:
 
 
 def compiled(command: Sequence[str], folder: Path) -> Path:
-    """Return the library that ``command`` makes of the source, made now unless it is in ``folder``.
+    """Compile the source with ``command`` into ``folder``, unless it is there, and return its path.
 
     Raises:
-        CapabilityError: it cannot be made.
+        CapabilityError: the library cannot be compiled.
     """
     text = _SOURCE.read_bytes() + repr((command, os.uname().machine)).encode()
     library = folder / f"pages-{hashlib.sha256(text).hexdigest()[:16]}.so"
@@ -54,29 +55,30 @@ def compiled(command: Sequence[str], folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as private:
-            made = Path(private) / library.name
-            options = *"-O2 -shared -fPIC -o".split(), str(made), str(_SOURCE), "-ldl", "-lpthread"
-            done = subprocess.run([*command, *options], capture_output=True, text=True)
-            if done.returncode:
+            output = Path(private) / library.name
+            options = "-O2 -shared -fPIC -o".split()
+            files = [str(output), str(_SOURCE), "-ldl", "-lpthread"]
+            process = subprocess.run([*command, *options, *files], capture_output=True, text=True)
+            if process.returncode:
                 raise CapabilityError(
-                    f"memory that can be given back needs a C compiler, and {command[0]} failed: "
-                    f"{done.stderr.strip()}"
+                    f"releasable memory needs a C compiler, but {command[0]} failed: "
+                    f"{process.stderr.strip()}"
                 )
-            made.replace(library)  # for another process it is there whole, or not at all
+            output.replace(library)  # atomic, so that other processes never see a partial file
     except OSError as error:
         raise CapabilityError(
-            f"memory that can be given back needs a library, which could not be made in {folder}: "
-            f"{error}. Let XDG_CACHE_HOME name a folder that can be written."
+            f"releasable memory needs a library, which could not be compiled in {folder}: "
+            f"{error}. Set XDG_CACHE_HOME to a writable folder."
         ) from error
     return library
 
 
 class MappedPages:
-    """The segments of all releasable pools of a process; see ``Pages``.
+    """The memory segments of all releasable pools of a process; see ``Pages``.
 
     Args:
-        library: what was compiled.
-        driver: the name of the driver's library.
+        library: path of the compiled library.
+        driver: name of the driver's library.
     """
 
     def __init__(self, library: Path, driver: str) -> None:
@@ -85,23 +87,23 @@ class MappedPages:
             getattr(calls, name).argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
         error = calls.pages_open(driver.encode())
         if error:
-            raise CapabilityError(f"{driver} maps no memory on this machine (error {error}).")
+            raise CapabilityError(f"{driver} cannot map memory on this machine (error {error}).")
         self._library = library
 
     @functools.cached_property
     def allocator(self) -> Any:
         names = "pages_allocate", "pages_free"
-        # Pools do not keep it alive; the process does, through ``made``.
+        # Pools do not keep the allocator alive; the cache of ``of_process`` does.
         self._plugged = torch.cuda.memory.CUDAPluggableAllocator(str(self._library), *names)
         return self._plugged.allocator()  # type: ignore[no-untyped-call]
 
     @classmethod
     @functools.cache
-    def made(cls) -> MappedPages:
-        """Return the only one of the process.
+    def of_process(cls) -> MappedPages:
+        """Return the instance of this process.
 
         Raises:
-            CapabilityError: the library cannot be made.
+            CapabilityError: the library cannot be compiled.
         """
         command = compiler()
         assert command is not None
@@ -118,8 +120,8 @@ class MappedPages:
         array = (ctypes.c_uint64 * len(addresses))(*addresses)
         error = getattr(self._calls, name)(array, len(addresses))
         if error:
-            why = "out of memory" if error == _OUT_OF_MEMORY else "refused"
+            reason = "out of memory" if error == _OUT_OF_MEMORY else "refused"
             raise ResourceError(
-                f"the driver did not map the memory of graphs ({why}, error {error} of {name}). "
+                f"the driver did not map the memory of graphs ({reason}, error {error} of {name}). "
                 f"Free device memory and try again."
             )

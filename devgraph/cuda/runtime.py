@@ -1,4 +1,4 @@
-"""CUDA's node calls: what the driver has of its own beside the table that vendors share."""
+"""CUDA's node calls: the driver's differences from the table that all vendors share."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from devgraph.api.torchlike.node_calls import (
 logger = logging.getLogger(__name__)
 
 _LaunchAttribute = c_uint * 32
-"""CUlaunchAttributeValue, a union of 64 bytes, with room for a larger one."""
+"""CUlaunchAttributeValue, a union of 64 bytes, with room for future growth."""
 
 _COOPERATIVE, _CLUSTER, _PREFERRED_CLUSTER = 2, 4, 11
-"""CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _CLUSTER_DIMENSION and _PREFERRED_CLUSTER_DIMENSION"""
+"""CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _CLUSTER_DIMENSION and _PREFERRED_CLUSTER_DIMENSION."""
 
 _HOST_MEMORY, _ANY_MEMORY = 1, 4
-"""CU_MEMORYTYPE_HOST and CU_MEMORYTYPE_UNIFIED"""
+"""CU_MEMORYTYPE_HOST and CU_MEMORYTYPE_UNIFIED."""
 
 _MEMORY_TYPE = 2
-"""CU_POINTER_ATTRIBUTE_MEMORY_TYPE"""
+"""CU_POINTER_ATTRIBUTE_MEMORY_TYPE."""
 
 _SET_GOING = b""".version 6.4
 .target sm_70
@@ -59,13 +59,13 @@ _SET_GOING = b""".version 6.4
 """
 
 _CONDITIONAL, _WHILE = 13, 1
-"""CU_GRAPH_NODE_TYPE_CONDITIONAL and CU_GRAPH_COND_TYPE_WHILE"""
+"""CU_GRAPH_NODE_TYPE_CONDITIONAL and CU_GRAPH_COND_TYPE_WHILE."""
 
 _RELAXED = 2
-"""CU_STREAM_CAPTURE_MODE_RELAXED"""
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 _SET_DEPENDENCIES = 1
-"""CU_STREAM_SET_CAPTURE_DEPENDENCIES"""
+"""CU_STREAM_SET_CAPTURE_DEPENDENCIES."""
 
 
 LaunchConfig = structure(
@@ -132,12 +132,14 @@ FillParams = structure(
 class Runtime(NodeRuntime):
     """The node calls of the driver's library.
 
-    Not over the runtime's, whose getter can fail for kernels that the driver loaded (Triton,
-    cuBLAS). Calls of the driver want a context, which a thread that is new to CUDA gets when its
-    first call fails.
+    The getter of CUDA's runtime library can fail for kernels that the driver loaded (Triton,
+    cuBLAS), so this class calls the driver. Driver calls need a current context. A thread that is
+    new to CUDA gets its context when its first call fails.
 
     Args:
-        enter: gives this thread a context, as the first call of CUDA's runtime does.
+        brief: the driver's library for short calls, which keep the GIL.
+        waiting: the driver's library for calls that may wait, which release the GIL.
+        enter: makes a context current in this thread, as the first call of CUDA's runtime does.
     """
 
     prefix = "cu"
@@ -150,7 +152,7 @@ class Runtime(NodeRuntime):
         "StreamGetCaptureInfo": "_v3",
     }
     calls: ClassVar[Mapping[str, Arguments]] = {
-        # With the data of edges, without which some captures are refused.
+        # These versions return the data of edges; without it the driver refuses some captures.
         "StreamGetCaptureInfo": (c_void_p,) * 7,
         "GraphGetEdges": (c_void_p,) * 5,
         "GraphExecMemcpyNodeSetParams": (*BRIEF["GraphExecMemcpyNodeSetParams"], c_void_p),
@@ -173,7 +175,7 @@ class Runtime(NodeRuntime):
         MEMCPY: CopyParams,
         MEMSET: FillParams,
     }
-    instantiate_flags = 1 | 8  # free what it allocates at its next launch; priorities of nodes
+    instantiate_flags = 1 | 8  # AUTO_FREE_ON_LAUNCH, USE_NODE_PRIORITY
 
     def __init__(self, brief: Any, waiting: Any, enter: Callable[[], object]) -> None:
         super().__init__(brief, waiting)
@@ -182,18 +184,17 @@ class Runtime(NodeRuntime):
 
     @staticmethod
     def find(enter: Callable[[], object]) -> Runtime | None:
-        """Return the calls of the driver that the process uses; None if it is older than CUDA
-        12.3."""
+        """Return the process's driver calls, or None if the driver is older than CUDA 12.3."""
         name = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
         try:
             runtime = Runtime(ctypes.PyDLL(name), ctypes.CDLL(name), enter)
         except OSError as error:
-            lacks = str(error)
+            reason = str(error)
         else:
             if not runtime.missing:
                 return runtime
-            lacks = f"{name} lacks {', '.join(sorted(runtime.missing))}"
-        logger.warning("no region update and no node counts: upgrade the driver (%s)", lacks)
+            reason = f"{name} lacks {', '.join(sorted(runtime.missing))}"
+        logger.warning("no region update and no node counts: upgrade the driver (%s)", reason)
         return None
 
     def error_text(self, error: int) -> str:
@@ -216,10 +217,10 @@ class Runtime(NodeRuntime):
         return (context,)
 
     def kernel(self, text: bytes, name: bytes) -> int:
-        """Return the kernel ``name`` of an assembly text."""
-        source, named = ctypes.create_string_buffer(text), ctypes.create_string_buffer(name)
+        """Load an assembly text and return its kernel ``name``."""
+        source, entry = ctypes.create_string_buffer(text), ctypes.create_string_buffer(name)
         module = self.made("ModuleLoadData", addressof(source))
-        return self.made("ModuleGetFunction", module, addressof(named))
+        return self.made("ModuleGetFunction", module, addressof(entry))
 
     @contextlib.contextmanager
     def looping(
@@ -232,15 +233,16 @@ class Runtime(NodeRuntime):
         graph, (context,) = self._captured(stream)[0], self.context()
         handle = self.made("GraphConditionalHandleCreate", graph, context, 0, 0)
         self._launch_set_going(stream, handle, going)
-        before = self._captured(stream)[1]
+        last_nodes = self._captured(stream)[1]
         node = _ConditionalParams(
             type=_CONDITIONAL, handle=handle, kind=_WHILE, size=1, context=context
         )
-        came = (c_uint64 * len(before))(*before)
-        made = c_uint64(
-            self.made("GraphAddNode", graph, addressof(came), len(before), addressof(node))
+        dependencies = (c_uint64 * len(last_nodes))(*last_nodes)
+        added = self.made(
+            "GraphAddNode", graph, addressof(dependencies), len(last_nodes), addressof(node)
         )
-        self.call("StreamUpdateCaptureDependencies", stream, addressof(made), 1, _SET_DEPENDENCIES)
+        loop = c_uint64(added)
+        self.call("StreamUpdateCaptureDependencies", stream, addressof(loop), 1, _SET_DEPENDENCIES)
         inner = c_uint64.from_address(node.bodies).value
         self.call("StreamBeginCaptureToGraph", body, inner, None, None, 0, THREAD_LOCAL)
         try:
@@ -254,7 +256,7 @@ class Runtime(NodeRuntime):
 
     @contextlib.contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """Let this thread allocate and load in the block, although it captures."""
+        """Allow allocations and module loads of this thread in the block during a capture."""
         mode = c_int(_RELAXED)
         self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
         try:
@@ -263,22 +265,22 @@ class Runtime(NodeRuntime):
             self.call("ThreadExchangeStreamCaptureMode", addressof(mode))
 
     def _captured(self, stream: int) -> tuple[int, list[int]]:
-        """Return the graph that ``stream`` captures into, and the nodes that it goes on from."""
+        """Return the graph that ``stream`` captures into and the nodes that precede its work."""
         capture = self.capture_of(stream)
         assert capture is not None, "a loop outside of a capture"
         return capture[1:]
 
     def _launch_set_going(self, stream: int, handle: int, going: int) -> None:
-        """Let a conditional node take what the byte at ``going`` then says."""
+        """Launch a kernel that copies the byte at ``going`` to a conditional node's handle."""
         config = LaunchConfig((1, 1, 1), (1, 1, 1), 0, stream)
         values = c_uint64(handle), c_uint64(going)
-        where = (c_void_p * 2)(*map(addressof, values))
-        self.call("LaunchKernelEx", addressof(config), self._set_going, addressof(where), None)
+        arguments = (c_void_p * 2)(*map(addressof, values))
+        self.call("LaunchKernelEx", addressof(config), self._set_going, addressof(arguments), None)
 
     def copy_attributes(self, source: int, target: int) -> None:
-        super().copy_attributes(target, source)  # this driver names the target first
+        super().copy_attributes(target, source)  # the driver takes the target first
 
-    # What an executable's node takes.
+    # Changes that a node of an executable accepts.
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         if kind == KERNEL:
@@ -290,47 +292,51 @@ class Runtime(NodeRuntime):
     def judge(self, kind: str, fixed: Any, node: int, params: Any) -> tuple[Any, bool, bool]:
         if kind == KERNEL:
             return params, self._takes_kernel(fixed, node, params, self._cluster(node)), False
-        # Copies and fills of one dimension only (cuGraphExecMemcpyNodeSetParams).
+        # The driver updates only flat copies and fills (cuGraphExecMemcpyNodeSetParams).
         flat = params.height <= 1 and (kind == MEMSET or params.depth <= 1)
         host = kind == MEMCPY and (self._is_host(params.src) or self._is_host(params.dst))
         return params, flat and self.fixed(kind, node, params) == fixed, host
 
     def _takes_kernel(self, fixed: Any, node: int, params: Any, cluster: Any) -> bool:
-        # No other cluster size or cooperation than it has (cuGraphExecKernelNodeSetParams).
-        # Whether it cooperates belongs to the function, the size of clusters to the call.
-        function, cluster_before, cooperates = fixed
+        # An update must not change cooperation or cluster size (cuGraphExecKernelNodeSetParams).
+        # Cooperation is a property of the function, the cluster size one of the launch.
+        function, captured_cluster, cooperates = fixed
         same = _function(params) == function or self._cooperates(node) == cooperates
-        return same and bool(cluster == cluster_before)
+        return same and bool(cluster == captured_cluster)
 
     def reader(self) -> Read:
-        others = super().reader()
-        get, ask = (self.function(f"GraphKernelNodeGet{what}") for what in ("Params", "Attribute"))
+        read_any = super().reader()
+        get = self.function("GraphKernelNodeGetParams")
+        get_attribute = self.function("GraphKernelNodeGetAttribute")
         value = _LaunchAttribute()
-        where, first = addressof(value), c_uint64.from_buffer(value)
+        address, first = addressof(value), c_uint64.from_buffer(value)
 
         def read(kind: str, fixed: Any, node: int) -> tuple[Any, bool, bool] | None:
-            # Of a kernel neither the kind is asked for, nor sizes of clusters that are not set.
+            # The fast path for kernels skips the query of the kind and of unset cluster sizes.
             params = KernelParams()
             if kind != KERNEL or get(node, addressof(params)):
-                return others(kind, fixed, node)
-            plain = ask(node, _CLUSTER, where) or not first.value  # not set reads as zeros
-            cluster = None if plain else self._cluster(node)
+                return read_any(kind, fixed, node)
+            unset = get_attribute(node, _CLUSTER, address) or not first.value  # reads as zeros
+            cluster = None if unset else self._cluster(node)
             return params, self._takes_kernel(fixed, node, params, cluster), False
 
         return read
 
     def _cluster(self, node: int) -> tuple[list[int], list[int] | None] | None:
-        """Return the sizes of the clusters that a kernel node is launched in, asked for and
-        preferred (None where the driver knows no such); None for no clusters."""
-        ask, value = self.function("GraphKernelNodeGetAttribute"), _LaunchAttribute()
-        where = addressof(value)
-        if ask(node, _CLUSTER, where):
+        """Return the required and the preferred cluster size of a kernel node.
+
+        The preferred size is None if the driver does not know it. The result is None for a launch
+        without clusters.
+        """
+        get_attribute, value = self.function("GraphKernelNodeGetAttribute"), _LaunchAttribute()
+        address = addressof(value)
+        if get_attribute(node, _CLUSTER, address):
             return None
-        # Not set reads as zeros, one block per cluster is the same.
+        # An unset size reads as zeros and is equivalent to one block per cluster.
         if value[0] <= 1 and value[1] <= 1 and value[2] <= 1:
             return None
         size = value[:3]
-        unknown = ask(node, _PREFERRED_CLUSTER, where)
+        unknown = get_attribute(node, _PREFERRED_CLUSTER, address)
         return size, None if unknown else value[:3]
 
     def _cooperates(self, node: int) -> bool:
@@ -342,12 +348,12 @@ class Runtime(NodeRuntime):
     def _is_host(self, side: Any) -> bool:
         if side.memoryType != _ANY_MEMORY:
             return bool(side.memoryType == _HOST_MEMORY)
-        found = c_int()
-        error = self.function("PointerGetAttribute")(addressof(found), _MEMORY_TYPE, side.device)
-        # The driver knows every address on a device; others are pageable memory of the host.
-        return bool(error) or found.value == _HOST_MEMORY
+        kind = c_int()
+        error = self.function("PointerGetAttribute")(addressof(kind), _MEMORY_TYPE, side.device)
+        # The driver knows every device address; an unknown address is pageable host memory.
+        return bool(error) or kind.value == _HOST_MEMORY
 
 
 def _function(params: Any) -> Any:
-    """Return what a kernel node runs: the driver gives a function, or a kernel of a library."""
+    """Return the function or the library kernel that a kernel node runs."""
     return params.func or params.kern

@@ -1,8 +1,8 @@
-"""torch_npu's fused attention with host lengths, over a cache of slots.
+"""torch_npu's fused attention with host lengths, over a cache of request slots.
 
-One call serves prefill, chunks and decode: packed queries (layout ``TND``) over a paged cache whose
-block table is fixed, because a slot is a row of blocks. Only two lists of lengths depend on the
-host, and torch_npu's operator reads them when it is issued, so they are what an update renews.
+One call serves prefill, chunks and decode. Queries are packed (layout ``TND``) and attend to a
+paged cache. Its block table is fixed, because a slot is a row of blocks. Only two lists of lengths
+depend on the host. The operator reads them when it is issued, so an update replaces only them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from devgraph.api.marks.marks import region
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Rows of a block: what the operator takes for queries of any length."""
+"""Rows per block; the operator accepts this size for queries of any length."""
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 513, 16)
 _MASK = 2048
-"""Side of the triangular mask that the operator wants for its compressed causal mode."""
+"""Side of the triangular mask that the operator requires in its compressed causal mode."""
 _CAUSAL = 3
-"""Its sparse mode: causal, the last query row aligned with the last key row."""
+"""The operator's sparse mode for causal attention; the last query row sees all key rows."""
 _NAMES = {
     1: ("actual_seq_lengths", "actual_seq_lengths_kv", "num_heads", "scale"),
     2: ("actual_seq_qlen", "actual_seq_kvlen", "num_query_heads", "softmax_scale"),
 }
-"""What the versions of the operator call the same."""
+"""Names of four arguments per version of the operator."""
 
 
 def lengths_of(
     spans: Sequence[int], slots: int, tokens: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where each slot's queries end among the packed ones, and how many keys it has.
+    """Return the end of each slot's queries in the packed queries, and its number of keys.
 
-    The last entry of both is the padding: its queries see no key, and the operator writes zeros.
+    The last entry of both is the padding. Padding has no keys, so the operator writes zeros there.
     """
     new, keys, last = [0] * slots, [0] * slots, -1
     for slot, cached, count in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
@@ -73,7 +73,7 @@ def fused_slot_attention(
     workspace_of = getattr(npu, f"_npu_fused_infer_attention_score{suffix}_get_max_workspace")
     pages = [t.view(-1, BLOCK, t.shape[1] * t.shape[2]) for t in (keys, values)]
     arguments = fixed.arguments(query, keys, scale, spans)
-    # Asked for every time: it depends on the lengths, and one that was sized for others is wrong.
+    # The workspace depends on the lengths: one of another call would have the wrong size.
     workspace = workspace_of(query, *pages, **arguments)
     operator.out(query, *pages, **arguments, workspace=workspace, out=[out, fixed.no_sums])
 
@@ -82,9 +82,9 @@ fused_slot_attention.__devgraph_mark__.raises_before_launch = True  # type: igno
 
 
 class FusedSlotAttention:
-    """Attention over slots, by ``version`` 1 or 2 of the operator; compared by identity.
+    """Attention over request slots through ``version`` 1 or 2 of the operator.
 
-    Its calls share the block table and the mask.
+    All calls share the block table and the mask. Instances are compared by identity.
     """
 
     row_multiple = BLOCK
@@ -92,7 +92,7 @@ class FusedSlotAttention:
     def __init__(self, slots: int, rows: int, *, version: int, device: torch.device) -> None:
         blocks = rows // BLOCK
         self.slots, self.version = slots, version
-        # The padding's row is never read: it has no keys.
+        # The operator never reads the padding's row, because padding has no keys.
         table = torch.arange(slots * blocks, dtype=torch.int32).view(slots, blocks)
         self.table = torch.cat([table, table[:1]]).to(device)
         self.mask = torch.ones(_MASK, _MASK, dtype=torch.bool).triu(1).to(device)
@@ -101,9 +101,9 @@ class FusedSlotAttention:
     def arguments(
         self, query: torch.Tensor, keys: torch.Tensor, scale: float, spans: Sequence[int]
     ) -> dict[str, Any]:
-        """Return what the operator takes besides the tensors of a call."""
+        """Return the operator's keyword arguments other than the tensors of a call."""
         ends, lengths = lengths_of(spans, self.slots, query.shape[0])
-        own = list(ends), list(lengths), query.shape[1], scale
+        versioned = list(ends), list(lengths), query.shape[1], scale
         return {
             "block_table": self.table,
             "atten_mask": self.mask,
@@ -111,7 +111,7 @@ class FusedSlotAttention:
             "block_size": BLOCK,
             "sparse_mode": _CAUSAL,
             "num_key_value_heads": keys.shape[1],
-            **dict(zip(_NAMES[self.version], own, strict=True)),
+            **dict(zip(_NAMES[self.version], versioned, strict=True)),
         }
 
     def attend(
@@ -124,15 +124,15 @@ class FusedSlotAttention:
         scale: float,
         spans: tuple[int, ...],
     ) -> None:
-        """Attend the packed tokens of requests causally to the rows that each request owns.
+        """Compute causal attention of packed requests, each over the rows of its own slot.
 
         Args:
-            query: ``[tokens, heads, dim]``, requests one after another, followed by padding.
+            query: ``[tokens, heads, dim]``: the requests in order, followed by padding.
             keys: ``[slots * rows, kv_heads, dim]``, contiguous.
             values: like ``keys``.
             out: receives ``[tokens, heads, dim]``; zero for padding.
             scale: factor of the scores.
-            spans: three numbers per request: its slot, its cached tokens, its new tokens. Slots
-                ascend. A host argument: pass it on as it was received.
+            spans: three numbers per request: slot, cached tokens, new tokens. Slots ascend.
+                ``spans`` is a host argument: pass it on unchanged.
         """
         fused_slot_attention(query, keys, values, out, scale, self, spans=spans)

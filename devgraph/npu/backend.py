@@ -1,4 +1,4 @@
-"""The Ascend backend: identity, capabilities, and what differs from other torch namespaces."""
+"""The Ascend backend: identity, capabilities and differences from other torch namespaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from devgraph.npu.errors import UNJOINED, error_code, lost_reason
 from devgraph.npu.graph import NpuGraph, NpuPool
 
 NEWEST = "2.14"
-"""The newest version of torch that a torch_npu was published for (PyPI, 2026)."""
+"""Newest version of torch with a published torch_npu (PyPI, 2026)."""
 
 
 class NpuBackend(NpuDevice):
@@ -36,18 +36,18 @@ class NpuBackend(NpuDevice):
     capabilities = attrs.evolve(
         FULL_BUILD,
         async_update=True,
-        collectives=True,  # by simulation: no HCCL of a real device has been captured
+        collectives=True,  # simulated only: HCCL has not been captured on a real device
         compilers=("eager",),
-        node_ranges=False,  # the driver tells of nodes behind a capture, and not whose they are
+        node_ranges=False,  # the driver lists nodes only after a capture, without their origin
         remakes_executables=False,
         max_streams=GRAPH_STREAMS,
     )
-    # A breakable prefill holds a stream for each of its segments; a full one needs a stream.
+    # A breakable prefill holds one stream per segment; a full prefill holds one in all.
     recommended_mode: Mapping[str, str] = {"prefill": "full"}
     unproven = "never ran on hardware; it is tested over a simulated driver"
 
     attention_version: int = 2
-    """The version of torch_npu's fused attention that engines get: 1 or 2."""
+    """Version of torch_npu's fused attention that engines use: 1 or 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,10 +70,10 @@ class NpuBackend(NpuDevice):
         return f"CANN {_cann_version()}, torch_npu {npu.__version__}, torch {torch.__version__}"
 
     def details(self) -> dict[str, str]:
-        found = Diagnosis.made()
+        diagnosis = Diagnosis.of_host()
         return {
-            "CANN": found.toolkit or "libraries found, but set_env.sh was not sourced",
-            AUTOLOAD: "1: 'import torch' loads torch_npu" if found.autoload else "0",
+            "CANN": diagnosis.toolkit or "libraries found, but set_env.sh was not sourced",
+            AUTOLOAD: "1: 'import torch' loads torch_npu" if diagnosis.autoload else "0",
             "streams": self.streams_held,
         }
 
@@ -90,11 +90,12 @@ class NpuBackend(NpuDevice):
 
         Args:
             slots: number of requests that the cache holds.
-            rows: positions in a slot; the cache rounds them up to ``row_multiple`` of the result.
+            rows: positions in a slot; the cache rounds them up to a multiple of the result's
+                ``row_multiple``.
             heads: heads of queries.
             kv_heads: heads of keys and values.
             head_dim: elements in a head, equal for keys and values.
-            dtype: of queries, keys and values.
+            dtype: dtype of queries, keys and values.
         """
         if dtype not in DTYPES or head_dim not in HEAD_DIMS or heads % kv_heads:
             return None
@@ -104,23 +105,25 @@ class NpuBackend(NpuDevice):
 
 @attrs.frozen(kw_only=True)
 class Diagnosis:
-    """What this host has for Ascend NPUs, found out without importing torch_npu, which breaks even
-    ``import torch`` where its runtime is missing."""
+    """The Ascend software of this host, found without importing torch_npu.
+
+    Without its runtime, importing torch_npu breaks even ``import torch``.
+    """
 
     torch: str
     torch_npu: str | None
-    """The installed version, None if it is not installed."""
+    """The installed version, or None if torch_npu is not installed."""
     missing_libraries: tuple[str, ...]
-    """Libraries of CANN that the loader does not find."""
+    """CANN libraries that the loader does not find."""
     toolkit: str | None
-    """Where CANN says it is installed."""
+    """CANN's folder according to the environment."""
     autoload: bool
     """Whether ``import torch`` loads torch_npu by itself."""
 
     @staticmethod
-    def made() -> Diagnosis:
-        """Look at packages, libraries and the environment of this host."""
-        libraries = "libascendcl.so", "libhccl.so"  # it cannot be imported without either
+    def of_host() -> Diagnosis:
+        """Inspect the packages, libraries and environment of this host."""
+        libraries = "libascendcl.so", "libhccl.so"  # torch_npu cannot be imported without both
         return Diagnosis(
             torch=torch.__version__,
             torch_npu=installed_version("torch_npu") if find_spec("torch_npu") else None,
@@ -131,33 +134,33 @@ class Diagnosis:
 
     @property
     def problems(self) -> list[str]:
-        """What stands in the way, each with the way to fix it; none if it can be imported."""
-        found, mine = [], _minor(self.torch)
-        published = [*map(int, mine.split("."))] <= [*map(int, NEWEST.split("."))]
+        """Problems that prevent an import of torch_npu, each with its fix."""
+        problems, version = [], _minor(self.torch)
+        published = [*map(int, version.split("."))] <= [*map(int, NEWEST.split("."))]
         if self.torch_npu is None:
-            here = f"torch-npu=={mine}.*"
-            there = f"torch=={NEWEST}.* torch-npu=={NEWEST}.* (none is known for torch {mine})"
-            found.append(
-                f"torch_npu is not installed: pip install {here if published else there}, and "
+            matching = f"torch-npu=={version}.*"
+            newest = f"torch=={NEWEST}.* torch-npu=={NEWEST}.* (none is known for torch {version})"
+            problems.append(
+                f"torch_npu is not installed: pip install {matching if published else newest}, and "
                 f"install CANN"
             )
-        elif mine != _minor(self.torch_npu):
-            other = f" or torch-npu=={mine}.*" if published else ""
-            found.append(
+        elif version != _minor(self.torch_npu):
+            alternative = f" or torch-npu=={version}.*" if published else ""
+            problems.append(
                 f"torch_npu {self.torch_npu} does not belong to torch {self.torch}: install "
-                f"torch=={_minor(self.torch_npu)}.*{other}"
+                f"torch=={_minor(self.torch_npu)}.*{alternative}"
             )
         if self.torch_npu is not None and self.missing_libraries:
-            meanwhile = f"; until then set {AUTOLOAD}=0, because 'import torch' loads it and fails"
-            found.append(
+            workaround = f"; until then set {AUTOLOAD}=0, because 'import torch' loads it and fails"
+            problems.append(
                 f"{' and '.join(self.missing_libraries)} cannot be loaded: install CANN and run "
                 f"'source set_env.sh' of its folder ({self.toolkit or 'not set up'})"
-                f"{meanwhile if self.autoload else ''}"
+                f"{workaround if self.autoload else ''}"
             )
-        return found
+        return problems
 
     def __str__(self) -> str:
-        state = "; ".join(self.problems) or "torch_npu and CANN are there"
+        state = "; ".join(self.problems) or "torch_npu and CANN are installed"
         return (
             f"{state} (torch {self.torch}, torch_npu {self.torch_npu or 'not installed'}, "
             f"CANN {self.toolkit or 'not set up'}, {AUTOLOAD}={'1' if self.autoload else '0'})"
@@ -165,19 +168,19 @@ class Diagnosis:
 
 
 def _import_torch_npu() -> None:
-    found = Diagnosis.made()
-    if found.problems:
-        raise BackendUnavailableError(f"backend 'npu' cannot be used: {found}")
+    diagnosis = Diagnosis.of_host()
+    if diagnosis.problems:
+        raise BackendUnavailableError(f"backend 'npu' cannot be used: {diagnosis}")
     old = os.environ.get(AUTOLOAD)
     try:
         importlib.import_module("torch_npu")
     except Exception as error:
         raise BackendUnavailableError(
-            f"importing torch_npu failed ({error}); {found}. Check that CANN's set_env.sh was "
-            f"sourced and that its version is one that this torch_npu supports."
+            f"importing torch_npu failed ({error}); {diagnosis}. Check that CANN's set_env.sh was "
+            f"sourced and that this torch_npu supports its version."
         ) from error
     finally:
-        # torch_npu changes it for the whole process while it is imported.
+        # The import changes this variable for the whole process.
         if old is not None:
             os.environ[AUTOLOAD] = old
 

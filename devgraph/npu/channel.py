@@ -1,14 +1,14 @@
-"""Updates beside replays: one thread and one stream per device, jobs in launch order.
+"""Updates concurrent with replays: one thread and one stream per device, jobs in launch order.
 
-A captured region waits on the device for its event. The thread here re-runs the region's host code
-in update mode and records the event, while earlier parts of the replay already run. All graphs of
-a device share the thread, the stream and the queue: a replay waits only for jobs that were queued
-before or with it, and a job waits only for replays that were launched before, so neither can wait
-for ever.
+A captured region waits on the device for its event. The update thread re-runs the region's host
+code in update mode and records the event, while earlier parts of the replay already run. All graphs
+of a device share the thread, the stream and the queue. A replay waits only for jobs that were
+queued before or with it. A job waits only for replays that were launched before it. Therefore
+neither can wait forever.
 
-The stream has no task queue of torch_npu behind it. An operator that the driver refuses there
-raises at its call; in the task queue it would end the queue's thread, after which torch_npu drops
-every later launch of the process without a word.
+The update stream bypasses torch_npu's task queue. There, an operator that the driver refuses raises
+at its call. In the task queue the refusal would end the queue's thread, and torch_npu would
+silently drop every later launch of the process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from devgraph.api.process import identity
 logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 1.0
-"""How often the thread looks for replays that wait too long, while there are any."""
+"""Interval at which the thread looks for overdue replays while any are watched."""
 
 
 class Job:
-    """One piece of host work for the update stream, done once however often it is queued.
+    """Host work for the update stream, run once even if it is queued again.
 
-    It is done on the thread and must not hold a graph: the last reference to one must not be
-    dropped there.
+    The work runs on the update thread and must not reference a graph, because that thread must
+    never drop the last reference to one.
     """
 
     __slots__ = ("_held", "done", "error", "work")
@@ -46,12 +46,12 @@ class Job:
         self.error: BaseException | None = None
         self.done = False
         """Whether the work was issued."""
-        # Until then. No event of Python's, whose lock stays taken where an interrupt comes.
+        # Held until the work was issued. An interrupt could leave a threading.Event locked.
         self._held = threading.Lock()
         self._held.acquire()
 
     def run(self) -> None:
-        """Do the work and remember its exception."""
+        """Run the work and keep its exception."""
         work, self.work = self.work, None
         if work is None:
             return
@@ -65,7 +65,7 @@ class Job:
             self._held.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the work was issued; False after ``seconds``."""
+        """Wait until the work was issued; return False after ``seconds``."""
         if not self.done and self._held.acquire(timeout=seconds):
             self._held.release()
         return self.done
@@ -76,8 +76,8 @@ class UpdateChannel:
 
     Args:
         namespace: ``torch.npu``.
-        index: the device.
-        timeout: seconds after which a job, or a replay whose events were recorded, is stuck.
+        index: index of the device.
+        timeout: seconds after which a job, or a replay whose events were recorded, counts as stuck.
     """
 
     def __init__(self, namespace: Any, index: int, timeout: float = 60.0) -> None:
@@ -85,35 +85,36 @@ class UpdateChannel:
         self._index = index
         self.timeout = timeout
         self.order = threading.RLock()
-        """Held while a replay is launched and its job queued, which is one step."""
+        """Held while a replay is launched and its job is queued, so that both happen in order."""
         self.stream: Any = None
         self.rescue_stream: Any = None
-        """Where events are recorded again that a replay waits for too long."""
+        """Stream on which the events of an overdue replay are recorded again."""
         self._queue: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._running = False  # Python forgets a thread if an interrupt comes while it is asked
+        # Thread.is_alive() may be wrong after an interrupt, so the thread reports its own end.
+        self._running = False
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        # A set that changes while another thread looks at it would end the thread that looks.
+        # Iterating over a set that another thread changes would raise and end the thread.
         self._watching = threading.RLock()
         self._launching = False
         self._last: Job | None = None
 
     @property
     def quiet(self) -> bool:
-        """Whether no replay waits, or may have to wait, for something that the host does.
+        """Whether no replay waits, or may have to wait, for host work.
 
-        Only then may a thread that holds the interpreter's lock wait for the device. Ask while
-        holding ``order``.
+        Only then may a thread that holds the GIL wait for the device. Read this while holding
+        ``order``.
         """
         last = self._last
         if self._launching or not (last is None or last.done):
             return False
-        # A replay whose signal was lost waits until it is given up.
+        # A replay with a lost record waits until it is abandoned.
         return all(regions.settled() for regions in self.watched())
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:
-        """Hold ``order`` for one launch and the queueing of its job."""
+        """Hold ``order`` while one replay is launched and its job is queued."""
         with self.order:
             self._launching = True
             try:
@@ -122,10 +123,10 @@ class UpdateChannel:
                 self._launching = False
 
     def start(self) -> None:
-        """Start the thread and make the streams, once."""
+        """Create the streams and start the thread, unless that was done before."""
         if self._thread is not None:
             return
-        # torch_npu waits for the device when the process ends, after the thread was ended.
+        # At exit torch_npu waits for the device, when the update thread has already ended.
         atexit.register(_settle_at_exit, weakref.ref(self), identity.token)
         self.stream = self._namespace.SyncLaunchStream(self._index)
         self.rescue_stream = self._namespace.SyncLaunchStream(self._index)
@@ -140,7 +141,7 @@ class UpdateChannel:
             raise
 
     def submit(self, work: Callable[[], None]) -> Job:
-        """Queue ``work`` behind what is queued already.
+        """Queue ``work`` after all queued jobs.
 
         Raises:
             UpdateError: the thread has ended.
@@ -151,25 +152,25 @@ class UpdateChannel:
         return job
 
     def queue(self, job: Job) -> None:
-        """Queue ``job``, which may be queued already: after an interrupt nobody knows."""
+        """Queue ``job``; it may be queued already, because an interrupt leaves that unknown."""
         with self.order:
             self._last = job
             self._queue.put(job)
 
     def require_alive(self) -> None:
-        """Raise UpdateError if the thread has ended: a replay would wait for ever."""
+        """Raise UpdateError if the thread has ended, because a replay would wait forever."""
         if not self._running:
             raise UpdateError(
                 f"the update thread of npu:{self._index} has ended, and a graph with updatable "
-                f"regions would wait for it for ever. Start a new process, or capture with "
+                f"regions would wait for it forever. Start a new process, or capture with "
                 f"policy='breakable'."
             )
 
     def finish(self, job: Job, what: str) -> None:
-        """Wait until ``job`` was issued and raise what it raised.
+        """Wait until ``job`` was issued and re-raise its exception.
 
         Raises:
-            UpdateError: it was not issued in time.
+            UpdateError: the job was not issued in time.
         """
         if self.on_thread():
             return
@@ -190,22 +191,22 @@ class UpdateChannel:
         return threading.current_thread() is self._thread
 
     def watch(self, regions: Any) -> None:
-        """Look from time to time whether the last replay of ``regions`` ends."""
+        """Check periodically whether the last replay of ``regions`` has ended."""
         with self._watching:
             self._watched.add(regions)
 
     def unwatch(self, regions: Any) -> None:
-        """Stop looking: the last replay of ``regions`` has ended, or was given up."""
+        """Stop watching ``regions``: their last replay has ended or was abandoned."""
         with self._watching:
             self._watched.discard(regions)
 
     def watched(self) -> list[Any]:
-        """Return the regions whose last replay may be under way."""
+        """Return the regions whose last replay may still be running."""
         with self._watching:
             return list(self._watched)
 
     def settle(self) -> list[Any]:
-        """Wait until every watched replay is done or was given up, and return their regions."""
+        """Wait until every watched replay has ended or was abandoned, and return their regions."""
         waiting = watched = self.watched()
         while waiting := [regions for regions in waiting if not regions.settled()]:
             time.sleep(0.0001)
@@ -233,8 +234,8 @@ class UpdateChannel:
                 job.run()
 
 
-def _settle_at_exit(known: weakref.ref[UpdateChannel], owner: object) -> None:
-    channel = known()
+def _settle_at_exit(reference: weakref.ref[UpdateChannel], owner: object) -> None:
+    channel = reference()
     if channel is not None and identity.token is owner:
-        with contextlib.suppress(Exception):  # a lost device waits for nothing
+        with contextlib.suppress(Exception):  # on a lost device no replay waits
             channel.settle()

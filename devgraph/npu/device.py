@@ -1,10 +1,10 @@
-"""One NPU as its graphs share it: events, streams, the update channel, what waits to be freed.
+"""The resources that graphs share on one NPU: events, streams, update channel, deferred frees.
 
 A captured graph holds every hardware stream that it was captured on.
 
-Nobody documents what a device does to a graph that is destroyed while it runs, so a graph outlives
-its last replay. Freeing a pool's memory waits for the device with the interpreter's lock held: a
-capture forbids that, and a replay that waits for its update would never end.
+No documentation says how a device treats a graph that is destroyed while it runs, so a graph is
+kept until its last replay has ended. Freeing a pool's memory waits for the device with the GIL
+held. A capture forbids that, and a replay that waits for its update would never end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from devgraph.npu.task_groups import TaskGroups
 logger = logging.getLogger(__name__)
 
 GRAPH_STREAMS = 2048 - 248
-"""What graphs have of a device's streams (2048 on the 910 series, as users report whose captures
-ran out): eager work takes 70 for torch_npu's own pools, and each communicator several."""
+"""Device streams left for graphs. The 910 series has 2048, according to users whose captures failed
+for lack of streams. Eager work takes 70 for torch_npu's own pools, each communicator several."""
 
 _CURE = (
     "Capture fewer buckets, or with fewer segments each: a breakable capture holds a stream per "
@@ -42,93 +42,97 @@ _CURE = (
 
 
 class _Retired:
-    """A captured graph that nobody uses any more, and its regions."""
+    """An unused captured graph and its regions, waiting to be destroyed."""
 
     def __init__(
         self, native: Any, regions: TaskGroups | None, fence: Callable[[], Callable[[], bool]]
     ) -> None:
         self.native, self.regions = native, regions
-        self._fence = fence  # of its pool, which it keeps: the pool must go last
+        self._fence = fence  # a bound method that keeps the pool alive, which must be freed last
         self._is_done: Callable[[], bool] | None = None
 
     def done(self) -> bool:
-        """Whether its last replay is over. Not to be asked in a capture."""
+        """Whether the last replay has ended; must not be called during a capture."""
         if self._is_done is None:
             self._is_done = self._fence()
         return self._is_done()
 
 
 class NpuDevice(TorchBackend):
-    """The base of the backend, without its identity: what ``NpuGraph`` knows of it."""
+    """The part of the backend that ``NpuGraph`` uses, without the backend's identity."""
 
     replay_first: bool = True
-    """Launch a replay before its update, so that they overlap. Devices that are shared in software
-    slices need the reverse."""
+    """Launch a replay before its update, so that both overlap. Devices that are shared in software
+    slices need the reverse order."""
     try_new_values: bool = True
-    """Apply host values that a graph never took before its replay is launched, so that a refusal is
-    raised by the call and nothing has run. False overlaps them too; a refusal then spoils that
-    replay, whose graph becomes dirty, and is raised by the graph's next call."""
+    """Apply new host values before the replay is launched. A refusal is then raised by the call,
+    and nothing has run. With False, new values overlap with the replay too: a refusal spoils that
+    replay, makes the graph dirty and is raised by the graph's next call."""
     stream_limit: int = GRAPH_STREAMS
-    """Streams that graphs may hold; within it every capture asks the driver, whose refusals say
-    nothing of later: other work gives streams back, and so do graphs that wait to be destroyed."""
+    """Maximum number of streams that graphs may hold. Below it every capture asks the driver. A
+    refusal is not final, because other work and graphs that wait to be destroyed release
+    streams."""
 
     def __init__(self) -> None:
         super().__init__()
         self.native_class = getattr(self.namespace, self.graph_class_name)
-        """torch_npu's own, beneath which is the binary's."""
+        """torch_npu's Python class; its base class is the compiled one."""
         self._bind()
 
     def _bind(self) -> None:
-        # Filled by any thread at any time, emptied by one at a time.
+        # Any thread may append at any time; only one thread at a time removes entries.
         self._retired: deque[_Retired] = deque()
         self._memories: list[list[Any]] = []
         self._freeing = False
         self.streams: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """How many streams each captured graph holds, those that keep a pool alive included."""
+        """Number of streams per captured graph, including the graphs that keep a pool alive."""
         self._events: list[Any] = []
         self.channel = UpdateChannel(self.namespace, self._device.index)
 
     def take_event(self) -> Any:
-        """Return an external event that nothing waits for and that is not recorded.
+        """Return an external event that is not recorded and has no waiters.
 
-        A captured region waits for one, and an update records it, in either order. torch_npu never
-        frees the memory of such an event, so a graph that goes away gives its events back: one may
-        be used again when each of its records was consumed by a replay that is done.
+        A captured region waits for an event, and an update records it, in either order. torch_npu
+        never frees the memory of an external event, so a graph returns its events when it is
+        destroyed. An event can be reused once a finished replay has consumed each of its records.
         """
         if self._events:
             return self._events.pop()
         event = self.namespace.ExternalEvent()
         if not event.npu_event:
-            # No word of device memory, which a wait resets by itself, but an older driver's flag:
-            # torch_npu ignores a wait for one that was never recorded.
+            # With newer drivers an event is a word of device memory, which a wait resets. Here it
+            # is an older driver's flag, and torch_npu ignores a wait for a flag that was never
+            # recorded.
             event.record(self.channel.stream)
             event.reset(self.channel.stream)
         return event
 
     def count_nodes(self, native: Any) -> int | None:
-        """Return the number of tasks in an ended capture, or None where the driver cannot tell;
-        ``streams`` learns from it how many the graph holds."""
+        """Return the number of tasks in an ended capture, or None if the driver reports none.
+
+        Also set the number of streams that the graph holds in ``streams``.
+        """
         with tempfile.TemporaryDirectory(prefix="devgraph") as folder:
             path = Path(folder) / "graph.json"
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # it warns that it was called
-                    # The class's own method also writes an aligned copy, which nobody reads here.
+                    warnings.simplefilter("ignore")  # debug_dump warns on every call
+                    # The method of torch_npu's class also writes an aligned copy, unused here.
                     super(self.native_class, native).debug_dump(str(path))  # type: ignore[misc]
                 tasks = json.loads(path.read_text())
-                found = [task.get("tid") for task in tasks if task.get("ph") == "X"]
+                task_streams = [task.get("tid") for task in tasks if task.get("ph") == "X"]
             except Exception:
-                logger.debug("no dump of the graph", exc_info=True)
+                logger.debug("the graph cannot be dumped", exc_info=True)
                 return None
-        self.streams[native] = max(1, len(set(found)))
-        return len(found)
+        self.streams[native] = max(1, len(set(task_streams)))
+        return len(task_streams)
 
     def drain(self) -> None:
-        """Wait until torch_npu's launch thread has handed everything so far to the driver.
+        """Wait until torch_npu's launch thread has passed all earlier work to the driver.
 
-        The update stream has no queue, so its waits must not overtake records that are queued.
+        The update stream has no task queue, so its waits must not overtake queued records.
         """
-        # Asking for the driver's handle of a stream does that.
+        # Reading the driver's handle of a stream has this effect.
         _ = self.namespace.current_stream(self._device).npu_stream
 
     def shortage(self, error: BaseException) -> str | None:
@@ -138,7 +142,7 @@ class NpuDevice(TorchBackend):
 
     @property
     def streams_held(self) -> str:
-        """Which part of the streams graphs hold, in words."""
+        """The number of streams that graphs hold, as text."""
         counts = list(self.streams.values())
         return f"{len(counts)} graphs hold {sum(counts)} of at most {self.stream_limit} streams"
 
@@ -153,30 +157,34 @@ class NpuDevice(TorchBackend):
         self.streams[native] = 1
 
     def _undo_begin(self, pool: TorchPool) -> None:
-        """Undo what a refused begin of a capture leaves behind in torch_npu's allocators."""
+        """Restore torch_npu's allocators after a refused begin of a capture."""
         try:
             self.native_module._npu_endAllocateToPool(self._device.index, pool.handle)
         except Exception:
-            return  # It was refused before it touched the allocators.
+            return  # The begin was refused before it changed the allocators.
         self.release_pool(pool)
-        # The allocator of pinned memory has no such call: it would refuse this handle for ever.
+        # The allocator of pinned memory cannot be restored and would always refuse this handle.
         pool.renew(None)
 
     def release_pool(self, pool: TorchPool) -> None:
-        """Take back one use of the pool's memory."""
+        """Drop one use of the pool's memory."""
         self.native_module._npu_releasePool(self._device.index, pool.handle)
 
     def retire(
         self, native: Any, fence: Callable[[], Callable[[], bool]], regions: TaskGroups | None
     ) -> None:
-        """Destroy a captured graph, and give back what it and its ``regions`` held, once its last
-        replay, as ``fence`` of its pool tells, is over."""
+        """Destroy a captured graph and release its streams and events after its last replay.
+
+        Args:
+            native: the captured graph.
+            fence: returns a callable that reports whether the pool's replays have ended.
+            regions: the graph's updatable regions.
+        """
         self._retired.append(_Retired(native, regions, fence))
         self.free_buried()
 
     def bury_memory(self, owners: list[Any]) -> None:
-        """Drop ``owners`` of a pool's memory, the last one first, now or when nothing waits for the
-        host."""
+        """Drop ``owners`` of a pool's memory, last one first, once no replay waits for the host."""
         self._memories.append(owners)
         self.free_buried()
 
@@ -185,7 +193,7 @@ class NpuDevice(TorchBackend):
         keep_forever(*self._memories)
 
     def free_buried(self) -> None:
-        """Free what was retired or buried and may go now; nothing while a capture is under way."""
+        """Free retired graphs and buried memory where possible, but nothing during a capture."""
         waiting = self._retired or self._memories
         if not waiting or self.capture_lock.is_held_here or self.channel.on_thread():
             return
@@ -203,14 +211,17 @@ class NpuDevice(TorchBackend):
             lock.release()
 
     def _free(self, *, may_wait: bool) -> None:
-        """Free graphs whose last replay is over; memory as well if no replay waits for the host
-        (``may_wait``)."""
+        """Free graphs whose last replay has ended and, with ``may_wait``, buried memory.
+
+        Args:
+            may_wait: no replay waits for the host, so that this thread may wait for the device.
+        """
         if self._freeing:
-            return  # Called by what is being freed; the caller below sees it.
+            return  # A destructor called this; the outer call processes the new entry.
         self._freeing = True
         try:
             for _ in range(len(self._retired)):
-                graph = self._retired[0]  # where an interrupt leaves it
+                graph = self._retired[0]  # not removed yet, so that an interrupt does not lose it
                 try:
                     if graph.done():
                         self._destroy(graph)
@@ -219,7 +230,7 @@ class NpuDevice(TorchBackend):
                 except Exception as error:
                     self._give_up(graph, error)
                 self._retired.popleft()
-                del graph  # and with it perhaps a pool, which is buried then
+                del graph  # this may drop the last reference to a pool, which is then buried
             while may_wait and self._memories:
                 owners = self._memories.pop()
                 if self.keeps_memory:
@@ -243,16 +254,16 @@ class NpuDevice(TorchBackend):
             self._events.extend(regions.free_events())
 
     def _give_up(self, things: object, error: Exception) -> None:
-        """Keep what cannot be freed: its destructor would fail in the same way."""
+        """Keep ``things`` forever, because their destructors would fail like the free did."""
         keep_forever(things)
         with contextlib.suppress(DeviceLost):
             raise_if_lost(self, error)
-        what = str(error).partition("\n")[0]
-        logger.warning("what graphs held on the device is kept, because freeing fails (%s)", what)
+        reason = str(error).partition("\n")[0]
+        logger.warning("device resources of closed graphs are kept: freeing failed (%s)", reason)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        self.free_buried()  # Graphs that were closed hold streams which a capture may need.
+        self.free_buried()  # Closed graphs may hold streams that the capture needs.
         try:
             with super().exclusive():
                 yield
@@ -270,11 +281,11 @@ class NpuDevice(TorchBackend):
         return lambda: int(current(index)[0])
 
     def synchronize(self) -> None:
-        """Wait until all work of the device is done.
+        """Wait until the device has finished all work.
 
         Raises:
-            UpdateError: a replay waited longer than the channel's timeout for an event whose record
-                was lost. The device is free again and the graph is dirty.
+            UpdateError: the record of an event was lost, and a replay waited for it longer than the
+                channel's timeout. The device has been released and the graph is dirty.
         """
         for regions in self.channel.settle():
             self.channel.unwatch(regions)

@@ -1,7 +1,7 @@
-"""What the driver's error codes mean for a graph.
+"""The driver's error codes that matter for graphs.
 
-The numbers are CANN's (``acl/error_codes/rt_error_codes.h``); torch_npu hands them over inside the
-text of a RuntimeError.
+CANN defines the numbers (``acl/error_codes/rt_error_codes.h``). torch_npu reports them in the text
+of a RuntimeError.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 
 NO_RESOURCE = frozenset({207005, 207007, 207008, 207009, 207010, 207012})
-"""Resource allocation failed; no event, stream, notify or model left; over a limit."""
+"""Failed resource allocation, no free event, stream, notify or model, or an exceeded limit."""
 
 OTHER_KERNELS = frozenset({107033, 107034, 107040, 207019})
-"""A task group in the wrong state or interrupted; an update that failed or is not supported."""
+"""A task group that is interrupted or in the wrong state, or a failed or unsupported update."""
 
 UNJOINED = 107025
 """The capture contains a stream that was not joined to the original one."""
@@ -26,10 +26,10 @@ STICKY = frozenset(
         *range(507053, 507058),  # device memory and link errors
     }
 )
-"""After these every later call of the process fails."""
+"""Codes after which every later call of the process fails."""
 
-# torch_npu ends the thread that launches operators after its first failure, says this once, and
-# from then on drops every launch without a word.
+# After its first failure torch_npu ends the thread that launches operators, reports this text once,
+# and then drops every launch silently.
 _QUEUE_ENDED = "The process exits for this inner error"
 
 _CODE = re.compile(r"error code(?: is|:)\s*(\d+)")
@@ -40,22 +40,22 @@ def error_code(error: BaseException) -> int | None:
     text = str(error)
     if "Alloc sq cq fail" in text:
         return 207005
-    found = _CODE.search(text)
-    return int(found.group(1)) if found else None
+    match = _CODE.search(text)
+    return int(match.group(1)) if match else None
 
 
 def means(error: BaseException, codes: frozenset[int]) -> bool:
-    """Whether ``error``, or what it was raised from or during, carries one of ``codes``."""
-    known: BaseException | None = error
-    while known is not None:
-        if error_code(known) in codes:
+    """Whether ``error`` or an exception in its chain carries one of ``codes``."""
+    current: BaseException | None = error
+    while current is not None:
+        if error_code(current) in codes:
             return True
-        known = known.__cause__ or known.__context__
+        current = current.__cause__ or current.__context__
     return False
 
 
 def lost_reason(error: BaseException) -> str | None:
-    """Return why ``error`` means that this process can no longer use the device, or None."""
+    """Return the reason why this process lost the device, or None if ``error`` is recoverable."""
     text = str(error)
     if _QUEUE_ENDED in text:
         return f"torch_npu's launch thread ended: {text.splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""NpuGraph: a torch.npu.NPUGraph whose regions are task groups, updated beside the replay."""
+"""A graph over torch.npu.NPUGraph whose regions are task groups, updated during the replay."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ logger = logging.getLogger(__name__)
 
 @attrs.frozen
 class _Recording(Recording):
-    """Host values that this graph's groups, which hold those of one key at a time, can take."""
+    """Host values for this graph's groups, which hold the values of one key at a time."""
 
     host: Mapping[Mark, dict[str, Any]]
     bytes: int = 512
 
 
 class NpuPool(TorchPool):
-    """Graph memory that is freed in an order, and at a time, that torch_npu survives."""
+    """A pool that frees its memory in an order and at a time that are safe for torch_npu."""
 
     backend: NpuDevice
 
     def bare(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A bare torch storage has no place for the memory format that torch_npu's operators read.
+        # A plain torch storage lacks the memory format that torch_npu's operators read.
         return seen_by(tensor, self.backend.native_module._weak_ref_tensor(tensor))
 
     def fence(self) -> Callable[[], bool]:
-        """Return what tells, without waiting, whether every replay so far is over."""
+        """Return a callable that reports, without blocking, whether all replays have ended."""
         if self._last_stream is None:
             return lambda: True
         return self.backend.fence_of(self._last_stream)
@@ -51,18 +51,18 @@ class NpuPool(TorchPool):
     def __del__(self) -> None:
         take = self.__dict__.pop
         try:
-            if "_memory" in self.__dict__:  # else its making failed
-                # The last is freed first: the allocator empties a pool's memory with the pool's
-                # object only if nothing else uses it. In a list, because a caller's frame may keep
-                # what it passes until the call is over, as under Dynamo.
+            if "_memory" in self.__dict__:  # absent if the constructor failed
+                # The last entry is freed first: the allocator empties a pool's memory together with
+                # the pool object only if nothing else uses it. The entries are in a list because a
+                # caller's frame may keep its arguments until the call ends, as under Dynamo.
                 keys = ("_stuck", "_memory", "_region_memory", "keeper")
                 self.backend.bury_memory([take(key, None) for key in keys])
-        except Exception:  # at the interpreter's end modules are gone
+        except Exception:  # modules are gone at interpreter exit
             pass
 
 
 class NpuGraph(TorchGraph):
-    """A graph that is updated in task groups while it is being replayed."""
+    """A graph whose task groups are updated during its replays."""
 
     applies_at_once = True
     pool: NpuPool
@@ -74,7 +74,7 @@ class NpuGraph(TorchGraph):
         self._group_open: Any = None
         self._launched: Callable[[], None] = self._unready.launch
         self._wanted: Host = {}
-        """What the groups have to hold when the next replay runs them."""
+        """Host values that the groups must hold in the next replay."""
         self._job: Job | None = None
         self._told = False
         self._nodes: int | None = None
@@ -94,7 +94,7 @@ class NpuGraph(TorchGraph):
         order = self.pool.order
 
         def ordered() -> None:
-            order()  # tells on which stream the last replay was, which a closed graph outlives
+            order()  # records the replay's stream; a closed graph is kept until that replay ends
             launch()
 
         return ordered
@@ -107,8 +107,8 @@ class NpuGraph(TorchGraph):
         if self._regions is None:
             return executable
         self._regions.applied = self._regions.planned = self._wanted = self._host
-        # The class's own method is Python's, of which nobody knows whether an interrupt in it came
-        # before the launch.
+        # torch_npu's own replay() is a Python method: after an interrupt in it, it would be unknown
+        # whether the graph was launched. The compiled method has no such gap.
         self._launched = super(self.backend.native_class, self._native).replay
         return Call(call_weakly(self._launch_and_signal))
 
@@ -124,19 +124,19 @@ class NpuGraph(TorchGraph):
         self._drop_regions()
 
     def _recover(self, native: Any) -> None:
-        # This torch_npu stops routing allocations before it reports the failure; what stays is
-        # one use of the pool too many, which would keep its memory for ever.
+        # torch_npu stops routing allocations before it reports the failure, but it leaves one use
+        # of the pool too many, which would keep the memory forever.
         while self.pool.uses > self._uses:
             self.backend.release_pool(self.pool)
 
     def capture_region(
         self, mark: Mark, args: tuple[Any, ...], kwargs: dict[str, Any], host: dict[str, Any]
     ) -> Any:
-        why = (
+        reason = (
             f"the numbers of the re-run region {mark.name} would not follow the replays. Draw them "
             f"outside the region and pass the tensor in."
         )
-        with RandomGuard(why):
+        with RandomGuard(reason):
             return super().capture_region(mark, args, kwargs, host)
 
     def _region_begin(self, hit: MarkedCall) -> None:
@@ -163,10 +163,10 @@ class NpuGraph(TorchGraph):
         return _Recording(self._host)
 
     def _record(self, host: Mapping[Mark, dict[str, Any]]) -> _Recording:
-        """Apply values that this graph never took, or raise what a region raises and apply none.
+        """Apply new values, or apply none and re-raise a region's exception.
 
-        With ``backend.try_new_values`` false, they are taken on trust and applied by the launch,
-        and so are those of the backend's own attention.
+        The launch applies values untried if ``backend.try_new_values`` is false or if all regions
+        report errors before their launch, as the backend's attention does.
         """
         regions = self._settled()
         if self.backend.try_new_values and not all(mark.raises_before_launch for mark in host):
@@ -195,11 +195,11 @@ class NpuGraph(TorchGraph):
             try:
                 self._launched()
                 self._follow(regions, job, host, stream)
-            except RuntimeError as error:  # the driver's
+            except RuntimeError as error:  # raised by the driver
                 if not backend.replay_first:
                     regions.failure = error
                 raise
-            except BaseException:  # an interrupt; what was launched waits for its records
+            except BaseException:  # an interrupt; a launched replay still waits for its records
                 self._follow(regions, job, host, stream)
                 raise
 
@@ -208,8 +208,10 @@ class NpuGraph(TorchGraph):
         regions.launched(job, host, stream)
 
     def _issue(self, regions: TaskGroups, job: Job) -> None:
-        """Wait until the records of the next replay are issued: it must be launched, or nobody
-        knows what the events hold."""
+        """Issue the records of the next replay and wait for that.
+
+        If the replay is then not launched, the state of the events is unknown.
+        """
         self.backend.drain()
         try:
             self.backend.channel.queue(job)
@@ -221,7 +223,7 @@ class NpuGraph(TorchGraph):
             raise
 
     def _settled(self) -> TaskGroups:
-        """Return the regions once the last update was issued; raise what it raised."""
+        """Wait until the last update was issued, re-raise its exception, and return the regions."""
         regions, job = self._regions, self._job
         assert regions is not None
         if job is not None:
@@ -237,7 +239,7 @@ class NpuGraph(TorchGraph):
         return regions
 
     def _refuse_broken(self, regions: TaskGroups) -> None:
-        """Raise why the regions are broken, and from then on that the graph is dirty."""
+        """Raise the failure of broken regions once, and afterwards that the graph is dirty."""
         if regions.failure is not None:
             self._leave_for(GraphState.DIRTY)
             self.backend.channel.unwatch(regions)
@@ -269,8 +271,8 @@ class NpuGraph(TorchGraph):
     def __del__(self) -> None:
         try:
             if self._regions is not None and self.backend.channel.on_thread():
-                self._end_later()  # it must not wait for locks
+                self._end_later()  # the update thread must not wait for locks
                 return
-        except Exception:  # its making failed, or at the interpreter's end modules are gone
+        except Exception:  # the constructor failed, or modules are gone at interpreter exit
             pass
         super().__del__()

@@ -1,4 +1,4 @@
-"""The updatable regions of one graph: task groups, their events, their values on the device."""
+"""The updatable regions of one graph: task groups, their events and their current values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Host = Mapping[Mark, dict[str, Any]]
 
 @attrs.frozen
 class Group:
-    """One captured region: its call, the event it waits for, the handle of its task group."""
+    """A captured region: its call, the event that it waits for, the handle of its task group."""
 
     call: MarkedCall
     event: Any
@@ -32,10 +32,15 @@ class Group:
 
 
 class TaskGroups:
-    """Task groups in capture order, the values they hold, and the replays that use them.
+    """Task groups in capture order, with their values and the replays that use them.
 
-    It holds no graph, so that the update thread never drops the last reference to one. ``memory``
-    routes that thread's allocations to the region pool.
+    An instance references no graph, so that the update thread never drops the last reference to
+    one.
+
+    Args:
+        channel: the update channel of the device.
+        namespace: ``torch.npu``.
+        memory: returns a context that routes the update thread's allocations to the region pool.
     """
 
     def __init__(
@@ -50,49 +55,55 @@ class TaskGroups:
         self.groups: list[Group] = []
         """The captured regions."""
         self._settings = Settings.current()
-        # Two, because the one that a queued job waits for must not be recorded again meanwhile.
+        # Two events, because an event must not be recorded again while a queued job waits for it.
         self._done = (namespace.Event(), namespace.Event())
         self._launches = 0
         self._job: Job | None = None
         self._times = [0.0, 0.0]
         self.applied: Host = {}
-        """The values that the groups hold, by what the update thread has done."""
+        """Values of the groups after the jobs that have run."""
         self.planned: Host | None = {}
-        """The values that they hold when every queued job has run; None if that is not known."""
+        """Values of the groups after all queued jobs, or None if unknown."""
         self.failure: BaseException | None = None
-        """Why the groups can no longer be trusted."""
+        """The exception after which the state of the groups is unknown."""
         self.lost: UpdateError | None = None
-        """The same, if it is that a replay never got its records: nobody was told."""
+        """The failure if a replay never got its records; no caller has received it yet."""
 
     def free_events(self) -> list[Any]:
-        """Return the events that another graph may wait for, once the last replay is over: none
-        if a record may still be in them, or if the graph was never launched, for torch_npu refuses
-        a second wait before the first one had its record."""
+        """Return the events that another graph may use after the last replay has ended.
+
+        The list is empty if an event may still hold a record. It is also empty if the graph was
+        never launched, because torch_npu refuses a second wait before the first one got its record.
+        """
         if not self._launches or self.failure is not None:
             return []
         return [group.event for group in self.groups]
 
-    # On the launching thread, in order.
+    # Called on the launching thread, in this order.
 
     def try_values(self, host: Host, what: str) -> None:
-        """Update to ``host`` and wait until that is issued; taken back if any region refuses it."""
-        self.planned = None  # an interrupt leaves the rest to the thread
+        """Update to ``host`` and wait until it is issued, or undo it if a region refuses it."""
+        self.planned = None  # after an interrupt the thread still finishes the job
         job = self._channel.submit(self._work(host, signal=False))
         self._channel.finish(job, what)
         self.planned = host
 
     def signal(self, host: Host) -> Job:
-        """Return the job, to be queued, of the records that the next replay waits for, and before
-        them of an update to ``host`` unless that is what the groups will hold."""
-        new = None if host is self.planned else host
-        return Job(self._work(new, signal=True))
+        """Return a job that records the events of the next replay; the caller queues it.
+
+        The job first updates the groups to ``host``, unless they will hold these values anyway.
+        """
+        changed = None if host is self.planned else host
+        return Job(self._work(changed, signal=True))
 
     def launched(self, job: Job, host: Host, stream: Any) -> None:
-        """Queue the ``job`` of a replay to ``host`` that was launched on ``stream``, and watch it;
-        to be called again if it was interrupted."""
+        """Queue ``job`` of a replay with ``host`` that was launched on ``stream``, and watch it.
+
+        After an interrupt the call must be repeated.
+        """
         self._channel.queue(job)
         now = time.monotonic()
-        if self._job is not job:  # all of it without a call
+        if self._job is not job:  # no call in this block, so that no interrupt can split it
             self._job = job
             self.planned = host
             self._launches += 1
@@ -102,14 +113,14 @@ class TaskGroups:
         self._channel.watch(self)
 
     def make_room(self) -> None:
-        """Wait until the last replay but one is done, which bounds how far the host runs ahead."""
+        """Wait for the second to last replay, so that the host runs at most two replays ahead."""
         while self._launches > 1 and not self._done[(self._launches + 1) % 2].query():
             if self.settled():
                 return
             time.sleep(0.00005)
 
     def settled(self) -> bool:
-        """Whether the last replay is done; one that waits too long is released and given up."""
+        """Whether the last replay has ended; an overdue replay is released and abandoned."""
         last, older = self._launches % 2, (self._launches + 1) % 2
         if not self._launches or self._done[last].query():
             return True
@@ -124,27 +135,27 @@ class TaskGroups:
             return
         logger.error("a replay waits too long for its update; recording its events again")
         self.failure = self.lost = UpdateError(
-            f"a replay waited longer than {self._channel.timeout:g} s for its update: the record "
-            f"of an event was lost, or the host code of a region does not return. The device was "
-            f"released by recording all events again, and with them the graph lost count of its "
-            f"events: call reset() and capture again."
+            f"a replay waited longer than {self._channel.timeout:g} s for its update. The record "
+            f"of an event was lost, or the host code of a region does not return. All events were "
+            f"recorded again to release the device, so the state of the graph's events is unknown: "
+            f"call reset() and capture again."
         )
-        for group in self.groups:  # not on the update stream: it may wait for this replay
+        for group in self.groups:  # not on the update stream, which may wait for this replay
             group.event.record(self._channel.rescue_stream)
 
-    # On the update thread.
+    # Called on the update thread.
 
     def _work(self, host: Host | None, *, signal: bool) -> Callable[[], None]:
         fence = self._done[self._launches % 2] if self._launches else None
 
         def work() -> None:
             if fence is not None:
-                # The last replay must have read its values and consumed its records.
+                # The last replay must first have read its values and consumed its records.
                 self._channel.stream.wait_event(fence)
             if host is None:
                 self._run(None, signal=signal)
                 return
-            # This thread has modes of its own; region code must see those of the capture.
+            # Modes are thread-local; region code must run with the modes of the capture.
             with self._settings.restored(), self._memory():
                 self._run(host, signal=signal)
 
@@ -162,7 +173,7 @@ class TaskGroups:
         except BaseException as error:
             if signal:
                 self.failure = error
-                for group in self.groups[done:]:  # the replay is parked: let it end
+                for group in self.groups[done:]:  # the waiting replay must be able to end
                     group.event.record(stream)
             else:
                 self._take_back(done, error)
@@ -186,18 +197,18 @@ class TaskGroups:
         except Exception as error:
             if means(error, OTHER_KERNELS):
                 raise UpdateTopologyError(
-                    f"region {mark.name} needs other kernels for {values} than at capture, and "
-                    f"a task group can only be given new arguments. Capture again with these "
-                    f"values, or use policy='breakable'. ({error})"
+                    f"region {mark.name} needs other kernels for {values} than at capture, but "
+                    f"an update of a task group can only change arguments. Capture again with "
+                    f"these values, or use policy='breakable'. ({error})"
                 ) from error
             raise
 
-    def _take_back(self, last: int, why: BaseException) -> None:
-        """Give the regions up to ``last`` their old values again."""
+    def _take_back(self, last: int, cause: BaseException) -> None:
+        """Restore the previous values of the regions up to ``last``."""
         try:
             for group in self.groups[: last + 1]:
                 self._update(group, self.applied)
         except Exception as error:
-            logger.exception("taking back a refused update failed")
-            error.__context__ = why
+            logger.exception("a refused update could not be undone")
+            error.__context__ = cause
             self.failure = error

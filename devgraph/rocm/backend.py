@@ -1,4 +1,4 @@
-"""The ROCm backend: identity, capabilities, and what HIP does otherwise than it says."""
+"""The ROCm backend: identity, capabilities and workarounds for HIP's undocumented behaviour."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INSTALL = (
 
 
 class RocmBackend(NodeBackend):
-    """AMD GPUs through the ROCm build of torch, which calls its namespace torch.cuda as well."""
+    """AMD GPUs through the ROCm build of torch, whose namespace is torch.cuda too."""
 
     name = "rocm"
     device_type = "cuda"
@@ -50,7 +50,7 @@ class RocmBackend(NodeBackend):
         self.attach(Runtime.find())
 
     def attach(self, runtime: Runtime) -> None:
-        """Take HIP's graph calls from ``runtime``."""
+        """Use the graph calls of ``runtime``."""
         self.use_runtime(runtime)
         self.retired: set[int] = set()
         """Streams that a failed capture left capturing; they are never used again."""
@@ -82,7 +82,7 @@ class RocmBackend(NodeBackend):
         if not os.access("/dev/kfd", os.R_OK | os.W_OK):
             return f"{build}: /dev/kfd is not accessible. Add the user to the group render."
         return (
-            f"{build}. See whether rocminfo lists one, and whether HIP_VISIBLE_DEVICES or "
+            f"{build}. Check whether rocminfo lists one, and whether HIP_VISIBLE_DEVICES or "
             f"ROCR_VISIBLE_DEVICES hides it."
         )
 
@@ -91,25 +91,25 @@ class RocmBackend(NodeBackend):
         return f"HIP {self.runtime.version}, torch {torch.__version__}"
 
     def details(self) -> dict[str, str]:
-        told = {
+        details = {
             "library": self.runtime.path,
-            "functions that it lacks": ", ".join(sorted(self.runtime.missing)) or "none",
+            "missing functions": ", ".join(sorted(self.runtime.missing)) or "none",
             "unsafe calls in a capture": "not reported before HIP 7.14; devgraph refuses host "
             "reads, prove() the rest"
             if self._guard
             else "reported by the runtime",
         }
         if (updates := self.verification.updates) is not None:
-            told["updates"] = (
+            details["updates"] = (
                 "written into executables, verified at first use"
                 if updates
                 else "this runtime ignores them: every key gets an executable of its own"
             )
             reported = self.runtime.reports_copies
-            told["copies in regions"] = (
+            details["copies in regions"] = (
                 "updated" if reported else "refused: their addresses are not reported"
             )
-        return told
+        return details
 
     # Streams.
 
@@ -117,15 +117,15 @@ class RocmBackend(NodeBackend):
         return functools.partial(torch._C._cuda_getCurrentRawStream, self._device.index)
 
     def fresh_stream(self) -> Any:
-        # Neither retired nor forked from one that is: torch hands them out again and again.
+        # torch reuses its streams, so a retired or still capturing stream may come up again.
         for _ in range(MOST_STREAMS):
             stream = self.namespace.Stream(self._device)
             handle = stream.cuda_stream
             if handle not in self.retired and not self.runtime.capturing([handle]):
                 return stream
         raise BackendUnavailableError(
-            "every stream that torch hands out was left capturing by a failed capture; start a "
-            "new process, and make regions join the streams that they fork."
+            "failed captures left every stream that torch hands out capturing. Start a new "
+            "process, and make regions join the streams that they fork."
         )
 
     def retire_stream(self, stream: Any) -> None:
@@ -135,7 +135,7 @@ class RocmBackend(NodeBackend):
     def reopen_capture(self) -> None:
         stream = self.current_stream_id()
         if self.runtime.capture_of(stream) is not None:
-            # Beginning or ending again is what crashes the process on HIP 7.2.
+            # On HIP 7.2, beginning or ending the capture again crashes the process.
             raise RuntimeError(f"stream {stream:#x} is still capturing after its end failed")
         super().reopen_capture()
 
@@ -149,7 +149,8 @@ class RocmBackend(NodeBackend):
         return self._guard
 
     def join(self, current: Any, side: Any) -> None:
-        # Waiting for a stream that is still capturing would pull this one into that capture.
+        # Waiting for a stream that is still capturing would join the current stream to that
+        # capture.
         if side.cuda_stream not in self.retired:
             super().join(current, side)
 
@@ -168,12 +169,12 @@ class RocmBackend(NodeBackend):
         super().end_native(native)
 
     def prepare_stream(self) -> None:
-        # hipBLAS and hipBLASLt make a handle for each thread and stream at first use, which a
-        # capture does not allow: the first product with a bias goes through both.
-        here = (threading.get_ident(), self.current_stream_id())
-        if here in self._prepared:
+        # hipBLAS and hipBLASLt create a handle per thread and stream at first use, which a capture
+        # does not allow. A product with a bias creates both handles.
+        key = (threading.get_ident(), self.current_stream_id())
+        if key in self._prepared:
             return
         torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
         square = torch.zeros(16, 16, dtype=torch.bfloat16, device=self._device)
         torch.addmm(square[0], square, square)
-        self._prepared.add(here)
+        self._prepared.add(key)

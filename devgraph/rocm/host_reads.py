@@ -1,4 +1,4 @@
-"""Host reads inside a capture, refused where the runtime lets them pass."""
+"""A guard that refuses host reads inside a capture, for runtimes that do not report them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _READS = frozenset(
     masked_select nonzero unique_consecutive unique_dim unique_dim_consecutive
     """.split()
 )
-"""Operations whose result, or the shape of it, comes from data on the device."""
+"""Operations whose result, or its shape, depends on device data and is needed on the host."""
 
 _INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
-"""Operations whose second argument is a list of indices, of which masks are counted on the host."""
+"""Operations whose second argument is a list of indices; the host counts the hits of masks."""
 
 
 class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations of this thread that read device data on the host, while it is ``on``.
+    """A mode that refuses this thread's operations that read device data, while it is ``on``.
 
-    Before HIP 7.14 such a call inside a capture raises nothing: the host gets what the memory held
-    before, and the graph is wrong. The guard stays below user code's own modes and costs a capture
-    some microseconds for each operation; replays do not pass it.
+    Before HIP 7.14 such a call inside a capture raises no error: the host reads the previous
+    content of the memory, and the graph is wrong. The guard stays below the modes of user code. It
+    costs a capture a few microseconds per operation and does not affect replays.
     """
 
     def __init__(self, is_device: Callable[[torch.Tensor], bool]) -> None:
@@ -39,12 +39,12 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Tell torch.compile that this mode may be ignored: it changes no operation."""
+        """Return True: torch.compile may ignore this mode, which changes no operation."""
         return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """The same, as newer versions ask for it."""
+        """Return True; newer versions of torch call this instead of ``is_infra_mode``."""
         return True
 
     def __torch_dispatch__(
@@ -71,7 +71,7 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "repeat_interleave":
             return kwargs.get("output_size") is None and self._any_on_device(args)
         if name == "histc":
-            low, high = (*args[2:4], 0, 0)[:2]  # equal ones stand for the bounds of the data
+            low, high = (*args[2:4], 0, 0)[:2]  # if equal, torch reads the bounds from the data
             return low == high and self._any_on_device(args)
         if name == "copy_":
             waits = not (kwargs.get("non_blocking", False) or args[2:] == (True,))
@@ -86,9 +86,9 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return any(map(self._is_device, tensors_in(args)))
 
     def _counts_mask(self, args: tuple[Any, ...]) -> bool:
-        """Whether an index on the device is a mask, the number of whose hits the host must know.
+        """Whether an index on the device is a mask whose hits the host must count.
 
-        torch writes one value of the host under one mask as a fill, which needs no such number.
+        torch executes a write of one host value under one mask as a fill, which needs no count.
         """
         indices = [x for x in args[1] if x is not None]
         masks = [x for x in indices if x.dtype in (torch.bool, torch.uint8) and self._is_device(x)]
@@ -100,9 +100,9 @@ class HostReadGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_composed(func: Any) -> bool:
-    """Whether an operation is only calls of others, which the guard would not see by themselves.
+    """Whether an operation consists only of other operations, which the guard must see.
 
-    Under inference mode such operations arrive whole. ROCm builds call their dispatch key CUDA.
+    Under inference mode such operations arrive undecomposed. ROCm builds use the dispatch key CUDA.
     """
     has = func.has_kernel_for_dispatch_key
     return has(DispatchKey.CompositeImplicitAutograd) and not has(DispatchKey.CUDA)

@@ -1,4 +1,4 @@
-"""HIP's node calls: what libamdhip64 has of its own beside the table that vendors share."""
+"""HIP's node calls: the differences of libamdhip64 from the table that all vendors share."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from devgraph.api.torchlike.node_calls import (
 _NAME = re.compile(r"/libamdhip64[^/]*\.so[.\d]*$")
 
 _COPY_ATTRIBUTES = "hipGraphKernelNodeCopyAttributes"
-"""Absent in release 5.2 and present by 6.4: without it the launch attributes of a kernel stay those
-of the capture."""
+"""A function that release 5.2 lacks and 6.4 has. Without it, updated kernels keep the launch
+attributes of the capture."""
 
 _TEXT = ("GetErrorName", "GetErrorString")
 
 _HOST_COPIES = frozenset({0, 1, 2})
-"""hipMemcpyKind of copies that read or write host memory by declaration."""
+"""Values of hipMemcpyKind that declare a read or write of host memory."""
 
 _COPY_KINDS = frozenset({0, 1, 2, 3, 4, 1024})
-"""Every hipMemcpyKind that headers up to 7 define."""
+"""All values of hipMemcpyKind in headers up to HIP 7."""
 
 
 class Version(NamedTuple):
@@ -45,7 +45,7 @@ class Version(NamedTuple):
 
     @staticmethod
     def decode(number: int) -> Version:
-        """Return the version that ``hipRuntimeGetVersion`` tells as ``number``."""
+        """Decode the result of ``hipRuntimeGetVersion``."""
         return Version(number // 10_000_000, number // 100_000 % 100, number % 100_000)
 
     def __str__(self) -> str:
@@ -53,19 +53,19 @@ class Version(NamedTuple):
 
     @property
     def kinds(self) -> dict[int, str]:
-        """What the values of ``hipGraphNodeType`` mean."""
-        if self < Version(5, 3):  # from 1 on, and one-dimensional copies have a type of their own
+        """Kind of node per value of ``hipGraphNodeType``."""
+        if self < Version(5, 3):  # values start at 1; one-dimensional copies have their own type
             return {**dict(enumerate(KINDS, 1)), 9: MEMCPY}
         return dict(enumerate(KINDS))
 
     @property
     def reports_unsafe_calls(self) -> bool:
-        """Whether a call that a capture does not allow raises; before 7.14 it goes unnoticed."""
+        """Whether a call that a capture does not allow raises; before 7.14 none does."""
         return self >= Version(7, 14)
 
 
-# As in ``hip/hip_runtime_api.h`` of releases 5.2 to 6.3 and of the current source; a test compares
-# them with an installed header. They are not CUDA's: fields come in another order.
+# These structures match ``hip/hip_runtime_api.h`` of releases 5.2 to 6.3 and of the current source;
+# a test compares them with an installed header. Their fields are in another order than CUDA's.
 Dim3 = structure("dim3", x=c_uint32, y=c_uint32, z=c_uint32)
 KernelNodeParams = structure(
     "hipKernelNodeParams",
@@ -106,7 +106,7 @@ MemcpyParams = structure(
 def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
     """Return the path of the libamdhip64 that is mapped into this process, or None.
 
-    A second copy of the runtime, found by name, would have streams and graphs of its own.
+    Loading the library by name could load a second copy, which has separate streams and graphs.
     """
     with contextlib.suppress(OSError), open(maps, encoding="utf-8") as lines:
         for line in lines:
@@ -119,22 +119,23 @@ def mapped_library(maps: Path = Path("/proc/self/maps")) -> str | None:
 class Runtime(NodeRuntime):
     """The node calls of libamdhip64.
 
-    ``hipGraphExecUpdate`` is never called: in releases up to 7.14 it answers success while the
-    executable keeps old packets (ROCm/rocm-systems pull request 10714), and its time grows with the
-    square of the nodes (11069). Nodes are written one at a time, where errors are reported. Nor is
-    ``hipGraphUpload``, which does nothing where it is supported.
+    ``hipGraphExecUpdate`` is never called. In releases up to 7.14 it returns success although the
+    executable keeps old packets (ROCm/rocm-systems pull request 10714). Its time also grows with
+    the square of the number of nodes (11069). Instead, nodes are written one at a time, which
+    reports errors. ``hipGraphUpload`` is not called either, because it has no effect where it is
+    supported.
 
     Args:
-        path: the library to bind.
+        path: path of the library.
 
     Raises:
-        BackendUnavailableError: the library lacks functions that devgraph cannot do without.
+        BackendUnavailableError: the library lacks functions that devgraph needs.
     """
 
     prefix = "hip"
     suffixes: ClassVar[Mapping[str, str]] = {
         "StreamGetCaptureInfo": "_v2",
-        # The addresses of a captured copy are all that is reported reliably.
+        # Of a captured copy, HIP reliably reports only the addresses.
         "GraphMemcpyNodeSetParams": "1D",
         "GraphExecMemcpyNodeSetParams": "1D",
     }
@@ -151,7 +152,7 @@ class Runtime(NodeRuntime):
         MEMCPY: MemcpyParams,
         MEMSET: MemsetParams,
     }
-    instantiate_flags = 1  # hipGraphInstantiateFlagAutoFreeOnLaunch, the one that torch has
+    instantiate_flags = 1  # hipGraphInstantiateFlagAutoFreeOnLaunch, as torch sets it
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -159,8 +160,8 @@ class Runtime(NodeRuntime):
         if required := self.missing - {_COPY_ATTRIBUTES}:
             raise BackendUnavailableError(
                 f"{path} lacks {', '.join(sorted(required))}: this HIP runtime is too old for "
-                f"graph updates. Install a ROCm build of torch that brings a newer one (devgraph "
-                f"is written against HIP 5.2 to 7)."
+                f"graph updates. Install a ROCm build of torch with a newer one (devgraph supports "
+                f"HIP 5.2 to 7)."
             )
         for name in _TEXT:
             self._functions[name].restype = c_char_p
@@ -169,8 +170,8 @@ class Runtime(NodeRuntime):
         self.version = Version.decode(number.value)
         self.kinds = self.version.kinds
         self.reports_copies = True
-        """Whether a captured copy tells its addresses, which ``verification`` finds out: before
-        HIP 7 they are uninitialised memory."""
+        """Whether the runtime reports the addresses of a captured copy; ``Verification`` sets it.
+        Before HIP 7 the reported addresses are uninitialised memory."""
 
     @staticmethod
     def find() -> Runtime:
@@ -188,12 +189,12 @@ class Runtime(NodeRuntime):
         return Runtime(path)
 
     def refuse(self, error: int, name: str) -> NoReturn:
-        self.function("GetLastError")()  # else torch would find it later
+        self.function("GetLastError")()  # clears the error, or torch would raise it later
         super().refuse(error, name)
 
     def error_text(self, error: int) -> str:
-        found: list[Any] = [self.function(source)(error) or b"unknown" for source in _TEXT]
-        return ", ".join(text.decode(errors="replace") for text in found)
+        texts: list[Any] = [self.function(source)(error) or b"unknown" for source in _TEXT]
+        return ", ".join(text.decode(errors="replace") for text in texts)
 
     def fixed(self, kind: str, node: int, params: Any) -> Any:
         if kind == KERNEL:
@@ -208,16 +209,16 @@ class Runtime(NodeRuntime):
         return params, same, kind == MEMCPY and params.kind in _HOST_COPIES
 
     def _require_reported(self, params: Any) -> None:
-        """Refuse the parameters of a copy that this runtime does not report."""
+        """Raise UpdateTopologyError if the runtime does not report the parameters of a copy."""
         if not self.reports_copies:
             raise UpdateTopologyError(
-                f"a region copies memory, and this HIP runtime ({self.version}) does not report "
-                f"the addresses of a captured copy, so that it cannot be updated. Write with a "
-                f"kernel instead (index_copy_, or an operation with out=) and into a tensor that "
-                f"the region is given, for a tensor that it returns is copied as well; or use "
-                f"policy='breakable'."
+                f"a region copies memory, but this HIP runtime ({self.version}) does not report "
+                f"the addresses of a captured copy, so the copy cannot be updated. Write with a "
+                f"kernel instead (index_copy_, or an operation with out=). Write into a tensor "
+                f"that the region receives, because a tensor that it returns is copied too. Or "
+                f"use policy='breakable'."
             )
-        # One run of bytes, for which positions are not filled in.
+        # A flat copy is one run of bytes; HIP leaves its positions unset.
         flat = (
             params.kind in _COPY_KINDS
             and (params.extent.height, params.extent.depth) == (1, 1)

@@ -1,9 +1,9 @@
-"""The verification word: whether HIP used what it says that it wrote into an executable.
+"""The verification word: a check that HIP really used an update of an executable.
 
-Behind its regions a graph records one more node, which writes the recording's number into the word
-of its pool. After the first launch of a recording that was written or built, the word tells whether
-the runtime used the new parameters; a stale one means that the launch was wrong. It tells of an
-executable, not of every node: see docs/rocm.md.
+After its regions a graph records one more node, which writes the recording's number into the word
+of its pool. The word is checked after the first launch of a written or newly built recording. A
+stale number means that the runtime ignored the new parameters and the launch was wrong. The check
+covers an executable, not each of its nodes (see docs/rocm.md).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from devgraph.api.torchlike.recording import NodeRecording, RegionPattern
 from devgraph.rocm.runtime import Runtime
 
 LEAKED_BYTES_PER_NODE = 5800
-"""Device memory that a runtime keeps for every node it writes, until the executable goes: 2000
+"""Device memory that a runtime leaks per written node until the executable is destroyed. 2000
 updates of 32 nodes took 354 MiB on an MI300X (ROCm/rocm-systems pull request 11434)."""
 
 LEAK_BUDGET_BYTES = 32 * 2**20
-"""What updates of one executable may leak before it is made anew: at 180 region nodes this is
-every 32nd update, which spreads the 2-3 ms of making one to less than 0.1 ms."""
+"""Bytes that updates of one executable may leak before it is rebuilt. With 180 region nodes, every
+32nd update rebuilds it, so that the 2-3 ms of a rebuild cost less than 0.1 ms per update."""
 
 
 class Verification:
-    """What updates of one runtime are good for, found out once, and the word of each pool."""
+    """Tests once whether a runtime's updates work, and holds the word of each pool."""
 
     def __init__(self, runtime: Runtime, current_stream: Callable[[], int]) -> None:
         self.runtime = runtime
         self._current_stream = current_stream
         self.updates: bool | None = None
-        """Whether executables that exist use parameters that are written into them; None until a
-        graph with regions is begun."""
+        """Whether existing executables use the parameters that are written into them. None until
+        the first capture of a graph with regions."""
         self._words: weakref.WeakKeyDictionary[Pool, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def word_of(self, pool: Pool) -> torch.Tensor:
-        """Return the word into which graphs of ``pool`` write which recording they ran.
+        """Return the word into which graphs of ``pool`` write the number of their recording.
 
-        One is enough, because replays of a pool come one after the other.
+        One word is enough, because replays of a pool run one at a time.
         """
         word = self._words.get(pool)
         if word is None:
@@ -54,7 +54,7 @@ class Verification:
         return word
 
     def find_out(self, device: torch.device) -> None:
-        """Capture and update two small graphs, once, on a stream that is not capturing."""
+        """Test the runtime once with small graphs; the current stream must not be capturing."""
         if self.updates is None:
             words = torch.zeros(4, dtype=torch.int64, device=device)
             self.runtime.reports_copies = self._reports_copies(words)
@@ -104,20 +104,20 @@ class Verification:
 
 
 class VerifiedUpdates(UpdateStrategy):
-    """Updates that are counted, verified, and avoided where the runtime cannot do them."""
+    """Updates that are counted, verified, and avoided if the runtime does not support them."""
 
     def __init__(self, verification: Verification) -> None:
         self._verification = verification
         self.leaked_bytes = 0
-        """What updates of the graph's own executable may have leaked since it was made."""
+        """Bytes that updates of the graph's own executable may have leaked since it was built."""
         self._own: _VerifiedLaunch | None = None
         self._seen: weakref.WeakSet[NodeRecording] = weakref.WeakSet()
-        """Recordings that an own executable was seen to run."""
+        """Recordings that the own executable provably ran."""
 
     def prepare(self, graph: NodeGraph) -> None:
         marks = (fn.__devgraph_mark__ for fn in marked_functions())  # type: ignore[attr-defined]
         if not graph.spec.declared and all(mark.context is None for mark in marks):
-            return  # no region of the capture can be updated
+            return  # the capture cannot contain an updatable region
         self._verification.find_out(graph.backend.device)
         self._verification.word_of(graph.pool)
 
@@ -148,24 +148,24 @@ class VerifiedUpdates(UpdateStrategy):
     ) -> Executable:
         if not graph.hits:
             return executable
-        found = _VerifiedLaunch(graph, self, executable, recording)
+        verified = _VerifiedLaunch(graph, self, executable, recording)
         if own:
-            self._own = found
+            self._own = verified
             self.leaked_bytes = len(recording.updates) * LEAKED_BYTES_PER_NODE if recording else 0
-        return found
+        return verified
 
     def verify(self, graph: NodeGraph, launched: _VerifiedLaunch, recording: NodeRecording) -> None:
         """Raise UpdateError unless the last launch was of ``recording``."""
-        found = int(self._verification.word_of(graph.pool).item())
-        if found != recording.number:
+        number = int(self._verification.word_of(graph.pool).item())
+        if number != recording.number:
             graph.mark_dirty()
             self._verification.updates = False
             raise UpdateError(
                 f"the HIP runtime ({self._verification.runtime.version}) reported a successful "
-                f"update and launched the graph with the parameters of an earlier one (recording "
-                f"{found} instead of {recording.number}). What this replay wrote is wrong, and the "
-                f"graph is dirty: reset() and capture again. From now on this process gives every "
-                f"key an executable of its own instead of updating one."
+                f"update but launched the graph with the parameters of an earlier one (recording "
+                f"{number} instead of {recording.number}). The results of this replay are wrong, "
+                f"and the graph is dirty: call reset() and capture again. From now on this process "
+                f"gives every key an executable of its own instead of updating one."
             )
         launched.expected, launched.verified = None, True
         if launched is self._own:
@@ -173,8 +173,7 @@ class VerifiedUpdates(UpdateStrategy):
 
 
 class _VerifiedLaunch:
-    """Launches an executable, and verifies in the launch behind each change of it that the runtime
-    uses the parameters that were written."""
+    """A launch of an executable that verifies the first launch after each update."""
 
     def __init__(
         self,
@@ -187,12 +186,12 @@ class _VerifiedLaunch:
         self._how = how
         self._launch = executable.launch
         self.expected = recording
-        """What the next launch has to be seen to run; None if nothing was written since."""
+        """The recording that the next launch must prove to run; None if nothing was written."""
         self.verified = False
-        """Whether it was seen to use what was written."""
+        """Whether a launch has proved that the runtime used the written parameters."""
 
     def launch(self) -> None:
-        """Launch once.
+        """Launch the executable once.
 
         Raises:
             UpdateError: the runtime used other parameters.
@@ -202,5 +201,5 @@ class _VerifiedLaunch:
             self._how.verify(dereference(self._graph), self, self.expected)
 
     def bound(self, stream: int | None) -> Callable[[], None]:
-        """Return the launch: of a graph with regions nothing else is bound."""
+        """Return ``launch``, because graphs with regions bind nothing for a stream."""
         return self.launch

@@ -1,4 +1,4 @@
-"""Memory that can be given back, over a driver that exists only here: no device is needed."""
+"""Releasable memory, over a driver that exists only here: no device is needed."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_library_is_made_once_and_a_failure_is_typed(
         compiled(["false"], tmp_path)
     with pytest.raises(CapabilityError, match="XDG_CACHE_HOME"):
         compiled(command, library / "no_folder")
-    with pytest.raises(CapabilityError, match=r"maps no memory on this machine \(error 500\)"):
+    with pytest.raises(CapabilityError, match=r"cannot map memory on this machine \(error 500\)"):
         MappedPages(library, str(tmp_path / "no_driver.so"))
 
 

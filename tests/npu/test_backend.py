@@ -61,9 +61,9 @@ def test_autoload_that_the_command_line_turned_off_is_still_reported(
 ):
     monkeypatch.setenv(registry.AUTOLOAD, "0")
     monkeypatch.delenv(registry.AUTOLOAD_WAS_ON, raising=False)
-    assert not Diagnosis.made().autoload
+    assert not Diagnosis.of_host().autoload
     monkeypatch.setenv(registry.AUTOLOAD_WAS_ON, "1")
-    assert Diagnosis.made().autoload
+    assert Diagnosis.of_host().autoload
 
 
 @pytest.mark.skipif(

@@ -49,7 +49,7 @@ def test_json_report_has_the_details_of_a_runtime_that_ignores_updates(
         data = run_json(capsys, "doctor")
     (rocm,) = data["backends"]
     assert rocm["details"]["updates"].startswith("this runtime ignores them")
-    assert rocm["details"]["functions that it lacks"] == "none"
+    assert rocm["details"]["missing functions"] == "none"
     assert rocm["version"].startswith("HIP 7.2.26015")
 
 
