@@ -23,18 +23,14 @@ PENDING = (
     "devgraph/integrations/transformers/*.py",
     "devgraph/runners/prove.py",
     "docs/api.md",
-    "docs/backends.md",
     "docs/benchmarks.md",
     "docs/cli.md",
-    "docs/costs.md",
-    "docs/distributed.md",
     "docs/fast-replay.md",
     "docs/faults.md",
     "docs/modes.md",
     "docs/runners.md",
     "docs/sglang.md",
     "docs/vllm.md",
-    "CHANGELOG.md",
 )
 """Patterns of files whose prose has not been rewritten yet."""
 
