@@ -28,7 +28,6 @@ PENDING = (
     "docs/fast-replay.md",
     "docs/faults.md",
     "docs/modes.md",
-    "docs/runners.md",
     "docs/sglang.md",
     "docs/vllm.md",
 )
