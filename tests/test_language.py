@@ -22,12 +22,10 @@ PENDING = (
     "devgraph/cpu/*.py",
     "devgraph/integrations/transformers/*.py",
     "devgraph/runners/prove.py",
-    "docs/api.md",
     "docs/benchmarks.md",
     "docs/cli.md",
     "docs/fast-replay.md",
     "docs/faults.md",
-    "docs/modes.md",
     "docs/sglang.md",
     "docs/vllm.md",
 )
