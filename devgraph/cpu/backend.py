@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from devgraph.api.backend import Backend, own_pool
 from devgraph.api.capabilities import Capabilities
-from devgraph.api.errors import FrozenValueError
+from devgraph.api.errors import CaptureError, FrozenValueError, ResourceError
 from devgraph.api.executable import Call, EvictableExecutable, Executable, Recording
 from devgraph.api.graph import DeviceGraph
 from devgraph.api.marks.calls import MarkedCall
@@ -24,10 +24,12 @@ from devgraph.api.marks.marks import Absorbed, Mark, Scope, entered
 from devgraph.api.marks.scopes import captured_call
 from devgraph.api.marks.source import raising_line, user_line
 from devgraph.api.pool import Pool
+from devgraph.api.process import collector
 from devgraph.api.tensors import tensors_in
+from devgraph.cpu.compiled import CompiledPiece
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.modes import Dispatching, Functions
-from devgraph.cpu.recorder import CompiledPiece, Knowledge, Recorder
+from devgraph.cpu.recorder import Knowledge, Recorder
 from devgraph.cpu.tape import Entry, Span, Tape, check_topology
 from devgraph.cpu.violations import Violation
 
@@ -56,6 +58,8 @@ class CpuPool(Pool):
         super().__init__(backend, releasable=releasable)
         self.blocks = BlockPool()
         self.regions = BlockPool()
+        self.graphs_begun = 0
+        """Number of graphs that the session under way has begun in the pool."""
 
     @property
     def bytes(self) -> int:
@@ -92,7 +96,9 @@ class CpuGraph(DeviceGraph):
             others=(self.pool.regions,),
             knowledge=self._knowledge,
             arguments=self.arguments,
+            continues=self.pool.graphs_begun > 0,
         )
+        self.pool.graphs_begun += 1
         self._recorder = recorder
         recorder.__enter__()
 
@@ -112,13 +118,13 @@ class CpuGraph(DeviceGraph):
         )
 
     def _abort(self) -> None:
-        self._leave()
+        self._leave(failure=CaptureError)
         self._free()
 
-    def _leave(self) -> Recorder | None:
+    def _leave(self, failure: type[BaseException] | None = None) -> Recorder | None:
         recorder = self._recorder
         if recorder is not None:
-            recorder.__exit__()
+            recorder.__exit__(failure)
         self._recorder = None
         return recorder
 
@@ -245,14 +251,18 @@ class CpuBackend(Backend):
     def side_stream(self, pool: Pool, stream: Any = None) -> Iterator[None]:
         for kind in (Functions, Dispatching):
             kind.clear()
+        if isinstance(pool, CpuPool):
+            pool.graphs_begun = 0
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             # An inference_mode block that begins in a recording and is left by an exception
             # between two puts back what the recording had switched on in torch's dispatcher. The
             # last mode to go switches it off.
             with TorchDispatchMode():  # type: ignore[no-untyped-call]
                 pass
+            if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error):
+                raise ResourceError(f"no memory for a tensor of the step: {error}") from error
             raise
 
     def wrap_compiled(self, run: Callable[..., Any], source: Any) -> Callable[..., Any]:
@@ -300,7 +310,7 @@ class CpuBackend(Backend):
         scope = _Checking(spec)
         recorder = Recorder(BlockPool(), knowledge=self.knowledge, on_violation=note)
         try:
-            with recorder, entered(scope):
+            with collector.paused(), recorder, entered(scope):
                 outputs = fn(*args, **(kwargs or {}), **spec.tracked())
         except FrozenValueError as error:
             line = raising_line(error) or user_line()

@@ -21,6 +21,7 @@ from typing import Any
 import attrs
 import torch
 
+from devgraph.api.errors import ResourceError
 from devgraph.api.tensors import seen_by
 
 ALIGNMENT = 64
@@ -104,7 +105,10 @@ class _Slab:
     """A contiguous reservation; alive as long as anything points into it."""
 
     def __init__(self, size: int) -> None:
-        self.pages = mmap.mmap(-1, size, **_PRIVATE)
+        try:
+            self.pages = mmap.mmap(-1, size, **_PRIVATE)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ResourceError(f"no memory for a tensor of {size} bytes: {error}") from error
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
         self.end = self.base + size
         self.free = _Ranges((self.base, self.end))

@@ -30,6 +30,10 @@ class UnrecordableError(Exception):
     """An operation cannot be recorded; the text says why, without a final stop."""
 
 
+class UnknownMetadataError(UnrecordableError):
+    """Fake tensors do not support the operation."""
+
+
 class OtherDeviceError(Exception):
     """An operation has to do with a tensor that is not in CPU memory."""
 
@@ -73,16 +77,42 @@ map_tensors = functools.partial(_map, kind=torch.Tensor)
 map_layouts = functools.partial(_map, kind=Layout)
 
 
+_UNFAITHFUL = {
+    "aten::mkldnn_rnn_layer",
+    "aten::_native_multi_head_attention",
+    "aten::quantize_per_tensor",
+}
+"""Operations of which fake tensors return other metadata than kernels, or tensors for none."""
+
+
+def _require_plain(tensor: torch.Tensor, subject: str = "") -> None:
+    if tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested):
+        return
+    kind = "quantized" if tensor.is_quantized else tensor.layout
+    kind = "nested" if tensor.is_nested else kind
+    raise UnrecordableError(
+        f"{subject}a {kind} tensor, and a graph needs tensors with plain memory at fixed addresses"
+    )
+
+
+_UNFAITHFUL = {
+    "aten::mkldnn_rnn_layer",
+    "aten::_native_multi_head_attention",
+    "aten::quantize_per_tensor",
+}
+"""Operations of which fake tensors return other metadata than kernels, or tensors for none."""
+
+
 def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if not value.is_cpu:
             raise OtherDeviceError(value.device)
-        if value.layout is not torch.strided or value.is_quantized:
-            kind = "quantized" if value.is_quantized else value.layout
-            raise UnrecordableError(f"a {kind} tensor has no plain memory that a graph needs")
+        _require_plain(value, "an argument is ")
         return (value.dtype, value.shape, value.stride())
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
+    if isinstance(value, torch.Generator):
+        return torch.Generator  # metadata depends on none, and the key would keep it alive
     # 1, 1.0 and True are equal as keys and different as arguments.
     return (type(value), value)
 
@@ -110,6 +140,11 @@ class Metadata:
         """Made for the first question: it imports torch's compiler, which takes seconds."""
         return FakeTensorMode()
 
+    @property
+    def modes(self) -> tuple[FakeTensorMode, ...]:
+        """The mode of the fake tensors, if it was needed so far."""
+        return (self._mode,) if "_mode" in vars(self) else ()
+
     def infer(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the operation would return, with a ``Layout`` in place of each tensor.
 
@@ -120,7 +155,7 @@ class Metadata:
                 not dense, or torch does not know what it returns.
         """
         named = tuple([(n, _key(v)) for n, v in kwargs.items()]) if kwargs else ()
-        key = (plan, _key(args), named)
+        key = (plan, _key(args), named, plan.depends_on_grad and torch.is_grad_enabled())
         try:
             found = self._known.get(key)
         except TypeError:  # an argument that cannot be a key, such as a script object
@@ -135,6 +170,34 @@ class Metadata:
         return found
 
     def _ask(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if plan.name in _UNFAITHFUL:
+            return _try(plan, args, kwargs)
+        try:
+            return self._ask_fakes(plan, args, kwargs)
+        except (UnknownMetadataError, RuntimeError) as error:
+            try:
+                return _try(plan, args, kwargs)
+            except (DataDependentError, UnrecordableError, OtherDeviceError):
+                raise
+            except Exception as failure:
+                if not isinstance(error, UnknownMetadataError):
+                    raise error from None  # arguments that do not fit
+                raise UnrecordableError(str(error)) from failure
+
+    def reads_data(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operation that returns no tensor needs the data of its arguments."""
+        # Without a kernel for metadata, fake tensors run the kernel of the CPU on zeros.
+        name = plan.func.name()  # type: ignore[no-untyped-call]
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        if not (has_kernel(name, "Meta") or has_kernel(name, "CompositeExplicitAutograd")):
+            return True
+        try:
+            self._ask_fakes(plan, args, kwargs)
+        except (DataDependentError, UnrecordableError, RuntimeError):
+            return True
+        return False
+
+    def _ask_fakes(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = plan.func._schema.arguments
         positions = {argument.name: at for at, argument in enumerate(schema)}
         written: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -176,6 +239,44 @@ class Metadata:
         return self._fakes[layout]
 
 
+def _try(plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the operation returns for scratch data, with a ``Layout`` for each tensor.
+
+    It runs twice, on other data, because its sizes may depend on data.
+    """
+    answers = []
+    random = torch.get_rng_state()
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        for fill in (1, -1):
+            scratch = functools.partial(_scratch, fill=fill)
+            try:
+                result = plan.func(
+                    *map_tensors(args, scratch),
+                    **{name: map_tensors(value, scratch) for name, value in kwargs.items()},
+                )
+            except Exception:
+                if fill == 1:
+                    raise
+                continue  # data that the operation does not accept
+            finally:
+                torch.set_rng_state(random)
+            answers.append(map_tensors(result, functools.partial(_layout, plan)))
+    if answers[0] != answers[-1]:
+        raise DataDependentError(f"{plan.name} returns other sizes for other data")
+    return answers[0]
+
+
+def _scratch(tensor: torch.Tensor, *, fill: int) -> torch.Tensor:
+    """Return other data in the layout of ``tensor``: ones or minus ones; integers are legal indices
+    of anything that is not empty."""
+    scratch = _new(Layout.of(tensor))
+    if scratch.dtype is torch.bool:
+        return scratch.fill_(fill > 0)
+    if scratch.dtype.is_floating_point or scratch.dtype.is_complex:
+        return scratch.copy_(torch.full((), fill, dtype=torch.float32))
+    return scratch.zero_()
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep torch from logging an error that it also raises, and that is the user's to see once."""
@@ -192,11 +293,7 @@ def _new(layout: Layout) -> torch.Tensor:
 
 
 def _layout(plan: OpPlan, fake: torch.Tensor) -> Layout:
-    if fake.layout is not torch.strided:
-        raise UnrecordableError(
-            f"{plan.name} returns a {fake.layout} tensor, which has no fixed memory that a graph "
-            f"needs"
-        )
+    _require_plain(fake, f"{plan.name} returns ")
     if fake.device.type != "cpu":
         raise OtherDeviceError(fake.device)
     return Layout.of(fake)
@@ -209,7 +306,7 @@ def _run(func: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
         raise DataDependentError(str(error)) from error
     # Its tables of dtypes have holes.
     except (UnsupportedOperatorException, NotImplementedError, KeyError) as error:
-        raise UnrecordableError(
+        raise UnknownMetadataError(
             f"torch cannot tell what {func} returns without running it; register its shapes with "
             f"torch.library.register_fake, or call it in a function marked @dg.no_graph"
         ) from error

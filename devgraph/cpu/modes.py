@@ -1,17 +1,21 @@
-"""Getting between a thread and torch: two modes at the bottom of torch's stacks of modes.
+"""Interception of torch: two modes at the bottom of the calling thread's stacks of modes.
 
-The bottom is where a device would be: whatever modes the user's code enters and leaves, before a
-recording or across its ends, stay above these and see an ordinary device.
+A device is below all modes. User code may enter and leave modes before a recording and across its
+ends; these modes stay below them and look like an ordinary device.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+import contextlib
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.overrides import _pop_mode as _pop_function_mode
 from torch.overrides import _push_mode as _push_function_mode
@@ -23,13 +27,13 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.marks.source import user_line
 
 Report = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Takes a call, its arguments and its keyword arguments, and returns what the caller receives."""
+"""Takes a call, its arguments and its keyword arguments, and returns the result of the call."""
 
 
-class _AtBottom:
-    """A mode that starts at the bottom of its stack of modes.
+class _BottomMode:
+    """A mode at the bottom of its stack of modes.
 
-    Subclasses are modes of torch and set the calls of their stack: ``stack`` returns the modes,
+    Subclasses are modes of torch and set the functions of their stack: ``stack`` returns the modes,
     lowest first.
     """
 
@@ -42,85 +46,113 @@ class _AtBottom:
         super().__init__()
         self._report = report
         self.recorder = recorder
-        """Whose ``report`` it is."""
-        self.over = False
-        """Whether it was to stop. Torch keeps a mode off its stack while it runs, and puts it back
-        whatever became of it: where its recording is dropped meanwhile, it stays and does nothing
-        until another one starts."""
+        """The recorder whose method ``report`` is."""
+        self.is_over = False
+        """Whether the mode was removed. torch keeps a mode off its stack while the mode runs and
+        puts it back afterwards. A mode that was removed in the meantime stays on the stack and only
+        forwards calls, until the next recording of the thread removes it."""
 
     def install(self) -> None:
-        """Start, below all modes but a default device."""
+        """Start, below all modes except a default device."""
         self.clear()
-        mode: Any = super()
-        mode.__enter__()
         stack = self.stack()
-        stack.remove(self)
-        # torch insists that what set_default_device made is the lowest of all.
+        # torch requires the mode of set_default_device to be the lowest.
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
         stack.insert(1 if stack and stack[0] is default else 0, self)
         self._arrange(stack)
 
     @classmethod
     def clear(cls) -> None:
-        """Take off the thread's modes that were to stop: torch compiles nothing under them."""
-        for mode in cls.stack():
-            if isinstance(mode, _AtBottom) and mode.over:
-                mode.remove()
+        """Take removed modes off the thread's stack, because torch compiles nothing under them."""
+        stack = cls.stack()
+        rest = [mode for mode in stack if not (isinstance(mode, _BottomMode) and mode.is_over)]
+        if len(rest) < len(stack):
+            cls._arrange(rest)
 
-    def remove(self) -> None:
-        """Stop, wherever in the stack the mode is now. Idempotent."""
-        self.over = True
-        mode: Any = super()
+    def remove(self, leftovers: Collection[object] = ()) -> None:
+        """Stop, and take this mode and ``leftovers`` off the stack. Idempotent."""
+        self.is_over = True
         stack = self.stack()
-        if self not in stack:
-            return
-        stack.remove(self)
-        self._arrange([*stack, self])
-        flags = {name: kept.copy() for name, kept in vars(self).items() if isinstance(kept, deque)}
+        rest = [mode for mode in stack if mode is not self and mode not in leftovers]
+        if len(rest) < len(stack):
+            self._arrange(rest)
+
+    @classmethod
+    def _arrange(cls, stack: list[Any]) -> None:
         try:
-            mode.__exit__(None, None, None)
-        except BaseException:  # An interrupt: the next try needs what torch has taken out of them.
-            vars(self).update(flags)
+            cls._rebuild(stack)
+        except BaseException:  # An interrupt must not leave half of the stack.
+            cls._rebuild(stack)
             raise
 
-    def _arrange(self, stack: list[Any]) -> None:
+    @classmethod
+    def _rebuild(cls, stack: list[Any]) -> None:
+        while cls.height():
+            cls.pop()
+        for mode in stack:
+            cls.push(mode)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Report calls of the block, which is in a report, too."""
+        type(self).push(self)
         try:
-            self._rebuild(stack)
-        except BaseException:  # An interrupt: half a stack is none.
-            self._rebuild(stack)
-            raise
-
-    def _rebuild(self, stack: list[Any]) -> None:
-        while self.height():
-            self.pop()
-        for item in stack:
-            self.push(item)
+            yield
+        finally:
+            type(self).pop()
 
 
-class Dispatching(_AtBottom, TorchDispatchMode):  # type: ignore[no-untyped-call]
+def _cond(predicate: Any, yes: Any, no: Any, operands: Any) -> Any:
+    return (yes if predicate else no)(*operands)  # reads a tensor on the host
+
+
+def _scan(function: Any, init: Any, inputs: Any, additional_inputs: Any) -> Any:
+    scan = importlib.import_module("torch._higher_order_ops.scan").generic_scan
+    return scan(function, init, inputs, additional_inputs=additional_inputs)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "cond": _cond,
+    "scan": _scan,
+    "strict_mode": lambda function, operands: function(*operands),
+    "invoke_subgraph": lambda graph, identifier, *operands: graph(*operands),
+}
+"""Higher-order operators whose kernel of eager execution refuses modes."""
+
+
+class Dispatching(_BottomMode, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Reports every operation of the thread."""
 
     stack = staticmethod(_get_current_dispatch_mode_stack)
     pop, push = staticmethod(_pop_dispatch_mode), staticmethod(_push_dispatch_mode)
     height = staticmethod(torch._C._len_torch_dispatch_stack)
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.over:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self.is_over:
+            return func(*args, **kwargs)
         for kind in types:
             if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                return NotImplemented  # a tensor subclass: it makes plain operations of this one
-        if not isinstance(func, OpOverload):
-            raise CaptureError(
-                f"{func} cannot be recorded, at {user_line()}; call it in a function marked "
-                f"@dg.no_graph and capture with policy='breakable'."
-            )
-        return self._report(func, args, kwargs or {})
+                return NotImplemented  # a tensor subclass, which turns the call into plain ones
+        if isinstance(func, OpOverload):
+            return self._report(func, args, kwargs)
+        if isinstance(func, HigherOrderOperator):
+            # The kernel of eager execution runs the operator's functions as plain Python.
+            kernel = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+            kernel = _RULES.get(func.name(), kernel)  # type: ignore[no-untyped-call]
+            if kernel is not None:
+                with self.again():
+                    return kernel(*args, **kwargs)
+        raise CaptureError(
+            f"{func} cannot be recorded, at {user_line()}; call it in a function marked "
+            f"@dg.no_graph and capture with policy='breakable'."
+        )
 
 
-class Functions(_AtBottom, TorchFunctionMode):
+class Functions(_BottomMode, TorchFunctionMode):
     """Reports every call of a torch function by the thread."""
 
     stack = staticmethod(_get_current_function_mode_stack)
@@ -130,6 +162,101 @@ class Functions(_AtBottom, TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if self.over:
+        if self.is_over:
             return func(*args, **(kwargs or {}))
         return self._report(func, args, kwargs or {})
+
+
+class _Stance:
+    """The stance of torch.compile, except that a recording thread runs compiled functions eagerly.
+
+    Compiled code would write memory without the dispatcher, so no mode would see it.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stance" and is_recording():
+            _refuse_machine_code(sys._getframe(1))
+            return "force_eager"
+        return getattr(self.own, name)
+
+
+def _refuse_machine_code(frame: FrameType) -> None:
+    """Refuse a call of a function that must be compiled, as ``fullgraph`` says, to other bits."""
+    callback, caller = frame.f_locals.get("callback"), frame.f_back
+    if caller is None or not getattr(caller.f_locals.get("self"), "fullgraph", False):
+        return
+    backend: Any = getattr(callback, "_torchdynamo_orig_backend", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    name = getattr(backend, "compiler_name", getattr(backend, "__name__", ""))
+    if name == "inductor":
+        raise CaptureError(
+            f"a function compiled by torch.compile is called in the step, at {user_line()}. The "
+            f"CPU reference would run it without compilation, with other rounding. Pass the "
+            f"function itself, or capture with policy='piecewise'."
+        )
+
+
+_has_torch_function = torch.overrides.has_torch_function
+
+
+def _has_override(values: Any) -> bool:
+    """Return the answer of ``torch.overrides.has_torch_function`` on a device.
+
+    The fast paths of torch.nn's transformer layers are taken only if no mode is active, and on a
+    device none is.
+    """
+    stack = Functions.stack()
+    if len(stack) == 1 and isinstance(stack[0], Functions):
+        mode = Functions.pop()
+        try:
+            return _has_torch_function(values)
+        finally:
+            Functions.push(mode)
+    return _has_torch_function(values)
+
+
+_lock = threading.RLock()
+_recordings: set[object] = set()
+
+
+def adapt_torch(recording: object) -> None:
+    """Adapt torch's compiler and fast paths until ``restore_torch(recording)``.
+
+    Other threads see no difference.
+    """
+    with _lock:
+        _recordings.add(recording)
+        torch.overrides.has_torch_function = _has_override  # type: ignore[assignment]
+        compiler: Any = importlib.import_module("torch._dynamo.eval_frame")  # takes seconds
+        if not isinstance(compiler._stance, _Stance):
+            compiler._stance = _Stance(compiler._stance)
+
+
+def restore_torch(recording: object) -> None:
+    """End ``adapt_torch``. Idempotent."""
+    with _lock:
+        _recordings.discard(recording)
+        if _recordings:
+            return
+        torch.overrides.has_torch_function = _has_torch_function
+        compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if compiler is not None and isinstance(compiler._stance, _Stance):
+            compiler._stance = compiler._stance.own
+
+
+def current_recorder() -> Any:
+    """Return the recorder of this thread's operations, or None."""
+    modes = (mode for mode in Dispatching.stack() if isinstance(mode, Dispatching))
+    return next((mode.recorder for mode in modes if not mode.is_over), None)
+
+
+def is_recording() -> bool:
+    """Whether operations of this thread are recorded."""
+    return any(
+        isinstance(mode, _BottomMode) and not mode.is_over
+        for mode in (*Functions.stack(), *Dispatching.stack())
+    )

@@ -57,6 +57,12 @@ class OpPlan:
     """Positions in the schema of the arguments that it writes."""
     seeded: bool
     """It may draw random numbers."""
+    depends_on_grad: bool
+    """It computes other bits, and more results, while gradients are recorded."""
+
+    def generator(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the random generator among the arguments, or None."""
+        return next((a for a in (*kwargs.values(), *args) if isinstance(a, torch.Generator)), None)
 
     def argument(self, position: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the argument at ``position`` of the schema, or None if it was left out."""
@@ -81,9 +87,11 @@ _METADATA = _aten(
     """
     _fused_sdp_choice is_same_size is_pinned size stride numel sym_size sym_stride sym_numel
     sym_storage_offset _has_compatible_shallow_copy_type result_type is_complex
-    is_floating_point is_signed is_inference _debug_has_internal_overlap
+    is_floating_point is_signed is_inference _debug_has_internal_overlap is_set_to
     """
 )
+
+_PLAIN = frozenset({"int", "float", "bool", "str", "number", "Device"})
 
 _INDEXING = _aten("index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put")
 
@@ -130,6 +138,7 @@ def plan_of(func: OpOverload) -> OpPlan:
         out=_out_variant(func) if kind in (Kind.COMPUTE, Kind.BOOLEAN_INDEX) else None,
         returns=returns,
         writes=writes,
+        depends_on_grad=schema.name == "aten::mkldnn_rnn_layer",
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
     )
 
@@ -160,9 +169,13 @@ def _kind(func: OpOverload, writes: frozenset[int]) -> Kind:
         return Kind.VIEW
     if writes:
         return Kind.MUTATE
-    if func._schema.returns and not any("Tensor" in str(r.type) for r in func._schema.returns):
-        return Kind.HOST
-    return Kind.COMPUTE
+    returns = [str(item.type) for item in func._schema.returns]
+    takes = [str(argument.type) for argument in func._schema.arguments]
+    if any("Tensor" in kind for kind in returns):
+        return Kind.COMPUTE
+    if not any("Tensor" in kind for kind in takes) and (returns or not _PLAIN.issuperset(takes)):
+        return Kind.METADATA  # as a profiler's range, which takes and returns objects
+    return Kind.HOST if returns else Kind.COMPUTE
 
 
 def _is_composite(func: OpOverload) -> bool:

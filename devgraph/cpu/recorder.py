@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import sys
 from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-import attrs
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from devgraph.api.errors import RegionError
-from devgraph.api.marks.source import user_line
-from devgraph.api.tensors import describe
+from devgraph.api.marks.source import is_machinery, user_line
+from devgraph.api.tensors import describe, tensors_in
 from devgraph.api.torchlike.guards import draws
 from devgraph.cpu import violations
 from devgraph.cpu.memory import BlockPool, Hold
@@ -29,8 +28,9 @@ from devgraph.cpu.metadata import (
     map_layouts,
     map_tensors,
 )
-from devgraph.cpu.modes import Dispatching, Functions
+from devgraph.cpu.modes import Dispatching, Functions, adapt_torch, restore_torch
 from devgraph.cpu.ops import Binder, Kind, OpPlan, plan_of
+from devgraph.cpu.randomness import Randomness
 from devgraph.cpu.tape import Entry, Op, Span, Tape
 from devgraph.cpu.violations import Refusal, Violation
 
@@ -68,6 +68,7 @@ class Recorder:
         knowledge: what earlier recordings learned; learned anew if None.
         bound: addresses of the only memory outside the pools that may be touched; any if None.
         arguments: tensors whose layout the code may not change in place.
+        continues: whether other recordings of the same step precede.
         on_violation: called for everything that a device capture would refuse or freeze; the
             recording goes on with assumed values and cannot be replayed. Without it, what is
             refused raises.
@@ -85,6 +86,7 @@ class Recorder:
         knowledge: Knowledge | None = None,
         bound: Collection[int] | None = None,
         arguments: Sequence[torch.Tensor] = (),
+        continues: bool = False,
         on_violation: Callable[[Violation], None] | None = None,
     ) -> None:
         self.parts: list[Entry | Span] = []
@@ -97,6 +99,7 @@ class Recorder:
         """Memory outside the pools that the recording touches, by address."""
         self._bound = bound
         self._arguments = arguments
+        self._continues = continues
         self._pool = pool
         self._pools = (pool, *others)
         knowledge = knowledge or Knowledge()
@@ -111,6 +114,9 @@ class Recorder:
         self._functions: Functions | None = None
         self._holds: list[Hold] = []
         self._mark = object()
+        self._random: Randomness | None = None
+        self._first_uses: list[tuple[torch.Tensor, int]] = []
+        """The first tensor over each touched storage, and the number of operations before it."""
 
     def __enter__(self) -> Recorder:
         assert self._cached is None, "a recorder records one thing at a time"
@@ -125,26 +131,49 @@ class Recorder:
             self._dispatching = Dispatching(self._call_operation, self)
             self._functions.install()
             self._dispatching.install()
+            adapt_torch(self)
+            if self._bound is None:
+                # Afterwards, generation 0 holds the objects of this recording, and generation 1
+                # those of the segments before it.
+                gc.collect(0 if self._continues else 1)
+                self._random = Randomness(self._record)
         except BaseException:
             self._leave()
             raise
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, failure: object = None, *_: object) -> None:
         try:
-            self._leave()
-        except BaseException:  # An interrupt; the thread must not go on with half of it.
-            self._leave()
-            raise
+            if failure is None:
+                self._finish()
+        finally:
+            try:
+                self._leave()
+            except BaseException:  # An interrupt must not leave modes on the thread.
+                self._leave()
+                raise
+
+    def _finish(self) -> None:
+        """Complete a recording that did not fail, or refuse it."""
+        try:
+            if self._random is not None:
+                self._random.follow()
+                self._refuse_foreign_results()
+        except UnrecordableError as error:
+            self._refusal.other("the step", str(error))
 
     def _leave(self) -> None:
-        """Give the thread back what it was before. Idempotent."""
+        """Restore the state of the thread. Idempotent."""
         for mode in (self._dispatching, self._functions):
             if mode is not None:
-                mode.remove()
+                mode.remove(leftovers=self._metadata.modes)
+        restore_torch(self)
+        if self._random is not None:
+            self._random.end()
         if self._cached is not None:
             torch.set_autocast_cache_enabled(self._cached)
-        self._cached = self._dispatching = self._functions = None
+        self._cached = self._dispatching = self._functions = self._random = None
+        self._first_uses = []
 
     def tape(self) -> Tape:
         """Return the recording, which has ended and assumed no values, as a tape."""
@@ -155,6 +184,12 @@ class Recorder:
         """Add one step."""
         self.count += 1
         (self.parts if self.open_span is None else self._inside).append(Entry(run, op))
+
+    @property
+    def _entries(self) -> list[Entry]:
+        """The steps outside loops and regions, and those of regions."""
+        spans = [[part] if isinstance(part, Entry) else part.entries for part in self.parts]
+        return [entry for entries in spans for entry in entries]
 
     def begin_span(self, label: str) -> Span:
         """Start the part of one region; ``end_span`` ends it. Spans do not nest."""
@@ -189,12 +224,6 @@ class Recorder:
         self.parts.append(Entry(run, op, tape))
         self.count += 1
         return len(tape)
-
-    @staticmethod
-    def current() -> Recorder | None:
-        """Return what records the operations of this thread now."""
-        modes = (mode for mode in Dispatching.stack() if isinstance(mode, Dispatching))
-        return next((mode.recorder for mode in modes if not mode.over), None)
 
     def call(
         self,
@@ -241,10 +270,12 @@ class Recorder:
         """Run a function of torch, unless it reads tensors on the host without an operation."""
         self._autocast = torch.is_autocast_enabled("cpu")
         read = violations.HOST_READS.get(func)
-        if read is not None and args[0].is_cpu:
+        if read is not None and args[0].is_cpu and not _is_harmless(func, args, kwargs):
             return self._read(read, func, args, kwargs)
         if func is torch._C._nn.one_hot:
             func = one_hot
+        if kwargs.get("generator") is not None and self._random is not None:
+            self._random.note(kwargs["generator"])
         made = violations.CONSTRUCTORS.get(func)
         if made is not None and violations.reads_tensors(args, kwargs):
             self._refusal.read(made)
@@ -279,36 +310,53 @@ class Recorder:
         return plan.func(*args, **kwargs)
 
     def _view(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if plan.writes and self._outlives(args):
-            raise UnrecordableError(
-                f"{plan.name} changes in place the layout of an argument of the step, or of a "
-                f"tensor that outlives it, and a replay would not. Call it on a view of the "
-                f"tensor: tensor[...]"
-            )
+        for tensor in tensors_in(args[:1]):
+            if tensor.is_cpu and tensor.layout is torch.strided:
+                self._touch(tensor)
+        if plan.writes:
+            self._require_own_layout(plan, args[0])
         return self._run_now(plan, args, kwargs)
 
-    def _outlives(self, args: tuple[Any, ...]) -> bool:
-        """Whether the first of ``args`` is an argument, or lies outside the recording and more
-        than names of the step's own refer to it: an attribute, a closure, a container."""
-        if any(args[0] is argument for argument in self._arguments):
-            return True
-        if any(pool.alias(args[0]) is not args[0] for pool in self._pools):
-            return False
-        # The arguments of calls are tuples, and what a frame knows of its names has no holder.
-        holders = [h for h in gc.get_referrers(args[0]) if not isinstance(h, tuple | FrameType)]
-        return any(map(self._is_held, holders))
+    def _require_own_layout(self, plan: OpPlan, tensor: torch.Tensor) -> None:
+        """Refuse a layout change of a tensor that outlives the step; a replay would not repeat it.
 
-    @staticmethod
-    def _is_held(holder: object) -> bool:
-        """Whether anything refers to ``holder`` besides the list that it was found in."""
-        return len(gc.get_referrers(holder)) > 1
+        Tensors that the capture made, and empty ones that are given memory, may change.
+        """
+        is_argument = any(tensor is argument for argument in self._arguments)
+        if not is_argument and (
+            any(pool.alias(tensor) is not tensor for pool in self._pools)
+            or not tensor.untyped_storage().nbytes()
+            or any(tensor is other for n in (0, 1) for other in gc.get_objects(generation=n))
+        ):
+            return
+        raise UnrecordableError(
+            f"{plan.name} changes in place the layout of an argument of the step, or of a tensor "
+            f"that outlives it, and a replay would not. Call it on a view of the tensor: "
+            f"tensor[...]"
+        )
+
+    def _refuse_foreign_results(self) -> None:
+        """Refuse tensors that were made during the recording without it, as in another thread.
+
+        Their owners are gone or are tensors of the recording, so no replay makes them again.
+        """
+        objects = [o for o in gc.get_objects(generation=0) if issubclass(type(o), torch.Tensor)]
+        young = set(map(id, objects))
+        for tensor, count in self._first_uses:
+            storage = tensor.untyped_storage()
+            # Memory that torch did not allocate, such as numpy's, is constant host data.
+            if id(tensor) not in young or not storage.resizable() or not storage.nbytes():
+                continue
+            owners = torch._C._storage_Use_Count(storage._cdata) - 1  # without the object `storage`
+            if owners <= sum(_is_over(other, storage) for other in objects):
+                self._refusal.foreign(self._entries[min(count, self.count - 1)].op)
 
     def _decompose(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _ABOVE | _AUTOCAST if self._autocast else _ABOVE
         include = torch._C._dispatch_tls_local_include_set()
         exclude = torch._C._dispatch_tls_local_exclude_set() - hidden
         assert self._dispatching is not None
-        with torch._C._ForceDispatchKeyGuard(include, exclude), self._dispatching:
+        with torch._C._ForceDispatchKeyGuard(include, exclude), self._dispatching.again():
             return plan.func._op_dk(_COMPOSITE, *args, **kwargs)
 
     def _resize(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -342,7 +390,10 @@ class Recorder:
 
     def _host(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = violations.host_read_name(self._function, plan.name)
-        if plan.func.namespace != "aten":
+        is_torch = plan.func.namespace == "aten"
+        if is_torch and not self._metadata.reads_data(plan, args, kwargs):
+            return self._run_now(plan, args, kwargs)
+        if not is_torch:
             raise UnrecordableError(
                 f"{plan.name} needs the host while it runs; call it in a function marked "
                 f"@dg.no_graph and capture with policy='breakable'"
@@ -375,13 +426,29 @@ class Recorder:
             layouts = violations.assumed_layouts(plan.name, args, kwargs)
             self._refusal.shape(plan.name, known=layouts is not None)
         op = self._op(plan.name)
-        self._note_random(plan, args, kwargs)
+        is_random = self._note_random(plan, args, kwargs)
+        source = None
+        if is_random and self._random is not None:
+            generator = plan.generator(args, kwargs)
+            source = self._random.source(generator)
+            if generator is not None:
+                args = tuple(source if value is generator else value for value in args)
+                kwargs = {n: source if v is generator else v for n, v in kwargs.items()}
         held_args, held_kwargs = self._hold(args), self._hold(kwargs)
+        run: Callable[[], object]
+        outs = None
         if plan.returns and not (plan.writes and None not in plan.returns):
             outs = self._make(plan, layouts, op)
-            self.append(self._binder.compute(plan, held_args, held_kwargs, self._hold(outs)), op)
+            run = self._binder.compute(plan, held_args, held_kwargs, self._hold(outs))
+        else:
+            run = self._binder.bind(plan.func, held_args, held_kwargs)
+        if plan.depends_on_grad and torch.is_grad_enabled():
+            run = torch.enable_grad()(run)
+        if source is not None and self._random is not None:
+            run = self._random.draw(source, run)
+        self.append(run, op)
+        if outs is not None:
             return outs
-        self.append(self._binder.bind(plan.func, held_args, held_kwargs), op)
         given = [plan.argument(p, args, kwargs) for p in plan.returns if p is not None]
         return tuple(given) if len(given) > 1 else next(iter(given), None)
 
@@ -425,19 +492,28 @@ class Recorder:
                 f"part of the key (context=)."
             )
         self.touched[address] = storage
+        self._first_uses.append((tensor, self.count))
 
     def _hold(self, value: Any) -> Any:
         if isinstance(value, dict) and not value:
             return value
         # Replays run in inference mode, where aliases made in it need no version counting.
         with torch._C._InferenceMode(True):
-            if isinstance(value, dict):
-                return {name: map_tensors(item, self._held) for name, item in value.items()}
-            return map_tensors(value, self._held)
+            aliases: dict[int, torch.Tensor] = {}  # kernels compare arguments with `is`
 
-    def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            def held(tensor: torch.Tensor) -> torch.Tensor:
+                if id(tensor) not in aliases:
+                    aliases[id(tensor)] = self._held(tensor)
+                return aliases[id(tensor)]
+
+            if isinstance(value, dict):
+                return {name: map_tensors(item, held) for name, item in value.items()}
+            return map_tensors(value, held)
+
+    def _note_random(self, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the operation draws random numbers, and note it."""
         if not plan.seeded or not draws(plan.func, args, kwargs):
-            return
+            return False
         if self.open_span is not None:
             raise UnrecordableError(
                 f"{plan.name} draws random numbers inside the updatable "
@@ -450,6 +526,10 @@ class Recorder:
             f"{plan.name} draws random numbers; every replay draws new ones, on backends whose "
             f"capabilities say rng.",
         )
+        return True
+
+    def _record(self, name: str, run: Callable[[], object]) -> None:
+        self.append(run, self._op(name))
 
     def _read(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -465,108 +545,38 @@ class Recorder:
             return func(ones, *args[1:], **kwargs)
 
 
-@attrs.frozen
-class _View:
-    """Where one returned tensor lies."""
-
-    storage: int
-    """Index of a result storage; or, if negative, -1 minus the index of an argument."""
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, results: Sequence[torch.Tensor], args: Sequence[Any]) -> torch.Tensor:
-        base = results[self.storage] if self.storage >= 0 else args[-1 - self.storage]
-        view: torch.Tensor = base.as_strided(self.size, self.stride, self.offset)
-        return view
+def _is_over(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether ``tensor`` lies in ``storage``; a tensor without memory lies in none."""
+    try:
+        return bool(tensor.untyped_storage()._cdata == storage._cdata)
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
-@attrs.frozen
-class _Shape:
-    """What a piece returns for arguments of given layouts."""
-
-    storages: tuple[tuple[int, torch.dtype], ...]
-    """Elements and dtype of every storage that the piece makes."""
-    leaves: tuple[Any, ...]
-    """A ``_View`` per returned tensor; anything else is returned as it is."""
-    spec: pytree.TreeSpec
+_TAKE_APART = torch.Tensor._reduce_ex_internal.__code__
 
 
-def _place(argument: Any) -> Any:
-    if not isinstance(argument, torch.Tensor):
-        return int(argument)
-    place = argument.shape, argument.stride(), argument.storage_offset()
-    return argument.dtype, *place
-
-
-class CompiledPiece:
-    """A piece that a recording sees as one operation: ``run``, compiled from ``source``, takes and
-    returns tensors and numbers.
-
-    It writes memory through its own machine code, out of sight of torch's dispatcher. So its
-    results are flat storages, and what it returns are views of these or of its inputs, as they
-    would be without compilation.
-    """
-
-    def __init__(self, run: Callable[..., Any], source: torch.fx.GraphModule) -> None:
-        self._run = run
-        self._source = source
-        self._shapes: dict[Any, _Shape] = {}
-
-    def __call__(self, *args: Any) -> Any:
-        key, recorder = tuple(map(_place, args)), Recorder.current()
-        if key not in self._shapes:  # in a warm-up run
-            self._shapes[key] = self._learn(args)
-        if recorder is None:
-            return self._run(*args)
-        shape = self._shapes[key]
-        write = functools.partial(self._write, shape.leaves)
-        results = recorder.call("a compiled piece", write, args, shape.storages)
-        leaves = [
-            leaf.of(results, args) if isinstance(leaf, _View) else leaf for leaf in shape.leaves
-        ]
-        return pytree.tree_unflatten(leaves, shape.spec)
-
-    def _learn(self, args: Sequence[Any]) -> _Shape:
-        with torch.no_grad(), FakeTensorMode():
-            fakes = [
-                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="cpu")
-                if isinstance(a, torch.Tensor)
-                else int(a)
-                for a in args
-            ]
-            leaves, spec = pytree.tree_flatten(self._source(*fakes))
-        owner = {
-            fake.untyped_storage()._cdata: -1 - index
-            for index, fake in enumerate(fakes)
-            if isinstance(fake, torch.Tensor)
-        }
-        storages: list[tuple[int, torch.dtype]] = []
-        out: list[Any] = []
-        for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
-                out.append(leaf)
-                continue
-            storage = leaf.untyped_storage()
-            if storage._cdata not in owner:
-                owner[storage._cdata] = len(storages)
-                storages.append((int(storage.nbytes()) // leaf.dtype.itemsize, leaf.dtype))
-            at = owner[storage._cdata]
-            offset = int(leaf.storage_offset())
-            if at < 0:
-                offset += int(args[-1 - at].storage_offset())
-            out.append(_View(at, leaf.dtype, tuple(map(int, leaf.shape)), leaf.stride(), offset))
-        return _Shape(tuple(storages), tuple(out), spec)
-
-    def _write(
-        self, leaves: Sequence[Any], results: Sequence[torch.Tensor], args: Sequence[Any]
-    ) -> None:
-        """Run the compiled code, and leave what it made in ``results``."""
-        returned = pytree.tree_leaves(self._run(*args))
-        for leaf, view in zip(returned, leaves, strict=True):
-            if isinstance(view, _View) and view.storage >= 0:
-                view.of(results, ()).copy_(leaf)
+def _is_harmless(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of a function that can read tensors on the host reads none."""
+    frame: FrameType | None = sys._getframe(1)
+    if func is torch.Tensor.untyped_storage:
+        codes = set()
+        while frame is not None and is_machinery(frame):
+            codes.add(frame.f_code)
+            frame = frame.f_back
+        # copy.copy() shares the memory.
+        return _TAKE_APART not in codes or copy.copy.__code__ in codes
+    if func is torch.Tensor.to:
+        # A device that a variable holds is the device of the backend. A literal is the host.
+        devices = (*args[1:2], kwargs.get("device"))
+        if not any(isinstance(device, str) and device == "cpu" for device in devices):
+            return True
+        while frame is not None and is_machinery(frame):
+            frame = frame.f_back
+        return frame is None or "cpu" not in frame.f_code.co_consts
+    if func in (torch.tensor_split, torch.Tensor.tensor_split):
+        return not any(isinstance(value, torch.Tensor) for value in (*args[1:], *kwargs.values()))
+    return False
 
 
 def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

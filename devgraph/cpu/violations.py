@@ -13,6 +13,7 @@ from devgraph.api.errors import CaptureError
 from devgraph.api.marks.host_reads import host_read_cure, host_read_error
 from devgraph.api.marks.source import SourceLine, user_line
 from devgraph.cpu.metadata import Layout
+from devgraph.cpu.tape import Op
 
 
 @attrs.frozen(kw_only=True)
@@ -42,10 +43,12 @@ class Refusal:
         self._on_violation = on_violation
         self.collects = on_violation is not None
         """Whether the recording goes on after a violation."""
+        self._has_assumed = False
 
     def read(self, name: str) -> None:
         """Refuse a host read with HostReadError; return if the recording goes on."""
         text = f"{name} reads device data on the host, which a capture cannot record"
+        self._has_assumed = True
         self.note("host_sync", name, f"{text}. {host_read_cure()}")
         if not self.collects:
             raise host_read_error(text)
@@ -54,9 +57,22 @@ class Refusal:
         """Refuse a data-dependent shape with HostReadError; return if the recording goes on, with
         a ``known`` one."""
         text = f"{name} has an output whose shape depends on device data, which the host must read"
+        self._has_assumed = True
         self.note("data_dependent_shape", name, f"{text}. {host_read_cure()}")
         if not (self.collects and known):
             raise host_read_error(text) from None
+
+    def foreign(self, op: Op) -> None:
+        """Refuse with CaptureError a tensor that the recording did not make."""
+        text = (
+            "a tensor was made during the capture by another thread, or by code that torch does "
+            "not show, and a replay would see it as it is now. Do that work in the thread of the "
+            "step, or in a function marked @dg.no_graph under policy='breakable'"
+        )
+        if self._on_violation is None:
+            raise CaptureError(f"{text} (used by {op}).")
+        if not self._has_assumed:
+            self._on_violation(Violation.at(op.line, kind="refused", op=op.name, text=f"{text}."))
 
     def other(self, name: str, text: str, cause: BaseException | None = None) -> NoReturn:
         """Refuse anything else with CaptureError."""
@@ -80,6 +96,13 @@ HOST_READS: dict[Any, str] = {
     torch.Tensor.__format__: "formatting a tensor",
     torch.Tensor.__deepcopy__: "copy.deepcopy() of a tensor",
     torch.Tensor.__dlpack__: "exporting a tensor with DLPack",
+    torch.Tensor.untyped_storage: "torch.save() or pickling of a tensor",
+    torch.Tensor.apply_: ".apply_()",
+    torch.Tensor.map_: ".map_()",
+    torch.Tensor.map2_: ".map2_()",
+    torch.Tensor.to: ".to('cpu')",
+    torch.Tensor.tensor_split: ".tensor_split() at indices of a tensor",
+    torch.tensor_split: "torch.tensor_split() at indices of a tensor",
 }
 
 # Functions that take host data; given tensors inside a list, they read them one by one.

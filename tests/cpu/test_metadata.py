@@ -1,6 +1,9 @@
-"""What is remembered of the shapes that operations give."""
+"""Metadata of results: remembered, from fake tensors, and learnt on scratch data."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import devgraph as dg
 from devgraph.cpu.backend import CpuBackend
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Knowledge, Recorder
+from tests.support.cpu_capture import check_replays, record
 
 
 def test_metadata_forgets_at_its_limit() -> None:
@@ -29,8 +33,90 @@ def test_nothing_is_made_before_the_first_operation() -> None:
     assert "_mode" in vars(knowledge.metadata)
 
 
-def test_dtypes_that_torch_computes_and_cannot_tell_are_refused_by_name() -> None:
+def test_dtypes_that_fake_tensors_do_not_know_are_learnt_on_scratch_data() -> None:
     numbers, one = torch.randn(4, dtype=torch.complex64), torch.ones(()).to(torch.float8_e4m3fn)
     assert (numbers + one).dtype is torch.complex64
-    with pytest.raises(dg.CaptureError, match=r"cannot tell what aten\.add.* returns without"):
-        dg.capture(lambda x, y: x + y, numbers, one, backend="cpu")
+    captured = dg.capture(lambda x, y: x + y, numbers, one, backend="cpu")
+    other = torch.randn(4, dtype=torch.complex64)
+    assert torch.equal(captured.replay(other, one), other + one)
+
+
+def _define(library: Any, schema: str, fn: Callable[..., Any]) -> Any:
+    library.define(schema)
+    library.impl(schema.partition("(")[0], fn, "CPU")
+    return getattr(torch.ops.devgraph_test, schema.partition("(")[0])
+
+
+def test_operations_without_a_fake_are_learnt_on_scratch_data() -> None:
+    before = torch.get_rng_state()
+    with torch.library._scoped_library("devgraph_test", "DEF") as library:
+        pair = _define(
+            library,
+            "pair(Tensor x, int count) -> (Tensor, Tensor)",
+            lambda x, count: (x[:count].clone(), x.sum()),
+        )
+        parts = _define(library, "parts(Tensor x) -> Tensor[]", lambda x: [x * 2, x * 3])
+        noisy = _define(library, "noisy(Tensor x) -> Tensor", lambda x: x + torch.rand_like(x))
+        check_replays(
+            lambda x: (*pair(x * 2, 2), *parts(x + 1), noisy(x)),
+            lambda seed: [torch.randn(4, generator=torch.Generator().manual_seed(seed))],
+        )
+        torch.set_rng_state(before)
+        record(noisy, torch.ones(4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sizes_that_depend_on_data_are_found_on_scratch_data() -> None:
+    with torch.library._scoped_library("devgraph_test", "DEF") as library:
+        positive = _define(library, "positive(Tensor x) -> Tensor", lambda x: x[x > 0].clone())
+        with pytest.raises(dg.HostReadError, match="positive has an output whose shape depends"):
+            record(positive, torch.ones(4))
+
+
+def test_custom_operation_without_register_fake_is_learnt_or_refused_by_that_name() -> None:
+    @torch.library.custom_op("devgraph_test::doubled", mutates_args=())
+    def doubled(x: torch.Tensor, scale: float) -> torch.Tensor:
+        if scale < 0:
+            raise ValueError("a scale below zero")
+        return x * 2 * scale
+
+    check_replays(lambda x: doubled(x, 3.0) + 1, lambda seed: [torch.full((4,), float(seed))])
+    with pytest.raises(RuntimeError, match="register_fake"):
+        record(lambda x: doubled(x, -1.0), torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.LSTM(4, 4),
+        torch.nn.LSTM(4, 4, num_layers=2, bidirectional=True, bias=False),
+        torch.nn.LSTM(4, 4, proj_size=2),
+        torch.nn.GRU(4, 4, bidirectional=True),
+        torch.nn.RNN(4, 4, nonlinearity="relu"),
+        torch.nn.LSTMCell(4, 4),
+    ],
+    ids=str,
+)
+def test_recurrent_layers_equal_eager(layer: torch.nn.Module, grad: Callable[[], Any]) -> None:
+    def step(x: torch.Tensor) -> Any:
+        with grad():
+            return layer(x)
+
+    size = (2, 4) if isinstance(layer, torch.nn.LSTMCell) else (3, 2, 4)
+    check_replays(
+        step, lambda seed: [torch.randn(size, generator=torch.Generator().manual_seed(seed))]
+    )
+
+
+def test_backward_of_an_lstm_equals_eager() -> None:
+    layer = torch.nn.LSTM(4, 4)
+
+    def step(x: torch.Tensor) -> Any:
+        out, _ = layer(x)
+        return torch.autograd.grad(out.sum(), list(layer.parameters()))
+
+    check_replays(
+        step, lambda seed: [torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(seed))]
+    )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import importlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import devgraph as dg
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Recorder
-from tests.support.cpu_capture import KNOWLEDGE, record
+from tests.support.cpu_capture import KNOWLEDGE, check_replays, record, same
 from tests.support.refusals import READS, SHAPES, X
 
 
@@ -138,3 +141,107 @@ def test_default_device_set_before_a_recording_is_kept() -> None:
     recorder.tape().replay()
     assert torch.equal(out, 1 + X[:3])
     assert torch._C._len_torch_function_stack() == 0
+
+
+ROWS = 2 * torch.arange(8.0).view(2, 4) - 7
+
+
+def _layers() -> dict[str, Any]:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    return {
+        "layer": layer,
+        "norm first": torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True),
+        "encoder": torch.nn.TransformerEncoder(layer, 2),
+        "attention": torch.nn.MultiheadAttention(8, 2, batch_first=True),
+        "attention alone": torch.nn.MultiheadAttention(8, 2, batch_first=True),
+    }
+
+
+@pytest.mark.parametrize("name", _layers())
+def test_fast_paths_of_transformer_layers_are_those_of_eager_execution(name: str) -> None:
+    module = _layers()[name].eval()
+
+    def step(x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            if name.startswith("attention"):
+                return module(x, x, x, need_weights=name == "attention")[0]
+            return module(x)
+
+    check_replays(
+        step, lambda seed: [torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(seed))]
+    )
+    assert torch.overrides.has_torch_function.__module__ != "devgraph.cpu.modes"
+
+
+def _scan(x: torch.Tensor) -> Any:
+    scan = importlib.import_module("torch._higher_order_ops.scan").scan
+    return scan(lambda carry, row: (carry + row, carry * row), torch.zeros(4), x)
+
+
+def _attention(x: torch.Tensor) -> Any:
+    heads = x.view(1, 2, 2, 2)
+    return flex_attention(heads, heads + 1, heads, score_mod=lambda s, b, h, i, j: s + (i - j))
+
+
+def _masked_attention(x: torch.Tensor) -> Any:
+    heads = x.view(1, 2, 2, 2)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 2, 2, device="cpu")
+    return flex_attention(heads, heads + 1, heads, block_mask=mask)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("fn", [_scan, _attention, _masked_attention])
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_higher_order_operators_are_recorded_and_stay_usable(fn: Any, warmup: int) -> None:
+    captured = dg.capture(fn, ROWS.clone(), backend="cpu", warmup=warmup)
+    for factor in (0.5, -1.0):
+        got, want = captured.replay(ROWS * factor), fn(ROWS * factor)
+        torch.utils._pytree.tree_map(lambda a, b: same(a, b) or pytest.fail("differs"), got, want)
+
+
+def test_branch_on_data_is_refused_with_its_line_and_harms_nothing() -> None:
+    def step(x: torch.Tensor) -> Any:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    with pytest.raises(dg.HostReadError, match=r"torch\.cond\(x\.sum\(\) > 0"):
+        dg.capture(step, X.clone(), backend="cpu")
+    assert torch.equal(step(X), X.sin()) and torch.equal(step(-X), X.cos())
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_function_is_recorded_uncompiled_and_compiled_elsewhere(fullgraph: bool) -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: (x * 2).sin(), backend=backend, fullgraph=fullgraph)
+    other = torch.compile(lambda x: x.cos(), backend=backend, fullgraph=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(lambda: torch.equal(other(X), X.cos())).result()
+        return compiled(x) + 1
+
+    captured = dg.capture(step, X.clone(), backend="cpu", warmup=0)
+    assert len(graphs) == 1
+    assert torch.equal(captured.replay(X * 3), step(X * 3)) and len(graphs) == 2
+
+
+def test_machine_code_that_rounds_otherwise_is_refused() -> None:
+    compiled = torch.compile(lambda x: (x * 2).sin(), fullgraph=True)
+    with pytest.raises(dg.CaptureError, match="Pass the function itself"):
+        dg.capture(lambda x: compiled(x) + 1, X.clone(), backend="cpu", warmup=0)
+
+
+def test_mode_that_an_interrupt_left_on_the_stack_is_taken_off() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        KNOWLEDGE.metadata._mode.__enter__()
+        raise KeyboardInterrupt
+
+    record(lambda x: x + 1, X)
+    with pytest.raises(KeyboardInterrupt):
+        record(step, X)
+    assert type(X + 1) is torch.Tensor and torch._C._len_torch_dispatch_stack() == 0

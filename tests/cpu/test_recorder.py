@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import devgraph as dg
 from devgraph.api.errors import CaptureError, UpdateTopologyError
 from devgraph.cpu.memory import BlockPool
 from devgraph.cpu.recorder import Recorder
@@ -468,3 +472,59 @@ def test_layout_of_what_outlives_the_step_may_change_on_a_view_only() -> None:
         with pytest.raises(CaptureError, match="outlives it"):
             record(change)
     assert weight.shape == held[0].shape == layer.weight.shape == (2, 3)
+
+
+def _in_thread(fn: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(fn).result()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("policy", ["full", "breakable"])
+def test_result_of_another_thread_is_refused(policy: str, grad: bool) -> None:
+    weight, kept = torch.randn(4, 4), {}
+    factor = torch.ones(4).requires_grad_(grad)
+
+    def kept_outside(x: torch.Tensor) -> torch.Tensor:
+        kept["h"] = _in_thread(lambda: x @ weight)
+        return kept["h"] + x
+
+    steps: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: _in_thread(lambda: x @ weight) * factor + x,
+        lambda x: x + _in_thread(lambda: x @ weight)[0].sum(),
+        lambda x: sum(_in_thread(lambda: [x * 2, x * 3])),
+    ]
+    for step in steps:
+        with pytest.raises(CaptureError, match=r"by another thread.*test_recorder"):
+            dg.capture(step, torch.randn(4, 4), backend="cpu", policy=policy)
+    with pytest.raises(CaptureError, match=r"by another thread.*test_recorder"):
+        record(kept_outside, torch.randn(4, 4))
+
+
+def test_tensors_of_before_and_constants_of_the_step_are_no_other_threads_work() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    weight.sum().backward()  # makes a gradient that Python has not seen
+    table = torch.randn(4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        number = _in_thread(lambda: 3)
+        host = torch.from_numpy(np.arange(4, dtype=np.float32))
+        with torch.no_grad():
+            return weight.data @ x * number + weight.grad + table.data[1:3].sum() + host
+
+    captured = dg.capture(step, torch.randn(4, 4), backend="cpu")
+    other = torch.randn(4, 4)
+    assert same(captured.replay(other), step(other))
+
+
+def test_operands_that_are_one_tensor_stay_one() -> None:
+    """Kernels take other paths for attention of a tensor with itself."""
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return module(x, x, x)[0]
+
+    check_replays(
+        step, lambda seed: [torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(seed))]
+    )

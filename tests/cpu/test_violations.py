@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 import devgraph as dg
 from devgraph.api.errors import CaptureError, HostReadError
-from tests.support.cpu_capture import record
+from tests.support.cpu_capture import check_replays, record
 from tests.support.refusals import READS, SHAPES, UNSUPPORTED, X, branch
 
 
@@ -45,12 +46,30 @@ def test_resize_to_the_same_shape_is_no_resize() -> None:
     assert out.shape == (4,)
 
 
+def test_moves_that_a_device_makes_on_itself_are_no_host_reads() -> None:
+    where = "cpu"
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, *_ = x.tensor_split([1, 3])
+        return x.to(where) + 1, x.to(x.device) * 2, x.to(x) - 1, copy.copy(x * 3), first.clone()
+
+    check_replays(step, lambda seed: [X * seed])
+
+
 def test_operation_without_known_shapes_is_refused() -> None:
+    """It refuses scratch data, so that its shapes cannot be learnt."""
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.int64:
+            raise ValueError("no integers that mean nothing")
+        return x + 1
+
     with torch.library._scoped_library("devgraph_test", "DEF") as library:
         library.define("opaque(Tensor x) -> Tensor")
-        library.impl("opaque", lambda x: x + 1, "CPU")
+        library.impl("opaque", compute, "CPU")
+        check_replays(torch.ops.devgraph_test.opaque, lambda seed: [X * seed])
         with pytest.raises(CaptureError, match="register_fake"):
-            record(lambda x: torch.ops.devgraph_test.opaque(x), X)
+            record(torch.ops.devgraph_test.opaque, X.long())
 
 
 def test_shape_errors_of_the_user_stay_what_they_are() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +47,14 @@ READS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "equal": (lambda x: torch.equal(x, x), r"torch\.equal"),
     "allclose": (lambda x: torch.allclose(x, x), r"torch\.allclose"),
     "deepcopy": (lambda x: copy.deepcopy(x), "deepcopy"),
+    "save": (lambda x: torch.save(x * 2, io.BytesIO()), r"torch\.save\(\) or pickling"),
+    "pickle": (lambda x: pickle.dumps([x * 2]), r"torch\.save\(\) or pickling"),
+    "apply_": (lambda x: (x * 2).apply_(lambda value: value + 1), r"\.apply_\(\)"),
+    "map_": (lambda x: (x * 2).map_(x, lambda left, right: left + right), r"\.map_\(\)"),
+    "to cpu": (lambda x: (x * 2).to("cpu"), r"\.to\('cpu'\)"),
+    "to cpu by name": (lambda x: x.to(device="cpu", dtype=torch.float64), r"\.to\('cpu'\)"),
+    "tensor_split": (lambda x: torch.tensor_split(x, INDEX.view(1)), "tensor_split"),
+    "tensor_split of the step": (lambda x: x.tensor_split(INDEX.view(1) + 1), "tensor_split"),
     "dlpack": (lambda x: x.__dlpack__(), "DLPack"),
     "tensor of tensors": (lambda x: torch.tensor([x[0], x[1]]), "list of tensors"),
     "as_tensor of tensors": (lambda x: torch.as_tensor([[x[0]], [x[1]]]), "list of tensors"),

@@ -1,0 +1,205 @@
+"""The random generators of a recording: draws are recorded, and so are changes of their state."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+import attrs
+import torch
+
+from devgraph.cpu.metadata import UnrecordableError
+
+Record = Callable[[str, Callable[[], object]], None]
+"""Records a call under a name."""
+
+_claim = threading.Lock()
+"""Held by the recording that moves torch's default generator."""
+
+
+def _address(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+@attrs.define(eq=False)
+class _Position:
+    """A state of a generator between two draws of a recording.
+
+    A replay saves its own state there if the recorded code returns to the position.
+    """
+
+    generator: torch.Generator
+    state: torch.Tensor
+    """The state in the recording."""
+    is_needed: bool = False
+    saved: torch.Tensor | None = None
+
+    def save(self) -> None:
+        if self.is_needed:
+            self.saved = self.generator.get_state()
+
+    def restore(self) -> None:
+        assert self.saved is not None
+        self.generator.set_state(self.saved)
+
+
+@attrs.define(eq=False)
+class _Draw:
+    """A recorded draw, between two positions."""
+
+    run: Callable[[], object]
+    before: _Position
+    after: _Position
+
+    def __call__(self) -> None:
+        self.before.save()
+        self.run()
+        self.after.save()
+
+
+class Sequence:
+    """The random numbers that a recording takes from one generator.
+
+    A recording draws nothing, but it moves the generator at each draw. A state that the code sets
+    therefore tells the draw that it belongs to, as in ``torch.utils.checkpoint``.
+    """
+
+    def __init__(self, generator: torch.Generator, record: Record) -> None:
+        self._generator = generator
+        self._record = record
+        self._original = generator.get_state()
+        self._positions: list[_Position] = []
+        self._now: _Position
+        self._advance()
+
+    def draw(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Return ``run``, which draws numbers, as the call to record."""
+        self.follow()
+        before = self._now
+        self._advance()
+        return _Draw(run, before, self._now)
+
+    def follow(self) -> None:
+        """Record the changes of the state that the code made since the last draw."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            state = self._generator.get_state()
+            if torch.equal(state, self._now.state):
+                return
+            for position in self._positions:
+                if torch.equal(state, position.state):
+                    self._leave()
+                    position.is_needed = True
+                    self._now = position
+                    self._record("a restored random state", position.restore)
+                    return
+            seeded = torch.Generator().manual_seed(self._generator.initial_seed()).get_state()
+            if not torch.equal(state, seeded):
+                raise UnrecordableError(
+                    "the step sets the state of a random generator, or another thread draws from "
+                    "it. A replay would set the state of capture again. Set it before the replay"
+                )
+        self._leave()
+        self._now = _Position(self._generator, state)
+        self._positions.append(self._now)
+        set_state = self._generator.set_state
+        self._record("a random seed", lambda: set_state(state))
+
+    def end(self) -> None:
+        """Give the generator the state back that it had before the recording."""
+        self._generator.set_state(self._original)
+
+    def _leave(self) -> None:
+        """Record that the position may be needed later: no draw follows that would save it."""
+        self._record("a saved random state", self._now.save)
+
+    def _advance(self) -> None:
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            torch.empty((), dtype=torch.int64).random_(generator=self._generator)
+            self._now = _Position(self._generator, self._generator.get_state())
+        self._positions.append(self._now)
+
+
+@attrs.frozen
+class _StandIn:
+    """A generator for the draws from another one, which the step seeds."""
+
+    original: torch.Generator
+    generator: torch.Generator
+    state: torch.Tensor
+    """The state of the original when it was seeded."""
+
+
+class Randomness:
+    """The generators of a recording.
+
+    Only one recording at a time follows torch's default generator. The others record draws from it
+    and do not see changes of its state.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        # By the address of the generator, because each operation gets an object of its own.
+        self._sequences: dict[int, Sequence] = {}
+        self._callers: dict[int, weakref.ref[torch.Generator]] = {}
+        self._stand_ins: dict[int, _StandIn] = {}
+        self._has_claim = _claim.acquire(blocking=False)
+        if self._has_claim:
+            default = torch.default_generator
+            self._sequences[_address(default)] = Sequence(default, record)
+
+    def note(self, generator: torch.Generator) -> None:
+        """Note the object by which the user's code holds a generator."""
+        self._callers[_address(generator)] = weakref.ref(generator)
+
+    def source(self, generator: torch.Generator | None) -> torch.Generator:
+        """Return the generator that replays draw from in place of ``generator``.
+
+        A generator that nothing has drawn from is seeded in the step, where a stand-in that is
+        seeded by replays takes its place, or it is the caller's. ``follow`` refuses the latter.
+        """
+        if generator is None or _address(generator) == _address(torch.default_generator):
+            return torch.default_generator
+        if _address(generator) in self._sequences:
+            return generator
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            state = generator.get_state()
+            stand_in = self._stand_ins.get(_address(generator))
+            if stand_in is not None:
+                if not torch.equal(state, stand_in.state):
+                    raise UnrecordableError("the step seeds a generator that it has drawn from")
+                return stand_in.generator
+            seeded = torch.Generator().manual_seed(generator.initial_seed())
+            if not torch.equal(seeded.get_state(), state):
+                self._sequences[_address(generator)] = Sequence(generator, self._record)
+                return generator
+        self._stand_ins[_address(generator)] = _StandIn(generator, seeded, state)
+        self._record("a random seed", lambda: seeded.set_state(state))
+        self._sequences[_address(seeded)] = Sequence(seeded, self._record)
+        return seeded
+
+    def draw(self, generator: torch.Generator, run: Callable[[], object]) -> Callable[[], object]:
+        """Return ``run``, which draws from a ``source``, as the call to record."""
+        sequence = self._sequences.get(_address(generator))
+        return run if sequence is None else sequence.draw(run)
+
+    def follow(self) -> None:
+        """Record the changes of states since the last draws, and refuse; called at the end."""
+        callers = (self._callers.get(address) for address in self._stand_ins)
+        if any(caller is None or caller() is not None for caller in callers):
+            raise UnrecordableError(
+                "the step draws from a generator of the caller's that it seeds, or that nothing "
+                "has drawn from. A replay would not seed it again. Seed the generator before the "
+                "capture and draw from it once, make it in the step, or use torch's default one"
+            )
+        for sequence in self._sequences.values():
+            sequence.follow()
+
+    def end(self) -> None:
+        """Give every generator its state back. Idempotent."""
+        for sequence in self._sequences.values():
+            sequence.end()
+        self._sequences = {}
+        if self._has_claim:
+            self._has_claim = False
+            _claim.release()

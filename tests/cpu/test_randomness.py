@@ -1,0 +1,146 @@
+"""Random numbers in a recording: draws and changes of the state equal eager execution."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import devgraph as dg
+from devgraph.api.errors import CaptureError
+from tests.support.cpu_capture import record, same
+
+
+def _check(step: Any, *, warmup: int = 2) -> None:
+    """Check replays of ``step`` against eager runs from the same state, and the state after."""
+    x = torch.randn(64)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    captured = dg.capture(step, x, backend="cpu", warmup=warmup)
+    assert torch.equal(torch.get_rng_state(), before)
+    for seed in (1, 2):
+        x.copy_(torch.randn(64))
+        torch.manual_seed(seed)
+        expected = step(x)
+        expected_state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        got = captured.replay(x)
+        assert torch.equal(torch.get_rng_state(), expected_state)
+        assert all(same(left, right) for left, right in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_dropout_has_one_mask(reentrant: bool) -> None:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaf = x.clone().requires_grad_()
+        hidden = leaf
+        for _ in range(2):
+            hidden = checkpoint(lambda h: F.dropout(h, 0.5) * 2, hidden, use_reentrant=reentrant)
+        (grad,) = torch.autograd.grad(hidden.sum(), leaf) if not reentrant else (None,)
+        if grad is None:
+            hidden.sum().backward()
+            grad = leaf.grad
+        return hidden.detach() * 1, grad * 1, F.dropout(x, 0.5)
+
+    _check(step)
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_seeding_in_the_step_is_repeated_by_replays(warmup: int) -> None:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = torch.rand(4)
+        torch.manual_seed(7)
+        return first, torch.rand(4) + x[:4]
+
+    _check(step, warmup=warmup)
+    _check(lambda x: (torch.manual_seed(7), torch.rand(4) + x[:4])[1:], warmup=warmup)
+
+
+def test_forked_random_state_is_joined_again() -> None:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            inside = torch.rand(4) + x[:4]
+        return inside, torch.rand(4)
+
+    _check(step)
+
+
+def test_state_from_outside_is_refused() -> None:
+    torch.rand(3)
+    state = torch.get_rng_state()
+
+    def step() -> torch.Tensor:
+        torch.set_rng_state(state)
+        return torch.rand(4)
+
+    before = torch.get_rng_state()
+    torch.rand(2)
+    after = torch.get_rng_state()
+    with pytest.raises(CaptureError, match="sets the state of a random generator"):
+        record(step)
+    assert torch.equal(torch.get_rng_state(), after) and not torch.equal(before, after)
+
+
+def test_generator_that_was_used_before_advances_with_replays() -> None:
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(2, generator=generator)
+    state = generator.get_state()
+    tape, out = record(lambda: torch.rand(8, generator=generator))
+    assert torch.equal(generator.get_state(), state)
+    expected = torch.Generator().set_state(state)
+    for _ in range(2):
+        tape.replay()
+        assert torch.equal(out, torch.rand(8, generator=expected))
+
+
+def test_generator_of_the_step_is_seeded_by_replays() -> None:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        numbers = []
+        for seed in (3, 4, 3):
+            generator = torch.Generator().manual_seed(seed)
+            numbers += [torch.rand(4, generator=generator), torch.rand(4, generator=generator)]
+        return (*numbers, torch.rand(4) + x[:4])
+
+    _check(step)
+
+
+def test_generator_of_the_caller_that_the_step_seeds_is_refused() -> None:
+    generator = torch.Generator()
+
+    def step() -> torch.Tensor:
+        return torch.rand(8, generator=generator.manual_seed(3))
+
+    with pytest.raises(CaptureError, match="a generator of the caller's that it seeds"):
+        record(step)
+
+
+def test_recordings_of_two_threads_leave_each_others_state_alone() -> None:
+    inside, done = threading.Event(), threading.Event()
+    tapes: list[Any] = []
+
+    def other() -> None:
+        assert inside.wait(30)
+        tapes.append(record(lambda: F.dropout(torch.ones(64), 0.5)))
+        done.set()
+
+    def step() -> tuple[torch.Tensor, ...]:
+        first = F.dropout(torch.ones(64), 0.5)
+        inside.set()
+        assert done.wait(30)
+        return first, F.dropout(torch.ones(64), 0.5)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    before = torch.get_rng_state()
+    tape, (first, second) = record(step)
+    thread.join()
+    assert torch.equal(torch.get_rng_state(), before)
+    tape.replay()
+    torch.set_rng_state(before)
+    assert same(first, F.dropout(torch.ones(64), 0.5))
+    assert same(second, F.dropout(torch.ones(64), 0.5))
